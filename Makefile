@@ -1,0 +1,83 @@
+# kvferry: `make help` lists the targets.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export PYTHONSAFEPATH := 1
+PROTOS := $(wildcard proto/kvferry/v1/*.proto)
+
+.PHONY: help run setup test check format lint types layers proto golden verify lock bench test-gpu test-cluster coverage clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(READY) ## set-up if needed, then `kvferry demo`: one request through prefill, hand-off and decode (ARGS="--connector nixl")
+	@$(BIN)/kvferry demo $(ARGS)
+
+setup: $(READY) ## .venv with everything `run` and `test` need; quick when nothing changed
+	@echo "$(VENV) is ready"
+
+# One environment for running and testing. uv installs it in a fraction of pip's time; if uv itself
+# cannot be installed, pip does the same from the same lock.
+$(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvferry needs Python 3.11 or newer; set PYTHON=...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (once; a minute on a fast network)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || echo "uv is not available: falling back to pip"
+	@if test -x $(BIN)/uv; then \
+	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -r requirements.lock && \
+	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --no-deps --no-build-isolation --reinstall-package kvferry -e '.[nixl]'; \
+	else \
+	  $(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements.lock && \
+	  $(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e '.[nixl]'; \
+	fi
+	@touch $(READY)
+
+test: $(READY) ## every test that needs no GPU and no cluster
+	@$(BIN)/python -m pytest -m "not gpu and not cluster" $(ARGS)
+
+check: $(READY) lint types layers verify ## format, lint, types, layers, generated files fresh
+
+format: $(READY) ## rewrite the code in the house format
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix-only --quiet .
+
+lint: $(READY)
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
+
+types: $(READY)
+	@$(BIN)/mypy
+
+layers: $(READY) ## the import contracts of pyproject.toml
+	@$(BIN)/lint-imports
+
+proto: $(READY) ## regenerate the gRPC code
+	@$(BIN)/python -m grpc_tools.protoc -I proto --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=proto --grpc_python_out=proto --mypy_out=quiet:proto --mypy_grpc_out=quiet:proto $(PROTOS)
+
+golden: $(READY) ## rewrite tests/golden and the generated parts of docs; review the diff
+	@$(BIN)/python -m kvferry.testing.golden write
+
+verify: $(READY) ## generated files are what the sources say
+	@$(BIN)/python -m kvferry.testing.golden verify
+
+lock: $(READY) ## resolve the dependencies anew into requirements.lock
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra nixl --group dev pyproject.toml -o requirements.lock --upgrade
+
+bench: $(READY) ## the benchmarks; rows appended to tests/bench/results/*.csv
+	@$(BIN)/python tests/bench/bench_line.py $(ARGS)
+
+coverage: $(READY) ## branch coverage of the pure modules
+	@$(BIN)/python -m pytest tests/unit -q --cov --cov-report=term-missing:skip-covered $(ARGS)
+
+test-gpu: $(READY) ## the tests marked gpu
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-cluster: $(READY) ## the tests marked cluster
+	@$(BIN)/python -m pytest -m cluster $(ARGS)
+
+clean: ## remove the environment and all build output
+	@rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
