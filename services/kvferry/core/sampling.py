@@ -107,6 +107,17 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One drawn token; log-probabilities are of the model's own distribution, before temperature and penalties."""
+
+    token_id: int
+    logprob: float | None = None
+    """`None` when the request asked for none."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens with their log-probabilities, most likely first."""
+
+
 def _whole(name: str, value: int | None, low: int, high: int, *, optional: bool = False) -> None:
     if value is None and optional:
         return

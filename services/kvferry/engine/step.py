@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.core.ids import BlockId, RequestId
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import SampledToken, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,6 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens the step computes, over all sequences."""
         return sum(s.num_scheduled for s in self.scheduled)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One drawn token; log-probabilities are of the model's own distribution, before temperature and penalties."""
-
-    token_id: int
-    logprob: float | None = None
-    """`None` when the request asked for none."""
-    top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens with their log-probabilities, most likely first."""
 
 
 @dataclass(frozen=True, slots=True)
