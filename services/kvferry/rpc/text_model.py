@@ -1,0 +1,64 @@
+"""What text serving needs to know of a model: its limits, its tokenizer, its chat template. No weights."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+ChatMessages = Sequence[Mapping[str, str]]
+"""Each with `role` and `content`."""
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Stateless; safe from several threads."""
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """`add_special`: put the begin-of-sequence token in front where the model wants one."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole sequence."""
+        ...
+
+
+class Detokenizer(Protocol):
+    """Turns one sequence's tokens into text as they come, never half a character."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        ...
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        ...
+
+
+class StopMatcher(Protocol):
+    """Looks for stop strings across the pieces of one text, holding back what might become one."""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Text that may be shown, and whether a stop string was found; the text then ends before it."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """One served model as text sees it."""
+
+    name: str
+    """What clients call it."""
+    digest: str
+    """Of the model's files, hexadecimal; empty when not known."""
+    max_model_tokens: int
+    """Context length: prompt and output together."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+    new_detokenizer: Callable[[], Detokenizer]
+    new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
+    render_chat: Callable[[ChatMessages], str] | None
+    """The prompt for a conversation, ending where the assistant's answer begins; `None`: no chat template.
+    Raises InvalidRequest for a conversation that the template refuses."""
