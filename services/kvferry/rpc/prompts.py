@@ -45,13 +45,14 @@ async def encode_chat(model: TextModel, messages: ChatMessages) -> list[int]:
     """
     if not messages:
         raise InvalidRequest("messages is empty; give at least one message", field="messages")
-    if model.render_chat is None:
+    if model.encode_chat is None:
         raise InvalidRequest(
             f"model {model.name!r} has no chat template; send plain text to the completions interface",
             field="messages",
         )
-    # The template itself writes the special tokens that it wants.
-    return await encode_text(model, model.render_chat(messages), add_special=False)
+    if sum(len(message["content"]) for message in messages) < _LONG_TEXT_CHARS:
+        return model.encode_chat(messages)
+    return await asyncio.to_thread(model.encode_chat, messages)
 
 
 def check_token_ids(model: TextModel, token_ids: Sequence[int], field: str) -> None:

@@ -153,19 +153,21 @@ class _Writer:
         """Text that may be shown, the tokens that count, and why the sample ended if it did."""
         shown: list[str] = []
         for position, token in enumerate(event.tokens, start=1):
-            text, matched = self._filter(self._detokenizer.feed((token.token_id,)))
-            shown.append(text)
-            if matched:  # tokens of the same step after the stop string were never asked for
+            shown.append(self._filter(self._detokenizer.feed((token.token_id,))))
+            if self._matched:  # tokens of the same step after the stop string were never asked for
                 return "".join(shown), event.tokens[:position], FinishReason.STOP
         finish = event.finish_reason
         if finish is not None:
-            text, matched = self._filter(self._detokenizer.finish())
-            shown.append(text)
-            if matched:
+            shown.append(self._filter(self._detokenizer.finish()))
+            if self._matched:
                 finish = FinishReason.STOP
             elif self._stop is not None:
                 shown.append(self._stop.finish())
         return "".join(shown), event.tokens, finish
 
-    def _filter(self, text: str) -> tuple[str, bool]:
-        return (text, False) if self._stop is None else self._stop.feed(text)
+    def _filter(self, text: str) -> str:
+        return text if self._stop is None else self._stop.feed(text)
+
+    @property
+    def _matched(self) -> bool:
+        return self._stop is not None and self._stop.matched is not None

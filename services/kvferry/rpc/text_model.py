@@ -19,6 +19,10 @@ class Tokenizer(Protocol):
         """The text of a whole sequence."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which may be half a character."""
+        ...
+
 
 class Detokenizer(Protocol):
     """Turns one sequence's tokens into text as they come, never half a character."""
@@ -35,8 +39,13 @@ class Detokenizer(Protocol):
 class StopMatcher(Protocol):
     """Looks for stop strings across the pieces of one text, holding back what might become one."""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """Text that may be shown, and whether a stop string was found; the text then ends before it."""
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found; the text ends before it."""
+        ...
+
+    def feed(self, text: str) -> str:
+        """Text that may be shown; nothing more after a match."""
         ...
 
     def finish(self) -> str:
@@ -59,6 +68,6 @@ class TextModel:
     tokenizer: Tokenizer
     new_detokenizer: Callable[[], Detokenizer]
     new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
-    render_chat: Callable[[ChatMessages], str] | None
-    """The prompt for a conversation, ending where the assistant's answer begins; `None`: no chat template.
+    encode_chat: Callable[[ChatMessages], list[int]] | None
+    """Token ids of a conversation, ending where the assistant's answer begins; `None`: no chat template.
     Raises InvalidRequest for a conversation that the template refuses."""

@@ -21,6 +21,9 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < EOS).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < EOS else b""
+
 
 class ByteDetokenizer:
     """Python's own incremental UTF-8 decoder."""
@@ -42,14 +45,15 @@ class BufferedStopMatcher:
         self._stops = stops
         self._text = ""
         self._shown = 0
+        self.matched: str | None = None
 
-    def feed(self, text: str) -> tuple[str, bool]:
+    def feed(self, text: str) -> str:
         self._text += text
-        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
-        end = min(found, default=0) if found else len(self._text) - self._held()
+        found = [(at, stop) for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        end, self.matched = min(found) if found else (len(self._text) - self._held(), None)
         shown = self._text[self._shown : end]
         self._shown = max(self._shown, end)
-        return shown, bool(found)
+        return shown
 
     def finish(self) -> str:
         return self._text[self._shown :]
@@ -59,12 +63,13 @@ class BufferedStopMatcher:
         return max((len(prefix) for prefix in prefixes if self._text.endswith(prefix)), default=0)
 
 
-def render_chat(messages: ChatMessages) -> str:
+def encode_chat(messages: ChatMessages) -> list[int]:
     """`<role>content` for each, then the assistant's turn."""
     for message in messages:
         if message["role"] not in ("system", "user", "assistant"):
             raise InvalidRequest(f"role {message['role']!r} is not known to the template", field="messages")
-    return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+    text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+    return list(f"{text}<assistant>".encode())
 
 
 def byte_model(max_model_tokens: int = 512) -> TextModel:
@@ -78,5 +83,5 @@ def byte_model(max_model_tokens: int = 512) -> TextModel:
         tokenizer=ByteTokenizer(),
         new_detokenizer=ByteDetokenizer,
         new_stop_matcher=BufferedStopMatcher,
-        render_chat=render_chat,
+        encode_chat=encode_chat,
     )
