@@ -17,7 +17,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.allocation import Allocator
 from kvferry.engine.blocks import BlockPool
 from kvferry.engine.prefix_index import PrefixIndex
-from kvferry.engine.scheduler import LoadJob, Scheduler, SchedulerLimits, SequenceUpdate
+from kvferry.engine.scheduler import Export, LoadJob, Scheduler, SchedulerLimits, SequenceUpdate
 from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepPlan, StepResult
 from kvferry.kv.connector import KvLoader, LoadOutcome, PagesQuiet
@@ -66,6 +66,8 @@ class StepOutput:
     """What a step brought."""
 
     updates: list[SequenceUpdate]
+    exports: dict[RequestId, int]
+    """Numbers of the exports that this step made; whoever reads this now owns them (`release_export`)."""
     loads: list[LoadOutcome]
     ran: bool
     """Whether anything was computed; if not, only a new message or a freed page can change that."""
@@ -177,8 +179,10 @@ class Engine:
         for job in self.scheduler.take_loads():
             self._start(job)
         if not plan.scheduled:
-            return StepOutput([], loads, ran=False)
-        return StepOutput(self.scheduler.update(plan, self._runner.run(plan)), loads, ran=True)
+            return StepOutput([], {}, loads, ran=False)
+        updates = self.scheduler.update(plan, self._runner.run(plan))
+        exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
+        return StepOutput(updates, exports, loads, ran=True)
 
     @property
     def has_work(self) -> bool:
@@ -190,15 +194,6 @@ class Engine:
         self._inbox.append(message)
 
     # ------------------------------------------------------------------ exports
-
-    def keep_export(self, update: SequenceUpdate) -> int:
-        """Own an exported sequence's pages until `release_export`; the number that names them."""
-        if update.export is None:
-            raise InvariantBroken(f"request {update.request_id} exported nothing")
-        number = self._next_export
-        self._next_export += 1
-        self._exports[number] = update.export.blocks
-        return number
 
     def release_export(self, number: int) -> None:
         """Give exported pages back. Idempotent."""
@@ -245,6 +240,12 @@ class Engine:
             raise InvariantBroken(f"references of blocks (owners, counted): {dict(list(bad.items())[:8])}")
 
     # ------------------------------------------------------------------ inside
+
+    def _keep_export(self, export: Export) -> int:
+        number = self._next_export
+        self._next_export += 1
+        self._exports[number] = export.blocks
+        return number
 
     def _check(self, request: EngineRequest) -> None:
         count = len(request.token_ids)

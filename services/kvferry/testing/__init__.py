@@ -1,3 +1,1 @@
-"""What tests and only tests use: small models, scripted workers, builders. May import anything; nothing shipped
-imports it.
-"""
+"""What tests share, and what authors of connectors test theirs with. Imported by nothing that is shipped to run."""

@@ -49,9 +49,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             load=self._load(),
         )
 
-    async def Drain(
-        self, request: worker_admin_pb2.DrainRequest, context: Context
-    ) -> worker_admin_pb2.DrainResponse:
+    async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Context) -> worker_admin_pb2.DrainResponse:
         if not 0 <= request.timeout_seconds <= _MAX_DRAIN_SECONDS:
             raise InvalidRequest(
                 f"timeout_seconds must be from 0 to {_MAX_DRAIN_SECONDS:.0f}, not {request.timeout_seconds}",

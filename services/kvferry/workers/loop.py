@@ -146,7 +146,7 @@ class EngineLoop:
             while True:
                 if not self._take_commands(wait=idle):
                     return
-                output = self._engine.step() if self._engine.has_work else StepOutput([], [], ran=False)
+                output = self._engine.step() if self._engine.has_work else StepOutput([], {}, [], ran=False)
                 self._hand_out(output)
                 idle = not output.ran
                 self.load = self._engine.load()
@@ -189,7 +189,7 @@ class EngineLoop:
             (load.request_id, StreamItem(load=load), False) for load in output.loads
         ]
         for update in output.updates:
-            export = self._engine.keep_export(update) if update.export is not None else None
+            export = output.exports.get(update.request_id)
             over = export is not None or update.finish_reason is not None
             items.append((update.request_id, StreamItem(update=update, export=export), over))
         if items:

@@ -23,9 +23,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._context = context
         self._desk = desk
 
-    async def Run(
-        self, request: prefill_pb2.PrefillRequest, context: Context
-    ) -> prefill_pb2.PrefillResponse:
+    async def Run(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
         self._context.admit(request.model)
         tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
         begun = self._context.clock.monotonic()
@@ -47,9 +45,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     return self._answer(request, context, tokens, item, seconds)
         raise Unavailable("the engine ended without drawing a token")
 
-    async def Release(
-        self, request: prefill_pb2.ReleaseRequest, context: Context
-    ) -> prefill_pb2.ReleaseResponse:
+    async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:
         self._desk.release(TicketId(request.ticket_id))
         return prefill_pb2.ReleaseResponse()
 
@@ -83,5 +79,5 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             if call.cancelled():
                 self._desk.release(offered.ticket_id)
 
-        context.add_done_callback(release_if_unheard)
+        context.add_done_callback(release_if_unheard)  # type: ignore[arg-type]  # the stubs want a class
         return answer

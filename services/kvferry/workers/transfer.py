@@ -43,23 +43,17 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
             identity=self._context.identity, fingerprint=mine, address=self._transport.address()
         )
 
-    async def Claim(
-        self, request: kv_transfer_pb2.ClaimRequest, context: Context
-    ) -> kv_transfer_pb2.ClaimResponse:
+    async def Claim(self, request: kv_transfer_pb2.ClaimRequest, context: Context) -> kv_transfer_pb2.ClaimResponse:
         self._check_incarnation(request.incarnation)
         lease = self._desk.claim(TicketId(request.ticket_id), request.attempt)
         return kv_transfer_pb2.ClaimResponse(lease_seconds=lease)
 
-    async def Renew(
-        self, request: kv_transfer_pb2.RenewRequest, context: Context
-    ) -> kv_transfer_pb2.RenewResponse:
+    async def Renew(self, request: kv_transfer_pb2.RenewRequest, context: Context) -> kv_transfer_pb2.RenewResponse:
         self._check_incarnation(request.incarnation)
         lease = self._desk.renew(TicketId(request.ticket_id), request.attempt)
         return kv_transfer_pb2.RenewResponse(lease_seconds=lease)
 
-    async def Finish(
-        self, request: kv_transfer_pb2.FinishRequest, context: Context
-    ) -> kv_transfer_pb2.FinishResponse:
+    async def Finish(self, request: kv_transfer_pb2.FinishRequest, context: Context) -> kv_transfer_pb2.FinishResponse:
         self._check_incarnation(request.incarnation)
         done = request.outcome == kv_transfer_pb2.FinishRequest.OUTCOME_DONE
         self._desk.finish(TicketId(request.ticket_id), request.attempt, done=done)
