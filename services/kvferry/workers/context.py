@@ -13,9 +13,8 @@ from kvferry.workers.loop import EngineLoop
 
 @dataclass(slots=True)
 class WorkerContext:
-    """One engine's surroundings. `ready` and `draining` change; the rest does not."""
+    """One engine's surroundings. The last four change: the first two of them once, when the server is bound."""
 
-    worker_id: WorkerId
     incarnation: Incarnation
     role: str
     model: str
@@ -25,6 +24,9 @@ class WorkerContext:
     max_model_tokens: int
     loop: EngineLoop
     clock: Clock
+    worker_id: WorkerId | None = None
+    address: str = ""
+    """`host:port` under which peers reach this worker's services."""
     ready: bool = False
     """A token was really produced."""
     draining: bool = False

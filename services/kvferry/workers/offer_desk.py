@@ -24,11 +24,10 @@ class Offered:
 class OfferDesk:
     """Owns every export from the moment the engine hands it over. Used on the event loop's thread only."""
 
-    def __init__(self, context: WorkerContext, keyring: Keyring, times: OfferTimes, control_address: str) -> None:
+    def __init__(self, context: WorkerContext, keyring: Keyring, times: OfferTimes) -> None:
         self._context = context
         self._keyring = keyring
         self._times = times
-        self._control_address = control_address
         self._clock: Clock = context.clock
         self._book: OfferBook[int] = OfferBook(times)
 
@@ -38,7 +37,7 @@ class OfferDesk:
             ticket_id=new_ticket_id(),
             worker_id=self._context.worker_id,
             incarnation=self._context.incarnation,
-            control_address=self._control_address,
+            control_address=self._context.address,
             connector=self._context.connector,
             fingerprint=self._context.layout.fingerprint,
             tenant=tenant,

@@ -1,11 +1,12 @@
 """Control messages to other workers over gRPC, for the fetcher's threads: `kv.connector.PeerControl`."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-from kvferry.core.ids import Incarnation, TicketId, WorkerId
+from kvferry.core.ids import TicketId
 from kvferry.kv.connector import Peer
 from kvferry.rpc.channel import open_blocking_channel
 from kvferry.rpc.errors import error_from_rpc
@@ -15,21 +16,25 @@ from kvferry.v1 import common_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
 class GrpcPeerControl:
     """Keeps one channel per address; safe to use from several threads."""
 
-    def __init__(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
-        self._identity = common_pb2.WorkerIdentity(worker_id=worker_id, incarnation=incarnation)
+    def __init__(self, identity: Callable[[], common_pb2.WorkerIdentity]) -> None:
+        """
+        Args:
+            identity: who asks; called for each message, because it is known only when the server is bound.
+        """
+        self._identity = identity
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()  # guards _channels; opening a channel does not block
 
     def describe(self, peer: Peer, connector: str, fingerprint: bytes, timeout: float) -> bytes:
         request = kv_transfer_pb2.DescribeRequest(
-            reader=self._identity, incarnation=peer.incarnation, connector=connector, fingerprint=fingerprint
+            reader=self._identity(), incarnation=peer.incarnation, connector=connector, fingerprint=fingerprint
         )
         answer = self._call(peer, "Describe", request, timeout)
         return bytes(answer.address)
 
     def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
         request = kv_transfer_pb2.ClaimRequest(
-            ticket_id=ticket_id, attempt=attempt, incarnation=peer.incarnation, reader=self._identity
+            ticket_id=ticket_id, attempt=attempt, incarnation=peer.incarnation, reader=self._identity()
         )
         return float(self._call(peer, "Claim", request, timeout).lease_seconds)
 
