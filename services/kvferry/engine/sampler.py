@@ -5,8 +5,8 @@
 
 A draw takes one uniform number u of (seed, sample, position) from the counter-based generator and walks the kept
 tokens, most probable first and lowest id first among equals, until their probabilities add up to more than
-u * (sum of the kept). All of it in float64, row by row, so that the same logits give the same token on any
-machine, in any batch. Greedy takes the first of that order.
+u * (sum of the kept). All of it in float64, row by row, so that the same logits give the same token in any batch.
+Greedy takes the first of that order.
 """
 
 from collections import Counter
@@ -154,6 +154,8 @@ def _walk(head: Floats, weights: Floats, params: SamplingParams, u: float, *, is
             heavy = int(np.searchsorted(-kept, -params.min_p * kept[0], side="right"))
             is_cut = is_cut or heavy < len(kept)
             num_kept = min(num_kept, max(heavy, 1))
+        if not is_cut:
+            return None  # the cut lies beyond the head, so what is kept is not known
         sums = sums[:num_kept]
     target = u * (float(sums[-1]) if is_cut else float(weights.sum()))
     if target >= sums[-1]:

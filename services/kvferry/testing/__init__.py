@@ -1,0 +1,1 @@
+"""Helpers for tests. May import anything; nothing that ships imports it."""
