@@ -1,1 +1,1 @@
-"""What tests share, and what authors of connectors test theirs with. Imported by nothing that is shipped to run."""
+"""Helpers for tests. May import anything; nothing that ships imports it."""
