@@ -1,0 +1,84 @@
+"""The torch family: few large torch calls per layer, no Python loop over decoding sequences.
+
+Projections go through oneDNN's packed weights. Torch's own float32 path on the CPU is MKL's, which on an AMD EPYC
+(Zen 5, 2 cores) reads a [49152, 576] matrix at 16 GB/s for one row; packed it is read at 55 GB/s, and 512 rows run
+at 490 instead of 200 GFLOP/s. In bfloat16 packing matters for 2 to 16 rows (2.5 times).
+
+Attention is in `torch_attention`.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+
+from kvferry.kernels import torch_attention
+from kvferry.kernels.ops import Linear, Ops
+
+_PACKED_FOR_ROWS = 64  # oneDNN chooses the layout by it; measured: as good as any other from 1 to 512 rows
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """oneDNN's packed layout on a CPU, plain torch elsewhere and for types that oneDNN has not."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return lambda x: F.linear(x, weight, bias)
+    if not torch.backends.mkldnn.is_available():
+        return lambda x: F.linear(x, weight, bias)
+    # The calls that torch's own compiler makes for frozen weights.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+    run = torch.ops.mkldnn._linear_pointwise.default
+
+    def project(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = run(x, packed, bias, "none", [], "")
+        return y
+
+    return project
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    residual.add_(x)
+    return F.rms_norm(residual, (x.shape[-1],), weight, epsilon)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    half = x.shape[-1] // 2
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if x.dtype == torch.float32:
+        swapped = x.roll(half, -1)
+        x.mul_(cos).addcmul_(swapped, sin)
+    else:
+        wide = x.float()
+        swapped = wide.roll(half, -1)
+        x.copy_(wide.mul_(cos).addcmul_(swapped, sin))
+
+
+def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
+    block_tokens = pages.shape[4]
+    page, place = slots // block_tokens, slots % block_tokens
+    pages[:, layer].permute(0, 3, 1, 2, 4).index_put_((page, place), kv)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return x.index_select(0, rows)
+
+
+OPS = Ops(
+    name="torch",
+    pack_linear=pack_linear,
+    embedding=F.embedding,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rotate=rotate,
+    write_kv=write_kv,
+    plan_attention=torch_attention.plan_attention,
+    paged_attention=torch_attention.paged_attention,
+    silu_mul=silu_mul,
+    gather_rows=gather_rows,
+)

@@ -1,0 +1,126 @@
+"""The decoder of the Llama line: Llama, SmolLM, Qwen 2 (biased projections) and Qwen 3 (normed heads).
+
+Per layer, with T rows of one step's ragged batch:
+
+    hidden -> norm -> q, k, v -> rotate q, k -> write k, v to pages -> paged attention -> output  ┐ added to the
+    hidden -> norm -> gate, up -> silu * -> down                                                  ┘ residual
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kvferry.engine.models.rotary import rotary_table
+from kvferry.engine.models.weights import LayerWeights, Weights, load_weights
+from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.ops import AttentionPlan, Ops, ops_for
+from kvferry.model.config import ModelConfig
+from kvferry.model.tensors import TensorSource
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """What every layer of one step shares."""
+
+    pages: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    slots: torch.Tensor
+    plan: AttentionPlan
+
+
+class Transformer:
+    """A model on one device. Holds parameters only; calls from one thread at a time."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, *, dtype: torch.dtype) -> None:
+        self.config = config
+        self.ops = ops
+        self.dtype = dtype
+        self.device = weights.embedding.device
+        self._weights = weights
+        self._cos, self._sin = (table.to(self.device) for table in rotary_table(config))
+        self._scale = 1.0 / math.sqrt(config.head_dim)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Hidden states of every row; writes the rows' keys and values into `pages`.
+
+        Args:
+            token_ids: [T] int64.
+            positions: [T] int64, each below `max_model_tokens`.
+            pages: [pages, layers, 2, K, B, D] of the model's dtype.
+            batch: which rows belong together and where their pages are.
+
+        Returns:
+            [T, hidden] before the final norm; `logits` takes them.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        step = _Step(
+            pages=pages,
+            cos=self._cos.index_select(0, positions),
+            sin=self._sin.index_select(0, positions),
+            slots=batch.slots,
+            plan=ops.plan_attention(batch, pages),
+        )
+        residual = ops.embedding(token_ids, self._weights.embedding)
+        layers = self._weights.layers
+        x = ops.rms_norm(residual, layers[0].attention_norm, eps)
+        for index, layer in enumerate(layers):
+            x = ops.add_rms_norm(self._attend(x, layer, index, step), residual, layer.mlp_norm, eps)
+            x = layer.down(ops.silu_mul(layer.gate_up(x)))
+            if index + 1 < len(layers):
+                x = ops.add_rms_norm(x, residual, layers[index + 1].attention_norm, eps)
+        return residual.add_(x)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [R, vocabulary] of the named rows alone.
+
+        Args:
+            hidden: what `forward` returned.
+            rows: [R] int64.
+        """
+        last = self.ops.gather_rows(hidden, rows)
+        normed = self.ops.rms_norm(last, self._weights.final_norm, self.config.rms_norm_eps)
+        return self._weights.head(normed).float()
+
+    def _attend(self, x: torch.Tensor, layer: LayerWeights, index: int, step: _Step) -> torch.Tensor:
+        config, ops = self.config, self.ops
+        rows, heads, kv_heads = x.shape[0], config.num_heads, config.num_kv_heads
+        qkv = layer.qkv(x).view(rows, heads + 2 * kv_heads, config.head_dim)
+        qk = qkv[:, : heads + kv_heads]
+        kv = qkv[:, heads:].view(rows, 2, kv_heads, config.head_dim)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qkv[:, :heads] = ops.rms_norm(qkv[:, :heads], layer.q_norm, config.rms_norm_eps)
+            kv[:, 0] = ops.rms_norm(kv[:, 0], layer.k_norm, config.rms_norm_eps)
+        ops.rotate(qk, step.cos, step.sin)
+        ops.write_kv(kv, step.pages, index, step.slots)
+        seen = ops.paged_attention(qkv[:, :heads], step.pages, index, step.plan, self._scale)
+        return layer.output(seen)
+
+
+def build_model(
+    config: ModelConfig,
+    tensors: TensorSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    kernels: str | None = None,
+) -> Transformer:
+    """Load a model's parameters and make it ready to run.
+
+    Args:
+        config: its shape.
+        tensors: its weights (`ModelSource.tensors`).
+        dtype: of parameters, activations and pages.
+        device: where it runs.
+        kernels: a family of `kernels.ops`; `None`: the fastest for the device.
+
+    Raises:
+        ModelFileError: the weights do not fit the configuration.
+    """
+    ops = ops_for(device, kernels)
+    with torch.inference_mode():
+        weights = load_weights(config, tensors, ops, dtype=dtype, device=torch.device(device))
+        return Transformer(config, weights, ops, dtype=dtype)

@@ -1,0 +1,122 @@
+"""`open_model`: from a name or a path to everything a process needs to know about a model."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from kvferry.core.errors import UnknownModel
+from kvferry.model import tiny
+from kvferry.model.catalog import CATALOG, embedded
+from kvferry.model.chat_template import ChatTemplate
+from kvferry.model.config import ModelConfig
+from kvferry.model.fetch import Progress, fetch, file_sha256
+from kvferry.model.gguf_file import GgufModel
+from kvferry.model.safetensors_dir import SafetensorsModel, read_json
+from kvferry.model.tensors import TensorSource
+from kvferry.model.tokenizer import Tokenizer
+from kvferry.model.tokenizer_files import tokenizer_from_gguf, tokenizer_from_json
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class ModelSource:
+    """One model's files, open. Weights are read only when `tensors.read` is called."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        tensors: TensorSource,
+        digest: Callable[[], str],
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        """`None`: a base model that knows no chat."""
+        self.tensors = tensors
+        self._digest = digest
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over the content of the model's files, 64 hex digits; the first use reads them all."""
+        return self._digest()
+
+
+def open_model(spec: str, *, cache: Path | None = None, progress: Progress | None = None) -> ModelSource:
+    """Open a model, fetching it first if its name is in the catalog.
+
+    Args:
+        spec: a name of the catalog, `tiny`, a path ending in `.gguf`, or a Hugging Face folder.
+        cache: where fetched files are kept; `None`: `core.config.cache_dir()`.
+        progress: told how a download comes on.
+
+    Raises:
+        UnknownModel: `spec` is neither a known name nor an existing path.
+        ModelFileError: the files are missing, damaged or not supported.
+    """
+    if spec == tiny.NAME:
+        config = tiny.config()
+        tensors = tiny.TinyTensors(config)
+        template = ChatTemplate(tiny.CHAT_TEMPLATE)
+        return ModelSource(config, tiny.tokenizer(config), template, tensors, tensors.digest)
+    if spec in CATALOG:
+        model = embedded(spec)
+        return _open_gguf(fetch(model, cache=cache, progress=progress), model.name, lambda: model.sha256)
+    path = Path(spec)
+    if path.is_dir():
+        return _open_folder(path)
+    if path.suffix == ".gguf":
+        return _open_gguf(path, None, lambda: file_sha256(path))
+    known = ", ".join([*CATALOG, tiny.NAME])
+    raise UnknownModel(
+        f"no model {spec!r}: it is not a known name ({known}), nor a .gguf file, nor a folder", field="model"
+    )
+
+
+def _open_gguf(path: Path, name: str | None, digest: Callable[[], str]) -> ModelSource:
+    model = GgufModel(path, name)
+    tokenizer = tokenizer_from_gguf(model.pairs, model.config, str(path))
+    source = model.pairs.get("tokenizer.chat_template")
+    template = _template(source, tokenizer) if isinstance(source, str) else None
+    return ModelSource(model.config, tokenizer, template, model, digest)
+
+
+def _open_folder(folder: Path) -> ModelSource:
+    model = SafetensorsModel(folder)
+    tokenizer = tokenizer_from_json(folder / "tokenizer.json", model.config)
+    settings_file = folder / "tokenizer_config.json"
+    settings = read_json(settings_file) if settings_file.is_file() else {}
+    source = settings.get("chat_template")
+    template_file = folder / "chat_template.jinja"
+    if template_file.is_file():
+        source = template_file.read_text("utf-8")
+    if isinstance(source, list):  # several by name; the one for plain chat
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    template = None
+    if isinstance(source, str):
+        bos, eos = (_token_text(settings.get(key)) for key in ("bos_token", "eos_token"))
+        template = ChatTemplate(source, bos_token=bos, eos_token=eos)
+
+    def digest() -> str:
+        files = [folder / "config.json", *model.weight_files, *(folder / name for name in _TOKENIZER_FILES)]
+        lines = [f"{path.name} {file_sha256(path)}\n" for path in files if path.is_file()]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    return ModelSource(model.config, tokenizer, template, model, digest)
+
+
+def _template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    ends = tokenizer.eos_token_ids
+    bos = "" if tokenizer.bos_token_id is None else tokenizer.token_bytes(tokenizer.bos_token_id).decode("utf-8")
+    eos = tokenizer.token_bytes(ends[0]).decode("utf-8") if ends else ""
+    return ChatTemplate(source, bos_token=bos, eos_token=eos)
+
+
+def _token_text(value: object) -> str:
+    """A token of tokenizer_config.json: its text, or an object that has it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""

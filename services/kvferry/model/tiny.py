@@ -1,0 +1,95 @@
+"""A seeded two-layer model with a byte-level tokenizer: real shapes and real text, no file and no download.
+
+It speaks gibberish, deterministically. It stands beside the real models, not in the engine, because a gateway
+that serves it needs its tokenizer.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from kvferry.model.byte_level import CHARACTER_OF
+from kvferry.model.config import ModelConfig
+from kvferry.model.tensors import EMBEDDING, HEAD, Shape, expected_shapes
+from kvferry.model.tokenizer import Tokenizer
+
+NAME = "tiny"
+BOS, END_OF_TURN, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SPECIALS = (END_OF_TEXT, BOS, END_OF_TURN)
+
+
+def config(*, max_model_tokens: int = 2048, qk_norm: bool = False, qkv_bias: bool = False) -> ModelConfig:
+    """Two layers, four heads over two KV heads, a vocabulary of the 256 bytes and three control tokens."""
+    return ModelConfig(
+        name=NAME,
+        architecture="qwen3" if qk_norm else "qwen2" if qkv_bias else "llama",
+        vocab_size=256 + len(_SPECIALS),
+        hidden_size=48,
+        intermediate_size=112,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_model_tokens=max_model_tokens,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        eos_token_ids=(256, 258),
+        bos_token_id=257,
+    )
+
+
+def tokenizer(model: ModelConfig) -> Tokenizer:
+    """One token a byte: ids 0 to 255 are the bytes themselves, the control tokens follow."""
+
+    def make() -> tokenizers.Tokenizer:
+        fast = tokenizers.Tokenizer(models.BPE(vocab={CHARACTER_OF[b]: b for b in range(256)}, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.decoder = decoders.ByteLevel()
+        fast.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _SPECIALS])
+        return fast
+
+    return Tokenizer(
+        make, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, bos_token_id=model.bos_token_id
+    )
+
+
+class TinyTensors:
+    """Random weights as a `TensorSource`. Each tensor depends on the seed and its own name alone."""
+
+    def __init__(self, model: ModelConfig, seed: int = 0) -> None:
+        self._model = model
+        self._seed = seed
+        self._shapes = expected_shapes(model)
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Every tensor's shape."""
+        return self._shapes
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        """One tensor. Uniform, of a variance that keeps activations near one and logits apart."""
+        shape = self._shapes[name]
+        key = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        uniform = np.random.Generator(np.random.PCG64(int.from_bytes(key, "little"))).random(shape, dtype=np.float32)
+        centred = (uniform - np.float32(0.5)) * np.float32(math.sqrt(12.0))
+        if name.endswith("norm.weight"):
+            return np.float32(1.0) + np.float32(0.1) * centred
+        if name == EMBEDDING:
+            return centred
+        gain = 3.0 if name == HEAD else 1.0
+        return centred * np.float32(gain / math.sqrt(shape[-1]))
+
+    def digest(self) -> str:
+        """SHA-256 over the configuration and the seed, which decide everything."""
+        return hashlib.sha256(json.dumps([repr(self._model), self._seed]).encode()).hexdigest()

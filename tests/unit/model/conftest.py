@@ -1,0 +1,10 @@
+"""The embedded model, opened once."""
+
+import pytest
+
+from kvferry.model.source import ModelSource, open_model
+
+
+@pytest.fixture(scope="session")
+def smollm() -> ModelSource:
+    return open_model("smollm2-135m-instruct")
