@@ -47,7 +47,7 @@ def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
-        def command(*, config_file: Path | None, print_config: bool, **flags: Any) -> None:
+        def run(*, config_file: Path | None, print_config: bool, **flags: Any) -> None:
             own = {s.name: flags.pop(s.name, None) for s in everything if not s.is_secret}
             with reported():
                 file = config.read_settings_file(config_file)
@@ -58,6 +58,7 @@ def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]]
                 logs.setup(values["log_level"], as_json=values["log_json"])
                 function(values, **flags)
 
+        command: Callable[..., None] = run
         for setting in reversed([s for s in everything if not s.is_secret]):
             command = _option(setting)(command)
         command = click.option(

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.compute_dtype import choose_dtype
-from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.models.weights import load_weights
-from kvferry.engine.runner import Runner
-from kvferry.kernels.ops import ops_for
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.engine.cache import PagedKv, PageShape
+from kvferry.engine.compute_dtype import choose_dtype
 from kvferry.engine.engine import Engine, EngineRequest, one_secret
+from kvferry.engine.models.transformer import Transformer
+from kvferry.engine.models.weights import load_weights
+from kvferry.engine.runner import Runner
 from kvferry.engine.scheduler import SchedulerLimits
+from kvferry.kernels.ops import ops_for
 from kvferry.model.detokenizer import Detokenizer
 from kvferry.model.source import open_model
 from kvferry.model.stop_strings import StopMatcher

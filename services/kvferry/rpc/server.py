@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -68,8 +67,7 @@ class RpcServer:
         await asyncio.wait((stopping, idle), return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
         if not stopping.done():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(stopping), _FLUSH_SECONDS)
+            await asyncio.wait((stopping,), timeout=_FLUSH_SECONDS)
         await self._server.stop(None)
         await stopping
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.compute_dtype import AUTO, choose_dtype
-from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.models.weights import load_weights
-from kvferry.engine.runner import Runner
-from kvferry.kernels.ops import ops_for
 
 from kvferry.core.config import cache_dir
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import Incarnation
+from kvferry.engine.cache import PagedKv, PageShape
+from kvferry.engine.compute_dtype import AUTO, choose_dtype
 from kvferry.engine.engine import Engine, one_secret
+from kvferry.engine.models.transformer import Transformer
+from kvferry.engine.models.weights import load_weights
+from kvferry.engine.runner import Runner
+from kvferry.kernels.ops import ops_for
 from kvferry.kv.connector import Transport
 from kvferry.kv.layout import KvLayout
 from kvferry.kv.registry import open_transport

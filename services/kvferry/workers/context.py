@@ -10,6 +10,8 @@ from kvferry.kv.layout import KvLayout
 from kvferry.v1 import common_pb2
 from kvferry.workers.loop import EngineLoop
 
+_UNBOUND = WorkerId("")
+
 
 @dataclass(slots=True)
 class WorkerContext:
@@ -24,7 +26,7 @@ class WorkerContext:
     max_model_tokens: int
     loop: EngineLoop
     clock: Clock
-    worker_id: WorkerId | None = None
+    worker_id: WorkerId = _UNBOUND
     address: str = ""
     """`host:port` under which peers reach this worker's services."""
     ready: bool = False

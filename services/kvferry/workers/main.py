@@ -44,7 +44,8 @@ async def run_worker(config: WorkerConfig, places: list[UnitPlace], announce: An
     units: list[WorkerUnit] = []
     try:
         for place in places:
-            units.append(await _start_unit(config, place, model, clock, fail))
+            unit = await _start_unit(config, place, model, clock, fail)
+            units.append(unit)  # one by one, so that those that did start are stopped if the next one fails
         announce({"event": "listening", **_addresses(units)})
         for unit in units:
             await unit.warm_up()
@@ -56,7 +57,7 @@ async def run_worker(config: WorkerConfig, places: list[UnitPlace], announce: An
     finally:
         await asyncio.gather(*(unit.stop(0 if failures else config.drain_seconds) for unit in units))
     if failures:
-        print(f"kvferry worker: stopped, {failures[0]}", file=sys.stderr)
+        sys.stderr.write(f"kvferry worker: stopped, {failures[0]}\n")
         return 1
     return 0
 
