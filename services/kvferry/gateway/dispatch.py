@@ -17,7 +17,7 @@ from typing import Never
 import grpc
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import DeadlinePassed, InvalidRequest, KvferryError, Overloaded, Unavailable
+from kvferry.core.errors import DeadlinePassed, InvalidRequest, KvferryError, Overloaded, RequestCancelled, Unavailable
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.config import RetryConfig, RoutingConfig
 from kvferry.gateway.fleet import Fleet
@@ -297,9 +297,9 @@ class Dispatcher:
     def _refuse(self, trip: Trip, error: KvferryError) -> Never:
         if isinstance(error, DeadlinePassed):
             raise self._deadline_passed(trip) from error
-        if isinstance(error, InvalidRequest) and trip.emitted:
-            # The client's request was good enough to begin with; that a worker now refuses it is not its fault.
-            raise Unavailable(f"the stream could not be resumed: {error.message}") from error
+        if isinstance(error, RequestCancelled) or (isinstance(error, InvalidRequest) and trip.emitted):
+            # Neither did the client cancel, nor was its request bad: it was good enough to begin with.
+            raise Unavailable(f"no worker could finish the stream: {error.message}") from error
         raise error
 
     async def _pause(self, trip: Trip) -> None:

@@ -5,7 +5,6 @@ TokenSource --TokenEvent--> detokenizer --text--> stop strings --TextChunk--> gR
                  +------------- closed on a match ----+
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -14,11 +13,9 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.rpc.merging import merge
 from kvferry.rpc.text_model import TextModel
 from kvferry.rpc.token_source import Timing, TokenEvent, TokenRequest, TokenSource
-
-_QUEUED_CHUNKS_PER_SAMPLE = 4
-"""How far one sample may run ahead of a slow reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,41 +74,10 @@ async def generate_text(
             async for chunk in chunks:
                 yield chunk
         return
-    queue: asyncio.Queue[TextChunk | _Ended] = asyncio.Queue(_QUEUED_CHUNKS_PER_SAMPLE * request.num_samples)
-    tasks = [
-        asyncio.create_task(_pump(queue, _sample(source, model, request, index, clock)))
-        for index in range(request.num_samples)
-    ]
-    try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if not isinstance(item, _Ended):
-                yield item
-            elif item.error is not None:
-                raise item.error
-            else:
-                running -= 1
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    error: Exception | None = None
-
-
-async def _pump(queue: asyncio.Queue[TextChunk | _Ended], chunks: AsyncGenerator[TextChunk, None]) -> None:
-    try:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                await queue.put(chunk)
-    except Exception as error:
-        await queue.put(_Ended(error))
-    else:
-        await queue.put(_Ended())
+    samples = [_sample(source, model, request, index, clock) for index in range(request.num_samples)]
+    async with aclosing(merge(samples)) as chunks:
+        async for chunk in chunks:
+            yield chunk
 
 
 async def _sample(

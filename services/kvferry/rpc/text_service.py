@@ -21,7 +21,7 @@ class TextService:
     source: TokenSource
     model: TextModel
     clock: Clock = field(default_factory=SystemClock)
-    context_tokens: Callable[[], int] | None = None
+    context_tokens: Callable[[], int | None] = lambda: None
     """What the workers take now, prompt and output together; `None`: as much as the model does."""
     new_seed: prompts.DrawSeed = prompts.draw_seed
     tenant_of: Callable[[str | None], str] = _one_tenant
@@ -33,9 +33,8 @@ class TextService:
         Raises:
             InvalidRequest: it can never run here.
         """
-        context = self.model.max_model_tokens
-        if self.context_tokens is not None:
-            context = min(context, self.context_tokens())
+        limit = self.context_tokens()
+        context = self.model.max_model_tokens if limit is None else min(limit, self.model.max_model_tokens)
         sampling = prompts.fit(self.model, request.token_ids, request.sampling, context, self.new_seed)
         return replace(request, sampling=sampling)
 
