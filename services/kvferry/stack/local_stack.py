@@ -45,6 +45,8 @@ class LocalStack:
         self.worker_admin: dict[str, str] = {}
         """`host:port` of WorkerAdmin by worker name; a split worker has two names."""
         self.gateway: SupervisedProcess | None = None
+        self.dtype = ""
+        """Compute type of the workers; known when they are ready."""
 
     async def start(self) -> StackAddresses:
         """Start everything; return when a first token has come through it.
@@ -72,7 +74,8 @@ class LocalStack:
         self.gateway.start()
         event = await self.gateway.wait_listening(_LISTEN_SECONDS)
         self._say("loading the model")
-        await asyncio.gather(*(w.wait_ready(_READY_SECONDS) for w in self.workers))
+        ready = await asyncio.gather(*(w.wait_ready(_READY_SECONDS) for w in self.workers))
+        self.dtype = str(ready[0]["dtype"])
         addresses = StackAddresses(str(event["http"]), str(event["grpc"]))
         self._say("first token")
         await self._first_token(addresses.grpc)
