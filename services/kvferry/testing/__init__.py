@@ -1,1 +1,4 @@
-"""Helpers for tests. May import anything; nothing that ships imports it."""
+"""What tests share, and what authors of connectors test theirs with.
+
+May import anything; nothing that ships imports it, and it imports no pytest.
+"""

@@ -1,0 +1,93 @@
+"""Every metric's name, kind, labels and help in one table; whoever measures asks here, nobody spells a name.
+
+Names carry their unit. Beside our own, a few vLLM names that the Gateway API Inference Extension's model-server
+protocol and common dashboards read.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """How a metric counts."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    """Upper bounds of a histogram."""
+
+
+_LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+GATEWAY_REQUESTS = Metric("kvferry_gateway_requests_total", Kind.COUNTER, "HTTP requests answered.", ("path", "status"))
+GATEWAY_STREAMS = Metric(
+    "kvferry_gateway_streams_total", Kind.COUNTER, "Samples ended, by how (done, failed, cancelled).", ("outcome",)
+)
+GATEWAY_STREAMS_OPEN = Metric("kvferry_gateway_streams_open", Kind.GAUGE, "Samples in flight.")
+GATEWAY_ROUTES = Metric(
+    "kvferry_gateway_routes_total", Kind.COUNTER, "Routing decisions, by shape.", ("reason", "spilled")
+)
+GATEWAY_RETRIES = Metric(
+    "kvferry_gateway_retries_total", Kind.COUNTER, "Calls to workers that failed and were tried again.", ("reason",)
+)
+GATEWAY_RESUMES = Metric(
+    "kvferry_gateway_resumes_total", Kind.COUNTER, "Streams that went on with another call after their first token."
+)
+GATEWAY_RELEASES = Metric(
+    "kvferry_gateway_releases_total", Kind.COUNTER, "Offers released because nobody needs them.", ("outcome",)
+)
+GATEWAY_HANDOFFS = Metric(
+    "kvferry_gateway_handoffs_total", Kind.COUNTER, "Hand-offs by what became of them.", ("outcome",)
+)
+GATEWAY_PROMPT_TOKENS = Metric("kvferry_gateway_prompt_tokens_total", Kind.COUNTER, "Prompt tokens taken.")
+GATEWAY_CACHED_TOKENS = Metric(
+    "kvferry_gateway_cached_tokens_total", Kind.COUNTER, "Prompt tokens that a prefix cache saved."
+)
+GATEWAY_OUTPUT_TOKENS = Metric("kvferry_gateway_output_tokens_total", Kind.COUNTER, "Tokens generated.")
+GATEWAY_FIRST_TOKEN_SECONDS = Metric(
+    "kvferry_gateway_first_token_seconds",
+    Kind.HISTOGRAM,
+    "From a request's arrival to its first token.",
+    buckets=_LATENCY_BUCKETS,
+)
+GATEWAY_TOKEN_GAP_SECONDS = Metric(
+    "kvferry_gateway_token_gap_seconds",
+    Kind.HISTOGRAM,
+    "Between two messages with tokens of one stream.",
+    buckets=_STEP_BUCKETS,
+)
+GATEWAY_STREAM_SECONDS = Metric(
+    "kvferry_gateway_stream_seconds",
+    Kind.HISTOGRAM,
+    "From a request's arrival to a sample's end.",
+    buckets=_LATENCY_BUCKETS,
+)
+GATEWAY_HANDOFF_SECONDS = Metric(
+    "kvferry_gateway_handoff_seconds",
+    Kind.HISTOGRAM,
+    "From a decode worker's claim to verified blocks.",
+    buckets=_STEP_BUCKETS,
+)
+GATEWAY_WORKERS = Metric(
+    "kvferry_gateway_workers", Kind.GAUGE, "Configured workers, by whether they take work.", ("role", "state")
+)
+
+VLLM_WAITING = Metric("vllm:num_requests_waiting", Kind.GAUGE, "Requests waiting on the workers.", ("model_name",))
+VLLM_RUNNING = Metric("vllm:num_requests_running", Kind.GAUGE, "Requests running on the workers.", ("model_name",))
+VLLM_CACHE_USAGE = Metric(
+    "vllm:kv_cache_usage_perc", Kind.GAUGE, "Share of the workers' KV blocks in use, 0 to 1.", ("model_name",)
+)
+
+ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

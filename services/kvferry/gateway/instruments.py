@@ -1,0 +1,49 @@
+"""The gateway's metrics, made from the table in `core.metrics`; each process has its own registry."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvferry.core import metrics
+from kvferry.core.metrics import Metric
+from kvferry.rpc.text import Usage
+from kvferry.rpc.token_source import Timing
+
+
+class Instruments:
+    """Counters, gauges and histograms of one gateway."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self.requests = self._counter(metrics.GATEWAY_REQUESTS)
+        self.streams = self._counter(metrics.GATEWAY_STREAMS)
+        self.streams_open = self._gauge(metrics.GATEWAY_STREAMS_OPEN)
+        self.routes = self._counter(metrics.GATEWAY_ROUTES)
+        self.retries = self._counter(metrics.GATEWAY_RETRIES)
+        self.resumes = self._counter(metrics.GATEWAY_RESUMES)
+        self.releases = self._counter(metrics.GATEWAY_RELEASES)
+        self.handoffs = self._counter(metrics.GATEWAY_HANDOFFS)
+        self.prompt_tokens = self._counter(metrics.GATEWAY_PROMPT_TOKENS)
+        self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
+        self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
+        self.first_token_seconds = self._histogram(metrics.GATEWAY_FIRST_TOKEN_SECONDS)
+        self.token_gap_seconds = self._histogram(metrics.GATEWAY_TOKEN_GAP_SECONDS)
+        self.stream_seconds = self._histogram(metrics.GATEWAY_STREAM_SECONDS)
+        self.handoff_seconds = self._histogram(metrics.GATEWAY_HANDOFF_SECONDS)
+
+    def stream_ended(self, outcome: str, usage: Usage, timing: Timing) -> None:
+        """Count one sample's end."""
+        self.streams.labels(outcome).inc()
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.cached_tokens.inc(usage.cached_tokens)
+        self.output_tokens.inc(usage.output_tokens)
+        self.stream_seconds.observe(timing.total_seconds)
+        if usage.output_tokens:
+            self.first_token_seconds.observe(timing.first_token_seconds)
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _gauge(self, metric: Metric) -> Gauge:
+        return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)

@@ -1,0 +1,273 @@
+"""OpenAI's requests as we accept them: every field is either understood, a no-op at the value sent, or refused by name.
+
+Nothing is ignored in silence, because a client that sends `response_format` relies on it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.sampling import SamplingParams
+from kvferry.rpc.wire import MAX_SAMPLES
+
+_COMPLETION_TOKENS = 16
+"""OpenAI's default for /v1/completions; chat has none."""
+
+_NO_OPS: Mapping[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "metadata": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "safety_identifier": (None,),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+"""Fields of OpenAI's that are not implemented, with the values at which that makes no difference."""
+
+_MESSAGE_NO_OPS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+"""What a client sends back inside an assistant's message that it got from here; only null or empty."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class TextPart(_Strict):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def as_template_input(self) -> dict[str, str]:
+        """The message as chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        # OpenAI's newer word for the same role; templates know the older one.
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(_Strict):
+    """Wishes about a stream."""
+
+    include_usage: bool = False
+
+
+class _Common(_Strict):
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    """Identifies an end user to whoever looks for abuse; has no effect on the answer."""
+    # Beyond OpenAI, named as in vLLM.
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """`n`."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that tells usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The wishes in our own words.
+
+        Raises:
+            InvalidRequest: naming the field that is out of bounds.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "min_tokens": self.min_tokens,
+            "repetition_penalty": self.repetition_penalty,
+            "ignore_eos": self.ignore_eos,
+        }
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=_token_keys(self.logit_bias or {}),
+            logprobs=logprobs,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+    def check_stream_options(self) -> None:
+        """
+        Raises:
+            InvalidRequest: there are stream options and no stream.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
+
+
+class ChatRequest(_Common):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def to_sampling(self) -> SamplingParams:
+        """
+        Raises:
+            InvalidRequest: fields contradict each other or are out of bounds.
+        """
+        self.check_stream_options()
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise InvalidRequest(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; "
+                "they mean the same, give one",
+                field="max_tokens",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+        return self.sampling(next(iter(both), None), (self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionRequest(_Common):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+
+    def to_sampling(self) -> SamplingParams:
+        """
+        Raises:
+            InvalidRequest: fields contradict each other or are out of bounds.
+        """
+        self.check_stream_options()
+        return self.sampling(_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
+
+    def prompts(self, limit: int) -> Sequence[str | list[int]]:
+        """The prompts, one or several, text or token ids.
+
+        Raises:
+            InvalidRequest: there are none, or more than `limit`.
+        """
+        prompt = self.prompt
+        several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+        found = cast("Sequence[str | list[int]]", prompt if several else [prompt])
+        if not 0 < len(found) <= limit:
+            raise InvalidRequest(f"prompt holds {len(found)} prompts; 1 to {limit} are accepted", field="prompt")
+        return found
+
+
+R = TypeVar("R", ChatRequest, CompletionRequest)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """A request from a JSON body.
+
+    Raises:
+        InvalidRequest: naming the first field that is wrong, unknown or not implemented.
+    """
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}", reason="INVALID_JSON") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [_without_no_ops(message) for message in messages]
+    for name in fields.keys() & _NO_OPS.keys():
+        accepted = _NO_OPS[name]
+        value = fields.pop(name)
+        if not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
+            remedy = f"or send {' or '.join(map(repr, accepted[1:]))}" if len(accepted) > 1 else "or send null"
+            raise InvalidRequest(f"{name} is not implemented here; leave it out {remedy}", field=name)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False)) from None
+
+
+def _without_no_ops(message: object) -> object:
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value not in (None, []) or name not in _MESSAGE_NO_OPS}
+
+
+_KNOWN_NAMES = frozenset(
+    name for model in (ChatRequest, CompletionRequest, Message, TextPart, StreamOptions) for name in model.model_fields
+)
+
+
+def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
+    # A union reports every alternative; the one that got furthest into the value knows best what is wrong.
+    first = errors[0]
+    same = [error for error in errors if error["loc"][0] == first["loc"][0]]
+    worst = max(same, key=lambda error: len(error["loc"]))
+    unknown = worst["type"] == "extra_forbidden"
+    # Locations also name the alternatives of a union, which mean nothing to a client.
+    path = [part for part in worst["loc"] if isinstance(part, int) or part in _KNOWN_NAMES]
+    if unknown:
+        path.append(worst["loc"][-1])
+    field = ".".join(str(part) for part in path)
+    if unknown:
+        return InvalidRequest(f"{field} is not known here; leave it out", field=field)
+    if worst["type"] == "missing":
+        return InvalidRequest(f"{field} is missing", field=field)
+    got = worst["input"]
+    # Numbers and truth values are quoted, texts are not: they may be a prompt.
+    shown = (
+        repr(got)
+        if got is None or isinstance(got, bool | int | float)
+        else f"a JSON {_JSON_TYPES.get(type(got), 'value')}"
+    )
+    return InvalidRequest(f"{field}: {worst['msg'].lower().replace('input', 'it', 1)}; it is {shown}", field=field)
+
+
+_JSON_TYPES: Mapping[type, str] = {str: "string", list: "array", dict: "object"}
+
+
+def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
+    for key in bias:
+        if not key.isdecimal() or not key.isascii():
+            raise InvalidRequest("logit_bias has a key that is not a token id", field="logit_bias")
+    return {int(key): value for key, value in bias.items()}

@@ -1,0 +1,56 @@
+"""Whether a request would be served, told to load balancers and dashboards from the fleet's own views."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvferry.core import metrics
+from kvferry.core.metrics import Metric
+from kvferry.gateway.fleet import Fleet
+from kvferry.gateway.routing import choose
+
+_ANY_KEY = b"readiness"
+
+
+def can_serve(fleet: Fleet) -> bool:
+    """Whether some route exists now."""
+    return choose(_ANY_KEY, fleet.candidates(), load_factor=1.0) is not None
+
+
+def notes(fleet: Fleet) -> list[str]:
+    """One line per worker that takes no requests, and why."""
+    return [f"{view.role} {view.endpoint.address}: {view.why_not}" for view in fleet.views() if view.why_not]
+
+
+class FleetCollector(Collector):
+    """Gauges read from the fleet when somebody scrapes."""
+
+    def __init__(self, fleet: Fleet, model: str, registry: CollectorRegistry) -> None:
+        self._fleet = fleet
+        self._model = model
+        registry.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        views = self._fleet.views()
+        workers = _gauge(metrics.GATEWAY_WORKERS)
+        for role in ("prefill", "decode", "both"):
+            of_role = [view for view in views if view.role == role]
+            workers.add_metric([role, "ready"], sum(view.takes_work for view in of_role))
+            workers.add_metric([role, "out"], sum(not view.takes_work for view in of_role))
+        yield workers
+        total = sum(view.blocks_total for view in views)
+        free = sum(view.blocks_free for view in views)
+        for metric, value in (
+            (metrics.VLLM_WAITING, sum(view.waiting for view in views)),
+            (metrics.VLLM_RUNNING, sum(view.running for view in views)),
+            (metrics.VLLM_CACHE_USAGE, 1 - free / total if total else 0.0),
+        ):
+            gauge = _gauge(metric)
+            gauge.add_metric([self._model], value)
+            yield gauge
+
+
+def _gauge(metric: Metric) -> GaugeMetricFamily:
+    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)

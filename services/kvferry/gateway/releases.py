@@ -1,0 +1,100 @@
+"""Telling prefill workers that an offer is not wanted, in tasks of its own.
+
+A request that is cancelled cannot wait for its own clean-up, so what it owes is handed over here. Each task is
+bounded; the lease on the offer covers what even the last try could not deliver.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import grpc
+
+from kvferry.core.ids import RequestId
+from kvferry.gateway.fleet import Fleet
+from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.trip import Ticket
+from kvferry.v1 import prefill_pb2
+
+_log = logging.getLogger(__name__)
+_TRIES = 3
+_PAUSE_SECONDS = 0.2
+
+PrefillCall = grpc.aio.UnaryUnaryCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Releases:
+    """Clean-up in flight. Owned by one dispatcher, which awaits `drain` before it ends."""
+
+    def __init__(self, fleet: Fleet, instruments: Instruments, timeout_seconds: float, sleep: Sleep) -> None:
+        self._fleet = fleet
+        self._instruments = instruments
+        self._timeout_seconds = timeout_seconds
+        self._sleep = sleep
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def count(self) -> int:
+        """Clean-ups in flight."""
+        return len(self._tasks)
+
+    def release(self, ticket: Ticket, request_id: RequestId, reason: str) -> None:
+        """Release `ticket`, in the background."""
+        self._spawn(self._release(ticket, request_id, reason))
+
+    def reap(self, call: PrefillCall, address: str, request_id: RequestId) -> None:
+        """Cancel a prefill call; should it have been answered already, release what it offered."""
+        call.cancel()
+        self._spawn(self._reap(call, address, request_id))
+
+    def settle(self, call: grpc.aio.Call) -> None:
+        """Let a stream whose last message has come end by itself."""
+        self._spawn(self._settle(call))
+
+    async def drain(self) -> None:
+        """Return when all clean-up is done; each is bounded."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release(self, ticket: Ticket, request_id: RequestId, reason: str) -> None:
+        request = prefill_pb2.ReleaseRequest(ticket_id=ticket.ticket_id, reason=reason)
+        for last in (False,) * (_TRIES - 1) + (True,):
+            try:
+                await self._fleet.prefill(ticket.address).Release(request, timeout=self._timeout_seconds)
+            except grpc.aio.AioRpcError as error:
+                if last:
+                    _log.warning(
+                        "offer of %s not released (%s); its lease will end it",
+                        ticket.address,
+                        error.code().name,
+                        extra={"request_id": request_id, "ticket": ticket.ticket_id},
+                    )
+                    self._instruments.releases.labels("lost").inc()
+                    return
+                await self._sleep(_PAUSE_SECONDS)
+            else:
+                self._instruments.releases.labels("released").inc()
+                return
+
+    async def _reap(self, call: PrefillCall, address: str, request_id: RequestId) -> None:
+        try:
+            answer = await call
+        except (asyncio.CancelledError, grpc.aio.AioRpcError):
+            return  # the cancellation came first: the worker frees what it held
+        if answer.ticket_id:
+            ticket = Ticket(answer.ticket_id, answer.ticket, address, b"")
+            await self._release(ticket, request_id, "client_gone")
+
+    async def _settle(self, call: grpc.aio.Call) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_seconds):
+                await call.code()
+        except TimeoutError:
+            call.cancel()

@@ -1,0 +1,224 @@
+"""One gateway process: HTTP and gRPC on one event loop, from the first port to the last drained stream."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import UsageError
+from kvferry.gateway.api_keys import ApiKeys
+from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.dispatch import Dispatcher
+from kvferry.gateway.fleet import Fleet
+from kvferry.gateway.http import HttpSide
+from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.readiness import FleetCollector, can_serve, notes
+from kvferry.rpc.inference import inference_service
+from kvferry.rpc.server import RpcServer, start_server
+from kvferry.rpc.text_model import TextModel
+from kvferry.rpc.text_service import TextService
+
+_log = logging.getLogger(__name__)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a gateway really listens."""
+
+    http: str
+    grpc: str
+
+
+Announce = Callable[[Listening], None]
+
+
+async def run_gateway(
+    config: GatewayConfig,
+    model: TextModel,
+    *,
+    announce: Announce | None = None,
+    clock: Clock | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGINT or `stop`; then refuse new work, finish running streams, and return.
+
+    Args:
+        config: all settings.
+        model: what is served, as text sees it; no weights.
+        announce: called once both ports accept connections.
+        clock: the system's when `None`.
+        stop: ends the gateway when set; signals are only caught when it is `None`.
+
+    Raises:
+        UsageError: an address cannot be bound or the API keys cannot be read.
+    """
+    gateway = await Gateway.start(config, model, clock or SystemClock())
+    try:
+        if announce is not None:
+            announce(gateway.listening)
+        if stop is not None:
+            await stop.wait()
+        else:
+            await _signalled()
+        _log.info("draining for up to %g s", config.drain_seconds)
+    finally:
+        await gateway.stop()
+
+
+class Gateway:
+    """A running gateway; `start` makes it, `stop` drains it."""
+
+    def __init__(self, config: GatewayConfig, model: TextModel, clock: Clock) -> None:
+        self._config = config
+        self._draining = False
+        self.instruments = Instruments()
+        self.fleet = Fleet(config.fleet, model.name)
+        FleetCollector(self.fleet, model.name, self.instruments.registry)
+        self.dispatcher = Dispatcher(
+            self.fleet,
+            clock,
+            routing=config.routing,
+            retry=config.retry,
+            max_streams=config.max_streams,
+            instruments=self.instruments,
+        )
+        keys = ApiKeys.load(config.http.api_keys_file)
+        self.service = TextService(
+            self.dispatcher, model, clock, context_tokens=self.fleet.context_tokens, tenant_of=keys.tenant_of
+        )
+        self.http_side = HttpSide(self.service, config.http, self.instruments, self._readiness)
+
+    @classmethod
+    async def start(cls, config: GatewayConfig, model: TextModel, clock: Clock) -> "Gateway":
+        """Bind both ports, then begin to watch the workers.
+
+        Raises:
+            UsageError: an address cannot be bound or the API keys cannot be read.
+        """
+        gateway = cls(config, model, clock)
+        gateway._rpc = await start_server(config.grpc_address, [inference_service(gateway.service)])
+        try:
+            gateway._http = await _HttpServer.start(gateway.http_side.app(), config)
+        except BaseException:
+            await gateway._rpc.stop(0)
+            raise
+        gateway.listening = Listening(gateway._http.address, gateway._rpc.address)
+        gateway.fleet.start()
+        gateway._health = asyncio.create_task(gateway._follow_readiness(), name="readiness")
+        return gateway
+
+    listening: Listening
+    _rpc: RpcServer
+    _http: "_HttpServer"
+    _health: asyncio.Task[None]
+
+    async def stop(self) -> None:
+        """Readiness off, no new work, running streams to their end or the grace's, then everything closed."""
+        self._draining = True
+        self._health.cancel()
+        await asyncio.gather(self._health, return_exceptions=True)
+        await asyncio.gather(self._rpc.stop(self._config.drain_seconds), self._http.stop())
+        await self.dispatcher.close()
+        await self.fleet.stop()
+
+    def _readiness(self) -> tuple[bool, Sequence[str]]:
+        if self._draining:
+            return False, ["this gateway drains"]
+        return can_serve(self.fleet), notes(self.fleet)
+
+    async def _follow_readiness(self) -> None:
+        """Keep `grpc.health.v1.Health` saying what /ready says."""
+        ready = False
+        while True:
+            await self.fleet.wait_until(lambda fleet, was=ready: can_serve(fleet) != was)  # type: ignore[misc]
+            ready = not ready
+            await self._rpc.set_ready(ready)
+            _log.info("requests would %sbe served", "" if ready else "not ")
+
+
+class _HttpServer:
+    """Uvicorn inside our loop, with a socket and a stop of our own."""
+
+    def __init__(self, server: "_QuietUvicorn", bound: socket.socket) -> None:
+        self._server = server
+        host, port = bound.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._serving = asyncio.create_task(server.serve(sockets=[bound]), name="http")
+
+    @classmethod
+    async def start(cls, app: ASGIApp, config: GatewayConfig) -> "_HttpServer":
+        bound = _bind(config.http.address)
+        settings = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
+        )
+        server = _QuietUvicorn(settings)
+        running = cls(server, bound)
+        started = asyncio.create_task(server.is_up.wait())
+        await asyncio.wait((started, running._serving), return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if running._serving.done():
+            running._serving.result()
+        return running
+
+    async def stop(self) -> None:
+        """Stop listening, let running answers end within the grace period."""
+        self._server.should_exit = True
+        await self._serving
+
+
+class _QuietUvicorn(uvicorn.Server):
+    """Leaves signals to the process and says when it is up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def _bind(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise UsageError(f"{address!r} is not an address; write host:port, port 0 for any free one", field="http")
+    bare = host.strip("[]")
+    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    try:
+        return socket.create_server((bare, int(port)), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {address}: {error}", field="http") from error
+
+
+async def _signalled() -> None:
+    """Return at the first SIGTERM or SIGINT; a second one acts as if nobody listened."""
+    caught = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, caught.set)
+    try:
+        await caught.wait()
+    finally:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)

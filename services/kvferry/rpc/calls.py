@@ -1,0 +1,122 @@
+"""Every call through one door: errors become statuses, calls in flight are counted, streams are closed on time."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Never, cast
+
+import grpc
+
+from kvferry.core.errors import InvariantBroken, KvferryError
+from kvferry.rpc.errors import status_of
+
+_log = logging.getLogger(__name__)
+
+_OWN_PREFIX = "/kvferry."
+_QUIET_HTTP_STATUS = 500
+"""Below it the caller is at fault, which is no news for our log."""
+
+
+class OpenCalls:
+    """How many calls of our own services are in flight, and a way to wait for none."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self) -> None:
+        self.count += 1
+        self._idle.clear()
+
+    def leave(self) -> None:
+        self.count -= 1
+        if self.count == 0:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Return when no call is in flight."""
+        await self._idle.wait()
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of our own services; health and reflection pass untouched."""
+
+    def __init__(self, calls: OpenCalls) -> None:
+        self._calls = calls
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(_OWN_PREFIX):
+            return handler
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **codecs)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream), **codecs)
+        return handler
+
+    def _unary(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
+            self._calls.enter()
+            try:
+                result = inner(request, context)
+                return await result if inspect.isawaitable(result) else result
+            except Exception as error:
+                await _abort(error, method, request, context)
+            finally:
+                self._calls.leave()
+
+        return call
+
+    def _stream(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        # A coroutine that writes, not a generator: when the call is cancelled while a message is being written,
+        # a generator would stay suspended until collected, holding whatever its `finally` gives back.
+        async def call(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+            self._calls.enter()
+            try:
+                async with aclosing(cast("AsyncGenerator[object, None]", inner(request, context))) as messages:
+                    async for message in messages:
+                        await context.write(message)
+            except Exception as error:
+                await _abort(error, method, request, context)
+            finally:
+                self._calls.leave()
+
+        return call
+
+
+def request_id_of(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The request's own id, or the one in the metadata (`x-request-id`), or nothing."""
+    named = getattr(request, "request_id", "") or getattr(request, "ticket_id", "")
+    if named:
+        return str(named)
+    for key, value in context.invocation_metadata() or ():
+        if key == "x-request-id":
+            return value.decode("ascii", "replace") if isinstance(value, bytes) else value
+    return ""
+
+
+async def _abort(error: Exception, method: str, request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Never:
+    """End the call with the status that `error` means, and log it once. Raises; that is how gRPC ends a call."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    extra = {"request_id": request_id_of(request, context), "peer": context.peer()}
+    if isinstance(error, KvferryError):
+        level = logging.INFO if error.http_status < _QUIET_HTTP_STATUS else logging.WARNING
+        known = error
+        _log.log(level, "%s: %s: %s", method, error.reason, error.message, extra=extra)
+    else:
+        _log.error("%s failed unexpectedly", method, exc_info=error, extra=extra)
+        known = InvariantBroken(f"internal error in {method.rsplit('/', 1)[-1]}; the worker's log has the details")
+    await context.abort(*status_of(known))

@@ -1,0 +1,143 @@
+"""The `Inference` service over any token source, so that a gateway and a worker of role `both` answer alike."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.ids import RequestId, new_request_id
+from kvferry.rpc import prompts, wire
+from kvferry.rpc.calls import request_id_of
+from kvferry.rpc.server import Service
+from kvferry.rpc.text import TextChunk, TextRequest
+from kvferry.rpc.text_service import TextService
+from kvferry.rpc.token_source import Timing
+from kvferry.v1 import inference_pb2, inference_pb2_grpc
+
+SERVICE_NAME = "kvferry.v1.Inference"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """`kvferry.v1.Inference` for one model."""
+
+    def __init__(self, text: TextService) -> None:
+        self._text = text
+
+    async def Generate(  # noqa: N802  the service's own name
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        arrived = self._text.clock.monotonic()
+        tenant = self._admit(request.model, context)
+        named = request_id_of(request, context)
+        remaining = context.time_remaining()
+        checked = self._text.fit(
+            TextRequest(
+                request_id=RequestId(wire.check_request_id(named)) if named else new_request_id(),
+                token_ids=await self._token_ids(request),
+                sampling=wire.sampling_from_wire(request.sampling),
+                num_samples=wire.num_samples_from_wire(request.n),
+                tenant=tenant,
+                arrived=arrived,
+                deadline=None if remaining is None else arrived + remaining,
+            )
+        )
+        async with aclosing(self._text.generate(checked)) as chunks:
+            async for chunk in chunks:
+                yield _chunk_to_wire(checked.request_id, chunk)
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        self._admit(request.model, context)
+        if request.WhichOneof("input") == "chat":
+            ids = await prompts.encode_chat(self._text.model, _messages(request.chat))
+        else:
+            ids = await prompts.encode_text(self._text.model, request.text)
+        return inference_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(  # noqa: N802
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        self._admit(request.model, context)
+        ids = wire.token_ids_from_wire(request.token_ids, "token_ids")
+        prompts.check_token_ids(self._text.model, ids, "token_ids")
+        return inference_pb2.DetokenizeResponse(text=self._text.model.tokenizer.decode(ids))
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.GetModelInfoResponse:
+        self._admit(request.model, context)
+        model = self._text.model
+        return inference_pb2.GetModelInfoResponse(
+            model=model.name,
+            digest=model.digest,
+            max_model_tokens=model.max_model_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    def _admit(self, model: str, context: Context) -> str:
+        """The caller's tenant, once key and model are accepted."""
+        header: str | None = None
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization" and isinstance(value, str):
+                header = value
+        tenant = self._text.tenant_of(header)
+        prompts.check_model(self._text.model, model)
+        return tenant
+
+    async def _token_ids(self, request: inference_pb2.GenerateRequest) -> list[int] | tuple[int, ...]:
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            return await prompts.encode_text(self._text.model, request.text)
+        if kind == "tokens":
+            return wire.token_ids_from_wire(request.tokens.ids, "prompt")
+        if kind == "chat":
+            return await prompts.encode_chat(self._text.model, _messages(request.chat))
+        raise InvalidRequest("there is no prompt; set text, tokens or chat", field="prompt")
+
+
+def inference_service(text: TextService) -> Service:
+    """The service, ready for `rpc.server.start_server`."""
+    servicer = InferenceServicer(text)
+    return Service(SERVICE_NAME, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server))
+
+
+def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in chat.messages]
+
+
+def _chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=request_id,
+        index=chunk.index,
+        text=chunk.text,
+        tokens=[wire.token_to_wire(token) for token in chunk.tokens],
+        finish_reason=wire.finish_to_wire(chunk.finish_reason),
+    )
+    if chunk.usage is not None and chunk.timing is not None:
+        response.usage.prompt_tokens = chunk.usage.prompt_tokens
+        response.usage.output_tokens = chunk.usage.output_tokens
+        response.usage.cached_tokens = chunk.usage.cached_tokens
+        response.timing.CopyFrom(_timing_to_wire(chunk.timing))
+    return response
+
+
+def _timing_to_wire(timing: Timing) -> inference_pb2.Timing:
+    return inference_pb2.Timing(
+        queue_seconds=timing.queue_seconds,
+        prefill_seconds=timing.prefill_seconds,
+        first_token_seconds=timing.first_token_seconds,
+        handoff_seconds=timing.handoff_seconds,
+        connector=timing.connector,
+        handoff_blocks=timing.handoff_blocks,
+        handoff_bytes=timing.handoff_bytes,
+        handoff_outcome=timing.handoff_outcome,
+        total_seconds=timing.total_seconds,
+        prefill_worker=timing.prefill_worker,
+        decode_worker=timing.decode_worker,
+        resumed=timing.resumed,
+    )

@@ -1,0 +1,181 @@
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, UsageError
+from kvferry.rpc.channel import open_channel
+from kvferry.rpc.errors import error_from_rpc
+from kvferry.rpc.server import Service, start_server
+from kvferry.v1 import inference_pb2, inference_pb2_grpc
+from kvferry.v1.inference_pb2 import GenerateRequest, GenerateResponse
+
+_NAME = "kvferry.v1.Inference"
+
+
+class Servicer(inference_pb2_grpc.InferenceServicer):
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+        self.started = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def Generate(self, request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        try:
+            yield GenerateResponse(text="a")
+            self.started.set()
+            if request.model == "crash":
+                raise RuntimeError("a secret detail")
+            if request.model == "busy":
+                raise Overloaded("no room for 12 blocks; 3 are free", retry_after_seconds=1.5)
+            await self.go_on.wait()
+            yield GenerateResponse(text="b")
+        finally:
+            self.closed.set()
+
+    async def Tokenize(self, request: Any, context: Any) -> inference_pb2.TokenizeResponse:
+        raise InvalidRequest("text is empty; give at least one character", field="text")
+
+    async def Detokenize(self, request: Any, context: Any) -> inference_pb2.DetokenizeResponse:
+        return inference_pb2.DetokenizeResponse(text="x")
+
+    async def GetModelInfo(self, request: Any, context: Any) -> inference_pb2.GetModelInfoResponse:
+        raise ZeroDivisionError("a secret detail")
+
+
+@pytest.fixture
+async def servicer() -> Servicer:
+    return Servicer()
+
+
+@pytest.fixture
+async def server(servicer: Servicer):
+    add = inference_pb2_grpc.add_InferenceServicer_to_server
+    running = await start_server("127.0.0.1:0", [Service(_NAME, lambda s: add(servicer, s))])
+    yield running
+    await running.stop(0)
+
+
+@pytest.fixture
+async def channel(server):
+    async with open_channel(server.address) as opened:
+        yield opened
+
+
+@pytest.fixture
+def stub(channel):
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+async def failure(call: Any) -> KvferryError:
+    async def finish() -> None:
+        if isinstance(call, grpc.aio.UnaryStreamCall):
+            async for _ in call:
+                pass
+        else:
+            await call
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await finish()
+    return error_from_rpc(caught.value)
+
+
+async def test_an_error_arrives_with_its_class_field_and_reason(stub):
+    error = await failure(stub.Tokenize(inference_pb2.TokenizeRequest()))
+    assert isinstance(error, InvalidRequest)
+    assert (error.field, error.reason) == ("text", "INVALID_REQUEST")
+    assert "at least one character" in error.message
+
+
+async def test_an_error_in_the_middle_of_a_stream_says_when_to_come_back(stub):
+    error = await failure(stub.Generate(GenerateRequest(model="busy")))
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_seconds == 1.5
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_an_unexpected_exception_is_internal_and_tells_the_client_nothing(stub, caplog, streaming):
+    call = (
+        stub.Generate(GenerateRequest(model="crash", request_id="req-7"))
+        if streaming
+        else stub.GetModelInfo(inference_pb2.GetModelInfoRequest(), metadata=(("x-request-id", "req-7"),))
+    )
+    error = await failure(call)
+    assert error.grpc_status == "INTERNAL"
+    assert "secret" not in error.message
+    logged = [record for record in caplog.records if record.exc_info]
+    assert [record.request_id for record in logged] == ["req-7"]
+
+
+async def test_cancelling_a_stream_closes_the_servicers_generator(server, servicer, stub):
+    call = stub.Generate(GenerateRequest())
+    await call.read()
+    await servicer.started.wait()
+    assert server.calls.count == 1
+    call.cancel()
+    await asyncio.wait_for(servicer.closed.wait(), 5)
+    await asyncio.wait_for(server.calls.wait_idle(), 5)
+
+
+async def test_a_deadline_closes_the_servicers_generator(servicer, stub):
+    error = await failure(stub.Generate(GenerateRequest(), timeout=0.2))
+    assert error.grpc_status == "DEADLINE_EXCEEDED"
+    await asyncio.wait_for(servicer.closed.wait(), 5)
+
+
+async def test_health_follows_readiness_per_service(server, channel):
+    health = health_pb2_grpc.HealthStub(channel)
+
+    async def status(name: str) -> int:
+        return (await health.Check(health_pb2.HealthCheckRequest(service=name))).status
+
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await status("") == await status(_NAME) == not_serving
+    await server.set_ready(True)
+    assert await status("") == await status(_NAME) == serving
+    await server.set_ready(False, _NAME)
+    assert (await status(""), await status(_NAME)) == (serving, not_serving)
+
+
+async def test_reflection_lists_the_services(channel):
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    names = {service.name async for reply in call for service in reply.list_services_response.service}
+    assert {_NAME, "grpc.health.v1.Health"} <= names
+
+
+async def test_stop_lets_a_running_stream_end(server, servicer, stub):
+    call = stub.Generate(GenerateRequest())
+    await call.read()
+    stopping = asyncio.create_task(server.stop(30))
+    servicer.go_on.set()
+    assert (await call.read()).text == "b"
+    assert await call.read() is grpc.aio.EOF
+    await asyncio.wait_for(stopping, 5)
+
+
+async def test_stop_does_not_wait_for_health_watchers(server, channel):
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
+    await watch.read()
+    await asyncio.wait_for(server.stop(30), 5)
+
+
+async def test_stop_cancels_what_outlives_the_grace(server, servicer, stub):
+    call = stub.Generate(GenerateRequest())
+    await call.read()
+    await asyncio.wait_for(server.stop(0.05), 5)
+    assert servicer.closed.is_set()
+
+
+async def test_a_taken_port_is_a_usage_error(server):
+    with pytest.raises(UsageError, match="cannot listen"):
+        await start_server(server.address, [])
+
+
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:99999", ":x"])
+async def test_a_bad_address_is_a_usage_error(address):
+    with pytest.raises(UsageError, match="host:port"):
+        await start_server(address, [])
