@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.engine.allocation import PageCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class StepPlan:
     """One step's work. Empty when nothing can run."""
 
     scheduled: tuple[ScheduledSequence, ...]
+    copies: tuple[PageCopy, ...] = ()
+    """Whole pages to copy before anything is written."""
 
     @property
     def num_tokens(self) -> int:

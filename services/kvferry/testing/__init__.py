@@ -1,3 +1,4 @@
-"""What tests and only tests use: small models, scripted workers, builders. May import anything; nothing shipped
-imports it.
+"""What tests share, and what authors of connectors test theirs with.
+
+May import anything; nothing that ships imports it, and it imports no pytest.
 """

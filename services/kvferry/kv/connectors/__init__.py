@@ -1,0 +1,4 @@
+"""Transports, one module each; they do not know each other. Each offers `open_transport(incarnation)`.
+
+All of them pass `kvferry.testing.connector_suite`, `memory` first: it is the definition of the others.
+"""

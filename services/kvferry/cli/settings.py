@@ -1,0 +1,104 @@
+"""What can be set, command by command. Names, units and defaults are part of the public surface."""
+
+from kvferry.core.settings import Setting, seconds, size_bytes, whole
+
+MODEL = Setting(
+    "model", "smollm2-135m-instruct", "A known name, a .gguf file, or a folder with safetensors and config.json."
+)
+CONNECTOR = Setting(
+    "connector",
+    "shm",
+    "How KV travels from prefill to decode: shm (one host), nixl (RDMA, TCP), memory (one process).",
+    choices=("memory", "nixl", "shm"),
+)
+HTTP = Setting("http", "127.0.0.1:8000", "HOST:PORT of the OpenAI-compatible API; port 0 takes a free one.")
+GRPC = Setting("grpc", "127.0.0.1:9000", "HOST:PORT of the gRPC API; port 0 takes a free one.")
+DRAIN = Setting("drain_seconds", 30.0, "Seconds that running requests may go on after SIGTERM.", parse=seconds(0, 3600))
+API_KEYS = Setting("api_keys_file", "", "File with lines of `key tenant`; without it everybody may ask.")
+
+ENGINE = (
+    Setting(
+        "dtype",
+        "auto",
+        "Of computation and KV; auto takes the faster one by measurement on this machine.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    ),
+    Setting("threads", 0, "Compute threads; 0: one for each core.", parse=whole(0, 1024)),
+    Setting("kv_memory", 1 << 30, "Memory for KV pages, for example 512MiB or 4GiB.", parse=size_bytes),
+    Setting("block_tokens", 16, "Tokens in a KV page.", parse=whole(1, 1024)),
+    Setting(
+        "max_model_tokens", 0, "Prompt and answer together; 0: what the model was trained for.", parse=whole(0, 1 << 24)
+    ),
+    Setting("token_budget", 2048, "Tokens computed in one step, over all requests.", parse=whole(1, 1 << 20)),
+    Setting("max_chunk_tokens", 512, "Tokens of one prompt in one step.", parse=whole(1, 1 << 20)),
+    Setting("max_sequences", 64, "Requests in the running batch.", parse=whole(1, 4096)),
+)
+
+SECRETS = (
+    Setting("ticket_key", "", "Secret that seals hand-off tickets, the same for all workers.", is_secret=True),
+    Setting("tenant_key", "", "Secret that keys the names of cached blocks.", is_secret=True),
+    Setting("ticket_key_file", "", "File that holds the ticket key; a second line holds the previous one."),
+    Setting("tenant_key_file", "", "File that holds the tenant key."),
+)
+
+WORKER = (
+    Setting(
+        "role",
+        "both",
+        "What to do; split is a prefill and a decode engine in one process.",
+        choices=("prefill", "decode", "both", "split"),
+    ),
+    MODEL,
+    CONNECTOR,
+    Setting("listen", "127.0.0.1:0", "HOST:PORT of the services that take work."),
+    Setting("admin", "127.0.0.1:0", "HOST:PORT of WorkerAdmin."),
+    Setting("decode_listen", "127.0.0.1:0", "The same for the decode engine of role split."),
+    Setting("decode_admin", "127.0.0.1:0", "The same for the decode engine of role split."),
+    Setting("advertise_host", "", "Host under which other workers reach this one; default: the one it listens on."),
+    Setting("worker_id", "", "Stable name; default: the advertised address."),
+    *ENGINE,
+    *SECRETS,
+    Setting(
+        "offer_seconds",
+        10.0,
+        "Seconds that KV is kept for a decode worker that has not come yet.",
+        parse=seconds(0.1, 600),
+    ),
+    Setting("lease_seconds", 30.0, "Seconds that a reading decode worker may be silent.", parse=seconds(0.1, 600)),
+    DRAIN,
+)
+
+GATEWAY = (
+    MODEL,
+    Setting("prefill", (), "HOST:PORT[/ADMIN_PORT] of a prefill worker; repeat for more.", is_repeated=True),
+    Setting("decode", (), "HOST:PORT[/ADMIN_PORT] of a decode worker; repeat for more.", is_repeated=True),
+    Setting("both", (), "HOST:PORT[/ADMIN_PORT] of a worker of role both; repeat for more.", is_repeated=True),
+    HTTP,
+    GRPC,
+    API_KEYS,
+    Setting("block_tokens", 16, "Tokens in a KV page, as the workers have it.", parse=whole(1, 1024)),
+    Setting("prefix_blocks", 4, "Leading blocks of a prompt that choose its replica.", parse=whole(1, 1024)),
+    Setting(
+        "skip_prefill_below", 0, "Prompts with fewer tokens go to the decode worker at once.", parse=whole(0, 1 << 20)
+    ),
+    Setting("max_streams", 1024, "Samples in flight; more are refused with 429.", parse=whole(1, 1 << 20)),
+    Setting("request_timeout", 600.0, "Seconds that a request may take.", parse=seconds(1, 86400)),
+    DRAIN,
+)
+
+STACK = (
+    MODEL,
+    CONNECTOR,
+    *ENGINE,
+)
+
+UP = (
+    Setting("prefill", 1, "Prefill workers.", parse=whole(0, 64)),
+    Setting("decode", 1, "Decode workers.", parse=whole(0, 64)),
+    Setting("both", 0, "Workers that do both.", parse=whole(0, 64)),
+    *STACK,
+    HTTP,
+    GRPC,
+    API_KEYS,
+    DRAIN,
+)

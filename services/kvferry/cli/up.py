@@ -1,0 +1,95 @@
+"""`kvferry up`: the whole stack on this machine."""
+
+import asyncio
+import signal
+import sys
+
+import click
+
+from kvferry.cli import settings
+from kvferry.cli.options import Values, print_json, with_settings
+from kvferry.core.clock import SystemClock
+from kvferry.core.errors import UsageError
+from kvferry.stack.layout import StackConfig
+from kvferry.stack.local_stack import LocalStack
+
+
+def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
+    """The stack that these settings describe."""
+    worker_flags = ["--log-level", values["log_level"]]
+    for setting in settings.ENGINE:
+        if values.is_given(setting.name):
+            worker_flags += [setting.flag, str(values[setting.name])]
+    gateway_flags = ["--log-level", values["log_level"], "--block-tokens", str(values["block_tokens"])]
+    has = values.resolved
+    if "drain_seconds" in has:
+        worker_flags += ["--drain-seconds", str(values["drain_seconds"])]
+        gateway_flags += ["--drain-seconds", str(values["drain_seconds"])]
+    if "api_keys_file" in has and values["api_keys_file"]:
+        gateway_flags += ["--api-keys-file", values["api_keys_file"]]
+    counts = {name: values[name] for name in ("prefill", "decode", "both") if name in has}
+    return StackConfig(
+        model=values["model"],
+        connector=values["connector"],
+        http=http,
+        grpc=grpc,
+        worker_flags=tuple(worker_flags),
+        gateway_flags=tuple(gateway_flags),
+        **counts,
+    )
+
+
+@click.command("up")
+@click.option("--tier", "tiers", multiple=True, metavar="URL", help="A KV tier (dram://, disk://, redis://).")
+@click.option("--json", "as_json", is_flag=True, help="When ready, print the addresses as one JSON object.")
+@with_settings(settings.UP)
+def command(values: Values, *, tiers: tuple[str, ...], as_json: bool) -> None:
+    """Start gateway, prefill and decode workers on this machine and keep them running; Ctrl-C drains.
+
+    \b
+      kvferry up
+      kvferry up --prefill 2 --decode 2 --connector nixl --http 127.0.0.1:0
+      kvferry up --both 1 --prefill 0 --decode 0          one aggregated worker, no hand-off
+    """
+    if tiers:
+        raise UsageError(f"KV tiers are not implemented yet: leave out --tier {tiers[0]}", field="tier")
+    config = stack_config(values, http=values["http"], grpc=values["grpc"])
+    raise SystemExit(asyncio.run(_up(config, values["drain_seconds"], as_json=as_json)))
+
+
+async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+
+    def say(text: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"  {text} ...", err=True)
+
+    def mourn(name: str, status: int, pause: float) -> None:
+        click.echo(f"{name} ended with status {status}; starting it again in {pause:.1f} s", err=True)
+
+    stack = LocalStack(config, clock=SystemClock(), on_progress=say, on_death=mourn)
+    try:
+        starting = asyncio.create_task(stack.start())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 0
+        addresses = starting.result()
+        if as_json:
+            print_json({"event": "ready", "http": addresses.http, "grpc": addresses.grpc, "admin": stack.worker_admin})
+        else:
+            click.echo(f"ready  http://{addresses.http}/v1  grpc {addresses.grpc}")
+        sys.stdout.flush()
+        await stopping
+        if sys.stderr.isatty():
+            click.echo("draining; once more Ctrl-C ends at once", err=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        return 0
+    finally:
+        await stack.stop(drain_seconds + 5.0)

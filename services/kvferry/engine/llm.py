@@ -1,0 +1,167 @@
+"""The offline door: prompts in, completions out, one engine in this process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.engine.cache import PagedKv, PageShape
+from kvferry.engine.compute_dtype import choose_dtype
+from kvferry.engine.engine import Engine, EngineRequest, one_secret
+from kvferry.engine.models.transformer import Transformer
+from kvferry.engine.models.weights import load_weights
+from kvferry.engine.runner import Runner
+from kvferry.engine.scheduler import SchedulerLimits
+from kvferry.kernels.ops import ops_for
+from kvferry.model.detokenizer import Detokenizer
+from kvferry.model.source import open_model
+from kvferry.model.stop_strings import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one prompt led to."""
+
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    num_cached_tokens: int
+    """Of the prompt, found in the prefix cache."""
+    logprobs: tuple[SampledToken, ...] = ()
+    """The drawn tokens with their log-probabilities; empty unless asked for."""
+
+
+class LLM:
+    """A model, loaded and ready.
+
+        llm = LLM("smollm2-135m-instruct")
+        for out in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16)):
+            print(out.text)
+
+    Not safe to use from several threads at once.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: str = "auto",
+        kv_bytes: int = 1 << 30,
+        block_tokens: int = 16,
+        limits: SchedulerLimits | None = None,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            model: a known name, a `.gguf` file or a folder with safetensors.
+            dtype: `float32`, `bfloat16`, `float16`, or `auto`: the faster one, measured now.
+            kv_bytes: memory for KV pages.
+            block_tokens: tokens a page.
+            limits: how much one step may do.
+            seed: for requests that bring none.
+
+        Raises:
+            KvferryError: the model is unknown or damaged, or a setting does not fit it.
+        """
+        self._source = open_model(model)
+        self._seed = seed
+        self._count = 0
+        config = self._source.config
+        chosen = choose_dtype(dtype, config)
+        ops = ops_for("cpu")
+        weights = load_weights(config, self._source.tensors, ops, dtype=chosen, device=torch.device("cpu"))
+        shape = PageShape.of(config, block_tokens=block_tokens, dtype=chosen)
+        num_blocks = max(2, kv_bytes // shape.block_bytes)
+        self.engine = Engine(
+            Runner(Transformer(config, weights, ops, dtype=chosen), PagedKv.allocate(shape, num_blocks)),
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            max_model_tokens=config.max_model_tokens,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            fingerprint=b"offline",
+            limits=limits or SchedulerLimits(),
+            tenant_secret=one_secret(b"offline"),
+        )
+        self.dtype = str(chosen).removeprefix("torch.")
+        """Of computation and KV."""
+
+    @property
+    def tokenizer(self) -> object:
+        """The model's tokenizer (`kvferry.model.tokenizer.Tokenizer`)."""
+        return self._source.tokenizer
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Complete every prompt, a text or its token ids, all in one batch; results in the order of prompts.
+
+        Raises:
+            InvalidRequest: a prompt is empty or too long; nothing was generated then.
+        """
+        chosen = sampling or SamplingParams()
+        streams = [self._start(prompt, chosen) for prompt in prompts]
+        added: list[RequestId] = []
+        try:
+            for stream in streams:
+                self.engine.add(stream.request)
+                added.append(stream.request.request_id)
+        except InvalidRequest:
+            for request_id in added:
+                self.engine.abort(request_id)
+            raise
+        by_id = {s.request.request_id: s for s in streams}
+        while self.engine.has_work:
+            for update in self.engine.step().updates:
+                if by_id[update.request_id].hear(update.token, update.finish_reason, update.num_cached):
+                    self.engine.abort(update.request_id)
+        return [s.completion() for s in streams]
+
+    def _start(self, prompt: str | Sequence[int], sampling: SamplingParams) -> "_Stream":
+        tokenizer = self._source.tokenizer
+        tokens = tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
+        self._count += 1
+        params = sampling if sampling.seed is not None else replace(sampling, seed=self._seed + self._count)
+        request = EngineRequest(RequestId(f"offline-{self._count}"), tokens, params)
+        return _Stream(request, Detokenizer(tokenizer), StopMatcher(params.stop))
+
+
+class _Stream:
+    """One prompt's output as it grows."""
+
+    def __init__(self, request: EngineRequest, detokenizer: Detokenizer, stops: StopMatcher) -> None:
+        self.request = request
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._text = ""
+        self._tokens: list[SampledToken] = []
+        self._reason: FinishReason | None = None
+        self._num_cached = 0
+
+    def hear(self, token: SampledToken, reason: FinishReason | None, num_cached: int) -> bool:
+        """Take a token; whether a stop string ended the text, so that the engine must be told."""
+        self._tokens.append(token)
+        self._num_cached = num_cached
+        self._text += self._stops.feed(self._detokenizer.feed([token.token_id]))
+        if self._stops.matched is not None:
+            self._reason = FinishReason.STOP
+            return reason is None
+        if reason is not None:
+            self._reason = reason
+            self._text += self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
+        return False
+
+    def completion(self) -> Completion:
+        assert self._reason is not None, "a request ended without a reason"
+        return Completion(
+            prompt_token_ids=tuple(self.request.token_ids),
+            text=self._text,
+            token_ids=tuple(t.token_id for t in self._tokens),
+            finish_reason=self._reason,
+            num_cached_tokens=self._num_cached,
+            logprobs=tuple(self._tokens) if self.request.sampling.logprobs is not None else (),
+        )

@@ -1,0 +1,346 @@
+"""What to compute in the next step: a pure decision over sequences, pages and a token budget.
+
+One step, in order:
+
+1. *Running* sequences, oldest first, each get min(N - C, chunk limit, budget left) tokens. When pages are
+   short, the youngest running sequence is preempted: its pages go back, C returns to 0, its tokens stay,
+   and it waits at the front of the line to be recomputed (Kwon et al., PagedAttention, section 4.5).
+2. *Waiting* sequences, in order of arrival, start from their longest cached prefix (C = hit, at most N - 1)
+   while budget, places and pages last; the first that does not fit ends admission, so nobody is overtaken
+   for ever. A small reserve of pages is left to those already running. A sequence that a peer offers KV for
+   gets its pages and leaves as a `LoadJob` instead; it joins the running ones when its KV is here.
+
+There is no prefill phase and no decode phase, only N - C (see `sequence`). `schedule` changes tables and
+queues; `update` must be called with its result before the next `schedule`.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import BlockId, RequestId
+from kvferry.core.sampling import FinishReason, SampledToken
+from kvferry.engine.allocation import Allocator, BlockTable, PageCopy
+from kvferry.engine.sequence import Sequence, SequenceEvent, SequenceState
+from kvferry.engine.step import ScheduledSequence, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much one step may do."""
+
+    token_budget: int = 2048
+    """Tokens computed in one step over all sequences; bounds the step's time and activation memory."""
+    max_chunk_tokens: int = 512
+    """Tokens of one sequence in one step, so that a long prompt does not stall the streams beside it."""
+    max_sequences: int = 64
+    """Sequences that hold pages at a time."""
+    reserve_share: float = 0.01
+    """Share of pages that admission leaves free; without it newcomers take the last page and cause preemptions."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """KV to fetch from a peer into pages that are already held. Positions, not counts, say what goes where:
+
+    prompt      [ b0 | b1 | b2 | b3 ]     covered by the peer's offer
+    local hit   [ b0 | b1 ]
+    fetched               [ b2 | b3 ]     first_block = 2; targets are this sequence's pages 2 and 3
+    """
+
+    request_id: RequestId
+    source: object
+    first_block: int
+    targets: tuple[BlockId, ...]
+    num_tokens: int
+    """Positions below this are good once the job is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Pages that a finished sequence leaves to an offer, each with the reference it had."""
+
+    blocks: tuple[BlockId, ...]
+    epochs: tuple[int, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """What one step meant for one sequence."""
+
+    request_id: RequestId
+    token: SampledToken
+    finish_reason: FinishReason | None
+    num_cached: int
+    export: Export | None = None
+    """Set when the sequence exports and finished drawing its token: the receiver now owns these references."""
+
+
+class Scheduler:
+    """Owns every sequence from `add` to its end. One thread."""
+
+    def __init__(self, limits: SchedulerLimits, allocator: Allocator) -> None:
+        self.limits = limits
+        self.allocator = allocator
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._loading: dict[RequestId, Sequence] = {}
+        self._known: dict[RequestId, Sequence] = {}
+        self._loads: list[LoadJob] = []
+        self._next_arrival = 0
+        self.num_preemptions = 0
+
+    # ------------------------------------------------------------------ intake and exit
+
+    def add(self, sequence: Sequence) -> None:
+        """Take a new sequence.
+
+        Raises:
+            InvariantBroken: its id is known, or it can never fit; the edge checks both before.
+        """
+        if sequence.request_id in self._known:
+            raise InvariantBroken(f"request {sequence.request_id} was added twice")
+        if self.allocator.blocks_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
+            raise InvariantBroken(f"request {sequence.request_id} needs more blocks than the pool has")
+        sequence.arrival = self._next_arrival
+        self._next_arrival += 1
+        self._known[sequence.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a sequence now, giving its pages back; whether it was there. Idempotent."""
+        sequence = self._known.pop(request_id, None)
+        if sequence is None:
+            return False
+        if sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.state is SequenceState.LOADING:
+            del self._loading[request_id]
+        else:
+            self._running.remove(sequence)
+        sequence.move(SequenceEvent.ABORT)
+        sequence.finish_reason = FinishReason.CANCELLED
+        self.allocator.free(sequence.table)
+        self._loads = [job for job in self._loads if job.request_id != request_id]
+        return True
+
+    # ------------------------------------------------------------------ the step
+
+    def schedule(self) -> StepPlan:
+        """The next step. Empty when nothing can run now."""
+        budget = self.limits.token_budget
+        planned: list[ScheduledSequence] = []
+        copies: list[PageCopy] = []
+        preempted_before = self.num_preemptions
+        for sequence in list(self._running):
+            if budget == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted by an older one in this very loop
+            count = min(sequence.num_tokens - sequence.num_computed, self.limits.max_chunk_tokens, budget)
+            made = self._grow_or_preempt(sequence, count)
+            if made is None:
+                continue
+            copies += made
+            planned.append(_scheduled(sequence, count))
+            budget -= count
+        if self.num_preemptions == preempted_before:  # pages are short enough to take some back: nobody new
+            self._admit(budget, planned)
+        return StepPlan(tuple(planned), tuple(copies))
+
+    def take_loads(self) -> list[LoadJob]:
+        """Fetches that became due in `schedule`; each is handed out once."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """Book what a step computed; sequences aborted meanwhile are passed over.
+
+        Raises:
+            InvariantBroken: a token is missing, or came for a sequence that did not sample.
+        """
+        updates: list[SequenceUpdate] = []
+        for item in plan.scheduled:
+            sequence = self._known.get(item.request_id)
+            if sequence is None:
+                continue
+            sequence.num_computed += item.num_scheduled
+            self._list_full_blocks(sequence)
+            drawn = result.tokens.get(item.request_id)
+            if (drawn is not None) != item.samples:
+                raise InvariantBroken(f"request {item.request_id}: samples={item.samples} but token={drawn}")
+            if drawn is not None:
+                updates.append(self._append(sequence, drawn))
+        return updates
+
+    # ------------------------------------------------------------------ loads
+
+    def loaded(self, request_id: RequestId, num_tokens: int) -> bool:
+        """A fetch is complete and verified; whether anybody still waits for it."""
+        sequence = self._loading.pop(request_id, None)
+        if sequence is None:
+            return False
+        sequence.num_computed = num_tokens
+        sequence.remote = None
+        sequence.move(SequenceEvent.LOADED)
+        self._list_full_blocks(sequence)
+        self._running.append(sequence)
+        self._running.sort(key=lambda s: s.arrival)
+        return True
+
+    def load_failed(self, request_id: RequestId) -> bool:
+        """A fetch failed: the sequence goes to the front of the line and computes its tokens itself.
+
+        Its pages are given back at once; those that a transport may still write stay in quarantine.
+        """
+        sequence = self._loading.pop(request_id, None)
+        if sequence is None:
+            return False
+        self.allocator.free(sequence.table)
+        sequence.num_computed = sequence.num_listed = 0
+        sequence.remote = None
+        sequence.move(SequenceEvent.LOAD_FAILED)
+        self._waiting.appendleft(sequence)
+        return True
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without pages."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that take part in steps."""
+        return len(self._running)
+
+    @property
+    def num_loading(self) -> int:
+        """Sequences whose KV is on its way."""
+        return len(self._loading)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence is left; offers may still hold pages."""
+        return not self._known
+
+    def tables(self) -> Iterable[BlockTable]:
+        """Every live table, for integrity checks."""
+        return (s.table for s in self._known.values())
+
+    # ------------------------------------------------------------------ inside
+
+    def _grow_or_preempt(self, sequence: Sequence, count: int) -> list[PageCopy] | None:
+        while True:
+            copies = self.allocator.grow(
+                sequence.table, num_computed=sequence.num_computed, num_tokens=sequence.num_computed + count
+            )
+            if copies is not None:
+                return copies
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._running.remove(victim)
+        self.allocator.free(victim.table)
+        victim.num_computed = victim.num_listed = 0
+        victim.num_preemptions += 1
+        victim.move(SequenceEvent.PREEMPT)
+        self._waiting.appendleft(victim)
+        self.num_preemptions += 1
+
+    def _admit(self, budget: int, planned: list[ScheduledSequence]) -> None:
+        while self._waiting and budget > 0:
+            sequence = self._waiting[0]
+            if len(self._running) + len(self._loading) >= self.limits.max_sequences:
+                break
+            hit = self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_tokens - 1)
+            hit_tokens = len(hit) * self.allocator.block_tokens
+            remote = sequence.remote
+            fetches = remote is not None and remote.num_tokens > hit_tokens
+            count = min(sequence.num_tokens - hit_tokens, self.limits.max_chunk_tokens, budget)
+            upto = sequence.num_tokens if fetches else hit_tokens + count
+            if not self._has_room(hit, sequence.num_tokens):  # for all its tokens, though the first chunk takes fewer
+                break
+            self.allocator.hold(sequence.table, hit)
+            if self.allocator.grow(sequence.table, num_computed=hit_tokens, num_tokens=upto) is None:
+                raise InvariantBroken("room was counted but could not be allocated")
+            self._waiting.popleft()
+            sequence.num_computed = hit_tokens
+            sequence.num_listed = len(hit)
+            if not sequence.num_preemptions:
+                sequence.num_cached = hit_tokens
+            if fetches:
+                self._start_load(sequence, len(hit))
+                continue
+            sequence.remote = None
+            sequence.move(SequenceEvent.ADMIT)
+            self._running.append(sequence)
+            planned.append(_scheduled(sequence, count))
+            budget -= count
+        self._running.sort(key=lambda s: s.arrival)
+
+    def _has_room(self, hit: list[BlockId], num_tokens: int) -> bool:
+        pool = self.allocator.pool
+        free_hits = sum(1 for b in hit if pool.refs(b) == 0)
+        needed = self.allocator.blocks_for(num_tokens) - len(hit) + free_hits
+        reserve = int(pool.num_blocks * self.limits.reserve_share) if self._running or self._loading else 0
+        return needed <= pool.num_free - reserve
+
+    def _start_load(self, sequence: Sequence, first_block: int) -> None:
+        remote = sequence.remote
+        if remote is None:
+            raise InvariantBroken(f"request {sequence.request_id} has nothing to load")
+        last = self.allocator.blocks_for(remote.num_tokens)
+        targets = tuple(sequence.table.blocks[first_block:last])
+        sequence.move(SequenceEvent.LOAD)
+        self._loading[sequence.request_id] = sequence
+        self._loads.append(LoadJob(sequence.request_id, remote.source, first_block, targets, remote.num_tokens))
+
+    def _list_full_blocks(self, sequence: Sequence) -> None:
+        size = self.allocator.block_tokens
+        full = sequence.num_computed // size
+        if full <= sequence.num_listed:
+            return
+        names = sequence.name_blocks()
+        for i in range(sequence.num_listed, full):
+            self.allocator.index.add(names[i], sequence.tokens[i * size : (i + 1) * size], sequence.table.blocks[i])
+        sequence.num_listed = full
+
+    def _append(self, sequence: Sequence, drawn: SampledToken) -> SequenceUpdate:
+        exported_tokens = sequence.num_tokens
+        reason = sequence.append(drawn.token_id)
+        if reason is None and not sequence.exports:
+            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached)
+        self._running.remove(sequence)
+        del self._known[sequence.request_id]
+        sequence.move(SequenceEvent.FINISH)
+        sequence.finish_reason = reason
+        export: Export | None = None
+        if reason is None:  # more tokens are to come elsewhere: the pages change owners instead of being freed
+            pages = tuple(sequence.table.blocks)
+            export = Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), exported_tokens)
+            sequence.table.blocks.clear()
+        else:
+            self.allocator.free(sequence.table)
+        return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, export)
+
+
+def _scheduled(sequence: Sequence, count: int) -> ScheduledSequence:
+    return ScheduledSequence(
+        request_id=sequence.request_id,
+        token_ids=sequence.tokens,
+        num_prompt=sequence.num_prompt,
+        num_computed=sequence.num_computed,
+        num_scheduled=count,
+        block_ids=sequence.table.blocks,
+        samples=sequence.num_computed + count == sequence.num_tokens,
+        sampling=sequence.sampling,
+        sample_index=sequence.sample_index,
+        banned_token_ids=sequence.banned_now(),
+    )

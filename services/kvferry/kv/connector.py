@@ -1,0 +1,197 @@
+"""The interface between an engine's pages and a transport, told as the life of one hand-off.
+
+    who      on which side      calls                      then owns the pages
+    -------  -----------------  -------------------------  ------------------------------------------------
+    worker   both, at start     Transport.allocate         the transport owns the memory until `close`
+    engine   both               BlockPool over `epochs`    the engine owns every page
+    engine   prefill            Export                     the offer book, until claimed, released, expired
+    worker   decode             Transport.connect          once per peer and incarnation; no page involved
+    engine   decode             KvLoader.start             engine holds them, the transport may *write* them
+    fetcher  decode             PeerControl.claim          the prefill side keeps its pages under a lease
+    fetcher  decode             Transport.read             as before; nothing may be reused
+    fetcher  decode             Transport.read_epochs      after the data; equal epochs prove it
+    fetcher  decode             PeerControl.finish         the prefill side's pages are free
+    engine   decode             LoadOutcome                writers end; the sequence runs, or computes
+
+Two small protocols on purpose. The *scheduler side* (`KvLoader`) speaks of requests and pages and is called
+on the engine's thread; it never blocks. The *worker side* (`Transport`) speaks of memory and peers and is
+called on the fetcher's threads; it may block, within the deadlines it is given.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.core.epochs import EpochTable
+from kvferry.core.ids import BlockId, Incarnation, RequestId, TicketId, WorkerId
+from kvferry.kv.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class PageMemory:
+    """The memory that a transport gives an engine for its pages."""
+
+    pages: memoryview
+    """num_blocks x block_bytes bytes, writable."""
+    epochs: EpochTable
+    """One unsigned 64-bit number a page, readable by peers; written by the block pool alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One life of one other worker."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    control_address: str
+
+
+class ReadError(Exception):
+    """A read will not complete: the peer is gone, or refuses. The cause is chained."""
+
+
+class Read(Protocol):
+    """One read in flight. Its owner polls it until it is over, whatever else happens."""
+
+    def poll(self) -> bool:
+        """Whether the data is here. Does not block.
+
+        Raises:
+            ReadError: it never will be. The transport may still write until `is_quiet`.
+        """
+        ...
+
+    def is_quiet(self) -> bool:
+        """Whether the transport is finished with our pages, for good or ill. Does not block."""
+        ...
+
+
+class Transport(Protocol):
+    """The worker side: moves pages between two engines' memory. Called from several threads."""
+
+    @property
+    def name(self) -> str:
+        """The connector's name in tickets, flags and metrics."""
+        ...
+
+    def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
+        """Memory for the engine's pages; called once, before anything else."""
+        ...
+
+    def address(self) -> bytes:
+        """What a peer needs to reach these pages: plain numbers and strings, to be sent in an authenticated call."""
+        ...
+
+    def connect(self, peer: Peer, address: bytes) -> None:
+        """Learn where a peer's pages are. Idempotent for one incarnation.
+
+        Raises:
+            ReadError: the address is malformed, or the peer cannot be reached this way.
+        """
+        ...
+
+    def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
+        """Start copying the peer's pages into ours, pairwise. The pages of `local` must have a writer counted.
+
+        Raises:
+            ReadError: the peer is not connected, or an id is out of its range.
+        """
+        ...
+
+    def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
+        """The peer's epochs of these pages, read now. Blocks up to `timeout` seconds.
+
+        Raises:
+            ReadError: the peer is gone, or did not answer in time.
+        """
+        ...
+
+    def forget(self, peer: Peer) -> None:
+        """The peer is gone, or has a new incarnation. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. Nothing may use the pages any more. Idempotent."""
+        ...
+
+
+class PeerControl(Protocol):
+    """Control messages to the worker that made a ticket. Blocking, within `timeout` seconds each.
+
+    All raise `KvferryError`: `TicketRejected` when the peer refuses, `Unavailable` or `DeadlinePassed` when it
+    does not answer.
+    """
+
+    def describe(self, peer: Peer, connector: str, fingerprint: bytes, timeout: float) -> bytes:
+        """The peer's transport address, if its layout is ours."""
+        ...
+
+    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+        """Start a lease; its seconds."""
+        ...
+
+    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+        """Extend the lease; its seconds."""
+        ...
+
+    def finish(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool) -> None:
+        """End the attempt."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSource:
+    """What a load job needs beside its pages: the opened ticket and which delivery of it this is."""
+
+    ticket: Ticket
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOutcome:
+    """How a load ended. `failure` says why the tokens must be computed instead; `None`: KV is here and proven."""
+
+    request_id: RequestId
+    job: int
+    failure: str | None
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PagesQuiet:
+    """The transport is finished with a job's pages. Comes once per job, with or after its outcome."""
+
+    job: int
+
+
+class KvLoader(Protocol):
+    """The scheduler side: what the engine calls. Never blocks."""
+
+    def start(
+        self,
+        job: int,
+        request_id: RequestId,
+        source: object,
+        first_block: int,
+        targets: Sequence[BlockId],
+    ) -> None:
+        """Begin to fetch blocks first_block .. first_block+len(targets)-1 of the source into `targets`.
+
+        The engine has counted a writer on the targets and keeps it until `PagesQuiet`.
+        """
+        ...
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Nobody waits for this request's load any more. Its outcome still comes. Idempotent."""
+        ...
+
+    @property
+    def num_active(self) -> int:
+        """Jobs whose `PagesQuiet` has not been sent."""
+        ...
+
+
+LoadListener = Callable[[LoadOutcome | PagesQuiet], None]
+"""Called on a fetcher thread; must only pass the message on."""

@@ -1,0 +1,85 @@
+"""Hand-off within one process: the living definition of what a transport does."""
+
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.core.epochs import EpochTable
+from kvferry.core.ids import BlockId, Incarnation
+from kvferry.kv.connector import PageMemory, Peer, Read, ReadError
+from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages
+
+_exposed: dict[str, "MemoryTransport"] = {}
+_guard = threading.Lock()  # guards _exposed; nothing is called while it is held
+
+
+class MemoryTransport:
+    """Pages in this process's own memory; peers find each other by incarnation."""
+
+    name = "memory"
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
+        self._pages: Pages | None = None
+        self._epochs: EpochTable | None = None
+        self._connected: set[str] = set()
+
+    def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
+        memory = memoryview(bytearray(num_blocks * block_bytes))
+        epochs = memoryview(bytearray(num_blocks * 8)).cast("Q")
+        self._pages, self._epochs = as_pages(memory, num_blocks, block_bytes), epochs
+        with _guard:
+            _exposed[self._incarnation] = self
+        return PageMemory(memory, epochs)
+
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(self._incarnation)
+
+    def connect(self, peer: Peer, address: bytes) -> None:
+        try:
+            named = msgspec.msgpack.decode(address, type=str)
+        except msgspec.DecodeError as error:
+            raise ReadError("the peer's address is malformed") from error
+        if named != peer.incarnation:
+            raise ReadError("the peer's address names another incarnation")
+        self._connected.add(peer.incarnation)
+        self._find(peer)
+
+    def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
+        source = self._find(peer)._pages
+        if source is None or self._pages is None:
+            raise ReadError("no pages are allocated")
+        copy_pages(source, remote, self._pages, local)
+        return CompletedRead()
+
+    def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
+        epochs = self._find(peer)._epochs
+        if epochs is None:
+            raise ReadError("the peer has no pages")
+        try:
+            return [epochs[b] for b in remote]
+        except IndexError as error:
+            raise ReadError("a page id is outside the peer's pages") from error
+
+    def forget(self, peer: Peer) -> None:
+        self._connected.discard(peer.incarnation)
+
+    def close(self) -> None:
+        with _guard:
+            _exposed.pop(self._incarnation, None)
+        self._pages = self._epochs = None
+
+    def _find(self, peer: Peer) -> "MemoryTransport":
+        with _guard:
+            found = _exposed.get(peer.incarnation)
+        if found is None or peer.incarnation not in self._connected:
+            raise ReadError(
+                f"worker {peer.worker_id} has no pages in this process; connector 'memory' needs one process"
+            )
+        return found
+
+
+def open_transport(incarnation: Incarnation) -> MemoryTransport:
+    """A transport for one worker's life in this process."""
+    return MemoryTransport(incarnation)

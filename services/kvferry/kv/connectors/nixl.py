@@ -1,0 +1,277 @@
+"""Hand-off through NIXL: RDMA where there is a fabric, TCP or shared memory through UCX where there is none.
+
+What was seen of NIXL 1.5 decides the form:
+
+- Releasing a transfer handle, removing an agent and deregistering memory are *not* fences: a frozen peer that
+  woke up later still wrote into a released buffer. So a read is kept and polled until its state is terminal,
+  whatever happened to the request, and its pages stay quarantined until then.
+- A stalled peer is never reported; deadlines are the fetcher's.
+- An agent's name cannot be used again after a restart: agents are named by incarnation.
+- Serialized descriptor lists are pickles: peers exchange plain numbers and build their own lists.
+- Descriptors are built once per peer; a transfer is two index arrays.
+"""
+
+import logging
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import nixl_cu13._api as nixl_api
+import nixl_cu13._bindings as nixl_bindings
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.ids import BlockId, Incarnation
+from kvferry.kv.connector import PageMemory, Peer, Read, ReadError
+
+# Importing NIXL sends its log to standard output, where our programs print results: send it the common way.
+_log = logging.getLogger("nixl")
+_log.handlers.clear()
+_log.propagate = True
+_log.setLevel(logging.WARNING)
+
+_EPOCH_BYTES = 8
+_POLL_SECONDS = 0.0005
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker's registered pages are."""
+
+    incarnation: str
+    metadata: bytes
+    """NIXL's own blob; it names the agent and its endpoints."""
+    pages: int
+    epochs: int
+    num_blocks: int
+    block_bytes: int
+
+
+class _Remote:
+    """Descriptor lists of one connected peer."""
+
+    def __init__(self, agent_name: str, pages: Any, epochs: Any, num_blocks: int) -> None:
+        self.agent_name = agent_name
+        self.pages = pages
+        self.epochs = epochs
+        self.num_blocks = num_blocks
+        self.active = 0
+        """Reads not yet quiet; the agent is removed only at zero."""
+        self.forgotten = False
+
+
+class _NixlRead:
+    """One posted read. Quiet only when NIXL reports a terminal state."""
+
+    def __init__(self, transport: "NixlTransport", peer: str, handle: Any) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._handle = handle
+        self._quiet = False
+        self._failure: Exception | None = None
+
+    def poll(self) -> bool:
+        self._advance()
+        if self._failure is not None:
+            raise ReadError(f"NIXL gave up the read ({self._failure})") from self._failure
+        return self._quiet
+
+    def is_quiet(self) -> bool:
+        self._advance()
+        return self._quiet
+
+    def _advance(self) -> None:
+        if self._quiet:
+            return
+        try:
+            state = self._transport.check(self._handle)
+        except Exception as error:  # NIXL has a class per status code; each is a terminal state of this handle
+            state, self._failure = "ERR", error
+        if state == "PROC":
+            return
+        if state == "ERR" and self._failure is None:
+            self._failure = RuntimeError("the transfer ended in an error")
+        self._quiet = True
+        self._transport.retire(self._peer, self._handle)
+
+
+class NixlTransport:
+    """Pages in host memory registered with one NIXL agent."""
+
+    name = "nixl"
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
+        # Serialises all calls into the agent, which is not safe to call from several threads at once.
+        self._lock = threading.Lock()
+        self._agent = nixl_api.nixl_agent(incarnation, nixl_api.nixl_agent_config(backends=["UCX"]))
+        if "UCX" not in self._agent.backends:
+            raise ImportError("NIXL has no UCX backend on this machine", name="nixl")
+        self._remotes: dict[str, _Remote] = {}
+        self._own: _Address | None = None
+        self._abandoned: list[object] = []
+        """Landing places that a stalled peer may still write, kept alive with their reads."""
+
+    def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
+        # One anonymous mapping: pages | their epochs | a landing place for peers' epochs, one slot per own page.
+        split = num_blocks * block_bytes
+        self._map = mmap.mmap(-1, split + 2 * num_blocks * _EPOCH_BYTES)
+        whole = memoryview(self._map)
+        base = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
+        self._landing = whole[split + num_blocks * _EPOCH_BYTES :].cast("Q")
+        with self._lock:
+            self._registration = self._agent.register_memory([(base, len(whole), 0, "kvferry")], "DRAM")
+            self._own_pages = self._prepare("", base, num_blocks, block_bytes)
+            self._own_landing = self._prepare("", base + split + num_blocks * _EPOCH_BYTES, num_blocks, _EPOCH_BYTES)
+            metadata = self._agent.get_agent_metadata()
+        self._own = _Address(self._incarnation, metadata, base, base + split, num_blocks, block_bytes)
+        self._landing_lock = threading.Lock()  # one epoch read at a time uses the landing place; taken before _lock
+        return PageMemory(whole[:split], whole[split : split + num_blocks * _EPOCH_BYTES].cast("Q"))
+
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(self._own)
+
+    def connect(self, peer: Peer, address: bytes) -> None:
+        try:
+            where = msgspec.msgpack.decode(address, type=_Address)
+        except msgspec.DecodeError as error:
+            raise ReadError("the peer's address is malformed") from error
+        if where.incarnation != peer.incarnation or self._own is None or where.block_bytes != self._own.block_bytes:
+            raise ReadError("the peer's address contradicts what is known of the peer")
+        with self._lock:
+            if peer.incarnation in self._remotes:
+                return
+            try:
+                name = self._agent.add_remote_agent(where.metadata)
+                name = name.decode() if isinstance(name, bytes) else name
+                if name != peer.incarnation:
+                    raise ReadError("the peer's NIXL metadata names another agent")
+                pages = self._prepare(name, where.pages, where.num_blocks, where.block_bytes)
+                epochs = self._prepare(name, where.epochs, where.num_blocks, _EPOCH_BYTES)
+            except _NIXL_ERRORS as error:
+                raise ReadError(f"NIXL cannot reach worker {peer.worker_id} ({error})") from error
+            self._remotes[peer.incarnation] = _Remote(name, pages, epochs, where.num_blocks)
+
+    def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
+        if self._own is None or len(remote) != len(local):
+            raise ReadError(f"{len(remote)} pages into {len(local)}")
+        if local and (min(local) < 0 or max(local) >= self._own.num_blocks):
+            raise ReadError(f"a page id is outside our {self._own.num_blocks} pages")
+        return self._post(peer, "pages", remote, self._own_pages, local)
+
+    def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
+        if self._own is None or len(remote) > self._own.num_blocks:
+            raise ReadError(f"{len(remote)} epochs asked for at once")
+        with self._landing_lock:
+            read = self._post(peer, "epochs", remote, self._own_landing, range(len(remote)))
+            waited, pause = 0.0, threading.Event()
+            while not read.poll():
+                if waited >= timeout:
+                    # The landing place may still be written: nobody may use it again before the read is quiet.
+                    self._abandon_landing(read)
+                    raise ReadError(f"the peer's epochs did not come within {timeout:.2f} s")
+                pause.wait(_POLL_SECONDS)
+                waited += _POLL_SECONDS
+            return list(self._landing[: len(remote)])
+
+    def forget(self, peer: Peer) -> None:
+        with self._lock:
+            remote = self._remotes.get(peer.incarnation)
+            if remote is not None:
+                remote.forgotten = True
+                self._remove_if_quiet(peer.incarnation, remote)
+
+    def close(self) -> None:
+        with self._lock:
+            busy = any(r.active for r in self._remotes.values())
+            if self._own is None or busy:
+                return  # a read may still land: the memory must live as long as the process
+            for incarnation, remote in list(self._remotes.items()):
+                remote.forgotten = True
+                self._remove_if_quiet(incarnation, remote)
+            self._own_pages.release()
+            self._own_landing.release()
+            self._agent.deregister_memory(self._registration)
+            self._own = None
+
+    def check(self, handle: Any) -> str:
+        """NIXL's word on a posted read: DONE, PROC or ERR; raises for other terminal states."""
+        with self._lock:
+            return str(self._agent.check_xfer_state(handle))
+
+    def retire(self, peer: str, handle: Any) -> None:
+        """A read reached a terminal state."""
+        with self._lock:
+            handle.release()
+            remote = self._remotes.get(peer)
+            if remote is not None:
+                remote.active -= 1
+                self._remove_if_quiet(peer, remote)
+
+    def _post(
+        self, peer: Peer, what: str, remote_ids: Sequence[int], local: Any, local_ids: Sequence[int]
+    ) -> _NixlRead:
+        with self._lock:
+            remote = self._remotes.get(peer.incarnation)
+            if remote is None or remote.forgotten:
+                raise ReadError(f"worker {peer.worker_id} is not connected")
+            if not remote_ids or min(remote_ids) < 0 or max(remote_ids) >= remote.num_blocks:
+                raise ReadError(f"a page id is outside the peer's {remote.num_blocks} pages")
+            theirs = remote.pages if what == "pages" else remote.epochs
+            try:
+                handle = self._agent.make_prepped_xfer("READ", local, _ids(local_ids), theirs, _ids(remote_ids))
+                remote.active += 1
+                state = self._agent.transfer(handle)
+            except _NIXL_ERRORS as error:
+                # Posting failed outright (a dead peer is refused here): nothing is in flight.
+                remote.active = max(0, remote.active - 1)
+                raise ReadError(f"NIXL refused to read from worker {peer.worker_id} ({error})") from error
+        del state  # DONE, PROC and ERR all show at the first poll
+        return _NixlRead(self, peer.incarnation, handle)
+
+    def _abandon_landing(self, read: _NixlRead) -> None:
+        """Give later epoch reads a fresh landing place; the old one stays registered until the process ends."""
+        if self._own is None:
+            return
+        self._abandoned.append((self._landing, self._own_landing, read))
+        spare = mmap.mmap(-1, self._own.num_blocks * _EPOCH_BYTES)
+        base = np.frombuffer(spare, dtype=np.uint8).ctypes.data
+        with self._lock:
+            self._agent.register_memory([(base, len(spare), 0, "kvferry-epochs")], "DRAM")
+            self._own_landing = self._prepare("", base, self._own.num_blocks, _EPOCH_BYTES)
+        self._landing = memoryview(spare).cast("Q")
+
+    def _prepare(self, agent: str, base: int, count: int, size: int) -> Any:
+        rows = np.zeros((count, 3), dtype=np.uint64)
+        rows[:, 0] = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(size)
+        rows[:, 1] = size
+        return self._agent.prep_xfer_dlist(agent, self._agent.get_xfer_descs(rows, "DRAM"), "DRAM")
+
+    def _remove_if_quiet(self, incarnation: str, remote: _Remote) -> None:
+        if remote.forgotten and remote.active == 0:
+            del self._remotes[incarnation]
+            remote.pages.release()
+            remote.epochs.release()
+            try:
+                self._agent.remove_remote_agent(remote.agent_name)
+            except _NIXL_ERRORS as error:
+                _log.info("removing agent %s: %s", remote.agent_name, error)
+
+
+def _ids(ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.asarray(ids, dtype=np.int32)
+
+
+_NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
+    getattr(nixl_bindings, name) for name in dir(nixl_bindings) if name.startswith("nixl") and name.endswith("Error")
+)
+
+
+def open_transport(incarnation: Incarnation) -> NixlTransport:
+    """A transport for one worker's life.
+
+    Raises:
+        ImportError: NIXL lacks its UCX backend here.
+    """
+    return NixlTransport(incarnation)

@@ -1,0 +1,143 @@
+"""Hand-off between processes on one host, through memory that no death can leave behind.
+
+The pages live in an anonymous memory file (`memfd_create`): it has no name in any folder, so when the last
+process that maps it ends, by whatever signal, it is gone. A peer opens it read-only through
+/proc/<pid>/fd/<n>, which the kernel allows to the same user only, and checks that it is the file it was told:
+a sealed memory file of the right size. The seals forbid resizing, so a mapping can never fault.
+
+    [ pages: num_blocks x block_bytes ][ epochs: num_blocks x u64 ]
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.core.ids import BlockId, Incarnation
+from kvferry.kv.connector import PageMemory, Peer, Read, ReadError
+from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_EPOCH_BYTES = 8
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker's memory file is."""
+
+    incarnation: str
+    pid: int
+    fd: int
+    inode: int
+    num_blocks: int
+    block_bytes: int
+
+    @property
+    def size(self) -> int:
+        return self.num_blocks * (self.block_bytes + _EPOCH_BYTES)
+
+
+class _Window:
+    """A mapping of one memory file, ours to write or a peer's to read."""
+
+    def __init__(self, fd: int, where: _Address, *, writable: bool) -> None:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, where.size, flags=mmap.MAP_SHARED, prot=access)
+        whole = memoryview(self._map)
+        split = where.num_blocks * where.block_bytes
+        self.memory = whole[:split]
+        self.epochs = whole[split:].cast("Q")
+        self.pages: Pages = as_pages(self.memory, where.num_blocks, where.block_bytes)
+
+
+class ShmTransport:
+    """Pages in a sealed memory file of this process."""
+
+    name = "shm"
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
+        self._fd = -1
+        self._where: _Address | None = None
+        self._own: _Window | None = None
+        self._peers: dict[str, _Window] = {}
+
+    def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
+        self._fd = os.memfd_create(f"kvferry-{self._incarnation}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, num_blocks * (block_bytes + _EPOCH_BYTES))
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+        inode = os.fstat(self._fd).st_ino
+        self._where = _Address(self._incarnation, os.getpid(), self._fd, inode, num_blocks, block_bytes)
+        self._own = _Window(self._fd, self._where, writable=True)
+        return PageMemory(self._own.memory, self._own.epochs)
+
+    def address(self) -> bytes:
+        return msgspec.msgpack.encode(self._where)
+
+    def connect(self, peer: Peer, address: bytes) -> None:
+        if peer.incarnation in self._peers:
+            return
+        try:
+            where = msgspec.msgpack.decode(address, type=_Address)
+        except msgspec.DecodeError as error:
+            raise ReadError("the peer's address is malformed") from error
+        if where.incarnation != peer.incarnation or where.num_blocks < 1 or where.block_bytes < 1:
+            raise ReadError("the peer's address contradicts what is known of the peer")
+        self._peers[peer.incarnation] = _open_peer(where)
+
+    def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
+        if self._own is None:
+            raise ReadError("no pages are allocated")
+        copy_pages(self._find(peer).pages, remote, self._own.pages, local)
+        return CompletedRead()
+
+    def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
+        epochs = self._find(peer).epochs
+        try:
+            return [epochs[b] for b in remote]
+        except IndexError as error:
+            raise ReadError("a page id is outside the peer's pages") from error
+
+    def forget(self, peer: Peer) -> None:
+        # The mapping goes when the last read that uses it lets go of its window.
+        self._peers.pop(peer.incarnation, None)
+
+    def close(self) -> None:
+        self._peers.clear()
+        self._own = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _find(self, peer: Peer) -> _Window:
+        window = self._peers.get(peer.incarnation)
+        if window is None:
+            raise ReadError(f"worker {peer.worker_id} is not connected")
+        return window
+
+
+def _open_peer(where: _Address) -> _Window:
+    path = f"/proc/{where.pid}/fd/{where.fd}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ReadError(
+            f"cannot open the peer's memory at {path}; connector 'shm' needs one host and one user"
+        ) from error
+    try:
+        status = os.fstat(fd)
+        if status.st_ino != where.inode or status.st_size != where.size:
+            raise ReadError(f"{path} is not the memory the peer spoke of; the peer may have restarted")
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ReadError(f"{path} is not sealed against resizing")
+        return _Window(fd, where, writable=False)
+    except OSError as error:
+        raise ReadError(f"cannot map the peer's memory at {path}") from error
+    finally:
+        os.close(fd)
+
+
+def open_transport(incarnation: Incarnation) -> ShmTransport:
+    """A transport for one worker's life."""
+    return ShmTransport(incarnation)

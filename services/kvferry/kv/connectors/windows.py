@@ -1,0 +1,50 @@
+"""Copying pages between two byte ranges in one address space: what `memory` and `shm` have in common."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.ids import BlockId
+from kvferry.kv.connector import ReadError
+
+Pages = npt.NDArray[np.uint8]
+"""[num_blocks, block_bytes]"""
+
+
+def as_pages(memory: memoryview, num_blocks: int, block_bytes: int) -> Pages:
+    """A view of page memory as one row a page."""
+    return np.frombuffer(memory, dtype=np.uint8, count=num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+
+
+def copy_pages(source: Pages, remote: Sequence[int], target: Pages, local: Sequence[BlockId]) -> None:
+    """Copy pages pairwise, neighbours in one piece; numpy gives up the interpreter lock while it copies.
+
+    Raises:
+        ReadError: the lists differ in length, a page id is out of range, or page sizes differ.
+    """
+    if len(remote) != len(local) or source.shape[1] != target.shape[1]:
+        raise ReadError(f"{len(remote)} pages of {source.shape[1]} B into {len(local)} pages of {target.shape[1]} B")
+    if not remote:
+        return
+    if min(remote) < 0 or max(remote) >= source.shape[0]:
+        raise ReadError(f"a page id is outside the peer's {source.shape[0]} pages")
+    if min(local) < 0 or max(local) >= target.shape[0]:
+        raise ReadError(f"a page id is outside our {target.shape[0]} pages")
+    start = 0
+    for end in range(1, len(remote) + 1):
+        runs_on = end < len(remote) and remote[end] == remote[end - 1] + 1 and local[end] == local[end - 1] + 1
+        if not runs_on:
+            count = end - start
+            target[local[start] : local[start] + count] = source[remote[start] : remote[start] + count]
+            start = end
+
+
+class CompletedRead:
+    """A read that was over when it returned."""
+
+    def poll(self) -> bool:
+        return True
+
+    def is_quiet(self) -> bool:
+        return True

@@ -1,0 +1,83 @@
+"""The decode side of a hand-off: one attempt to fetch one ticket's pages.
+
+    CLAIMING    asking the peer to hold the pages           may fail at once: nothing is in flight
+    READING     the transport writes into our pages
+    VERIFYING   data is here; the peer's epochs are read back *after* it and compared with the ticket's
+    READY       equal: the KV is what was promised
+    DRAINING    something failed; the transport may still write, so the pages are not ours to reuse yet
+    FAILED      nothing touches the pages any more; the tokens will be computed instead
+
+Pages leave the writer's hands only in READY and FAILED. A wait that ends is not the same as a write that
+ends: releasing a transport's handle stops the wait, so DRAINING lasts until the transport itself says so.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvferry.core.states import Machine
+
+
+class TransferState(StrEnum):
+    """Where an attempt stands."""
+
+    CLAIMING = "claiming"
+    READING = "reading"
+    VERIFYING = "verifying"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class TransferEvent(StrEnum):
+    """What can happen to an attempt."""
+
+    CLAIMED = "claimed"
+    REFUSED = "refused"
+    READ_DONE = "read_done"
+    READ_BROKE = "read_broke"
+    EPOCHS_EQUAL = "epochs_equal"
+    EPOCHS_DIFFER = "epochs_differ"
+    GIVE_UP = "give_up"
+    """Deadline, stall, or the request was cancelled."""
+    QUIET = "quiet"
+    """The transport reports that it is finished with our pages."""
+
+
+TRANSFER_MACHINE = Machine(
+    name="transfer",
+    initial=TransferState.CLAIMING,
+    final=frozenset({TransferState.READY, TransferState.FAILED}),
+    table={
+        (TransferState.CLAIMING, TransferEvent.CLAIMED): TransferState.READING,
+        (TransferState.CLAIMING, TransferEvent.REFUSED): TransferState.FAILED,
+        (TransferState.CLAIMING, TransferEvent.GIVE_UP): TransferState.FAILED,
+        (TransferState.READING, TransferEvent.READ_DONE): TransferState.VERIFYING,
+        (TransferState.READING, TransferEvent.READ_BROKE): TransferState.DRAINING,
+        (TransferState.READING, TransferEvent.GIVE_UP): TransferState.DRAINING,
+        (TransferState.VERIFYING, TransferEvent.EPOCHS_EQUAL): TransferState.READY,
+        (TransferState.VERIFYING, TransferEvent.EPOCHS_DIFFER): TransferState.DRAINING,
+        (TransferState.VERIFYING, TransferEvent.READ_BROKE): TransferState.DRAINING,
+        (TransferState.VERIFYING, TransferEvent.GIVE_UP): TransferState.DRAINING,
+        (TransferState.DRAINING, TransferEvent.QUIET): TransferState.FAILED,
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTimes:
+    """How long a fetch may take, in seconds, before computing is the better way."""
+
+    control_seconds: float = 2.0
+    """One control message to the peer (describe, claim, renew, finish)."""
+    least_seconds: float = 0.25
+    """No transfer is given up earlier than this."""
+    slack: float = 4.0
+    """Multiple of the expected duration that is waited for."""
+    assumed_bytes_per_second: float = 100e6
+    """Expected rate, deliberately low: a busy machine, a TCP link."""
+    stall_seconds: float = 2.0
+    """Without progress for this long, the peer is taken for dead."""
+
+    def deadline_seconds(self, num_bytes: int) -> float:
+        """max(least, slack x bytes / rate)."""
+        return max(self.least_seconds, self.slack * num_bytes / self.assumed_bytes_per_second)

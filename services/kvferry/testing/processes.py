@@ -1,0 +1,75 @@
+"""Real processes for tests: workers and whole stacks, started as users start them, gone when the test ends."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvferry.core.clock import SystemClock
+from kvferry.core.config import child_environment
+
+START_SECONDS = 120.0
+TEST_KEYS = {"KVFERRY_TICKET_KEY": "t" * 32, "KVFERRY_TENANT_KEY": "n" * 32}
+
+
+@dataclass(slots=True)
+class RunningProcess:
+    """A `kvferry` process and what it has announced."""
+
+    process: subprocess.Popen[bytes]
+    events: dict[str, Mapping[str, object]]
+
+    def wait_for(self, event: str, seconds: float = START_SECONDS) -> Mapping[str, object]:
+        """The announcement `event`; fails when it does not come in time or the process ends first."""
+        clock = SystemClock()
+        deadline = clock.monotonic() + seconds
+        output = self.process.stdout
+        assert output is not None
+        while event not in self.events:
+            readable, _, _ = select.select([output], [], [], max(0.0, deadline - clock.monotonic()))
+            assert readable, f"no {event!r} within {seconds} s; heard {list(self.events)}"
+            line = output.readline()
+            assert line, f"the process ended with status {self.process.wait(10)} before {event!r}"
+            heard = json.loads(line)
+            self.events[heard["event"]] = heard
+        return self.events[event]
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:
+        """Send a signal and wait; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+
+@contextmanager
+def running(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[RunningProcess]:
+    """`kvferry ARGUMENTS...`, killed at the end if it still runs."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvferry.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        bufsize=0,
+        env=child_environment({**TEST_KEYS, "KVFERRY_PARENT_PID": str(os.getpid()), **(env or {})}),
+    )
+    try:
+        yield RunningProcess(process, {})
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@contextmanager
+def a_worker(role: str, *arguments: str, model: str = "tiny") -> Iterator[RunningProcess]:
+    """A worker that is ready, over the tiny model in float32 with one thread unless told otherwise."""
+    engine = ("--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB")
+    with running("worker", "--role", role, "--model", model, *engine, *arguments) as worker:
+        worker.wait_for("ready")
+        yield worker

@@ -1,0 +1,88 @@
+"""The `WorkerAdmin` service: what the worker is, what it holds, and how it is told to stop taking work."""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.kv.offers import OfferState
+from kvferry.rpc.calls import OpenCalls
+from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
+from kvferry.workers.context import WorkerContext
+from kvferry.workers.offer_desk import OfferDesk
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_POLL_SECONDS = 0.02
+_MAX_DRAIN_SECONDS = 3600.0
+
+
+class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
+    """One engine's operation."""
+
+    def __init__(self, context: WorkerContext, desk: OfferDesk, calls: OpenCalls) -> None:
+        """
+        Args:
+            calls: of the server that takes work, not of the one that serves this.
+        """
+        self._context = context
+        self._desk = desk
+        self._calls = calls
+
+    async def Status(
+        self, request: worker_admin_pb2.StatusRequest, context: Context
+    ) -> worker_admin_pb2.StatusResponse:
+        own = self._context
+        return worker_admin_pb2.StatusResponse(
+            identity=own.identity,
+            role=own.role,
+            model=own.model,
+            model_digest=own.model_digest,
+            fingerprint=own.layout.fingerprint,
+            connector=own.connector,
+            ready=own.ready,
+            draining=own.draining,
+            max_model_tokens=own.max_model_tokens,
+            block_tokens=own.layout.block_tokens,
+            dtype=own.layout.dtype,
+            load=self._load(),
+        )
+
+    async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Context) -> worker_admin_pb2.DrainResponse:
+        if not 0 <= request.timeout_seconds <= _MAX_DRAIN_SECONDS:
+            raise InvalidRequest(
+                f"timeout_seconds must be from 0 to {_MAX_DRAIN_SECONDS:.0f}, not {request.timeout_seconds}",
+                field="timeout_seconds",
+            )
+        return worker_admin_pb2.DrainResponse(idle=await self.drain(request.timeout_seconds))
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Refuse new work, wait for running work and offers to end; whether they did in time."""
+        self._context.draining = True
+        deadline = self._context.clock.monotonic() + timeout_seconds
+        while not self._is_idle():
+            if self._context.clock.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(_POLL_SECONDS)
+        return True
+
+    def _is_idle(self) -> bool:
+        load = self._context.loop.load
+        held = load.running or load.waiting or load.loading or load.transfers or load.exports
+        return not held and not self._calls.count and self._desk.is_idle
+
+    def _load(self) -> worker_admin_pb2.WorkerLoad:
+        load = self._context.loop.load
+        return worker_admin_pb2.WorkerLoad(
+            running=load.running,
+            waiting=load.waiting,
+            loading=load.loading,
+            blocks_total=load.blocks_total,
+            blocks_free=load.blocks_free,
+            blocks_quarantined=load.blocks_quarantined,
+            tickets_offered=self._desk.count(OfferState.OFFERED),
+            tickets_claimed=self._desk.count(OfferState.CLAIMED) + self._desk.count(OfferState.QUIESCE),
+            transfers=load.transfers,
+            open_calls=self._calls.count,
+        )

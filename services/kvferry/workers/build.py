@@ -1,0 +1,142 @@
+"""Puts an engine together: model files, compute type, pages in a transport's memory, runner, scheduler.
+
+Blocking and slow (seconds): call it off the event loop.
+"""
+
+import fcntl
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvferry.core.config import cache_dir
+from kvferry.core.errors import UsageError
+from kvferry.core.ids import Incarnation
+from kvferry.engine.cache import PagedKv, PageShape
+from kvferry.engine.compute_dtype import AUTO, choose_dtype
+from kvferry.engine.engine import Engine, one_secret
+from kvferry.engine.models.transformer import Transformer
+from kvferry.engine.models.weights import load_weights
+from kvferry.engine.runner import Runner
+from kvferry.kernels.ops import ops_for
+from kvferry.kv.connector import Transport
+from kvferry.kv.layout import KvLayout
+from kvferry.kv.registry import open_transport
+from kvferry.model.config import ModelConfig
+from kvferry.model.source import ModelSource, open_model
+from kvferry.workers.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, ready for any number of engines in this process."""
+
+    source: ModelSource
+    transformer: Transformer
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine and what its surroundings need to know."""
+
+    engine: Engine
+    transport: Transport
+    layout: KvLayout
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Open and load the model.
+
+    Raises:
+        KvferryError: it is unknown, damaged, or the settings do not fit it.
+    """
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    source = open_model(config.model)
+    dtype = _dtype(config.dtype, source.config)
+    ops = ops_for("cpu")
+    weights = load_weights(source.config, source.tensors, ops, dtype=dtype, device=torch.device("cpu"))
+    name = str(dtype).removeprefix("torch.")
+    return LoadedModel(source, Transformer(source.config, weights, ops, dtype=dtype), name)
+
+
+def build_engine(
+    config: EngineConfig, model: LoadedModel, *, connector: str, incarnation: Incarnation, tenant_secret: bytes
+) -> BuiltEngine:
+    """One engine over a loaded model, its pages in the connector's memory.
+
+    Raises:
+        UsageError: not even one request fits the memory given.
+    """
+    shape_of = model.source.config
+    layout = KvLayout(
+        model_digest=model.source.digest,
+        dtype=model.dtype,
+        num_layers=shape_of.num_layers,
+        num_kv_heads=shape_of.num_kv_heads,
+        head_dim=shape_of.head_dim,
+        block_tokens=config.block_tokens,
+    )
+    num_blocks = config.kv_bytes // layout.block_bytes
+    if num_blocks < 2:
+        raise UsageError(
+            f"kv_memory of {config.kv_bytes} bytes holds {num_blocks} pages of {layout.block_bytes} bytes; give more",
+            field="kv_memory",
+        )
+    transport = open_transport(connector, incarnation)
+    memory = transport.allocate(num_blocks, layout.block_bytes)
+    shape = PageShape.of(shape_of, block_tokens=config.block_tokens, dtype=model.transformer.dtype)
+    most = shape_of.max_model_tokens
+    engine = Engine(
+        Runner(model.transformer, PagedKv.over(shape, memory.pages)),
+        num_blocks=num_blocks,
+        block_tokens=config.block_tokens,
+        max_model_tokens=min(config.max_model_tokens or most, most),
+        vocab_size=shape_of.vocab_size,
+        eos_token_ids=shape_of.eos_token_ids,
+        fingerprint=layout.fingerprint,
+        limits=config.limits,
+        tenant_secret=one_secret(tenant_secret),
+        epochs=memory.epochs,
+    )
+    return BuiltEngine(engine, transport, layout)
+
+
+def _dtype(wanted: str, config: ModelConfig) -> torch.dtype:
+    """The compute type. A measured choice is written down, so that all workers of a machine agree on it."""
+    if wanted != AUTO:
+        return choose_dtype(wanted, config)
+    key = f"{platform.machine()} {_cpu_name()} torch {torch.__version__} {config.name}"
+    folder = cache_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "dtype.json"
+    with (folder / "dtype.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = _read_record(record)
+        if key not in known:
+            known[key] = str(choose_dtype(AUTO, config)).removeprefix("torch.")
+            fresh = record.with_suffix(f".{os.getpid()}")
+            fresh.write_text(json.dumps(known, indent=1))
+            fresh.replace(record)
+    return choose_dtype(known[key], config)
+
+
+def _read_record(path: Path) -> dict[str, str]:
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError):  # missing or damaged: measured anew
+        return {}
+    known = {"float32", "bfloat16", "float16"}
+    return {k: v for k, v in read.items() if v in known} if isinstance(read, dict) else {}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "cpu family", "model\t")
+    return " ".join(line.partition(":")[2].strip() for line in lines[:30] if line.startswith(wanted))

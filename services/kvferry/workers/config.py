@@ -1,0 +1,72 @@
+"""Settings of one worker process, built by the command line and passed down in the smallest part that is needed."""
+
+from dataclasses import dataclass, field
+
+from kvferry.core.errors import UsageError
+from kvferry.engine.scheduler import SchedulerLimits
+from kvferry.kv.offers import OfferTimes
+
+ROLES = ("prefill", "decode", "both", "split")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine."""
+
+    model: str
+    """A catalog name, a `.gguf` file or a folder."""
+    dtype: str = "auto"
+    """Of computation and KV: `float32`, `bfloat16`, `float16`, or `auto`, the faster one by measurement on this
+    machine. Workers that exchange KV must agree."""
+    threads: int = 0
+    """Compute threads; 0: as many as there are cores for this process."""
+    kv_bytes: int = 1 << 30
+    """Memory for KV pages. Touched only as far as it is used."""
+    block_tokens: int = 16
+    """Tokens a page; 16 is the field's usual trade between waste and table length."""
+    max_model_tokens: int = 0
+    """Prompt and output together; 0: what the model was trained for."""
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker process."""
+
+    role: str
+    """`prefill`, `decode`, `both`, or `split`: a prefill and a decode engine in one process."""
+    engine: EngineConfig
+    advertise_host: str = ""
+    """Host under which peers reach this worker; empty: the one it listens on."""
+    connector: str = "shm"
+    """How KV travels between workers."""
+    worker_id: str = ""
+    """Stable name; empty: the advertised address."""
+    ticket_secrets: tuple[bytes, ...] = ()
+    """Keys that seal tickets, newest first; all workers of a pool share them."""
+    tenant_secret: bytes = b""
+    """Keys the names of cached blocks; shared by all workers of a pool."""
+    offers: OfferTimes = field(default_factory=OfferTimes)
+    drain_seconds: float = 30.0
+    """How long running work may go on after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        """Check what belongs together.
+
+        Raises:
+            UsageError: naming the setting.
+        """
+        if self.role not in ROLES:
+            raise UsageError(f"role {self.role!r} is not one of {', '.join(ROLES)}", field="role")
+        if self.role == "split" and self.connector != "memory":
+            raise UsageError("role 'split' hands KV over within one process: use connector 'memory'", field="connector")
+        if self.role in {"prefill", "decode"} and self.connector == "memory":
+            raise UsageError(
+                f"connector 'memory' works within one process, role {self.role!r} needs another; "
+                "use 'shm' or 'nixl', or role 'split'",
+                field="connector",
+            )
+        if not self.ticket_secrets:
+            raise UsageError(
+                "no ticket key; name a file that holds one with --ticket-key-file", field="ticket_key_file"
+            )

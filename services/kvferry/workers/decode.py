@@ -1,0 +1,153 @@
+"""The `Decode` service: fetch what a ticket offers, or compute it, then stream tokens."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvferry.core.errors import KvferryError, TicketRejected
+from kvferry.engine.engine import EngineRequest
+from kvferry.engine.sequence import RemoteKv
+from kvferry.kv.connector import FetchSource, LoadOutcome, Peer, PeerControl
+from kvferry.kv.ticket import Keyring, Ticket, check_ticket
+from kvferry.rpc import wire
+from kvferry.v1 import decode_pb2, decode_pb2_grpc
+from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.loop import EngineStream, StreamItem
+
+_log = logging.getLogger(__name__)
+
+_CONTROL_SECONDS = 2.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Outcome = decode_pb2.Handoff
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """How one request's KV came to be here; reported once."""
+
+    ticket: Ticket | None
+    refused: str = ""
+    """Why a ticket was not even tried."""
+    load: LoadOutcome | None = None
+    reported: bool = False
+
+    def describe(self, num_cached: int) -> decode_pb2.Handoff:
+        self.reported = True
+        message = decode_pb2.Handoff(num_cached_tokens=num_cached)
+        if self.ticket is not None:
+            message.connector = self.ticket.connector
+        if self.load is not None:
+            message.seconds = self.load.seconds
+            if self.load.failure is None:
+                message.outcome = Outcome.OUTCOME_FETCHED
+                message.num_blocks, message.num_bytes = self.load.num_blocks, self.load.num_bytes
+            else:
+                message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, self.load.failure
+        elif self.refused:
+            message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, self.refused
+        else:
+            message.outcome = Outcome.OUTCOME_NONE if self.ticket is None else Outcome.OUTCOME_LOCAL
+        return message
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    """One engine's streams."""
+
+    def __init__(self, context: WorkerContext, keyring: Keyring, control: PeerControl) -> None:
+        self._context = context
+        self._keyring = keyring
+        self._control = control
+        self._dismissals: set[asyncio.Task[None]] = set()
+
+    async def Run(
+        self, request: decode_pb2.DecodeRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        self._context.admit(request.model)
+        tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
+        sampling = wire.sampling_from_wire(request.sampling)
+        arrival = self._open(request, tokens)
+        remote = None
+        if arrival.ticket is not None:
+            remote = RemoteKv(arrival.ticket.num_tokens, FetchSource(arrival.ticket, request.attempt))
+        stream = self._context.loop.submit(
+            EngineRequest(
+                request_id=sequence_id(request.request_id, request.sample_index),
+                token_ids=tokens,
+                sampling=sampling,
+                num_generated=request.num_generated,
+                sample_index=request.sample_index,
+                tenant=request.tenant,
+                remote=remote,
+            )
+        )
+        try:
+            with stream:
+                async for item in stream:
+                    message = _message([item, *stream.take_ready()], arrival)
+                    if message is not None:
+                        yield message
+        finally:
+            if arrival.ticket is not None and arrival.load is None:
+                self._dismiss(arrival.ticket, request.attempt, stream)
+
+    def _open(self, request: decode_pb2.DecodeRequest, tokens: list[int]) -> _Arrival:
+        """Open and check the ticket. One that merely came too late is not an error: the tokens are computed.
+
+        Raises:
+            TicketRejected: it is forged, or was made for something else; whoever sent it should know.
+        """
+        if not request.ticket:
+            return _Arrival(None)
+        ticket = self._keyring.open(request.ticket)
+        try:
+            check_ticket(
+                ticket,
+                fingerprint=self._context.layout.fingerprint,
+                block_tokens=self._context.layout.block_tokens,
+                tenant=request.tenant,
+                tokens=tokens,
+                now_wall=self._context.clock.wall(),
+            )
+        except TicketRejected as error:
+            if error.reason != "TICKET_EXPIRED":
+                raise
+            return _Arrival(None, refused=error.message)
+        return _Arrival(ticket)
+
+    def _dismiss(self, ticket: Ticket, attempt: int, stream: EngineStream) -> None:
+        """Tell the peer that its pages are not needed: every block was here, or the caller left first."""
+        peer = Peer(*ticket.peer, ticket.control_address)
+
+        async def tell() -> None:
+            try:
+                await asyncio.to_thread(self._control.finish, peer, ticket.id, attempt, _CONTROL_SECONDS, done=True)
+            except KvferryError as error:  # its own timer gives the pages back
+                _log.info("offer not dismissed: %s", error.message, extra={"request_id": stream.request_id})
+
+        task = asyncio.create_task(tell())
+        self._dismissals.add(task)
+        task.add_done_callback(self._dismissals.discard)
+
+
+def _message(items: list[StreamItem], arrival: _Arrival) -> decode_pb2.DecodeResponse | None:
+    """Everything that has arrived, in one message; `None` when there is no token yet."""
+    message = decode_pb2.DecodeResponse()
+    num_cached = 0
+    for item in items:
+        if item.load is not None:
+            arrival.load = item.load
+        if item.update is not None:
+            message.tokens.append(wire.token_to_wire(item.update.token))
+            num_cached = item.update.num_cached
+            if item.update.finish_reason is not None:
+                message.finish_reason = wire.finish_to_wire(item.update.finish_reason)
+    if not message.tokens:
+        return None
+    if not arrival.reported:
+        message.handoff.CopyFrom(arrival.describe(num_cached))
+    return message

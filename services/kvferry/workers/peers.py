@@ -1,0 +1,69 @@
+"""Control messages to other workers over gRPC, for the fetcher's threads: `kv.connector.PeerControl`."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from kvferry.core.ids import TicketId
+from kvferry.kv.connector import Peer
+from kvferry.rpc.channel import open_blocking_channel
+from kvferry.rpc.errors import error_from_rpc
+from kvferry.v1 import common_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
+
+
+class GrpcPeerControl:
+    """Keeps one channel per address; safe to use from several threads."""
+
+    def __init__(self, identity: Callable[[], common_pb2.WorkerIdentity]) -> None:
+        """
+        Args:
+            identity: who asks; called for each message, because it is known only when the server is bound.
+        """
+        self._identity = identity
+        self._channels: dict[str, grpc.Channel] = {}
+        self._lock = threading.Lock()  # guards _channels; opening a channel does not block
+
+    def describe(self, peer: Peer, connector: str, fingerprint: bytes, timeout: float) -> bytes:
+        request = kv_transfer_pb2.DescribeRequest(
+            reader=self._identity(), incarnation=peer.incarnation, connector=connector, fingerprint=fingerprint
+        )
+        answer = self._call(peer, "Describe", request, timeout)
+        return bytes(answer.address)
+
+    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+        request = kv_transfer_pb2.ClaimRequest(
+            ticket_id=ticket_id, attempt=attempt, incarnation=peer.incarnation, reader=self._identity()
+        )
+        return float(self._call(peer, "Claim", request, timeout).lease_seconds)
+
+    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+        request = kv_transfer_pb2.RenewRequest(ticket_id=ticket_id, attempt=attempt, incarnation=peer.incarnation)
+        return float(self._call(peer, "Renew", request, timeout).lease_seconds)
+
+    def finish(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool) -> None:
+        outcomes = kv_transfer_pb2.FinishRequest.Outcome
+        outcome = outcomes.OUTCOME_DONE if done else outcomes.OUTCOME_FAILED
+        request = kv_transfer_pb2.FinishRequest(
+            ticket_id=ticket_id, attempt=attempt, incarnation=peer.incarnation, outcome=outcome
+        )
+        self._call(peer, "Finish", request, timeout)
+
+    def close(self) -> None:
+        """Close every channel; calls in flight end as unavailable."""
+        with self._lock:
+            channels = list(self._channels.values())
+            self._channels.clear()
+        for channel in channels:
+            channel.close()
+
+    def _call(self, peer: Peer, method: str, request: object, timeout: float) -> Any:
+        with self._lock:
+            channel = self._channels.get(peer.control_address)
+            if channel is None:
+                channel = self._channels[peer.control_address] = open_blocking_channel(peer.control_address)
+        try:
+            return getattr(kv_transfer_pb2_grpc.KvTransferStub(channel), method)(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error

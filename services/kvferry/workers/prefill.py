@@ -1,0 +1,83 @@
+"""The `Prefill` service: compute a prompt, draw the first token, offer the pages."""
+
+from typing import Any
+
+import grpc
+
+from kvferry.core.errors import Unavailable
+from kvferry.core.ids import TicketId
+from kvferry.engine.engine import EngineRequest
+from kvferry.rpc import wire
+from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
+from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.loop import StreamItem
+from kvferry.workers.offer_desk import OfferDesk
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """One engine's prompts."""
+
+    def __init__(self, context: WorkerContext, desk: OfferDesk) -> None:
+        self._context = context
+        self._desk = desk
+
+    async def Run(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
+        self._context.admit(request.model)
+        tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
+        begun = self._context.clock.monotonic()
+        stream = self._context.loop.submit(
+            EngineRequest(
+                request_id=sequence_id(request.request_id, request.sample_index),
+                token_ids=tokens,
+                sampling=wire.sampling_from_wire(request.sampling),
+                num_generated=request.num_generated,
+                sample_index=request.sample_index,
+                tenant=request.tenant,
+                exports=True,
+            )
+        )
+        with stream:
+            async for item in stream:
+                if item.update is not None:
+                    seconds = self._context.clock.monotonic() - begun
+                    return self._answer(request, context, tokens, item, seconds)
+        raise Unavailable("the engine ended without drawing a token")
+
+    async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:
+        self._desk.release(TicketId(request.ticket_id))
+        return prefill_pb2.ReleaseResponse()
+
+    def _answer(
+        self,
+        request: prefill_pb2.PrefillRequest,
+        context: Context,
+        tokens: list[int],
+        item: StreamItem,
+        seconds: float,
+    ) -> prefill_pb2.PrefillResponse:
+        update = item.update
+        if update is None:
+            raise Unavailable("the engine ended without drawing a token")
+        answer = prefill_pb2.PrefillResponse(
+            first_token=wire.token_to_wire(update.token),
+            finish_reason=wire.finish_to_wire(update.finish_reason),
+            num_cached_tokens=update.num_cached,
+            prefill_seconds=seconds,
+        )
+        if item.export is None or update.export is None:
+            return answer
+        if not request.offer:
+            self._context.loop.release_export(item.export)
+            return answer
+        offered = self._desk.offer(item.export, update.export, tokens, request.tenant)
+        answer.ticket, answer.ticket_id = offered.sealed, offered.ticket_id
+
+        def release_if_unheard(call: Context) -> None:
+            # The answer may never have reached the caller, who then cannot name the ticket to release it.
+            if call.cancelled():
+                self._desk.release(offered.ticket_id)
+
+        context.add_done_callback(release_if_unheard)  # type: ignore[arg-type]  # the stubs want a class
+        return answer

@@ -1,0 +1,69 @@
+"""The `KvTransfer` service: tells readers where the pages are and keeps them held while they read."""
+
+from typing import Any
+
+import grpc
+
+from kvferry.core.errors import TicketRejected
+from kvferry.core.ids import TicketId
+from kvferry.kv.connector import Transport
+from kvferry.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+from kvferry.workers.context import WorkerContext
+from kvferry.workers.offer_desk import OfferDesk
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
+    """One worker's offers, as readers see them."""
+
+    def __init__(self, context: WorkerContext, desk: OfferDesk, transport: Transport) -> None:
+        self._context = context
+        self._desk = desk
+        self._transport = transport
+
+    async def Describe(
+        self, request: kv_transfer_pb2.DescribeRequest, context: Context
+    ) -> kv_transfer_pb2.DescribeResponse:
+        self._check_incarnation(request.incarnation)
+        mine = self._context.layout.fingerprint
+        if request.fingerprint != mine:
+            raise TicketRejected(
+                f"KV layouts differ: mine is {mine.hex()}, the reader's {request.fingerprint.hex()}",
+                reason="TICKET_LAYOUT",
+                field="fingerprint",
+            )
+        if request.connector != self._context.connector:
+            raise TicketRejected(
+                f"this worker offers over {self._context.connector!r}, not {request.connector!r}",
+                reason="TICKET_CONNECTOR",
+                field="connector",
+            )
+        return kv_transfer_pb2.DescribeResponse(
+            identity=self._context.identity, fingerprint=mine, address=self._transport.address()
+        )
+
+    async def Claim(self, request: kv_transfer_pb2.ClaimRequest, context: Context) -> kv_transfer_pb2.ClaimResponse:
+        self._check_incarnation(request.incarnation)
+        lease = self._desk.claim(TicketId(request.ticket_id), request.attempt)
+        return kv_transfer_pb2.ClaimResponse(lease_seconds=lease)
+
+    async def Renew(self, request: kv_transfer_pb2.RenewRequest, context: Context) -> kv_transfer_pb2.RenewResponse:
+        self._check_incarnation(request.incarnation)
+        lease = self._desk.renew(TicketId(request.ticket_id), request.attempt)
+        return kv_transfer_pb2.RenewResponse(lease_seconds=lease)
+
+    async def Finish(self, request: kv_transfer_pb2.FinishRequest, context: Context) -> kv_transfer_pb2.FinishResponse:
+        self._check_incarnation(request.incarnation)
+        done = request.outcome == kv_transfer_pb2.FinishRequest.OUTCOME_DONE
+        self._desk.finish(TicketId(request.ticket_id), request.attempt, done=done)
+        return kv_transfer_pb2.FinishResponse()
+
+    def _check_incarnation(self, incarnation: str) -> None:
+        if incarnation != self._context.incarnation:
+            raise TicketRejected(
+                f"the ticket is of incarnation {incarnation!r}; this worker is {self._context.incarnation!r} since it "
+                "restarted, and its pages are new",
+                reason="TICKET_INCARNATION",
+                field="incarnation",
+            )

@@ -1,0 +1,172 @@
+"""One engine with its services: a process of role prefill, decode or both has one, of role split two."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import KvferryError, Unavailable
+from kvferry.core.ids import Incarnation, WorkerId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.engine import EngineRequest
+from kvferry.kv.fetcher import Fetcher
+from kvferry.kv.ticket import Keyring
+from kvferry.rpc.inference import inference_service
+from kvferry.rpc.model_text import text_model_of
+from kvferry.rpc.server import RpcServer, Service, start_server
+from kvferry.rpc.text_service import TextService
+from kvferry.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2_grpc
+from kvferry.workers.admin import AdminService
+from kvferry.workers.build import BuiltEngine, LoadedModel
+from kvferry.workers.config import WorkerConfig
+from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.decode import DecodeService
+from kvferry.workers.local import LocalSource
+from kvferry.workers.loop import EngineLoop
+from kvferry.workers.offer_desk import OfferDesk
+from kvferry.workers.peers import GrpcPeerControl
+from kvferry.workers.prefill import PrefillService
+from kvferry.workers.transfer import TransferService
+
+_WARM_UP_TOKENS = 2
+_FLUSH_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlace:
+    """What one unit of a process is and where it listens."""
+
+    role: str
+    listen: str
+    admin: str
+
+
+@dataclass(slots=True)
+class _Running:
+    work: RpcServer
+    admin: RpcServer
+    admin_service: AdminService
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class WorkerUnit:
+    """Owns an engine, its thread, its transport and its two servers, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        place: UnitPlace,
+        model: LoadedModel,
+        built: BuiltEngine,
+        *,
+        incarnation: Incarnation,
+        clock: Clock,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._config, self._place, self._model, self._built = config, place, model, built
+        self._keyring = Keyring(config.ticket_secrets)
+        self._loop = EngineLoop(built.engine, name=f"engine-{place.role}", on_failure=on_failure)
+        self.context = WorkerContext(
+            incarnation=incarnation,
+            role=place.role,
+            model=model.source.config.name,
+            model_digest=model.source.digest,
+            layout=built.layout,
+            connector=config.connector,
+            max_model_tokens=built.engine.max_model_tokens,
+            loop=self._loop,
+            clock=clock,
+        )
+        self._desk = OfferDesk(self.context, self._keyring, config.offers)
+        self._control = GrpcPeerControl(lambda: self.context.identity)
+        self._fetcher = Fetcher(built.transport, self._control, built.layout, self._loop.post, clock=clock)
+        self._running: _Running | None = None
+
+    async def start(self) -> None:
+        """Bind, serve, and run the engine's thread. Not ready before `warm_up`.
+
+        Raises:
+            UsageError: an address cannot be bound.
+        """
+        self._built.engine.attach_loader(self._fetcher)
+        self._loop.start()
+        work = await start_server(self._place.listen, self._services())
+        host, _, port = work.address.rpartition(":")
+        self.context.address = f"{self._config.advertise_host or host}:{port}"
+        self.context.worker_id = WorkerId(self._config.worker_id or self.context.address)
+        service = AdminService(self.context, self._desk, work.calls)
+        try:
+            admin = await start_server(
+                self._place.admin,
+                [
+                    Service(
+                        "kvferry.v1.WorkerAdmin",
+                        lambda s: worker_admin_pb2_grpc.add_WorkerAdminServicer_to_server(service, s),
+                    )
+                ],
+            )
+        except KvferryError:
+            await work.stop(0)
+            raise
+        self._running = _Running(work, admin, service, [asyncio.create_task(self._desk.run())])
+        await admin.set_ready(True)
+
+    async def warm_up(self) -> None:
+        """Compute and draw real tokens, then take work."""
+        request = EngineRequest(
+            request_id=sequence_id("warm-up", 0),
+            token_ids=[0] * min(self._built.layout.block_tokens + 1, self.context.max_model_tokens - _WARM_UP_TOKENS),
+            sampling=SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0, ignore_eos=True),
+        )
+        with self._loop.submit(request) as stream:
+            async for _ in stream:
+                pass
+        if self._running is None:
+            raise Unavailable("the worker was stopped while it started")
+        self.context.ready = True
+        await self._running.work.set_ready(True)
+
+    async def stop(self, drain_seconds: float) -> None:
+        """Drain, then end everything. Idempotent."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        await running.work.set_ready(False)
+        await running.admin_service.drain(drain_seconds)
+        await running.work.stop(_FLUSH_SECONDS)
+        for task in running.tasks:
+            task.cancel()
+        await asyncio.gather(*running.tasks, return_exceptions=True)
+        await running.admin.stop(_FLUSH_SECONDS)
+        self._fetcher.close()
+        await self._loop.stop()
+        self._control.close()
+
+    @property
+    def admin_address(self) -> str:
+        """Of WorkerAdmin, as bound."""
+        return "" if self._running is None else self._running.admin.address
+
+    def _services(self) -> list[Service]:
+        prefill = PrefillService(self.context, self._desk)
+        transfer = TransferService(self.context, self._desk, self._built.transport)
+        decode = DecodeService(self.context, self._keyring, self._control)
+        makers = {
+            "prefill": [
+                Service("kvferry.v1.Prefill", lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, s)),
+                Service(
+                    "kvferry.v1.KvTransfer",
+                    lambda s: kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(transfer, s),
+                ),
+            ],
+            "decode": [Service("kvferry.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(decode, s))],
+        }
+        if self._place.role != "both":
+            return makers[self._place.role]
+        text = TextService(
+            LocalSource(self.context),
+            text_model_of(self._model.source),
+            clock=self.context.clock,
+            context_tokens=lambda: self.context.max_model_tokens,
+        )
+        return [*makers["prefill"], *makers["decode"], inference_service(text)]

@@ -1,0 +1,26 @@
+"""Every transport passes the conformance suite, against a real other process where it can."""
+
+import pytest
+
+from kvferry.core.errors import UsageError
+from kvferry.core.ids import new_incarnation
+from kvferry.kv import registry
+from kvferry.testing import connector_suite
+
+
+@pytest.mark.parametrize("check", connector_suite.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("name", registry.names())
+def test_connector(name: str, check: connector_suite.Callable[[connector_suite.Rig], None]) -> None:
+    with connector_suite.rig(name) as rig:
+        check(rig)
+
+
+def test_an_unknown_connector_is_refused_with_the_known_names() -> None:
+    with pytest.raises(UsageError, match="known are memory, nixl, shm"):
+        registry.open_transport("pigeon", new_incarnation())
+
+
+def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry._MODULES, "nixl", "kvferry.kv.connectors.not_there")
+    with pytest.raises(UsageError, match=r"pip install 'kvferry\[nixl\]'"):
+        registry.open_transport("nixl", new_incarnation())

@@ -1,0 +1,22 @@
+"""The embedded model and a runner over it, made once."""
+
+import pytest
+import torch
+
+from kvferry.engine.cache import PagedKv, PageShape
+from kvferry.engine.models.transformer import build_model
+from kvferry.engine.runner import Runner
+from kvferry.model.source import ModelSource, open_model
+
+
+@pytest.fixture(scope="session")
+def smollm() -> ModelSource:
+    return open_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def runner(smollm: ModelSource) -> Runner:
+    """Float32, pages of 16 tokens, room for 12,800."""
+    torch.set_num_threads(2)
+    model = build_model(smollm.config, smollm.tensors, dtype=torch.float32)
+    return Runner(model, PagedKv.allocate(PageShape.of(smollm.config, block_tokens=16, dtype=torch.float32), 800))

@@ -1,0 +1,204 @@
+"""A prompt through real worker processes: prefill, hand-off, decode; the tokens are one engine's tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+
+from kvferry.engine import LLM, SamplingParams
+from kvferry.kv.ticket import Keyring
+from kvferry.rpc.wire import sampling_to_wire
+from kvferry.testing.idle import assert_workers_idle
+from kvferry.testing.processes import TEST_KEYS, RunningProcess, a_worker
+from kvferry.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+CALL_SECONDS = 60.0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def one_engine() -> LLM:
+    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+
+
+class Pair:
+    """A prefill and a decode worker, called as the gateway calls them."""
+
+    def __init__(self, prefill: str, decode: str, admin: list[str]) -> None:
+        self.admin = admin
+        self._channels = (grpc.insecure_channel(prefill), grpc.insecure_channel(decode))
+        self.prefill = prefill_pb2_grpc.PrefillStub(self._channels[0])
+        self.decode = decode_pb2_grpc.DecodeStub(self._channels[1])
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def run_prefill(self, prompt: list[int], sampling: SamplingParams, **more: object) -> prefill_pb2.PrefillResponse:
+        request = prefill_pb2.PrefillRequest(
+            request_id="r",
+            token_ids=prompt,
+            sampling=sampling_to_wire(sampling),
+            offer=True,
+            **more,  # type: ignore[arg-type]
+        )
+        return self.prefill.Run(request, timeout=CALL_SECONDS)
+
+    def run_decode(
+        self, prompt: list[int], first: int, ticket: bytes, sampling: SamplingParams, **more: object
+    ) -> tuple[list[int], decode_pb2.Handoff, int]:
+        request = decode_pb2.DecodeRequest(
+            request_id="r",
+            token_ids=[*prompt, first],
+            num_generated=1,
+            sampling=sampling_to_wire(sampling),
+            ticket=ticket,
+            attempt=1,
+            **more,  # type: ignore[arg-type]
+        )
+        tokens: list[int] = []
+        handoff, reason = decode_pb2.Handoff(), 0
+        for message in self.decode.Run(request, timeout=CALL_SECONDS):
+            if message.HasField("handoff"):
+                handoff = message.handoff
+            tokens += [t.id for t in message.tokens]
+            reason = message.finish_reason
+        return tokens, handoff, reason
+
+    def generate(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], decode_pb2.Handoff]:
+        answer = self.run_prefill(prompt, sampling)
+        tokens, handoff, reason = self.run_decode(prompt, answer.first_token.id, answer.ticket, sampling)
+        assert reason == common_pb2.FINISH_REASON_LENGTH
+        return [answer.first_token.id, *tokens], handoff
+
+
+@contextmanager
+def a_pair(connector: str) -> Iterator[tuple[Pair, list[RunningProcess]]]:
+    if connector == "memory":
+        with a_worker("split", "--connector", "memory") as worker:
+            heard = worker.events["listening"]
+            admin = [str(heard["admin"]), str(heard["decode_admin"])]
+            pair = Pair(str(heard["grpc"]), str(heard["decode_grpc"]), admin)
+            try:
+                yield pair, [worker]
+            finally:
+                pair.close()
+        return
+    with a_worker("prefill", "--connector", connector) as p, a_worker("decode", "--connector", connector) as d:
+        heard = [w.events["listening"] for w in (p, d)]
+        pair = Pair(str(heard[0]["grpc"]), str(heard[1]["grpc"]), [str(h["admin"]) for h in heard])
+        try:
+            yield pair, [p, d]
+        finally:
+            pair.close()
+
+
+@pytest.fixture(scope="module", params=["memory", "shm", "nixl"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with a_pair(request.param) as (made, workers):
+        yield made
+        assert_workers_idle(made.admin)
+        for worker in workers:
+            assert worker.stop() == 0, "a worker ends with status 0 on SIGTERM"
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 100])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_tokens_are_those_of_one_engine(pair: Pair, one_engine: LLM, length: int, sampling: SamplingParams) -> None:
+    prompt = [(7 * i + length) % 200 for i in range(length)]
+    tokens, handoff = pair.generate(prompt, sampling)
+    assert tokens == list(one_engine.generate([prompt], sampling)[0].token_ids)
+    assert handoff.outcome in {decode_pb2.Handoff.OUTCOME_FETCHED, decode_pb2.Handoff.OUTCOME_LOCAL}
+    assert_workers_idle(pair.admin)
+
+
+def test_only_blocks_that_are_lacking_travel(pair: Pair) -> None:
+    prompt = [3] * 40
+    _, first = pair.generate(prompt, GREEDY)
+    _, second = pair.generate(prompt, GREEDY)
+    assert (first.outcome, first.num_blocks) == (decode_pb2.Handoff.OUTCOME_FETCHED, 3)
+    assert (second.outcome, second.num_blocks, second.num_cached_tokens) == (decode_pb2.Handoff.OUTCOME_FETCHED, 1, 32)
+    _, third = pair.generate([3] * 32, GREEDY)
+    assert third.outcome == decode_pb2.Handoff.OUTCOME_LOCAL
+    assert_workers_idle(pair.admin)
+
+
+def test_a_ticket_for_other_tokens_is_refused_by_name(pair: Pair) -> None:
+    prompt = [5] * 20
+    answer = pair.run_prefill(prompt, GREEDY)
+    for tokens, ticket in [
+        ([6] * 20, answer.ticket),
+        (prompt, answer.ticket[:-1] + bytes([answer.ticket[-1] ^ 1])),
+        (prompt, b"junk"),
+    ]:
+        with pytest.raises(grpc.RpcError) as caught:
+            pair.run_decode(tokens, 1, ticket, GREEDY)
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=answer.ticket_id), timeout=CALL_SECONDS)
+    pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=answer.ticket_id), timeout=CALL_SECONDS)
+    assert_workers_idle(pair.admin)
+
+
+def test_a_released_offer_is_computed_instead(pair: Pair, one_engine: LLM) -> None:
+    prompt = [9, 8, 7] * 9
+    answer = pair.run_prefill(prompt, GREEDY)
+    pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=answer.ticket_id), timeout=CALL_SECONDS)
+    tokens, handoff, _ = pair.run_decode(prompt, answer.first_token.id, answer.ticket, GREEDY)
+    assert [answer.first_token.id, *tokens] == list(one_engine.generate([prompt], GREEDY)[0].token_ids)
+    assert handoff.outcome == decode_pb2.Handoff.OUTCOME_RECOMPUTED
+    assert "TICKET_GONE" in handoff.reason
+    assert_workers_idle(pair.admin)
+
+
+def test_a_ticket_sealed_with_another_key_is_refused(pair: Pair) -> None:
+    answer = pair.run_prefill([4] * 18, GREEDY)
+    ticket = Keyring([TEST_KEYS["KVFERRY_TICKET_KEY"].encode()]).open(answer.ticket)
+    with pytest.raises(grpc.RpcError) as caught:
+        pair.run_decode([4] * 18, answer.first_token.id, Keyring([b"x" * 32]).seal(ticket), GREEDY)
+    assert "same ticket key" in str(caught.value.details())
+    pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=answer.ticket_id), timeout=CALL_SECONDS)
+    assert_workers_idle(pair.admin)
+
+
+def test_a_cancelled_stream_gives_everything_back(pair: Pair) -> None:
+    answer = pair.run_prefill([2] * 50, GREEDY)
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    call = pair.decode.Run(
+        decode_pb2.DecodeRequest(
+            request_id="r",
+            token_ids=[*[2] * 50, answer.first_token.id],
+            num_generated=1,
+            sampling=sampling_to_wire(long),
+            ticket=answer.ticket,
+            attempt=1,
+        ),
+        timeout=CALL_SECONDS,
+    )
+    next(iter(call))
+    call.cancel()
+    assert_workers_idle(pair.admin)
+
+
+def test_a_prefill_whose_caller_leaves_gives_everything_back(pair: Pair) -> None:
+    request = prefill_pb2.PrefillRequest(
+        request_id="r", token_ids=[1] * 300, sampling=sampling_to_wire(GREEDY), offer=True
+    )
+    for _ in range(5):
+        pair.prefill.Run.future(request, timeout=CALL_SECONDS).cancel()
+    assert_workers_idle(pair.admin)
+
+
+@pytest.mark.parametrize("connector", ["shm", "nixl"])
+def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str, one_engine: LLM) -> None:
+    prompt = [(11 * i) % 200 for i in range(40)]
+    with a_pair(connector) as (pair, (killed, _)):
+        pair.generate([1] * 17, GREEDY)  # the two know each other
+        answer = pair.run_prefill(prompt, GREEDY)
+        killed.process.kill()
+        killed.process.wait(30)
+        tokens, handoff, _ = pair.run_decode(prompt, answer.first_token.id, answer.ticket, GREEDY)
+        assert [answer.first_token.id, *tokens] == list(one_engine.generate([prompt], GREEDY)[0].token_ids)
+        assert handoff.outcome == decode_pb2.Handoff.OUTCOME_RECOMPUTED
+        assert_workers_idle(pair.admin[1:])

@@ -1,0 +1,253 @@
+"""The fetcher over transports and peers that misbehave at each step: an outcome and quiet pages, always."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from kvferry.core.clock import ManualClock
+from kvferry.core.errors import TicketRejected, Unavailable
+from kvferry.core.ids import BlockId, Incarnation, RequestId, TicketId
+from kvferry.kv.connector import FetchSource, LoadOutcome, PagesQuiet, Peer, Read, ReadError
+from kvferry.kv.fetcher import Fetcher
+from kvferry.kv.layout import KvLayout
+from kvferry.kv.ticket import Ticket
+from kvferry.kv.transfers import TRANSFER_MACHINE, TransferState, TransferTimes
+
+LAYOUT = KvLayout("digest", "float32", 1, 1, 4, 4)
+DEADLINE = 10.0
+
+
+def a_ticket(connector: str = "scripted") -> Ticket:
+    return Ticket("t", "w", "i", "peer:1", connector, LAYOUT.fingerprint, "", b"", 12, (5, 6, 7), (50, 60, 70), 0.0)
+
+
+class Script:
+    """A transport, its reads and the peer in one; each step can be told to fail."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.finished: list[bool] = []
+        self.messages: list[LoadOutcome | PagesQuiet] = []
+        self.heard = threading.Condition()
+        self.reads: list[tuple[list[int], list[int]]] = []
+        self.forgotten = 0
+        self.fail: dict[str, Exception] = {}
+        self.polls_until_done = 2
+        self.seconds_per_poll = 0.0
+        self.epochs = {5: 50, 6: 60, 7: 70}
+        self.quiet = threading.Event()
+        self.quiet.set()
+        self.described = 0
+
+    def _step(self, name: str) -> None:
+        if name in self.fail:
+            raise self.fail[name]
+
+    # the peer
+    def describe(self, peer: Peer, connector: str, fingerprint: bytes, timeout: float) -> bytes:
+        self.described += 1
+        self._step("describe")
+        return b"address"
+
+    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+        self._step("claim")
+        return 30.0
+
+    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+        self._step("renew")
+        return 30.0
+
+    def finish(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool) -> None:
+        self.finished.append(done)
+        self._step("finish")
+
+    # the transport
+    def connect(self, peer: Peer, address: bytes) -> None:
+        self._step("connect")
+
+    def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
+        self._step("read")
+        self.reads.append((list(remote), list(local)))
+        return self
+
+    def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
+        self._step("read_epochs")
+        return [self.epochs[b] for b in remote]
+
+    def forget(self, peer: Peer) -> None:
+        self.forgotten += 1
+
+    # the read
+    def poll(self) -> bool:
+        self._step("poll")
+        self.clock.advance(self.seconds_per_poll)
+        self.polls_until_done -= 1
+        return self.polls_until_done <= 0
+
+    def is_quiet(self) -> bool:
+        return self.quiet.is_set()
+
+    # the engine
+    def hear(self, message: LoadOutcome | PagesQuiet) -> None:
+        with self.heard:
+            self.messages.append(message)
+            self.heard.notify_all()
+
+    def wait_for(self, count: int) -> list[LoadOutcome | PagesQuiet]:
+        with self.heard:
+            assert self.heard.wait_for(lambda: len(self.messages) >= count, DEADLINE), self.messages
+            return list(self.messages)
+
+
+def start(script: Script, *, ticket: Ticket | None = None, first_block: int = 0, num_blocks: int = 3) -> Fetcher:
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(least_seconds=1.0))  # type: ignore[arg-type]
+    targets = [BlockId(b) for b in range(20, 20 + num_blocks)]
+    fetcher.start(1, RequestId("r"), FetchSource(ticket or a_ticket(), 1), first_block, targets)
+    return fetcher
+
+
+def outcome(script: Script) -> LoadOutcome:
+    first, last = script.wait_for(2)
+    assert isinstance(first, LoadOutcome)
+    assert last == PagesQuiet(1)
+    return first
+
+
+def test_a_good_fetch_reads_by_position_verifies_and_finishes() -> None:
+    script = Script()
+    fetcher = start(script, first_block=1, num_blocks=2)
+    got = outcome(script)
+    assert (got.failure, got.num_blocks, got.num_bytes) == (None, 2, 2 * LAYOUT.block_bytes)
+    assert script.reads == [([6, 7], [20, 21])]
+    fetcher._pool.shutdown()
+    assert script.finished == [True]
+    assert fetcher.num_active == 0
+
+
+@pytest.mark.parametrize("step", ["describe", "claim"])
+def test_a_refusal_or_a_dead_peer_before_the_read_is_reported(step: str) -> None:
+    for error in (TicketRejected("gone", reason="TICKET_GONE"), Unavailable("dead")):
+        script = Script()
+        script.fail[step] = error
+        fetcher = start(script)
+        got = outcome(script)
+        assert got.failure is not None
+        assert error.message in got.failure
+        assert script.reads == []
+        fetcher._pool.shutdown()
+
+
+@pytest.mark.parametrize("step", ["connect", "read", "poll", "read_epochs"])
+def test_a_read_that_breaks_is_reported_and_the_peer_connected_anew(step: str) -> None:
+    script = Script()
+    script.fail[step] = ReadError("broken wire")
+    fetcher = start(script)
+    assert outcome(script).failure == "broken wire"
+    assert script.forgotten == 1
+    script.fail.clear()
+    script.messages.clear()
+    script.polls_until_done = 1
+    fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 2), 0, [BlockId(1), BlockId(2), BlockId(3)])
+    assert outcome(script).failure is None
+    assert script.described == 2
+    fetcher._pool.shutdown()
+    assert script.finished == [False, True]
+
+
+def test_pages_reused_under_the_read_are_noticed() -> None:
+    script = Script()
+    script.epochs[6] += 1
+    fetcher = start(script)
+    assert "reused" in str(outcome(script).failure)
+    fetcher._pool.shutdown()
+    assert script.finished == [False]
+
+
+def test_a_transfer_that_takes_too_long_is_given_up_but_its_pages_wait_for_quiet() -> None:
+    script = Script()
+    script.polls_until_done, script.seconds_per_poll = 1 << 30, 0.4
+    script.quiet.clear()
+    fetcher = start(script)
+    (early,) = script.wait_for(1)
+    assert isinstance(early, LoadOutcome)
+    assert "longer than" in str(early.failure)
+    assert fetcher.num_active == 1, "the transport may still write"
+    script.quiet.set()
+    assert outcome(script) is early
+    fetcher._pool.shutdown()
+    assert fetcher.num_active == 0
+
+
+def test_a_long_read_renews_its_lease_and_survives_a_lost_renewal() -> None:
+    script = Script()
+    script.polls_until_done, script.seconds_per_poll = 3, 6.0
+    script.fail["renew"] = Unavailable("lost")
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(least_seconds=60.0))  # type: ignore[arg-type]
+    fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
+    assert outcome(script).failure is None
+    fetcher._pool.shutdown()
+
+
+def test_a_cancelled_fetch_ends_and_says_so() -> None:
+    script = Script()
+    script.polls_until_done = 1 << 30
+    fetcher = start(script)
+    fetcher.cancel(RequestId("other"))
+    fetcher.cancel(RequestId("r"))
+    assert outcome(script).failure == "cancelled"
+    fetcher._pool.shutdown()
+    assert script.finished == [False]
+
+
+def test_another_connector_is_refused_before_anything_is_asked() -> None:
+    script = Script()
+    fetcher = start(script, ticket=a_ticket("nixl"))
+    assert "reads over 'scripted'" in str(outcome(script).failure)
+    assert script.described == 0
+    fetcher._pool.shutdown()
+
+
+def test_an_unexpected_error_is_an_outcome_not_a_hang(caplog: pytest.LogCaptureFixture) -> None:
+    script = Script()
+    script.fail["poll"] = RuntimeError("surprise")
+    fetcher = start(script)
+    assert outcome(script).failure == "internal error while fetching"
+    assert "surprise" in caplog.text
+    fetcher._pool.shutdown()
+
+
+def test_a_lost_finish_is_not_fatal() -> None:
+    script = Script()
+    script.fail["finish"] = Unavailable("lost")
+    fetcher = start(script)
+    assert outcome(script).failure is None
+    fetcher._pool.shutdown()
+
+
+def test_closing_ends_even_a_stalled_drain() -> None:
+    script = Script()
+    script.polls_until_done, script.seconds_per_poll = 1 << 30, 0.4
+    script.quiet.clear()
+    fetcher = start(script)
+    script.wait_for(1)
+    fetcher.close()
+    script.wait_for(2)
+
+
+def test_pages_leave_the_writers_hands_only_in_ready_and_failed() -> None:
+    assert TRANSFER_MACHINE.final == {TransferState.READY, TransferState.FAILED}
+    into_failed = {state for (state, _), to in TRANSFER_MACHINE.table.items() if to is TransferState.FAILED}
+    assert into_failed == {TransferState.CLAIMING, TransferState.DRAINING}, "never straight from a running read"
+
+
+def test_the_deadline_follows_the_bytes() -> None:
+    times = TransferTimes(least_seconds=0.25, slack=4, assumed_bytes_per_second=1e6)
+    assert times.deadline_seconds(10) == 0.25
+    assert times.deadline_seconds(1_000_000) == 4.0
+
+
+def test_peer_identity_travels_in_the_ticket() -> None:
+    assert a_ticket().peer == ("w", Incarnation("i"))

@@ -1,0 +1,138 @@
+"""Tickets: what is sealed opens unchanged; anything else is refused by its own name."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.errors import TicketRejected
+from kvferry.kv.layout import KvLayout
+from kvferry.kv.ticket import Keyring, Ticket, check_ticket, digest_tokens
+
+TOKENS = list(range(40))
+LAYOUT = KvLayout("digest", "float32", 2, 3, 4, 16)
+KEYS = Keyring([b"k" * 32])
+
+
+def a_ticket(**changes: object) -> Ticket:
+    ticket = Ticket(
+        ticket_id="ab" * 16,
+        worker_id="w",
+        incarnation="1" * 16,
+        control_address="127.0.0.1:1",
+        connector="shm",
+        fingerprint=LAYOUT.fingerprint,
+        tenant="t",
+        tokens_digest=digest_tokens(TOKENS[:39]),
+        num_tokens=39,
+        block_ids=(4, 7, 9),
+        epochs=(1, 2, 3),
+        expires_wall=1000.0,
+    )
+    return msgspec.structs.replace(ticket, **changes)
+
+
+def check(ticket: Ticket, **changes: object) -> None:
+    arguments = {
+        "fingerprint": LAYOUT.fingerprint,
+        "block_tokens": 16,
+        "tenant": "t",
+        "tokens": TOKENS,
+        "now_wall": 999.0,
+    }
+    check_ticket(ticket, **{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def test_a_sealed_ticket_opens_unchanged() -> None:
+    assert KEYS.open(KEYS.seal(a_ticket())) == a_ticket()
+
+
+def test_a_ticket_altered_in_any_byte_is_refused() -> None:
+    sealed = KEYS.seal(a_ticket())
+    for i in range(len(sealed)):
+        for flip in (0x01, 0x80):
+            altered = bytearray(sealed)
+            altered[i] ^= flip
+            with pytest.raises(TicketRejected) as caught:
+                KEYS.open(bytes(altered))
+            expected = "TICKET_MALFORMED" if i < 4 else "TICKET_KEY_UNKNOWN" if i < 8 else "TICKET_FORGED"
+            assert caught.value.reason == expected, i
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_ticket_are_refused(data: bytes) -> None:
+    with pytest.raises(TicketRejected):
+        KEYS.open(data)
+    with pytest.raises(TicketRejected):
+        KEYS.open(b"kvt1" + data)
+
+
+@pytest.mark.parametrize("length", [0, 3, 39, 40, 41])
+def test_a_ticket_cut_short_is_refused(length: int) -> None:
+    with pytest.raises(TicketRejected):
+        KEYS.open(KEYS.seal(a_ticket())[:length])
+
+
+def test_keys_can_be_rotated() -> None:
+    old, new = b"o" * 32, b"n" * 32
+    sealed_before = Keyring([old]).seal(a_ticket())
+    both = Keyring([new, old])
+    assert both.open(sealed_before) == a_ticket()
+    with pytest.raises(TicketRejected) as caught:
+        Keyring([old]).open(both.seal(a_ticket()))
+    assert caught.value.reason == "TICKET_KEY_UNKNOWN"
+
+
+@pytest.mark.parametrize("secrets", [[], [b"short"]])
+def test_a_weak_keyring_is_refused(secrets: list[bytes]) -> None:
+    with pytest.raises(ValueError, match="keyring"):
+        Keyring(secrets)
+
+
+def test_a_ticket_sealed_by_a_newer_version_is_refused_when_its_form_changed() -> None:
+    body = msgspec.msgpack.encode(["only", "two"])
+    sealed = KEYS.seal(a_ticket())
+    forged = sealed[:8] + KEYS._mac(sealed[4:8], body) + body
+    with pytest.raises(TicketRejected) as caught:
+        KEYS.open(forged)
+    assert caught.value.reason == "TICKET_MALFORMED"
+
+
+def test_a_ticket_that_contradicts_itself_is_refused() -> None:
+    with pytest.raises(TicketRejected, match="contradicts"):
+        KEYS.open(KEYS.seal(a_ticket(epochs=(1,))))
+
+
+def test_a_fitting_ticket_passes() -> None:
+    check(a_ticket())
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fingerprint": KvLayout("digest", "bfloat16", 2, 3, 4, 16).fingerprint}, "TICKET_LAYOUT"),
+        ({"tenant": "u"}, "TICKET_TENANT"),
+        ({"tokens": TOKENS[:39]}, "TICKET_EXTENT"),
+        ({"block_tokens": 8}, "TICKET_EXTENT"),
+        ({"tokens": [9, *TOKENS[1:]]}, "TICKET_TOKENS"),
+        ({"now_wall": 1000.0}, "TICKET_EXPIRED"),
+    ],
+)
+def test_a_ticket_for_something_else_is_refused_by_name(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(TicketRejected) as caught:
+        check(a_ticket(), **changes)
+    assert caught.value.reason == reason
+
+
+def test_a_layout_knows_its_bytes() -> None:
+    # Llama-3.1-8B in bfloat16: 128 KiB a token, 2 MiB a block of 16.
+    layout = KvLayout("d", "bfloat16", 32, 8, 128, 16)
+    assert (layout.token_bytes, layout.block_bytes) == (128 << 10, 2 << 20)
+
+
+@pytest.mark.parametrize("field", ["model_digest", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_tokens"])
+def test_whatever_changes_the_bytes_changes_the_fingerprint(field: str) -> None:
+    changed = {"model_digest": "e", "dtype": "float16"}.get(field, 64)
+    values = {name: getattr(LAYOUT, name) for name in KvLayout.__slots__}
+    assert KvLayout(**{**values, field: changed}).fingerprint != LAYOUT.fingerprint

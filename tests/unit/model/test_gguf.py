@@ -1,0 +1,277 @@
+"""A GGUF file is read exactly, or refused with a clear word: never another exception, a hang or a huge allocation."""
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize, quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.errors import ModelFileError
+from kvferry.model import tiny
+from kvferry.model.byte_level import CHARACTER_OF
+from kvferry.model.gguf_file import GgufModel
+from kvferry.model.gguf_header import read_header
+from kvferry.model.source import ModelSource, open_model
+from kvferry.model.tokenizer_files import tokenizer_from_gguf
+
+CONFIG = tiny.config()
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def stored_name(name: str) -> str:
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    return name.replace("model.layers", "blk")
+
+
+def stored_order(weights: np.ndarray, heads: int) -> np.ndarray:
+    """How llama.cpp's converter reorders query and key rows of Llama checkpoints."""
+    return weights.reshape(heads, 2, weights.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weights.shape)
+
+
+def write_tiny(path: Path, pairs: Mapping[str, object] | None = None, kind: GGMLQuantizationType | None = None) -> Path:
+    """The tiny model as a GGUF file, by the reference library's writer. `pairs` of `None` leave a key out."""
+    c, source = CONFIG, tiny.TinyTensors(CONFIG)
+    values: dict[str, object] = {
+        "llama.block_count": c.num_layers,
+        "llama.context_length": c.max_model_tokens,
+        "llama.embedding_length": c.hidden_size,
+        "llama.feed_forward_length": c.intermediate_size,
+        "llama.attention.head_count": c.num_heads,
+        "llama.attention.head_count_kv": c.num_kv_heads,
+        "llama.attention.key_length": c.head_dim,
+        "llama.attention.value_length": c.head_dim,
+        "llama.vocab_size": c.vocab_size,
+        "tokenizer.ggml.bos_token_id": 257,
+        "tokenizer.ggml.eos_token_id": 258,
+    }
+    values |= pairs or {}
+    writer = GGUFWriter(path, str(values.pop("architecture", "llama")))
+    for key, value in values.items():
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif value is not None:
+            writer.add_uint32(key, value)  # type: ignore[arg-type]
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", c.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*(CHARACTER_OF[b] for b in range(256)), "<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    writer.add_token_types([1] * 256 + [3] * 3)
+    writer.add_token_merges(["a b"])
+    writer.add_chat_template(tiny.CHAT_TEMPLATE)
+    for name in source.shapes():
+        weights = source.read(name)
+        if "q_proj" in name or "k_proj" in name:
+            weights = stored_order(weights, c.num_heads if "q_proj" in name else c.num_kv_heads)
+        if kind is not None and weights.ndim == 2 and weights.shape[1] % 32 == 0:
+            writer.add_tensor(stored_name(name), quantize(weights, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored_name(name), np.ascontiguousarray(weights))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # "a b" is no token, so this file's merges are only for the header's tests.
+    return write_tiny(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def test_configuration_and_weights_come_back_in_our_order(good: Path) -> None:
+    model, source = GgufModel(good), tiny.TinyTensors(CONFIG)
+    assert model.config.rms_norm_eps == 1e-5
+    assert model.config.head_dim == 16
+    assert model.config.eos_token_ids == (258,)
+    assert dict(model.shapes()) == dict(source.shapes())
+    for name in source.shapes():
+        np.testing.assert_array_equal(model.read(name), source.read(name))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
+def test_each_type_is_read_as_the_library_reads_it(tmp_path: Path, kind: str) -> None:
+    path = write_tiny(tmp_path / "q.gguf", kind=GGMLQuantizationType[kind])
+    ours = GgufModel(path)
+    theirs = {t.name: t for t in GGUFReader(path).tensors}
+    for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight"):
+        stored = theirs[stored_name(name)]
+        np.testing.assert_array_equal(ours.read(name), dequantize(stored.data, stored.tensor_type))
+
+
+def test_the_embedded_model_is_read_as_the_library_reads_it(smollm: ModelSource) -> None:
+    assert isinstance(smollm.tensors, GgufModel)
+    theirs = {
+        t.name: t
+        for t in GGUFReader(smollm.tensors.path).tensors
+        if t.name in ("blk.7.ffn_up.weight", "blk.3.attn_k.weight")
+    }
+    up, k = theirs["blk.7.ffn_up.weight"], theirs["blk.3.attn_k.weight"]
+    np.testing.assert_array_equal(
+        smollm.tensors.read("model.layers.7.mlp.up_proj.weight"), dequantize(up.data, up.tensor_type)
+    )
+    ours = smollm.tensors.read("model.layers.3.self_attn.k_proj.weight")
+    np.testing.assert_array_equal(stored_order(ours, 3), dequantize(k.data, k.tensor_type))
+
+
+def test_a_file_cut_anywhere_is_refused(good: Path, tmp_path: Path) -> None:
+    data = good.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for percent in range(100):
+        cut.write_bytes(data[: len(data) * percent // 100])
+        with pytest.raises(ModelFileError, match=r"cut\.gguf"):
+            GgufModel(cut)
+
+
+def header_bytes(path: Path) -> int:
+    return min(info.start for info in read_header(path.read_bytes(), path).tensors.values())
+
+
+def test_a_flipped_byte_in_the_header_is_refused_or_leaves_a_usable_file(good: Path, tmp_path: Path) -> None:
+    data, flipped = bytearray(good.read_bytes()), tmp_path / "flipped.gguf"
+    whole = header_bytes(good)
+    refused = 0
+
+    @settings(max_examples=400, deadline=None)
+    @given(st.integers(0, whole - 1), st.integers(1, 255))
+    def flip(place: int, bits: int) -> None:
+        nonlocal refused
+        data[place] ^= bits
+        flipped.write_bytes(data)
+        data[place] ^= bits
+        try:
+            model = GgufModel(flipped)
+            tokenizer_from_gguf(model.pairs, model.config, str(flipped))
+            for name in model.shapes():
+                model.read(name)
+        except ModelFileError:
+            refused += 1
+
+    flip()
+    assert refused > 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_after_the_magic_are_refused(noise: bytes) -> None:
+    with pytest.raises(ModelFileError):
+        parse(b"GGUF" + struct.pack("<I", 3) + noise)
+
+
+def parse(data: bytes) -> None:
+    """Parse, and ask for what every model has."""
+    header = read_header(data, Path("noise.gguf"))
+    if "general.architecture" not in header.pairs:
+        raise ModelFileError("no architecture")
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def header(pairs: list[bytes], tensors: list[bytes], tail: int = 256) -> bytes:
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs))
+    return head + b"".join(pairs) + b"".join(tensors) + bytes(tail)
+
+
+def tensor(name: str, extents: list[int], kind: int = 0, offset: int = 0) -> bytes:
+    return string(name) + struct.pack(f"<I{len(extents)}QIQ", len(extents), *extents, kind, offset)
+
+
+U32 = struct.pack("<I", 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "0 are left"),
+        (b"NOPE" + bytes(64), "does not begin with GGUF"),
+        (b"GGUF" + struct.pack("<I", 1) + bytes(64), "version 1 is not supported"),
+        (b"GGUF" + struct.pack(">I", 3) + bytes(64), "version 50331648"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0) + bytes(64), "promises 1152921504606846976 entries"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60) + bytes(64), "promises 1152921504606846976 entries"),
+        (header([string("k") + U32 + bytes(4)] * 2, []), "key 'k' appears twice"),
+        (header([string("k") + struct.pack("<I", 99)], []), "key 'k' has type 99"),
+        (header([string("k") + struct.pack("<II", 9, 9)], []), "array of type 9"),
+        (header([string("k") + struct.pack("<IIQ", 9, 8, 1 << 61)], []), "promises"),
+        (header([string("k") + struct.pack("<IIQ", 9, 6, 1 << 61)], []), "promises"),
+        (header([string("k") + struct.pack("<IIQQ", 9, 8, 1, 1 << 63)], []), "cut short"),
+        (header([string("k") + struct.pack("<IQ", 8, 1 << 62)], []), "bytes are needed here"),
+        (header([struct.pack("<Q", 1 << 40)], []), "a name of 1099511627776 bytes"),
+        (header([struct.pack("<Q", 2) + b"\xff\xfe" + U32 + bytes(4)], []), "not UTF-8"),
+        (header([string("general.alignment") + U32 + struct.pack("<I", 0)], []), "general.alignment is 0"),
+        (header([string("general.alignment") + U32 + struct.pack("<I", 48)], []), "not a power of two"),
+        (header([], [tensor("t", [1] * 5)]), "5 dimensions"),
+        (header([], [tensor("t", [4], kind=77)]), "type number 77; supported are F32"),
+        (header([], [tensor("t", [33], kind=3)]), "type Q4_1 has extents"),
+        (header([], [tensor("t", [0])]), "has extents"),
+        (header([], [tensor("t", [1 << 62, 1 << 62])]), "cut short"),
+        (header([], [tensor("t", [4], offset=8)]), "not a multiple of 32"),
+        (header([], [tensor("t", [16], offset=0), tensor("u", [4], offset=32)]), "'u' overlaps 't'"),
+        (header([], [tensor("t", [4], offset=0), tensor("t", [4], offset=32)]), "'t' appears twice"),
+        (header([], [tensor("t", [4], offset=1 << 62)]), "cut short"),
+    ],
+)
+def test_what_is_wrong_is_said(data: bytes, message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        read_header(data, Path("x.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ({"architecture": "mamba"}, "architecture 'mamba' is not supported"),
+        ({"llama.block_count": 3}, "9 tensors are missing"),
+        ({"llama.block_count": 1 << 30}, "cannot be, with"),
+        ({"llama.block_count": None}, "llama.block_count must be a positive whole number, not None"),
+        ({"llama.embedding_length": 64}, "have another shape"),
+        ({"llama.attention.head_count": 8}, "have another shape"),
+        ({"llama.attention.head_count_kv": 3}, "cannot be"),
+        ({"llama.attention.head_count_kv": 0}, "must be a positive whole number, not 0"),
+        ({"llama.vocab_size": 300}, "259 tokens are listed but llama.vocab_size is 300"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn' is not supported"),
+        ({"llama.attention.sliding_window": 512}, "sliding_window = 512 is not supported"),
+        ({"llama.expert_count": 8}, "expert_count = 8 is not supported"),
+        ({"llama.rope.dimension_count": 8}, "differs from the head size"),
+        ({"llama.rope.freq_base": float("nan")}, "freq_base must be a positive number"),
+        ({"tokenizer.ggml.eos_token_id": 5000}, "end token 5000 is not in the vocabulary"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, pairs: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        GgufModel(write_tiny(tmp_path / "t.gguf", pairs))
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="cannot open"):
+        GgufModel(tmp_path / "absent.gguf")
+    with pytest.raises(ModelFileError, match="cannot open"):
+        GgufModel(tmp_path)
+
+
+def test_an_open_file_gives_a_source(good: Path) -> None:
+    with pytest.raises(ModelFileError, match="vocabulary and merges do not fit"):
+        open_model(str(good))
