@@ -10,7 +10,7 @@ import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard, cast
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -121,10 +121,10 @@ class _Fields:
     def architecture(self) -> str:
         named = self._raw.get("architectures")
         first = named[0] if isinstance(named, list) and named else None
-        if first not in ARCHITECTURES:
+        if not isinstance(first, str) or first not in ARCHITECTURES:
             supported = ", ".join(ARCHITECTURES)
             raise ModelFileError(f"{self._where}: architecture {first!r} is not supported ({supported} are)")
-        return ARCHITECTURES[str(first)]
+        return ARCHITECTURES[first]
 
     def refuse_unsupported(self, architecture: str) -> None:
         raw = self._raw
@@ -135,7 +135,7 @@ class _Fields:
             "sliding_window": architecture == "llama" and raw.get("sliding_window"),
             "hidden_act": raw.get("hidden_act", "silu") != "silu",
             "quantization_config": raw.get("quantization_config") is not None,
-            "layer_types": any(kind != "full_attention" for kind in cast(list[str], raw.get("layer_types") or [])),
+            "layer_types": set(map(str, _listed(raw.get("layer_types")))) - {"full_attention"},
         }
         for key, present in problems.items():
             if present:
@@ -184,7 +184,7 @@ class _Fields:
         generation = folder / "generation_config.json"
         for raw in (self._raw, read_json(generation) if generation.is_file() else {}):
             value = raw.get("eos_token_id")
-            for token in value if isinstance(value, list) else [value]:
+            for token in _listed(value):
                 if isinstance(token, int) and not isinstance(token, bool):
                     found.add(token)
         return tuple(sorted(found))
@@ -269,13 +269,18 @@ def _entry(name: str, entry: object, damaged: Callable[[str], ModelFileError]) -
     if not isinstance(entry, dict):
         raise damaged(f"tensor {name!r} is not described by an object")
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in _BYTES:
+    if not isinstance(dtype, str) or dtype not in _BYTES:
         raise damaged(f"tensor {name!r} has type {dtype!r}; supported are {', '.join(_BYTES)}")
     if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
         raise damaged(f"tensor {name!r} has shape {shape!r} and range {span!r}")
     if math.prod(shape) * _BYTES[dtype] != span[1] - span[0]:
         raise damaged(f"tensor {name!r} of shape {shape} and type {dtype} does not fill {span}")
     return dtype, tuple(shape), span[0], span[1]
+
+
+def _listed(value: object) -> list[object]:
+    """A list as it is, nothing as no items, anything else as one item."""
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:

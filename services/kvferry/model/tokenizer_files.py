@@ -67,7 +67,7 @@ def tokenizer_from_gguf(pairs: Mapping[str, Value], config: ModelConfig, where: 
     kind, pre = pairs.get("tokenizer.ggml.model"), pairs.get("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ModelFileError(f"{where}: tokenizer {kind!r} is not supported (gpt2, byte-level BPE, is)")
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise ModelFileError(f"{where}: pre-tokenizer {pre!r} is not supported ({known} are)")
     tokens = _strings(pairs, "tokenizer.ggml.tokens", where)
@@ -85,7 +85,7 @@ def tokenizer_from_gguf(pairs: Mapping[str, Value], config: ModelConfig, where: 
         except Exception as error:  # the library raises nothing narrower; a merge of unknown tokens, mostly
             raise ModelFileError(f"{where}: vocabulary and merges do not fit together: {error}") from error
         fast = tokenizers.Tokenizer(bpe)
-        fast.pre_tokenizer = _PRE_TOKENIZERS[str(pre)]()
+        fast.pre_tokenizer = _PRE_TOKENIZERS[pre]()
         fast.decoder = decoders.ByteLevel()
         if pre == "qwen2":
             fast.normalizer = normalizers.NFC()

@@ -156,6 +156,7 @@ def test_begin_of_sequence_is_added_where_the_file_says_so() -> None:
         ({"tokenizer.ggml.model": "llama"}, "tokenizer 'llama' is not supported"),
         ({"tokenizer.ggml.pre": "deepseek-coder"}, "pre-tokenizer 'deepseek-coder' is not supported"),
         ({"tokenizer.ggml.pre": None}, "pre-tokenizer None"),
+        ({"tokenizer.ggml.pre": ["a"]}, "is not supported .smollm, llama-bpe, qwen2 are."),
         ({"tokenizer.ggml.merges": ["Ġ unknown"]}, "do not fit together"),
         ({"tokenizer.ggml.merges": ["whole"]}, "not a merge"),
         ({"tokenizer.ggml.merges": 3}, "not a list of strings"),

@@ -1,0 +1,268 @@
+"""Hugging Face folders are read exactly, or refused by naming what is wrong."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from kvferry.core.errors import ModelFileError
+from kvferry.model import tiny
+from kvferry.model.config import Llama3RopeScaling
+from kvferry.model.safetensors_dir import SafetensorsModel
+from kvferry.model.source import open_model
+
+CONFIG = tiny.config()
+RAW: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": CONFIG.vocab_size,
+    "hidden_size": CONFIG.hidden_size,
+    "intermediate_size": CONFIG.intermediate_size,
+    "num_hidden_layers": CONFIG.num_layers,
+    "num_attention_heads": CONFIG.num_heads,
+    "num_key_value_heads": CONFIG.num_kv_heads,
+    "head_dim": CONFIG.head_dim,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 258,
+    "bos_token_id": 257,
+}
+
+
+def weights(config: object = CONFIG) -> dict[str, np.ndarray]:
+    source = tiny.TinyTensors(config)  # type: ignore[arg-type]
+    return {name: source.read(name) for name in source.shapes()}
+
+
+def make_folder(
+    folder: Path, raw: dict[str, object] | None = None, tensors: dict[str, np.ndarray] | None = None
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(RAW | (raw or {})))
+    save_file(tensors or weights(), folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text(tiny.tokenizer(CONFIG)._make().to_str())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": tiny.CHAT_TEMPLATE, "eos_token": {"content": "<|im_end|>"}})
+    )
+    return folder
+
+
+def test_a_folder_opens_as_the_model_it_was_made_from(tmp_path: Path) -> None:
+    source = open_model(str(make_folder(tmp_path / "tiny-folder")))
+    assert source.config.name == "tiny-folder"
+    assert source.config.eos_token_ids == (258,)
+    for name, values in weights().items():
+        np.testing.assert_array_equal(source.tensors.read(name), values)
+    assert source.tokenizer.encode("hé", add_special=True) == list("hé".encode())
+    assert source.chat_template is not None
+    assert len(source.digest) == 64
+    (tmp_path / "tiny-folder" / "chat_template.jinja").write_text("new")
+    again = open_model(str(tmp_path / "tiny-folder"))
+    assert again.digest != source.digest
+    assert again.chat_template is not None
+    assert again.chat_template.source == "new"
+
+
+def test_half_precision_is_widened_exactly(tmp_path: Path) -> None:
+    halves = {name: values.astype(np.float16) for name, values in weights().items()}
+    model = SafetensorsModel(make_folder(tmp_path / "f16", tensors=halves))
+    for name, values in halves.items():
+        np.testing.assert_array_equal(model.read(name), values.astype(np.float32))
+
+
+def test_bfloat16_is_widened_exactly(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "bf16")
+    bits = {name: (values.view(np.uint32) >> 16).astype("<u2") for name, values in weights().items()}
+    table, data = {}, b""
+    for name, values in bits.items():
+        table[name] = {"dtype": "BF16", "shape": values.shape, "data_offsets": [len(data), len(data) + values.nbytes]}
+        data += values.tobytes()
+    head = json.dumps(table).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + data)
+    model = SafetensorsModel(folder)
+    for name, values in bits.items():
+        np.testing.assert_array_equal(model.read(name).view(np.uint32), values.astype(np.uint32) << 16)
+
+
+def test_shards_are_put_together_and_a_tied_head_is_dropped(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "shards", {"tie_word_embeddings": True})
+    tensors = weights()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    model = SafetensorsModel(folder)
+    assert set(model.shapes()) == set(names) - {"lm_head.weight"}
+
+
+def test_end_tokens_of_the_generation_config_count_too(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [256, 258]}')
+    assert SafetensorsModel(folder).config.eos_token_ids == (256, 258)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_llama_3_scaling_is_read(tmp_path: Path, key: str) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    model = SafetensorsModel(make_folder(tmp_path / "m", {key: scaling | {"rope_theta": 5e5}}))
+    assert model.config.rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert model.config.rope_theta == 5e5
+
+
+def test_qwen_variants_are_recognised(tmp_path: Path) -> None:
+    for architecture, config in (
+        ("Qwen2ForCausalLM", tiny.config(qkv_bias=True)),
+        ("Qwen3ForCausalLM", tiny.config(qk_norm=True)),
+    ):
+        raw = {"architectures": [architecture], "sliding_window": 4096, "use_sliding_window": False}
+        model = SafetensorsModel(make_folder(tmp_path / architecture, raw, weights(config)))
+        assert (model.config.qkv_bias, model.config.qk_norm) == (config.qkv_bias, config.qk_norm)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported"),
+        ({"architectures": None}, "architecture None"),
+        ({"architectures": [[]]}, "architecture .. is not supported"),
+        ({"layer_types": 5}, "layer_types = 5"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"sliding_window": 128}, "sliding_window = 128"),
+        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"quantization_config": {}}, "quantization_config"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "factor must be a positive number"),
+        ({"rope_scaling": "llama3"}, "must be an object"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+        ({"num_hidden_layers": 3}, "9 tensors are missing"),
+        ({"num_hidden_layers": 10**9}, "cannot be"),
+        ({"num_hidden_layers": "2"}, "must be a positive whole number, not '2'"),
+        ({"hidden_size": True}, "must be a positive whole number, not True"),
+        ({"rms_norm_eps": -1}, "must be a positive number, not -1"),
+        ({"vocab_size": 260}, r"is \[259, 48\] instead of \[260, 48\]"),
+        ({"tie_word_embeddings": False, "eos_token_id": [999]}, "end token 999"),
+    ],
+)
+def test_what_cannot_be_served_is_named(tmp_path: Path, raw: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        SafetensorsModel(make_folder(tmp_path / "m", raw))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    text = json.loads((folder / "tokenizer.json").read_text())
+    text["model"]["vocab"]["extra"] = 259
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    with pytest.raises(ModelFileError, match="has 260 tokens, the model only 259"):
+        open_model(str(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelFileError, match=r"not a usable tokenizer\.json"):
+        open_model(str(folder))
+
+
+def edit_header(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable[[bytes], bytes]:
+    def edit(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        table = json.loads(data[8 : 8 + length])
+        change(table)
+        head = json.dumps(table).encode()
+        return struct.pack("<Q", len(head)) + head + data[8 + length :]
+
+    return edit
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: d[:5], "a header of"),
+        (lambda d: struct.pack("<Q", 1 << 62) + d[8:], "a header of 4611686018427387904 bytes"),
+        (lambda d: d[:8] + b"x" + d[9:], "not JSON"),
+        (lambda d: struct.pack("<Q", 2) + b"[]" + d[8:], "not an object"),
+        (lambda d: d[:-1], "its tensors end at"),
+        (lambda d: d + b"x", "its tensors end at"),
+        (edit_header(lambda t: t.update({NORM: []})), "not described by an object"),
+        (edit_header(lambda t: t[NORM].update(dtype="F8_E4M3")), "type 'F8_E4M3'; supported are F32, F16, BF16"),
+        (edit_header(lambda t: t[NORM].update(dtype=[1])), "supported are"),
+        (edit_header(lambda t: t[NORM].update(shape=[1 << 40])), "does not fill"),
+        (edit_header(lambda t: t[NORM].update(shape=[-1])), "has shape"),
+        (edit_header(lambda t: t[NORM].update(shape=None)), "has shape"),
+        (edit_header(lambda t: t[NORM].update(data_offsets=[0, 192])), "a hole or an overlap"),
+        (edit_header(lambda t: t[NORM].update(data_offsets=[0])), "range"),
+        (edit_header(lambda t: t.pop(NORM)), "a hole or an overlap|its tensors end"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+    folder = make_folder(tmp_path / "m")
+    file = folder / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ModelFileError, match=message):
+        SafetensorsModel(folder)
+
+
+def test_a_flipped_byte_in_the_header_is_refused_or_leaves_a_usable_file(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    head = int.from_bytes(data[:8], "little") + 8
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.integers(0, head - 1), st.integers(1, 255))
+    def flip(place: int, bits: int) -> None:
+        data[place] ^= bits
+        file.write_bytes(data)
+        data[place] ^= bits
+        try:
+            model = SafetensorsModel(folder)
+            for name in model.shapes():
+                model.read(name)
+        except ModelFileError:
+            pass
+
+    flip()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {"a": "../outside.safetensors"}}', "not a file of the folder"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', "not a file of the folder"),
+        ("[]", "holds a list"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_an_index_that_leads_nowhere_is_refused(tmp_path: Path, index: str, message: str) -> None:
+    folder = make_folder(tmp_path / "m")
+    save_file(weights(), tmp_path / "outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelFileError, match=message):
+        SafetensorsModel(folder)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelFileError, match=r"neither model\.safetensors nor"):
+        SafetensorsModel(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelFileError, match=r"cannot read .*config\.json"):
+        SafetensorsModel(folder)
