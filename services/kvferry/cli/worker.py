@@ -1,19 +1,16 @@
 """`kvferry worker`: one worker process."""
 
 import asyncio
-import json
 import secrets
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
 from kvferry.cli import settings
 from kvferry.cli.options import Values, with_settings
+from kvferry.cli.supervised import announce, follow_parent
 from kvferry.core import config as surroundings
 from kvferry.core.errors import UsageError
-from kvferry.core.parent import die_with_parent
 
 
 def read_key(values: Values, name: str) -> list[bytes]:
@@ -30,19 +27,6 @@ def read_key(values: Values, name: str) -> list[bytes]:
         if len(line) < 16:
             raise UsageError(f"{name}: a key has at least 16 bytes, this one has {len(line)}", field=name)
     return lines
-
-
-def follow_parent() -> None:
-    """If a supervisor started us, end with it."""
-    parent = surroundings.environment().get("KVFERRY_PARENT_PID", "")
-    if parent.isdecimal():
-        die_with_parent(int(parent))
-
-
-def announce(event: Mapping[str, object]) -> None:
-    """One line of JSON on standard output, for a supervisor or a script."""
-    sys.stdout.write(json.dumps(event) + "\n")
-    sys.stdout.flush()
 
 
 @click.command("worker")

@@ -1,0 +1,27 @@
+"""The client library: gRPC to a gateway, or to a worker of role `both`. Blocking and asynchronous.
+
+from kvferry.client import Client, SamplingParams
+
+with Client("127.0.0.1:9000") as client:
+    for chunk in client.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=16)):
+        print(chunk.text, end="", flush=True)
+"""
+
+from kvferry.client.asynchronous import AsyncClient
+from kvferry.client.blocking import Client
+from kvferry.client.messages import Completion, ModelInfo, Prompt
+from kvferry.core.errors import KvferryError
+from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.rpc.text import TextChunk
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Completion",
+    "FinishReason",
+    "KvferryError",
+    "ModelInfo",
+    "Prompt",
+    "SamplingParams",
+    "TextChunk",
+]

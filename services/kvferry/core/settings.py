@@ -97,8 +97,9 @@ def _read_one(setting: Setting, value: object, source: str) -> object:
     try:
         parsed = setting.parse(value) if isinstance(value, str) else setting.parse(str(value))
     except ValueError as error:
-        shown = "its value" if setting.is_secret else repr(value)
-        raise UsageError(f"{source}: {shown} is not valid ({error}); {setting.help}", field=setting.name) from error
+        if setting.is_secret:  # neither the value nor an error that may quote it
+            raise UsageError(f"{source}: its value is not valid; {setting.help}", field=setting.name) from None
+        raise UsageError(f"{source}: {value!r} is not valid ({error}); {setting.help}", field=setting.name) from error
     if setting.choices and parsed not in setting.choices:
         raise UsageError(f"{source}: {value!r} is not one of {', '.join(setting.choices)}", field=setting.name)
     return parsed

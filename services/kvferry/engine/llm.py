@@ -53,6 +53,7 @@ class LLM:
         kv_bytes: int = 1 << 30,
         block_tokens: int = 16,
         limits: SchedulerLimits | None = None,
+        threads: int = 0,
         seed: int = 0,
     ) -> None:
         """
@@ -62,11 +63,14 @@ class LLM:
             kv_bytes: memory for KV pages.
             block_tokens: tokens a page.
             limits: how much one step may do.
+            threads: compute threads, for the whole process; 0: leave torch's own choice.
             seed: for requests that bring none.
 
         Raises:
             KvferryError: the model is unknown or damaged, or a setting does not fit it.
         """
+        if threads:
+            torch.set_num_threads(threads)
         self._source = open_model(model)
         self._seed = seed
         self._count = 0

@@ -76,6 +76,8 @@ class Dispatcher:
         self._sleep = sleep
         self._releases = Releases(fleet, self._instruments, retry.release_timeout_seconds, sleep)
         self.open_streams = 0
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         """See `rpc.token_source.TokenSource.stream`."""
@@ -86,6 +88,7 @@ class Dispatcher:
             )
         trip = Trip(request)
         self.open_streams += 1
+        self._no_streams.clear()
         self._instruments.streams_open.inc()
         try:
             async with aclosing(self._travel(trip)) as events:
@@ -95,13 +98,17 @@ class Dispatcher:
             self._end(trip, Event.FAIL)
             raise
         finally:
-            self.open_streams -= 1
-            self._instruments.streams_open.dec()
             self._end(trip, Event.CANCEL)
+            self._instruments.streams_open.dec()
+            self.open_streams -= 1
+            if self.open_streams == 0:
+                self._no_streams.set()
 
-    async def close(self) -> None:
-        """Finish what ended streams still owe. Call when no stream is open."""
-        await self._releases.drain()
+    async def wait_idle(self) -> None:
+        """Return when no stream is open and nothing is owed for one that ended."""
+        while self.open_streams or self._releases.count:
+            await self._no_streams.wait()
+            await self._releases.drain()
 
     async def _travel(self, trip: Trip) -> AsyncGenerator[TokenEvent, None]:
         last_event_at = self._clock.monotonic()

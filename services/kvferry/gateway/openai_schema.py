@@ -242,12 +242,12 @@ def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
     # A union reports every alternative; the one that got furthest into the value knows best what is wrong.
     first = errors[0]
     same = [error for error in errors if error["loc"][0] == first["loc"][0]]
-    worst = max(same, key=lambda error: len(error["loc"]))
+    worst = max(same, key=lambda error: (len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]))
     unknown = worst["type"] == "extra_forbidden"
     # Locations also name the alternatives of a union, which mean nothing to a client.
-    path = [part for part in worst["loc"] if isinstance(part, int) or part in _KNOWN_NAMES]
-    if unknown:
-        path.append(worst["loc"][-1])
+    *outer, last = worst["loc"]
+    path = [part for part in outer if isinstance(part, int) or part in _KNOWN_NAMES]
+    path += [last] if unknown or isinstance(last, int) or last in _KNOWN_NAMES else []
     field = ".".join(str(part) for part in path)
     if unknown:
         return InvalidRequest(f"{field} is not known here; leave it out", field=field)

@@ -127,7 +127,7 @@ class Gateway:
         self._health.cancel()
         await asyncio.gather(self._health, return_exceptions=True)
         await asyncio.gather(self._rpc.stop(self._config.drain_seconds), self._http.stop())
-        await self.dispatcher.close()
+        await self.dispatcher.wait_idle()
         await self.fleet.stop()
 
     def _readiness(self) -> tuple[bool, Sequence[str]]:

@@ -11,9 +11,9 @@ from kvferry.core.ids import RequestId, new_request_id
 from kvferry.rpc import prompts, wire
 from kvferry.rpc.calls import request_id_of
 from kvferry.rpc.server import Service
-from kvferry.rpc.text import TextChunk, TextRequest
+from kvferry.rpc.text import TextRequest
 from kvferry.rpc.text_service import TextService
-from kvferry.rpc.token_source import Timing
+from kvferry.rpc.text_wire import chunk_to_wire
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 SERVICE_NAME = "kvferry.v1.Inference"
@@ -46,7 +46,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         async with aclosing(self._text.generate(checked)) as chunks:
             async for chunk in chunks:
-                yield _chunk_to_wire(checked.request_id, chunk)
+                yield chunk_to_wire(checked.request_id, chunk)
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -108,36 +108,3 @@ def inference_service(text: TextService) -> Service:
 
 def _messages(chat: inference_pb2.Chat) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in chat.messages]
-
-
-def _chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.GenerateResponse:
-    response = inference_pb2.GenerateResponse(
-        request_id=request_id,
-        index=chunk.index,
-        text=chunk.text,
-        tokens=[wire.token_to_wire(token) for token in chunk.tokens],
-        finish_reason=wire.finish_to_wire(chunk.finish_reason),
-    )
-    if chunk.usage is not None and chunk.timing is not None:
-        response.usage.prompt_tokens = chunk.usage.prompt_tokens
-        response.usage.output_tokens = chunk.usage.output_tokens
-        response.usage.cached_tokens = chunk.usage.cached_tokens
-        response.timing.CopyFrom(_timing_to_wire(chunk.timing))
-    return response
-
-
-def _timing_to_wire(timing: Timing) -> inference_pb2.Timing:
-    return inference_pb2.Timing(
-        queue_seconds=timing.queue_seconds,
-        prefill_seconds=timing.prefill_seconds,
-        first_token_seconds=timing.first_token_seconds,
-        handoff_seconds=timing.handoff_seconds,
-        connector=timing.connector,
-        handoff_blocks=timing.handoff_blocks,
-        handoff_bytes=timing.handoff_bytes,
-        handoff_outcome=timing.handoff_outcome,
-        total_seconds=timing.total_seconds,
-        prefill_worker=timing.prefill_worker,
-        decode_worker=timing.decode_worker,
-        resumed=timing.resumed,
-    )

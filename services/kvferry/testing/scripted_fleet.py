@@ -1,5 +1,6 @@
 """Scripted workers with a gateway's fleet and dispatcher in front, as most gateway tests want them."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -46,9 +47,9 @@ class ScriptedFleet:
             TimeoutError: something leaked.
             AssertionError: the gateway's own counts disagree.
         """
-        await self.dispatcher.close()
+        async with asyncio.timeout(10):
+            await self.dispatcher.wait_idle()
         await self.workers.idle()
-        assert self.dispatcher.open_streams == 0
         assert [view.in_flight for view in self.fleet.views()] == [0] * len(self.workers.all)
 
 

@@ -1,5 +1,6 @@
 """A whole gateway process's worth, on free ports, in front of scripted workers."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,9 +32,9 @@ class ScriptedGateway:
         Raises:
             TimeoutError: something leaked.
         """
+        async with asyncio.timeout(10):
+            await self.gateway.dispatcher.wait_idle()
         await self.workers.idle()
-        await self.gateway.dispatcher.close()
-        assert self.gateway.dispatcher.open_streams == 0
 
 
 @asynccontextmanager

@@ -121,9 +121,9 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
             self.offers.take(ticket)
 
     @property
-    def open_calls(self) -> int:
-        """Calls in flight, not counting questions about status."""
-        return 0 if self._server is None else self._server.calls.count
+    def is_busy(self) -> bool:
+        """Whether a call is in flight, or the worker is just dying."""
+        return bool(self._ending) or (self._server is not None and self._server.calls.count > 0)
 
     async def wait_idle(self) -> None:
         """Return when no call is in flight."""
@@ -279,8 +279,10 @@ class ScriptedWorkers:
             TimeoutError: something leaked.
         """
         async with asyncio.timeout(deadline_seconds):
-            for worker in self.all:
-                await worker.wait_idle()
-            while self.offers.open:
-                self.offers.change.clear()
-                await self.offers.change.wait()
+            # A ticket's end may begin a call, so both are looked at until neither is there.
+            while self.offers.open or any(worker.is_busy for worker in self.all):
+                for worker in self.all:
+                    await worker.wait_idle()
+                if self.offers.open:
+                    self.offers.change.clear()
+                    await self.offers.change.wait()

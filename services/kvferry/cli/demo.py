@@ -1,0 +1,160 @@
+"""`kvferry demo`: one request through prefill, hand-off and decode, the text as it comes, and where the time went."""
+
+import asyncio
+import os
+import sys
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import click
+
+from kvferry.cli import settings
+from kvferry.cli.options import EXIT_FAILED, Values, print_json, with_settings
+from kvferry.cli.timeline import timeline
+from kvferry.cli.up import stack_config
+from kvferry.client import AsyncClient
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.sampling import SamplingParams
+from kvferry.rpc.text import Usage
+from kvferry.rpc.token_source import Timing
+from kvferry.stack.layout import StackConfig
+from kvferry.stack.local_stack import LocalStack
+
+DEFAULT_PROMPT = "What is the capital of France? Answer in one sentence, then say what it is known for."
+_REQUEST_SECONDS = 300.0
+_STOP_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class DemoResult:
+    """What one demonstration showed."""
+
+    prompt_token_ids: list[int]
+    startup_seconds: float
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    usage: Usage | None = None
+    timing: Timing | None = None
+    ttft_seconds: float = 0.0
+    total_seconds: float = 0.0
+    tokens_equal: bool | None = None
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Of the tokens after the first, as the client saw them."""
+        span = self.total_seconds - self.ttft_seconds
+        return (len(self.token_ids) - 1) / span if span > 0 and len(self.token_ids) > 1 else 0.0
+
+    def as_json(self) -> dict[str, object]:
+        """The public form."""
+        timing = self.timing or Timing()
+        return {
+            "text": self.text,
+            "tokens_equal": self.tokens_equal,
+            "prompt_tokens": len(self.prompt_token_ids),
+            "output_tokens": len(self.token_ids),
+            "ttft_ms": round(1e3 * self.ttft_seconds, 2),
+            "decode_tokens_per_second": round(self.decode_tokens_per_second, 2),
+            "handoff": {
+                "connector": timing.connector,
+                "outcome": timing.handoff_outcome,
+                "blocks": timing.handoff_blocks,
+                "bytes": timing.handoff_bytes,
+                "ms": round(1e3 * timing.handoff_seconds, 3),
+            },
+            "startup_seconds": round(self.startup_seconds, 2),
+        }
+
+
+@click.command("demo")
+@click.option("--prompt", default=DEFAULT_PROMPT, help="What to ask.")
+@click.option("--max-tokens", default=48, type=click.IntRange(1, 4096), help="Tokens to generate at most.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@with_settings(settings.STACK)
+def command(values: Values, *, prompt: str, max_tokens: int, as_json: bool) -> None:
+    """Start a gateway, a prefill and a decode worker, send one streaming chat request through them, show where the
+    time went, and check the tokens against the same request on one aggregated engine.
+
+    \b
+      kvferry demo
+      kvferry demo --connector nixl --prompt "Why is the sky blue?" --max-tokens 64
+      kvferry demo --json | tail -n 1
+    """
+    if not prompt.strip():
+        raise click.UsageError("--prompt is empty; ask something")
+    config = stack_config(values, http="127.0.0.1:0", grpc="127.0.0.1:0")
+    result, dtype = asyncio.run(_demonstrate(config, prompt, max_tokens, quiet=as_json))
+    if not as_json:
+        click.echo()
+        click.echo(timeline(result.timing or Timing(), result.usage, result.ttft_seconds, result.total_seconds))
+    result.tokens_equal = _same_on_one_engine(config.model, dtype, result, max_tokens)
+    if as_json:
+        print_json(result.as_json())
+    else:
+        click.echo(f"\none aggregated engine gives {'the same tokens' if result.tokens_equal else 'OTHER TOKENS'}")
+        click.echo(f"the stack was ready after {result.startup_seconds:.1f} s; compute type {dtype}")
+    if not result.tokens_equal:
+        raise SystemExit(EXIT_FAILED)
+
+
+async def _demonstrate(config: StackConfig, prompt: str, max_tokens: int, *, quiet: bool) -> tuple[DemoResult, str]:
+    clock: Clock = SystemClock()
+    begun = clock.monotonic()
+    talks = sys.stderr.isatty() and not quiet
+
+    def say(text: str) -> None:
+        if talks:
+            click.echo(f"  {clock.monotonic() - begun:5.1f} s  {text}", err=True)
+
+    stack = LocalStack(config, clock=clock, on_progress=say)
+    try:
+        addresses = await stack.start()
+        startup = clock.monotonic() - begun
+        messages = [{"role": "user", "content": prompt}]
+        async with AsyncClient(addresses.grpc, timeout=_REQUEST_SECONDS) as client:
+            result = DemoResult(await client.tokenize(messages), startup)
+            sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+            if not quiet:
+                click.echo(f"> {prompt}\n")
+            await _ask(client, messages, sampling, result, clock, quiet=quiet)
+        return result, stack.dtype
+    finally:
+        await stack.stop(_STOP_SECONDS)
+
+
+async def _ask(
+    client: AsyncClient,
+    messages: list[dict[str, str]],
+    sampling: SamplingParams,
+    result: DemoResult,
+    clock: Clock,
+    *,
+    quiet: bool,
+) -> None:
+    sent = clock.monotonic()
+    async with aclosing(client.generate(messages, sampling)) as chunks:
+        async for chunk in chunks:
+            if chunk.tokens and not result.token_ids:
+                result.ttft_seconds = clock.monotonic() - sent
+            result.text += chunk.text
+            result.token_ids += [t.token_id for t in chunk.tokens]
+            if chunk.finish_reason is not None:
+                result.usage, result.timing = chunk.usage, chunk.timing
+            if not quiet:
+                click.echo(chunk.text, nl=False)
+                sys.stdout.flush()
+    result.total_seconds = clock.monotonic() - sent
+    if not quiet:
+        click.echo()
+
+
+def _same_on_one_engine(model: str, dtype: str, result: DemoResult, max_tokens: int) -> bool:
+    """Whether one engine that does both gives these very tokens."""
+    from kvferry.engine import LLM
+
+    if not result.token_ids:
+        raise InvariantBroken("the stack answered without a token")
+    llm = LLM(model, dtype=dtype, kv_bytes=256 << 20, threads=len(os.sched_getaffinity(0)))
+    (alone,) = llm.generate([result.prompt_token_ids], SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    return list(alone.token_ids) == result.token_ids

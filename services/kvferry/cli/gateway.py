@@ -1,0 +1,51 @@
+"""`kvferry gateway`: one gateway process."""
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from kvferry.cli import settings
+from kvferry.cli.options import Values, with_settings
+from kvferry.cli.supervised import announce, follow_parent
+
+
+@click.command("gateway")
+@with_settings(settings.GATEWAY)
+def command(values: Values) -> None:
+    """One gateway process: OpenAI-compatible HTTP and gRPC in front of workers.
+
+    \b
+      kvferry gateway --prefill 10.0.0.5:9100/9101 --decode 10.0.0.6:9100/9101 --http 0.0.0.0:8000
+      kvferry gateway --both 127.0.0.1:9100/9101
+    """
+    follow_parent()
+    from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig, RetryConfig, RoutingConfig
+    from kvferry.gateway.serve import Listening, run_gateway
+    from kvferry.model.source import open_model
+    from kvferry.rpc.model_text import text_model_of
+
+    def endpoints(role: str) -> tuple[Endpoint, ...]:
+        return tuple(Endpoint.parse(text) for text in values[role])
+
+    config = GatewayConfig(
+        fleet=FleetConfig(endpoints("prefill"), endpoints("decode"), endpoints("both")),
+        http=HttpConfig(
+            address=values["http"],
+            api_keys_file=Path(values["api_keys_file"]) if values["api_keys_file"] else None,
+        ),
+        grpc_address=values["grpc"],
+        routing=RoutingConfig(
+            block_tokens=values["block_tokens"],
+            prefix_blocks=values["prefix_blocks"],
+            skip_prefill_below_tokens=values["skip_prefill_below"],
+        ),
+        retry=RetryConfig(request_timeout_seconds=values["request_timeout"]),
+        max_streams=values["max_streams"],
+        drain_seconds=values["drain_seconds"],
+    )
+
+    def listening(bound: Listening) -> None:
+        announce({"event": "listening", "http": bound.http, "grpc": bound.grpc})
+
+    asyncio.run(run_gateway(config, text_model_of(open_model(values["model"])), announce=listening))

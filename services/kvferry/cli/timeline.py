@@ -1,0 +1,41 @@
+"""Where one request's time went, as a picture of text."""
+
+from kvferry.rpc.text import Usage
+from kvferry.rpc.token_source import Timing
+
+_WIDTH = 40
+
+
+def timeline(timing: Timing, usage: Usage | None, ttft_seconds: float, total_seconds: float) -> str:
+    """Queue, prefill, first token, hand-off and decode on one scale.
+
+    prefill    |####                          |   61.2 ms  37 tokens, 0 cached
+    ...
+    """
+    prompt = 0 if usage is None else usage.prompt_tokens
+    output = 0 if usage is None else usage.output_tokens
+    cached = 0 if usage is None else usage.cached_tokens
+    prefill_at = timing.queue_seconds
+    first_at = max(ttft_seconds, timing.first_token_seconds)
+    decode_from = first_at + timing.handoff_seconds
+    decode_seconds = max(0.0, total_seconds - decode_from)
+    rate = (output - 1) / (total_seconds - first_at) if output > 1 and total_seconds > first_at else 0.0
+    size = timing.handoff_bytes / (1 << 20)
+    moved = f"{timing.handoff_outcome}: {timing.handoff_blocks} blocks, {size:.1f} MiB over {timing.connector}"
+    rows = [
+        ("queue", 0.0, timing.queue_seconds, ""),
+        ("prefill", prefill_at, timing.prefill_seconds, f"{prompt} tokens, {cached} cached, {timing.prefill_worker}"),
+        ("first token", first_at, 0.0, "streamed before the hand-off"),
+        ("hand-off", first_at, timing.handoff_seconds, moved if timing.handoff_outcome else "none"),
+        ("decode", decode_from, decode_seconds, f"{output} tokens, {rate:.1f} tokens/s, {timing.decode_worker}"),
+    ]
+    return "\n".join(_row(name, start, span, note, total_seconds) for name, start, span, note in rows)
+
+
+def _row(name: str, start: float, span: float, note: str, total: float) -> str:
+    scale = _WIDTH / total if total > 0 else 0.0
+    left = min(_WIDTH - 1, int(start * scale))
+    filled = max(1, min(_WIDTH - left, round(span * scale)))
+    bar = " " * left + ("|" if span == 0 else "█") * filled
+    shown = f"{1e3 * (span or start):9.1f} ms"
+    return f"{name:<12} {bar:<{_WIDTH}} {shown}  {note}"

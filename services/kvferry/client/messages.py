@@ -1,0 +1,125 @@
+"""What both clients send and what they give back."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from kvferry.core.errors import InvalidRequest, InvariantBroken
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.rpc import wire
+from kvferry.rpc.text import TextChunk, Usage
+from kvferry.rpc.token_source import Timing
+from kvferry.v1 import common_pb2, inference_pb2
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Plain text, token ids, or a conversation: mappings with `role` and `content`."""
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One whole sample."""
+
+    index: int
+    """Which of the `n` samples."""
+    text: str
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the generated tokens."""
+        return [token.token_id for token in self.tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is served."""
+
+    model: str
+    digest: str
+    max_model_tokens: int
+    """Prompt and output together."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def generate_request(
+    prompt: Prompt, sampling: SamplingParams | None, n: int, model: str, request_id: str
+) -> inference_pb2.GenerateRequest:
+    """The request message.
+
+    Raises:
+        InvalidRequest: the prompt is an empty sequence, which could be either kind.
+    """
+    request = inference_pb2.GenerateRequest(model=model, request_id=request_id, n=n)
+    if sampling is not None:
+        request.sampling.CopyFrom(wire.sampling_to_wire(sampling))
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif not prompt:
+        raise InvalidRequest("the prompt is empty; give at least one token or message", field="prompt")
+    elif isinstance(prompt[0], int):
+        request.tokens.CopyFrom(common_pb2.TokenIds(ids=cast("Sequence[int]", prompt)))
+    else:
+        request.chat.CopyFrom(chat_to_wire(cast("Sequence[Mapping[str, str]]", prompt)))
+    return request
+
+
+def chat_to_wire(messages: Sequence[Mapping[str, str]]) -> inference_pb2.Chat:
+    """A conversation as a message."""
+    return inference_pb2.Chat(
+        messages=[inference_pb2.ChatMessage(role=m["role"], content=m["content"]) for m in messages]
+    )
+
+
+def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str) -> inference_pb2.TokenizeRequest:
+    """The request message."""
+    if isinstance(prompt, str):
+        return inference_pb2.TokenizeRequest(model=model, text=prompt)
+    return inference_pb2.TokenizeRequest(model=model, chat=chat_to_wire(prompt))
+
+
+def model_info(response: inference_pb2.GetModelInfoResponse) -> ModelInfo:
+    """The answer as a value."""
+    return ModelInfo(
+        model=response.model,
+        digest=response.digest,
+        max_model_tokens=response.max_model_tokens,
+        vocab_size=response.vocab_size,
+        eos_token_ids=tuple(response.eos_token_ids),
+    )
+
+
+def metadata(api_key: str | None) -> Metadata:
+    """What goes with every call."""
+    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+
+
+def gather(chunks: Iterable[TextChunk]) -> list[Completion]:
+    """Whole samples from all their chunks, by index.
+
+    Raises:
+        InvariantBroken: a sample has no end; the server broke its promise.
+    """
+    samples: dict[int, list[TextChunk]] = {}
+    for chunk in chunks:
+        samples.setdefault(chunk.index, []).append(chunk)
+    return [_whole(samples[index]) for index in sorted(samples)]
+
+
+def _whole(chunks: Sequence[TextChunk]) -> Completion:
+    last = chunks[-1]
+    if last.finish_reason is None or last.usage is None or last.timing is None:
+        raise InvariantBroken(f"the stream ended before sample {last.index} did")
+    return Completion(
+        index=last.index,
+        text="".join(chunk.text for chunk in chunks),
+        tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+        timing=last.timing,
+    )

@@ -1,0 +1,19 @@
+"""Names and wire forms are promises: these files change only together with a version."""
+
+import pytest
+
+from kvferry.testing import golden
+
+
+@pytest.mark.parametrize("path", golden.vectors(), ids=lambda p: p.name)
+def test_vectors_are_what_was_promised(path: golden.Path) -> None:
+    assert path.read_text("utf-8") == golden.vectors()[path]
+
+
+def test_a_stale_file_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(golden, "generated_code", dict)
+    assert golden.main(["verify"]) == 0
+    monkeypatch.setattr(golden, "vectors", lambda: {golden.GOLDEN / "ticket.json": "other"})
+    assert golden.main(["verify"]) == 1
+    assert "make golden" in capsys.readouterr().err
+    assert golden.main([]) == 2

@@ -1,0 +1,122 @@
+"""Both clients against a real gateway."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from kvferry.client import AsyncClient, Client, FinishReason, SamplingParams
+from kvferry.core.errors import DeadlinePassed, InvalidRequest, Unauthenticated, Unavailable, UnknownModel
+from kvferry.gateway.config import HttpConfig
+from kvferry.testing.byte_model import BOS
+from kvferry.testing.scripted_gateway import ScriptedGateway, scripted_gateway
+from kvferry.testing.scripted_tokens import expected_tokens
+from kvferry.testing.scripted_worker import Act, Fault
+
+_WISHES = SamplingParams(max_tokens=8, seed=3)
+_TEXT = bytes(expected_tokens([BOS, *b"hello"], _WISHES, 8)).decode()
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[ScriptedGateway]:
+    async with scripted_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(gateway) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(gateway.gateway.listening.grpc) as opened:
+        yield opened
+
+
+async def test_chunks_come_with_text_tokens_and_a_last_word(client):
+    chunks = [chunk async for chunk in client.generate("hello", _WISHES)]
+    assert "".join(chunk.text for chunk in chunks) == _TEXT
+    assert len(chunks) > 4
+    assert chunks[-1].usage.output_tokens == 8
+    assert (chunks[-1].timing.prefill_worker, chunks[-1].timing.handoff_outcome) == ("p0", "fetched")
+
+
+async def test_whole_samples(client):
+    first, second = await client.complete("hello", _WISHES, n=2)
+    assert (first.index, first.text, first.finish_reason) == (0, _TEXT, FinishReason.LENGTH)
+    assert bytes(first.token_ids).decode() == first.text
+    assert second.text != first.text
+
+
+async def test_token_ids_and_conversations_are_prompts_too(client):
+    (by_ids,) = await client.complete([BOS, *b"hello"], _WISHES)
+    assert by_ids.text == _TEXT
+    conversation = [{"role": "user", "content": "hello"}]
+    (by_chat,) = await client.complete(conversation, _WISHES)
+    (by_template,) = await client.complete(await client.tokenize(conversation), _WISHES)
+    assert by_chat.text == by_template.text
+
+
+async def test_the_model_can_be_asked_about(client):
+    assert (await client.model_info()).vocab_size == 258
+    assert await client.detokenize(await client.tokenize("hé")) == "hé"
+
+
+async def test_errors_arrive_as_what_they_were(client):
+    with pytest.raises(UnknownModel, match="gpt-4"):
+        await client.complete("x", model="gpt-4")
+    with pytest.raises(InvalidRequest) as caught:
+        await client.complete("x" * 600)
+    assert (caught.value.field, caught.value.reason) == ("prompt", "CONTEXT_LENGTH_EXCEEDED")
+    with pytest.raises(InvalidRequest, match="empty"):
+        await client.complete([])
+
+
+async def test_a_timeout_ends_the_call_everywhere(gateway, client):
+    gateway.workers.decode[0].faults["decode"].append(Fault(Act.HANG, after_tokens=2))
+    with pytest.raises(DeadlinePassed):
+        await client.complete("hello", _WISHES, timeout=0.3)
+    await gateway.idle()
+
+
+@pytest.mark.parametrize("after", [0, 3])
+async def test_leaving_a_stream_frees_everything(gateway, client, after):
+    gateway.workers.decode[0].faults["decode"].append(Fault(Act.HANG, after_tokens=after))
+    async with aclosing(client.generate("hello", _WISHES)) as chunks:
+        await anext(chunks)
+    await gateway.idle()
+
+
+async def test_nobody_there_is_unavailable():
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(Unavailable):
+            await client.complete("x")
+
+
+async def test_a_key_is_sent(tmp_path: Path):
+    (tmp_path / "keys").write_text("sk-one acme\n")
+    http = HttpConfig(address="127.0.0.1:0", api_keys_file=tmp_path / "keys")
+    async with scripted_gateway(http=http) as gateway:
+        address = gateway.gateway.listening.grpc
+        async with AsyncClient(address) as stranger:
+            with pytest.raises(Unauthenticated):
+                await stranger.complete("hello", _WISHES)
+        async with AsyncClient(address, api_key="sk-one") as friend:
+            assert await friend.complete("hello", _WISHES)
+        assert gateway.workers.prefill[0].prefills[0].tenant == "acme"
+
+
+async def test_the_blocking_client_does_the_same(gateway):
+    def use(address: str) -> None:
+        with Client(address) as client:
+            assert "".join(chunk.text for chunk in client.generate("hello", _WISHES)) == _TEXT
+            (whole,) = client.complete("hello", _WISHES)
+            assert whole.text == _TEXT
+            assert client.model_info().model == "bytes"
+            assert client.detokenize(client.tokenize("hé")) == "hé"
+            with pytest.raises(UnknownModel):
+                client.complete("x", model="gpt-4")
+            chunks = client.generate("hello", SamplingParams(max_tokens=400))
+            next(chunks)
+            chunks.close()
+
+    await asyncio.to_thread(use, gateway.gateway.listening.grpc)
+    await gateway.idle()

@@ -1,0 +1,50 @@
+"""Block names: a chain, keyed, exact in every input."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.hashing import BlockNamer
+
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def namer(**changes: object) -> BlockNamer:
+    arguments: dict[str, object] = {"tenant": b"t", "fingerprint": b"f", "block_tokens": 4, "extra": b""}
+    return BlockNamer(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+@given(TOKENS, TOKENS)
+def test_equal_prefixes_have_equal_names_and_only_they(a: list[int], b: list[int]) -> None:
+    one, two = namer().chain(a), namer().chain(b)
+    for i, (x, y) in enumerate(zip(one, two, strict=False)):
+        assert (x == y) == (a[: 4 * i + 4] == b[: 4 * i + 4])
+
+
+@given(TOKENS)
+def test_a_chain_names_full_blocks_and_grows_by_appending(tokens: list[int]) -> None:
+    names = namer().chain(tokens)
+    assert len(names) == len(tokens) // 4
+    assert namer().chain([*tokens, 1, 2, 3, 4])[: len(names)] == names
+
+
+@pytest.mark.parametrize("change", [{"tenant": b"u"}, {"fingerprint": b"g"}, {"extra": b"x"}])
+def test_whatever_separates_kv_separates_names(change: dict[str, object]) -> None:
+    assert namer(**change).chain([1, 2, 3, 4]) != namer().chain([1, 2, 3, 4])
+
+
+def test_tenant_and_fingerprint_do_not_run_into_each_other() -> None:
+    assert namer(tenant=b"ab", fingerprint=b"c").chain([1] * 4) != namer(tenant=b"a", fingerprint=b"bc").chain([1] * 4)
+
+
+@pytest.mark.parametrize("bad", [{"block_tokens": 0}, {"extra": bytes(70_000)}])
+def test_impossible_settings_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"positive|extra"):
+        namer(**bad)
+
+
+def test_a_name_is_of_exactly_one_block_of_32_bit_tokens() -> None:
+    with pytest.raises(ValueError, match="4 tokens, not 3"):
+        namer().name(None, [1, 2, 3])
+    with pytest.raises(OverflowError):
+        namer().name(None, [1, 2, 3, 2**32])

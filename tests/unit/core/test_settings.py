@@ -1,0 +1,97 @@
+"""Settings: the order of places, and errors that name setting, place and remedy."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import UsageError
+from kvferry.core.settings import Setting, boolean, resolve, seconds, size_bytes, whole
+
+PORT = Setting("port", 8000, "A port.", parse=whole(0, 65535))
+NAMES = Setting("names", (), "Names.", is_repeated=True)
+KIND = Setting("kind", "a", "A kind.", choices=("a", "b"))
+KEY = Setting("key", "", "A key.", parse=whole(0, 9), is_secret=True)  # type: ignore[arg-type]
+
+
+def value(
+    setting: Setting,
+    *,
+    flags: dict[str, object] | None = None,
+    env: dict[str, str] | None = None,
+    file: dict[str, object] | None = None,
+) -> tuple[object, str]:
+    found = resolve([setting], flags or {}, env or {}, file or {}, "kvferry.toml")[setting.name]
+    return found.value, found.source
+
+
+def test_flag_before_environment_before_file_before_default() -> None:
+    flags, env, file = {"port": "1"}, {"KVFERRY_PORT": "2"}, {"port": 3}
+    assert value(PORT, flags=flags, env=env, file=file) == (1, "--port")
+    assert value(PORT, flags={"port": None}, env=env, file=file) == (2, "KVFERRY_PORT")
+    assert value(PORT, file=file) == (3, "kvferry.toml")
+    assert value(PORT) == (8000, "default")
+
+
+def test_repeated_settings_take_lists_and_commas() -> None:
+    assert value(NAMES, flags={"names": ("x", "y")}) == (["x", "y"], "--names")
+    assert value(NAMES, flags={"names": ()}, env={"KVFERRY_NAMES": "x,y"}) == (["x", "y"], "KVFERRY_NAMES")
+    assert value(NAMES, file={"names": ["x"]}) == (["x"], "kvferry.toml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "env", "says"),
+    [
+        (PORT, {"KVFERRY_PORT": "many"}, "KVFERRY_PORT: 'many' is not valid"),
+        (PORT, {"KVFERRY_PORT": "70000"}, "must be from 0 to 65535"),
+        (KIND, {"KVFERRY_KIND": "c"}, "'c' is not one of a, b"),
+    ],
+)
+def test_a_bad_value_is_never_replaced_by_the_default(setting: Setting, env: dict[str, str], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        value(setting, env=env)
+    assert says in caught.value.message
+    assert caught.value.field == setting.name
+
+
+def test_a_secret_is_not_shown_in_an_error() -> None:
+    with pytest.raises(UsageError) as caught:
+        value(KEY, env={"KVFERRY_KEY": "hunter2"})
+    assert "hunter2" not in caught.value.message
+    assert caught.value.__cause__ is None
+
+
+def test_a_file_with_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(UsageError, match="no setting 'prot'"):
+        resolve([PORT], {}, {}, {"prot": 1}, "kvferry.toml")
+
+
+@pytest.mark.parametrize(("text", "size"), [("1", 1), ("2KiB", 2048), ("1.5 GiB", 3 << 29), ("3mb", 3_000_000)])
+def test_sizes(text: str, size: int) -> None:
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1MiB", "2 parsecs", "GiB", "nan", "inf"])
+def test_bad_sizes(text: str) -> None:
+    with pytest.raises((ValueError, OverflowError)):
+        size_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["nan", "-1", "11", "x"])
+def test_bad_durations(text: str) -> None:
+    with pytest.raises(ValueError, match=r"seconds|convert"):
+        seconds(0, 10)(text)
+
+
+def test_booleans() -> None:
+    assert [boolean(t) for t in ("Yes", "on", "0", "FALSE")] == [True, True, False, False]
+    with pytest.raises(ValueError, match="true or false"):
+        boolean("maybe")
+
+
+@given(st.integers())
+def test_whole_numbers_keep_their_bounds(number: int) -> None:
+    if 0 <= number <= 9:
+        assert whole(0, 9)(str(number)) == number
+    else:
+        with pytest.raises(ValueError, match="from 0 to 9"):
+            whole(0, 9)(str(number))

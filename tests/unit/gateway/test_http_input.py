@@ -1,0 +1,179 @@
+"""Bad input over real sockets: named, never quoted, never a stack trace. One gateway serves the whole file."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from kvferry.gateway.config import HttpConfig
+from kvferry.testing.scripted_gateway import scripted_gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+_CHAT = "/v1/chat/completions"
+_GOOD: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    http = HttpConfig(address="127.0.0.1:0", max_body_bytes=4096, max_prompts=3)
+    async with (
+        scripted_gateway(http=http) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=20) as opened,
+    ):
+        yield opened
+
+
+def check_error(response: httpx.Response, status: int, param: str | None = None, words: str = "") -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert words in error["message"]
+    assert response.headers["x-request-id"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"temprature": 1}, "temprature", "not known here"),
+        ({"tools": [{"type": "function"}]}, "tools", "not implemented"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not implemented here; leave it out or send"),
+        ({"temperature": "hot"}, "temperature", "it is a JSON string"),
+        ({"temperature": True}, "temperature", "True"),
+        ({"temperature": 200}, "temperature", "from 0.0 to 100.0"),
+        ({"top_p": 0}, "top_p", "above 0.0"),
+        ({"n": 0}, "n", "it is 0"),
+        ({"n": 1000}, "n", "it is 1000"),
+        ({"n": 1.5}, "n", "1.5"),
+        ({"max_tokens": 0}, "max_tokens", "1 to"),
+        ({"max_tokens": -1}, "max_tokens", "-1"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one"),
+        ({"min_tokens": 9}, "min_tokens", "above max_tokens"),
+        ({"stop": [""]}, "stop", "0 characters"),
+        ({"stop": ["a"] * 17}, "stop", "17 strings"),
+        ({"stop": [1]}, "stop.0", "string"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"1": 200}}, "logit_bias", "100"),
+        ({"logit_bias": {"999": 1}}, "logit_bias", "999"),
+        ({"seed": 1 << 70}, "seed", "whole number"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not known"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
+        ({"messages": []}, "messages", ""),
+        ({"messages": "hi"}, "messages", "it is a JSON string"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", ""),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+        ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name", "not known"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", ""),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt", "the context holds 512"),
+        ({"model": ""}, "model", ""),
+    ],
+)
+async def test_bad_fields_are_refused_by_name(client, change, param, words):
+    response = await client.post(_CHAT, json={**_GOOD, **change})
+    check_error(response, 404 if param == "model" else 400, param, words)
+
+
+@pytest.mark.parametrize(
+    "no_op",
+    [
+        {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "user": "u"},
+        {"temperature": None, "stop": None, "n": None, "stream": None, "logit_bias": None, "seed": None},
+        {"messages": [{"role": "developer", "content": [{"type": "text", "text": "x"}]}]},
+        {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}]},
+        {"top_k": 5, "min_p": 0.1, "ignore_eos": True, "stop_token_ids": [5], "min_tokens": 1, "top_p": 1},
+    ],
+)
+async def test_fields_at_values_without_effect_are_accepted(client, no_op):
+    response = await client.post(_CHAT, json={**_GOOD, **no_op})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[1, 2]", "JSON object"),
+        (b'"x"', "JSON object"),
+        (b'{"model": "bytes", "messages": [], "temperature": NaN}', "not JSON"),
+        (b'{"model": "bytes", "messages": [], "temperature": Infinity}', "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"a":' * 500 + b"1" + b"}" * 500, "not JSON"),
+        (b'{"model": "bytes", "messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
+    ],
+)
+async def test_what_is_not_json_is_refused(client, body, words):
+    check_error(await client.post(_CHAT, content=body), 400, None, words)
+
+
+async def test_numbers_too_large_for_a_double_are_refused(client):
+    body = json.dumps(_GOOD).replace('"max_tokens": 3', '"temperature": 1e999')
+    check_error(await client.post(_CHAT, content=body.encode()), 400, "temperature", "finite")
+
+
+async def test_a_prompt_never_appears_in_an_error(client):
+    secret = {"role": "user", "content": {"text": "my secret"}}
+    response = await client.post(_CHAT, json={**_GOOD, "messages": [secret]})
+    assert "secret" not in response.text
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_large_bodies_are_refused(client, declared):
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(10):
+            yield b" " * 1000
+
+    content: Any = b" " * 10_000 if declared else parts()
+    check_error(await client.post(_CHAT, content=content), 413, None, "4096")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"prompt": []}, "prompt", "0 prompts"),
+        ({"prompt": ["a"] * 4}, "prompt", "1 to 3"),
+        ({"prompt": ""}, None, ""),
+        ({"prompt": [[]]}, "prompt", "empty"),
+        ({"prompt": [1, "a"]}, "prompt.1", ""),
+        ({"prompt": [999]}, "prompt", "token id 999"),
+        ({"prompt": [-1]}, "prompt", "token id -1"),
+        ({"prompt": [1.5]}, "prompt.0", ""),
+        ({"prompt": {"a": 1}}, "prompt", ""),
+        ({"prompt": None}, "prompt", ""),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "not implemented"),
+        ({"prompt": "a", "echo": True}, "echo", "not implemented"),
+        ({"prompt": "a", "best_of": 2}, "best_of", "not implemented"),
+        ({"prompt": "a", "messages": []}, "messages", "not known"),
+    ],
+)
+async def test_bad_completions_are_refused_by_name(client, change, param, words):
+    response = await client.post("/v1/completions", json={"model": "bytes", "max_tokens": 3, **change})
+    if param is None:  # an empty text still has its begin-of-sequence token
+        assert response.status_code == 200
+    else:
+        check_error(response, 400, param, words)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/", 404, "not_found"),
+        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/v1/models/other/model", 404, "model_not_found"),
+        ("GET", "/../etc/passwd", 404, "not_found"),
+    ],
+)
+async def test_other_routes_answer_in_openais_form(client, method, path, status, code):
+    response = await client.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert response.headers["x-request-id"]
