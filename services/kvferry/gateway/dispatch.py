@@ -19,7 +19,7 @@ import grpc
 from kvferry.core.clock import Clock
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, KvferryError, Overloaded, RequestCancelled, Unavailable
 from kvferry.core.sampling import FinishReason
-from kvferry.gateway.config import RetryConfig, RoutingConfig
+from kvferry.gateway.config import DispatchConfig
 from kvferry.gateway.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.release import DUTIES, MACHINE, Duty, Event, State
@@ -33,8 +33,8 @@ from kvferry.rpc.token_source import TokenEvent, TokenRequest
 from kvferry.v1 import decode_pb2, prefill_pb2
 
 _RETRY_AFTER_SECONDS = 1.0
-_MAX_DELIVERIES = 2
-"""Decode workers that one ticket is given to before its blocks are computed anew."""
+_MAX_TICKET_LOSSES = 2
+"""Decode workers lost with a ticket in hand before its blocks are computed anew; it might be to blame."""
 
 _OUTCOMES = {
     decode_pb2.Handoff.OUTCOME_NONE: "none",
@@ -60,21 +60,27 @@ class Dispatcher:
         self,
         fleet: Fleet,
         clock: Clock,
+        config: DispatchConfig,
         *,
-        routing: RoutingConfig,
-        retry: RetryConfig,
-        max_streams: int,
         instruments: Instruments | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
+        """
+        Args:
+            fleet: the workers; started and stopped by its owner.
+            clock: for deadlines and timings; requests' `arrived` and `deadline` are readings of it.
+            config: routing, retries and bounds.
+            instruments: `None`: counted for nobody.
+            sleep: waits between attempts.
+        """
         self._fleet = fleet
         self._clock = clock
-        self._routing = routing
-        self._retry = retry
-        self._max_streams = max_streams
+        self._routing = config.routing
+        self._retry = config.retry
+        self._max_streams = config.max_streams
         self._instruments = instruments or Instruments()
         self._sleep = sleep
-        self._releases = Releases(fleet, self._instruments, retry.release_timeout_seconds, sleep)
+        self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
         self.open_streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -294,7 +300,9 @@ class Dispatcher:
         trip.failed(error, None if verdict is Verdict.DROP_TICKET else address)
         if verdict is Verdict.SUSPECT and address is not None:
             self._fleet.suspect(address, error.message)
-        if trip.ticket is not None and (verdict is Verdict.DROP_TICKET or trip.ticket.deliveries >= _MAX_DELIVERIES):
+            if trip.ticket is not None:
+                trip.ticket = replace(trip.ticket, losses=trip.ticket.losses + 1)
+        if trip.ticket is not None and (verdict is Verdict.DROP_TICKET or trip.ticket.losses >= _MAX_TICKET_LOSSES):
             self._drop_ticket(trip, "decode_failed")
         never_began = address is None and trip.failures == 1 and not trip.emitted
         if never_began or trip.failures > self._retry.max_failures:
@@ -310,7 +318,8 @@ class Dispatcher:
         raise error
 
     async def _pause(self, trip: Trip) -> None:
-        seconds = trip.backoff_seconds(self._retry)
+        elsewhere = self._choose(trip, frozenset(trip.excluded)) is not None
+        seconds = trip.backoff_seconds(self._retry, elsewhere=elsewhere)
         if seconds > 0:
             await self._sleep(min(seconds, self._remaining(trip)))
 
