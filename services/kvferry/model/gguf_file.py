@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
 from kvferry.model.config import ModelConfig
+from kvferry.model.dequantize import dequantize
 from kvferry.model.gguf_header import Header, TensorInfo, Value, read_header
 from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, Shape, check_shapes
 
@@ -73,16 +74,9 @@ class GgufModel:
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor, dequantised to float32."""
-        # The library is imported when weights are wanted: a gateway wants none.
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-
         info = self._tensors[name]
         raw = np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=info.start)
-        rows = raw.reshape(*info.shape[:-1], -1)
-        with np.errstate(all="ignore"):  # a damaged scale may be infinite; the runner reports what comes of it
-            array: npt.NDArray[np.float32] = dequantize(rows, GGMLQuantizationType(info.type_id))
-        array = np.ascontiguousarray(array, dtype=np.float32).reshape(info.shape)
+        array = dequantize(raw, info)
         if self.config.architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = _halves_from_pairs(array, self.config.head_dim)
         return array

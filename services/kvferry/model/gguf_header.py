@@ -64,6 +64,11 @@ class TensorInfo:
         """For example `Q4_1`."""
         return TENSOR_TYPES[self.type_id][0]
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that are quantised together."""
+        return TENSOR_TYPES[self.type_id][2]
+
 
 @dataclass(frozen=True, slots=True)
 class Header:

@@ -9,13 +9,13 @@ from kvferry.client import AsyncClient
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.core.sampling import SamplingParams
+from kvferry.rpc.health import wait_serving
 from kvferry.stack.layout import StackConfig, gateway_spec, worker_specs
 from kvferry.stack.supervisor import SupervisedProcess
 
 _LISTEN_SECONDS = 120.0
 _READY_SECONDS = 180.0
 _FIRST_TOKEN_SECONDS = 60.0
-_RETRY_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +89,10 @@ class LocalStack:
 
     async def _first_token(self, address: str) -> None:
         """One token through gateway, prefill, hand-off and decode. Opens every connection on the way, too."""
-        deadline = self._clock.monotonic() + _FIRST_TOKEN_SECONDS
+        await wait_serving(address, _FIRST_TOKEN_SECONDS)
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         async with AsyncClient(address) as client:
-            while True:
-                try:
-                    await client.complete("Hello", sampling, timeout=_FIRST_TOKEN_SECONDS)
-                except KvferryError as error:
-                    if not isinstance(error, Unavailable) or self._clock.monotonic() >= deadline:
-                        raise Unavailable(f"no first token came through the stack: {error.message}") from error
-                    await asyncio.sleep(_RETRY_SECONDS)
-                else:
-                    return
+            try:
+                await client.complete("Hello", sampling, timeout=_FIRST_TOKEN_SECONDS)
+            except KvferryError as error:
+                raise Unavailable(f"no first token came through the stack: {error.message}") from error

@@ -1,6 +1,5 @@
 """Parameters from a model's tensors: one dtype, fused where layers read several matrices with the same input."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +8,6 @@ from kvferry.core.errors import ModelFileError
 from kvferry.kernels.ops import Linear, Ops
 from kvferry.model.config import ModelConfig
 from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, TensorSource, check_shapes, layer_prefix
-
-_LOAD_THREADS = 2
-"""Dequantising and packing let go of the interpreter's lock; layers load beside each other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,13 +45,13 @@ def load_weights(
         ModelFileError: a tensor is missing, unexpected, of another shape, or not finite.
     """
     check_shapes(config, tensors.shapes(), f"model {config.name!r}")
+    # One after the other: torch's own threads share the work of each. A second thread of ours would bring a second
+    # set of them, and gained nothing on two cores.
     reader = _Reader(tensors, ops, dtype, device)
-    with ThreadPoolExecutor(_LOAD_THREADS) as pool:
-        embedding = pool.submit(reader.tensor, EMBEDDING)
-        layers = tuple(pool.map(lambda index: _layer(reader, config, index), range(config.num_layers)))
-        table = embedding.result()
-        head = ops.pack_linear(table, None) if config.tie_word_embeddings else reader.linear(HEAD)
-    return Weights(table, layers, reader.tensor(FINAL_NORM), head)
+    embedding = reader.tensor(EMBEDDING)
+    head = ops.pack_linear(embedding, None) if config.tie_word_embeddings else reader.linear(HEAD)
+    layers = tuple(_layer(reader, config, index) for index in range(config.num_layers))
+    return Weights(embedding, layers, reader.tensor(FINAL_NORM), head)
 
 
 def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
