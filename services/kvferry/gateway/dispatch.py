@@ -18,6 +18,7 @@ import grpc
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, KvferryError, Overloaded, RequestCancelled, Unavailable
+from kvferry.core.ids import new_ticket_id
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.config import DispatchConfig
 from kvferry.gateway.fleet import Fleet
@@ -151,7 +152,9 @@ class Dispatcher:
             sample_index=asked.sample_index,
             tenant=asked.tenant,
             offer=True,
+            ticket_id=new_ticket_id(),
         )
+        unheard = Ticket(request.ticket_id, b"", address, pick.replica.fingerprint)
         trip.time(prefill_worker=pick.replica.worker_id)
         with self._fleet.hold(address):
             trip.on(Event.CALL_PREFILL)
@@ -159,9 +162,11 @@ class Dispatcher:
             try:
                 answer = await call
             except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._releases.reap(call, unheard, asked.request_id)
                 raise _Lost(error_from_rpc(error), address) from error
             except asyncio.CancelledError:
-                self._releases.reap(call, address, asked.request_id)
+                self._releases.reap(call, unheard, asked.request_id)
                 raise
         finish = wire.finish_from_wire(answer.finish_reason)
         trip.num_cached_tokens = answer.num_cached_tokens
