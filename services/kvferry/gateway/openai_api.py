@@ -64,7 +64,7 @@ async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Gen
         InvalidRequest, UnknownModel: it cannot run here.
     """
     asked = parse(ChatRequest, body)
-    prompts.check_model(service.model, asked.model or "(empty)")
+    prompts.check_model(service.model, "" if asked.model is None else asked.model or "(empty)")
     sampling = asked.to_sampling()
     token_ids = await prompts.encode_chat(service.model, [m.as_template_input() for m in asked.messages])
     request = _request(service, caller, token_ids, sampling, asked.num_samples)
@@ -78,7 +78,7 @@ async def prepare_completion(service: TextService, caller: Caller, body: bytes, 
         InvalidRequest, UnknownModel: it cannot run here.
     """
     asked = parse(CompletionRequest, body)
-    prompts.check_model(service.model, asked.model or "(empty)")
+    prompts.check_model(service.model, "" if asked.model is None else asked.model or "(empty)")
     sampling = asked.to_sampling()
     found = asked.prompts(max_prompts)
     requests: list[TextRequest] = []

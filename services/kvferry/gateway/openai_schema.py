@@ -74,7 +74,8 @@ class StreamOptions(_Strict):
 
 
 class _Common(_Strict):
-    model: str
+    model: str | None = None
+    """`None`: the one model served. OpenAI demands it; a gateway with one model has no use for the demand."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None

@@ -37,6 +37,11 @@ def leftovers(load: worker_admin_pb2.WorkerLoad) -> dict[str, int]:
     return held
 
 
+def _load(stub: "worker_admin_pb2_grpc.WorkerAdminStub") -> worker_admin_pb2.WorkerLoad:
+    # A worker that is being restarted is waited for.
+    return stub.Status(worker_admin_pb2.StatusRequest(), timeout=30, wait_for_ready=True).load
+
+
 def assert_workers_idle(admin_addresses: Iterable[str], *, within_seconds: float = 20.0) -> None:
     """Every worker gives everything back within the time: blocks, leases, tickets, transfers, calls.
 
@@ -47,6 +52,6 @@ def assert_workers_idle(admin_addresses: Iterable[str], *, within_seconds: float
     for address in admin_addresses:
         with grpc.insecure_channel(address) as channel:
             stub = worker_admin_pb2_grpc.WorkerAdminStub(channel)
-            while held := leftovers(stub.Status(worker_admin_pb2.StatusRequest(), timeout=10).load):
+            while held := leftovers(_load(stub)):
                 assert clock.monotonic() < deadline, f"worker {address} still holds {held}"
                 pause.wait(_POLL_SECONDS)

@@ -1,0 +1,194 @@
+"""Processes that die or are told to end at the worst moment: nothing is lost, nothing is left."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvferry.client import Client
+from kvferry.core.clock import SystemClock
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine import LLM
+from kvferry.testing.idle import assert_workers_idle
+from kvferry.testing.processes import RunningProcess, running
+
+SECONDS = 60.0
+FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--log-level", "error")
+ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
+LONG = SamplingParams(temperature=0.0, max_tokens=600, ignore_eos=True)
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Look until it holds; fail after SECONDS."""
+    clock, pause = SystemClock(), threading.Event()
+    deadline = clock.monotonic() + SECONDS
+    while not holds():
+        assert clock.monotonic() < deadline, f"not so within {SECONDS:.0f} s: {what}"
+        pause.wait(0.02)
+
+
+@contextmanager
+def a_stack(*flags: str) -> Iterator[RunningProcess]:
+    with running("up", *FLAGS, *ADDRESSES, *flags) as process:
+        process.wait_for("ready")
+        yield process
+
+
+def child(process: RunningProcess, role: str) -> psutil.Process:
+    """The child whose arguments name `role`."""
+    for found in psutil.Process(process.process.pid).children():
+        arguments = found.cmdline()
+        if role in (arguments[4:6][-1:] or [""]) or (role == "gateway" and "gateway" in arguments):
+            return found
+    raise AssertionError(f"no {role} process")
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "kvferry" in name}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    """The tokens of LONG after the prompt, from one engine."""
+    return list(LLM("tiny", dtype="float32", kv_bytes=16 << 20).generate([PROMPT], LONG)[0].token_ids)
+
+
+PROMPT = [(13 * i) % 200 for i in range(50)]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_killed_worker_costs_no_request_and_comes_back(role: str, expected: list[int]) -> None:
+    with a_stack() as process, Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client:
+        victim = child(process, role)
+        tokens: list[int] = []
+        resumed = 0
+        for chunk in client.generate(PROMPT, LONG):
+            tokens += [t.token_id for t in chunk.tokens]
+            if len(tokens) >= 20 and victim.is_running():
+                victim.kill()
+                victim.wait(SECONDS)
+            if chunk.timing is not None:
+                resumed = chunk.timing.resumed
+        assert tokens == expected
+        assert resumed == (1 if role == "decode" else 0)
+        until(lambda: child_is_new(process, role, victim.pid), f"a new {role} worker")
+        (again,) = client.complete(PROMPT, LONG)
+        assert again.token_ids == expected
+        admin = process.events["ready"]["admin"]
+        assert isinstance(admin, dict)
+        assert_workers_idle(admin.values())
+        assert process.stop() == 0
+
+
+def child_is_new(process: RunningProcess, role: str, old: int) -> bool:
+    try:
+        return child(process, role).pid != old
+    except (AssertionError, psutil.NoSuchProcess):
+        return False
+
+
+@pytest.mark.parametrize("connector", ["shm", "nixl", "memory"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_the_parent_ends(number: signal.Signals, connector: str) -> None:
+    before = shared_memory()
+    with a_stack("--connector", connector) as process:
+        children = psutil.Process(process.process.pid).children(recursive=True)
+        assert len(children) == (2 if connector == "memory" else 3)
+        status = process.stop(number)
+        assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+        gone, alive = psutil.wait_procs(children, timeout=SECONDS)
+        assert not alive
+        assert len(gone) == len(children)
+        assert shared_memory() <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_end_during_the_start_leaves_nothing(number: signal.Signals) -> None:
+    with running("up", *FLAGS, *ADDRESSES) as process:
+        parent = psutil.Process(process.process.pid)
+        until(lambda: len(parent.children()) >= 2, "workers are starting")
+        children = parent.children(recursive=True)
+        process.stop(number)
+        assert not psutil.wait_procs(children, timeout=SECONDS)[1]
+
+
+def test_a_running_stream_is_finished_before_the_stack_ends(expected: list[int]) -> None:
+    with a_stack() as process, Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client:
+        tokens: list[int] = []
+        for chunk in client.generate(PROMPT, LONG):
+            if not tokens:
+                process.process.send_signal(signal.SIGTERM)
+            tokens += [t.token_id for t in chunk.tokens]
+        assert tokens == expected
+        assert process.process.wait(SECONDS) == 0
+
+
+def test_a_frozen_prefill_worker_does_not_hang_a_request(expected: list[int]) -> None:
+    """It answers nothing and closes nothing, as a lost node does."""
+    with (
+        a_stack("--connector", "nixl") as process,
+        Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client,
+    ):
+        victim = child(process, "prefill")
+        tokens: list[int] = []
+        for chunk in client.generate(PROMPT, LONG):
+            if not tokens:
+                victim.suspend()  # right after the first token: the hand-off meets silence
+            tokens += [t.token_id for t in chunk.tokens]
+        victim.resume()
+        assert tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("up", "--connector", "pigeon"), "not one of memory, nixl, shm"),
+        (("up", "--prefill", "0"), "nobody could serve"),
+        (("up", "--model", "no-such-model"), "no model 'no-such-model'"),
+        (("up", "--tier", "dram://"), "not implemented"),
+        (("up", "--kv-memory", "lots"), "unknown unit"),
+        (("worker", "--role", "prefill"), "ticket key"),
+        (("worker", "--role", "decode", "--connector", "memory"), "within one process"),
+        (("worker", "--model", "README.md"), "no model"),
+        (("gateway", "--both", "nowhere"), "host:port"),
+        (("model", "inspect", "no-such-model"), "no model"),
+        (("up", "--config", "missing.toml"), "cannot read the settings file"),
+    ],
+)
+def test_wrong_usage_is_one_clear_line(
+    arguments: tuple[str, ...], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with running(*arguments, env={"KVFERRY_TICKET_KEY": ""}) as process:
+        assert process.process.wait(SECONDS) in {1, 2}
+    shown = capfd.readouterr().err
+    assert says in shown
+    assert "Traceback" not in shown
+
+
+def test_a_taken_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with a_stack() as process:
+        taken = str(process.events["ready"]["http"])
+        with running("gateway", "--model", "tiny", "--http", taken, "--grpc", "127.0.0.1:0") as second:
+            assert second.process.wait(SECONDS) == 2
+        assert taken in capfd.readouterr().err
+        assert process.stop() == 0
+
+
+def test_the_settings_are_shown_with_where_they_came_from(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "k.toml").write_text("decode = 3\n")
+    arguments = ("up", "--config", str(tmp_path / "k.toml"), "--connector", "nixl", "--print-config")
+    with running(*arguments, env={"KVFERRY_PREFILL": "2"}) as process:
+        output = process.process.stdout
+        assert output is not None
+        shown = output.read().decode()
+        assert process.process.wait(SECONDS) == 0
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()}
+    assert rows["prefill"] == ["2", "KVFERRY_PREFILL"]
+    assert rows["decode"][0] == "3"
+    assert rows["connector"] == ["nixl", "--connector"]
+    assert rows["both"] == ["0", "default"]

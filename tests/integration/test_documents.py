@@ -1,0 +1,96 @@
+"""Every command in README and docs is run, against a real stack.
+
+Fences marked `sh` and `python` are run as they stand, with the addresses of the test's own stack. A fence after
+`<!-- test: serve -->` is what starts that stack. `make` commands run this very suite or set up its environment, so
+for them it is checked that the target exists; `make run` runs for real.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.config import child_environment
+from kvferry.testing.processes import running
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"(<!-- test: (\w+) -->\n)?^```(sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Fence:
+    """One runnable block of a document."""
+
+    document: str
+    line: int
+    mark: str
+    language: str
+    code: str
+
+
+def fences() -> list[Fence]:
+    found = []
+    for path in DOCUMENTS:
+        text = path.read_text("utf-8")
+        found += [
+            Fence(str(path.relative_to(ROOT)), text.count("\n", 0, m.start()) + 1, m[2] or "", m[3], m[4])
+            for m in FENCE.finditer(text)
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[dict[str, str]]:
+    """What the documents call 127.0.0.1:8000 and 127.0.0.1:9000."""
+    with running("up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json") as process:
+        ready = process.wait_for("ready")
+        yield {"127.0.0.1:8000": str(ready["http"]), "127.0.0.1:9000": str(ready["grpc"])}
+        assert process.stop() == 0
+
+
+def run(fence: Fence, addresses: dict[str, str]) -> None:
+    code = fence.code
+    for written, real in addresses.items():
+        code = code.replace(written, real)
+    command = [sys.executable, "-c", code] if fence.language == "python" else ["bash", "-euo", "pipefail", "-c", code]
+    path = f"{Path(sys.executable).parent}:{os.defpath}"
+    done = subprocess.run(
+        command, cwd=ROOT, env=child_environment({"PATH": path}), capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, f"{fence.document}:{fence.line}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    assert '"error"' not in done.stdout, done.stdout
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("fence", fences(), ids=lambda f: f"{f.document}:{f.line}")
+def test_a_documented_command_works(fence: Fence, stack: dict[str, str]) -> None:
+    if fence.mark == "serve":
+        assert fence.code.strip() == "kvferry up", "what the fixture runs, but for its ports"
+        return
+    targets = re.findall(r"^make (\S+)", fence.code, re.MULTILINE)
+    for target in targets:
+        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    if not targets or fence.code.strip() == "make run":
+        run(fence, stack)
+
+
+def test_every_document_was_looked_at_and_the_readme_has_its_first_requests() -> None:
+    readme = [f for f in fences() if f.document == "README.md"]
+    text = "".join(f.code for f in readme)
+    for part in ("make run", "make test", "kvferry up", "curl", "OpenAI(", "Client("):
+        assert part in text
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text("utf-8")):
+            if "://" not in target:
+                assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} points at {target}"

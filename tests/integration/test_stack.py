@@ -1,0 +1,217 @@
+"""`kvferry up` as its users have it: real processes, real clients, the real model; everything given back at the end."""
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from kvferry.client import Client
+from kvferry.core.errors import InvalidRequest, UnknownModel
+from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.testing.idle import assert_workers_idle
+from kvferry.testing.processes import running
+from kvferry.v1 import inference_pb2, inference_pb2_grpc
+
+MODEL = "smollm2-135m-instruct"
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+SECONDS = 120.0
+
+
+class Stack:
+    """A running stack and where it listens."""
+
+    def __init__(self, ready: dict[str, object]) -> None:
+        self.http = f"http://{ready['http']}"
+        self.grpc = str(ready["grpc"])
+        admin = ready["admin"]
+        assert isinstance(admin, dict)
+        self.admin = [str(a) for a in admin.values()]
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.http}/v1", api_key="none", max_retries=0, timeout=SECONDS)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    flags = ("--dtype", "float32", "--kv-memory", "256MiB", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
+    with running("up", *flags) as process:
+        made = Stack(dict(process.wait_for("ready")))
+        yield made
+        assert_workers_idle(made.admin)
+        assert process.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def answer(stack: Stack) -> str:
+    """What the model says to QUESTION, greedily."""
+    reply = httpx.post(
+        f"{stack.http}/v1/chat/completions",
+        json={"messages": QUESTION, "temperature": 0, "max_tokens": 24},
+        timeout=SECONDS,
+    )
+    assert reply.status_code == 200
+    text: str = reply.json()["choices"][0]["message"]["content"]
+    assert "Paris" in text
+    return text
+
+
+def test_the_openai_client_streams_the_same_text(stack: Stack, answer: str) -> None:
+    with stack.openai() as client:
+        whole = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24)  # type: ignore[arg-type]
+        assert whole.choices[0].message.content == answer
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=QUESTION,  # type: ignore[arg-type]
+                temperature=0,
+                max_tokens=24,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_two_samples_of_one_prompt(stack: Stack) -> None:
+    with stack.openai() as client:
+        twice = [
+            client.completions.create(model=MODEL, prompt="Once upon a time", n=2, seed=5, max_tokens=12)
+            for _ in range(2)
+        ]
+        texts = [[c.text for c in sorted(reply.choices, key=lambda c: c.index)] for reply in twice]
+        assert texts[0] == texts[1], "a seed gives the same samples again"
+        assert texts[0][0] != texts[0][1], "and its samples differ"
+
+
+def test_a_stop_string_cuts_the_text(stack: Stack, answer: str) -> None:
+    with stack.openai() as client:
+        reply = client.chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=24,
+            stop=["Paris"],
+        )
+        assert reply.choices[0].message.content == answer.split("Paris")[0]
+        assert reply.choices[0].finish_reason == "stop"
+
+
+def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(stack: Stack) -> None:
+    with stack.openai() as client:
+        stream = client.completions.create(
+            model=MODEL, prompt="Count to a thousand:", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+    assert_workers_idle(stack.admin)
+
+
+def test_grpc_gives_the_same_text_and_its_errors_name_the_field(stack: Stack, answer: str) -> None:
+    with Client(stack.grpc, timeout=SECONDS) as client:
+        chunks = list(client.generate(QUESTION, GREEDY))
+        assert "".join(c.text for c in chunks) == answer
+        assert chunks[-1].finish_reason is FinishReason.STOP
+        assert chunks[-1].timing is not None
+        assert chunks[-1].timing.handoff_outcome in {"fetched", "local"}
+        with pytest.raises(InvalidRequest) as caught:
+            client.complete([1] * 9000, GREEDY)
+        assert "9000" in caught.value.message
+        with pytest.raises(UnknownModel):
+            client.complete("x", GREEDY, model="gpt-5")
+
+
+def test_a_grpc_deadline_is_kept(stack: Stack) -> None:
+    with grpc.insecure_channel(stack.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(text="Count:", sampling={"max_tokens": 4000, "ignore_eos": True})
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Generate(request, timeout=1.0))
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert_workers_idle(stack.admin)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": [1] * 9000}, 400, "prompt"),
+        ({"prompt": [70000]}, 400, "prompt"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 10**12}, 400, "max_tokens"),
+        ({"prompt": "x", "max_tokens": "many"}, 400, "max_tokens"),
+        ({"prompt": "x", "model": "gpt-5"}, 404, "model"),
+        ({"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ({"prompt": "x", "tools": [{}]}, 400, "tools"),
+        ({"prompt": {"a": 1}}, 400, "prompt"),
+        ({}, 400, "prompt"),
+    ],
+)
+def test_bad_input_is_refused_by_name(stack: Stack, body: dict[str, object], status: int, param: str) -> None:
+    reply = httpx.post(f"{stack.http}/v1/completions", json=body, timeout=SECONDS)
+    assert reply.status_code == status
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert error["message"]
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"prompt": "x", "temperature": NaN}', b"[]", b"\xff\xfe", b""])
+def test_what_is_no_json_is_refused(stack: Stack, body: bytes) -> None:
+    reply = httpx.post(f"{stack.http}/v1/completions", content=body, timeout=SECONDS)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_two_hundred_mixed_requests_a_fifth_of_them_cancelled_leave_nothing_behind(stack: Stack) -> None:
+    chance = random.Random(11)
+    plans = [
+        (i, chance.randint(1, 300), chance.randint(1, 24), chance.random() < 0.2, chance.randint(0, 3))
+        for i in range(200)
+    ]
+    outcomes: list[str] = []
+    guard = threading.Lock()
+
+    def one(plan: tuple[int, int, int, bool, int]) -> None:
+        i, length, most, cancelled, after = plan
+        prompt = [(i * 31 + k) % 40000 + 20 for k in range(length)]
+        sampling = SamplingParams(temperature=0.0 if i % 2 else 1.0, seed=i, max_tokens=most, ignore_eos=True)
+        with Client(stack.grpc, timeout=SECONDS) as client:
+            stream = client.generate(prompt, sampling)
+            count, reason = 0, None
+            for position, chunk in enumerate(stream):
+                count += len(chunk.tokens)
+                reason = chunk.finish_reason
+                if cancelled and position >= after:
+                    stream.close()
+                    break
+        with guard:
+            outcomes.append("cancelled" if cancelled else f"{count == most} {reason}")
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, plans))
+    assert sorted(set(outcomes)) == ["True length", "cancelled"]
+    assert_workers_idle(stack.admin)
+
+
+def test_health_readiness_models_and_metrics(stack: Stack) -> None:
+    assert httpx.get(f"{stack.http}/health").status_code == 200
+    assert httpx.get(f"{stack.http}/ready").json()["ready"] is True
+    assert [m["id"] for m in httpx.get(f"{stack.http}/v1/models").json()["data"]] == [MODEL]
+    metrics = httpx.get(f"{stack.http}/metrics").text
+    assert "kvferry_" in metrics
+    assert "vllm:num_requests_running" in metrics
+
+
+def test_the_timing_of_a_request_is_reported(stack: Stack) -> None:
+    body = {"prompt": "The quick brown fox jumps over the lazy dog", "max_tokens": 4, "temperature": 0}
+    timing = httpx.post(f"{stack.http}/v1/completions", json=body, timeout=SECONDS).json()["kvferry"]
+    assert timing["handoff_outcome"] in {"fetched", "local"}
+    assert json.dumps(timing)
