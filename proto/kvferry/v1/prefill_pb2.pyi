@@ -31,6 +31,7 @@ class PrefillRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     NUM_GENERATED_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
+    TICKET_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     sample_index: _builtins.int
@@ -41,6 +42,10 @@ class PrefillRequest(_message.Message):
     """Tokens at the end of token_ids that were generated, not prompted (a stream that moves to another worker)."""
     offer: _builtins.bool
     """whether to keep the blocks for a decode worker"""
+    ticket_id: _builtins.str
+    """The ticket's id, 32 hex digits drawn by the caller, so that it can release an offer whose answer it never saw.
+    Empty: the worker draws one.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -56,10 +61,11 @@ class PrefillRequest(_message.Message):
         tenant: _builtins.str = ...,
         num_generated: _builtins.int = ...,
         offer: _builtins.bool = ...,
+        ticket_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_generated", b"num_generated", "offer", b"offer", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_generated", b"num_generated", "offer", b"offer", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,15 +48,27 @@ class RoutingConfig:
 class RetryConfig:
     """What a lost worker costs at most."""
 
-    max_failures: int = 10
-    """Failures in a row without a new token after which a request fails."""
+    max_failures: int = 20
+    """Failures in a row without a new token after which a request fails; with the waits below about half a minute,
+    in which a worker restarts."""
     first_backoff_seconds: float = 0.05
-    """The first retry is immediate, the second waits about this long, and so on, doubling."""
+    """The first retry is immediate if another worker can take it; else it waits about this long, the next one twice
+    as long, and so on."""
     max_backoff_seconds: float = 2.0
     request_timeout_seconds: float = 600.0
     """A request takes no longer, whatever its client's deadline."""
     release_timeout_seconds: float = 5.0
     """For telling a prefill worker that its offer is not wanted; after it, the offer's lease must do."""
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchConfig:
+    """How samples are run."""
+
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    max_streams: int = 1024
+    """Samples in flight; more are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +94,8 @@ class HttpConfig:
     address: str = "127.0.0.1:8000"
     """`host:port`; port 0 takes a free one."""
     max_body_bytes: int = 8 << 20
+    body_timeout_seconds: float = 30.0
+    """A request's body that takes longer to arrive is given up."""
     max_prompts: int = 64
     """Prompts in one completions request, each with its `n` samples."""
     api_keys_file: Path | None = None

@@ -18,8 +18,9 @@ import grpc
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, KvferryError, Overloaded, RequestCancelled, Unavailable
+from kvferry.core.ids import new_ticket_id
 from kvferry.core.sampling import FinishReason
-from kvferry.gateway.config import RetryConfig, RoutingConfig
+from kvferry.gateway.config import DispatchConfig
 from kvferry.gateway.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.release import DUTIES, MACHINE, Duty, Event, State
@@ -33,8 +34,8 @@ from kvferry.rpc.token_source import TokenEvent, TokenRequest
 from kvferry.v1 import decode_pb2, prefill_pb2
 
 _RETRY_AFTER_SECONDS = 1.0
-_MAX_DELIVERIES = 2
-"""Decode workers that one ticket is given to before its blocks are computed anew."""
+_MAX_TICKET_LOSSES = 2
+"""Decode workers lost with a ticket in hand before its blocks are computed anew; it might be to blame."""
 
 _OUTCOMES = {
     decode_pb2.Handoff.OUTCOME_NONE: "none",
@@ -60,21 +61,27 @@ class Dispatcher:
         self,
         fleet: Fleet,
         clock: Clock,
+        config: DispatchConfig,
         *,
-        routing: RoutingConfig,
-        retry: RetryConfig,
-        max_streams: int,
         instruments: Instruments | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
+        """
+        Args:
+            fleet: the workers; started and stopped by its owner.
+            clock: for deadlines and timings; requests' `arrived` and `deadline` are readings of it.
+            config: routing, retries and bounds.
+            instruments: `None`: counted for nobody.
+            sleep: waits between attempts.
+        """
         self._fleet = fleet
         self._clock = clock
-        self._routing = routing
-        self._retry = retry
-        self._max_streams = max_streams
+        self._routing = config.routing
+        self._retry = config.retry
+        self._max_streams = config.max_streams
         self._instruments = instruments or Instruments()
         self._sleep = sleep
-        self._releases = Releases(fleet, self._instruments, retry.release_timeout_seconds, sleep)
+        self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
         self.open_streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -145,7 +152,9 @@ class Dispatcher:
             sample_index=asked.sample_index,
             tenant=asked.tenant,
             offer=True,
+            ticket_id=new_ticket_id(),
         )
+        unheard = Ticket(request.ticket_id, b"", address, pick.replica.fingerprint)
         trip.time(prefill_worker=pick.replica.worker_id)
         with self._fleet.hold(address):
             trip.on(Event.CALL_PREFILL)
@@ -153,9 +162,11 @@ class Dispatcher:
             try:
                 answer = await call
             except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._releases.reap(call, unheard, asked.request_id)
                 raise _Lost(error_from_rpc(error), address) from error
             except asyncio.CancelledError:
-                self._releases.reap(call, address, asked.request_id)
+                self._releases.reap(call, unheard, asked.request_id)
                 raise
         finish = wire.finish_from_wire(answer.finish_reason)
         trip.num_cached_tokens = answer.num_cached_tokens
@@ -294,7 +305,9 @@ class Dispatcher:
         trip.failed(error, None if verdict is Verdict.DROP_TICKET else address)
         if verdict is Verdict.SUSPECT and address is not None:
             self._fleet.suspect(address, error.message)
-        if trip.ticket is not None and (verdict is Verdict.DROP_TICKET or trip.ticket.deliveries >= _MAX_DELIVERIES):
+            if trip.ticket is not None:
+                trip.ticket = replace(trip.ticket, losses=trip.ticket.losses + 1)
+        if trip.ticket is not None and (verdict is Verdict.DROP_TICKET or trip.ticket.losses >= _MAX_TICKET_LOSSES):
             self._drop_ticket(trip, "decode_failed")
         never_began = address is None and trip.failures == 1 and not trip.emitted
         if never_began or trip.failures > self._retry.max_failures:
@@ -310,7 +323,8 @@ class Dispatcher:
         raise error
 
     async def _pause(self, trip: Trip) -> None:
-        seconds = trip.backoff_seconds(self._retry)
+        elsewhere = self._choose(trip, frozenset(trip.excluded)) is not None
+        seconds = trip.backoff_seconds(self._retry, elsewhere=elsewhere)
         if seconds > 0:
             await self._sleep(min(seconds, self._remaining(trip)))
 

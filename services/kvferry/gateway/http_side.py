@@ -37,6 +37,13 @@ class BodyTooLarge(InvalidRequest):
     reason = "BODY_TOO_LARGE"
 
 
+class BodyTooSlow(InvalidRequest):
+    """The request's body did not arrive in time."""
+
+    http_status = 408
+    reason = "BODY_TIMEOUT"
+
+
 class NoSuchRoute(InvalidRequest):
     """There is nothing at this path, or not with this method."""
 
@@ -135,7 +142,7 @@ class _Generate:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         caller = self._side.caller(request)
-        body = await _read_body(request, self._side.config.max_body_bytes)
+        body = await _read_body(request, self._side.config)
         service = self._side.service
         if self._is_chat:
             generation = await openai_api.prepare_chat(service, caller, body)
@@ -195,16 +202,20 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
+async def _read_body(request: Request, config: HttpConfig) -> bytes:
+    limit = config.max_body_bytes
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise BodyTooLarge(f"the body has {length} bytes; at most {limit} are accepted")
     body = bytearray()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                raise BodyTooLarge(f"the body has more than {limit} bytes")
+        async with asyncio.timeout(config.body_timeout_seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit:
+                    raise BodyTooLarge(f"the body has more than {limit} bytes")
+    except TimeoutError:
+        raise BodyTooSlow(f"the body did not arrive within {config.body_timeout_seconds:g} s") from None
     except ClientDisconnect:
         raise RequestCancelled("the client went away while sending") from None
     return bytes(body)

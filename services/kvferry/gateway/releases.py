@@ -44,10 +44,10 @@ class Releases:
         """Release `ticket`, in the background."""
         self._spawn(self._release(ticket, request_id, reason))
 
-    def reap(self, call: PrefillCall, address: str, request_id: RequestId) -> None:
-        """Cancel a prefill call; should it have been answered already, release what it offered."""
+    def reap(self, call: PrefillCall, ticket: Ticket, request_id: RequestId) -> None:
+        """Cancel a prefill call and release what it may have offered as `ticket` just before it heard of that."""
         call.cancel()
-        self._spawn(self._reap(call, address, request_id))
+        self._spawn(self._release(ticket, request_id, "client_gone"))
 
     def settle(self, call: grpc.aio.Call) -> None:
         """Let a stream whose last message has come end by itself."""
@@ -82,15 +82,6 @@ class Releases:
             else:
                 self._instruments.releases.labels("released").inc()
                 return
-
-    async def _reap(self, call: PrefillCall, address: str, request_id: RequestId) -> None:
-        try:
-            answer = await call
-        except (asyncio.CancelledError, grpc.aio.AioRpcError):
-            return  # the cancellation came first: the worker frees what it held
-        if answer.ticket_id:
-            ticket = Ticket(answer.ticket_id, answer.ticket, address, b"")
-            await self._release(ticket, request_id, "client_gone")
 
     async def _settle(self, call: grpc.aio.Call) -> None:
         try:

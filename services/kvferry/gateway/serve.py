@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.gateway.api_keys import ApiKeys
-from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.config import DispatchConfig, GatewayConfig
 from kvferry.gateway.dispatch import Dispatcher
 from kvferry.gateway.fleet import Fleet
 from kvferry.gateway.http_side import HttpSide
@@ -28,6 +28,8 @@ from kvferry.rpc.text_service import TextService
 _log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients and load balancers keep idle connections, so that they close first and never meet a reset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +88,7 @@ class Gateway:
         self.dispatcher = Dispatcher(
             self.fleet,
             clock,
-            routing=config.routing,
-            retry=config.retry,
-            max_streams=config.max_streams,
+            DispatchConfig(config.routing, config.retry, config.max_streams),
             instruments=self.instruments,
         )
         keys = ApiKeys.load(config.http.api_keys_file)
@@ -166,6 +166,7 @@ class _HttpServer:
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
         )
         server = _QuietUvicorn(settings)

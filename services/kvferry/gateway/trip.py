@@ -58,7 +58,9 @@ class Ticket:
     fingerprint: bytes
     """Only decode workers with this layout can use it."""
     deliveries: int = 0
-    """How many decode workers it was given to."""
+    """How often it was given to a decode worker; numbers the attempts."""
+    losses: int = 0
+    """How often a decode worker that had it was lost."""
 
 
 @dataclass(slots=True)
@@ -119,12 +121,12 @@ class Trip:
         if address is not None:
             self.excluded.add(address)
 
-    def backoff_seconds(self, config: RetryConfig) -> float:
-        """How long to wait before the next attempt: not at all the first time, then doubling, between half and
-        all of it, so that the streams of a lost worker do not come back in step."""
-        if self.failures <= 1:
+    def backoff_seconds(self, config: RetryConfig, *, elsewhere: bool) -> float:
+        """How long to wait before the next attempt: doubling, between half and all of it, so that the streams of
+        a lost worker do not come back in step. Not at all the first time if it can be made `elsewhere`."""
+        if elsewhere and self.failures <= 1:
             return 0.0
         # The exponent is bounded only so that the float cannot overflow.
-        doubled = config.first_backoff_seconds * 2.0 ** min(self.failures - 2, 30)
+        doubled = config.first_backoff_seconds * 2.0 ** min(self.failures - 1, 30)
         share = uniform(self.request.sampling.seed or 0, self.request.sample_index, self.failures)
         return min(config.max_backoff_seconds, doubled) * (0.5 + 0.5 * share)

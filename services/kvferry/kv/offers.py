@@ -92,6 +92,10 @@ class OfferBook(Generic[P]):
         self.times = times
         self._offers: dict[TicketId, _Offer[P]] = {}
 
+    def __contains__(self, ticket_id: TicketId) -> bool:
+        """Whether an offer of this id is open."""
+        return ticket_id in self._offers
+
     def offer(self, ticket_id: TicketId, pages: P, now: float) -> None:
         """A new offer; the book owns `pages` until it returns them from another method."""
         self._offers[ticket_id] = _Offer(pages, OFFER_MACHINE.initial, now + self.times.offer_seconds)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from kvferry.core.clock import SystemClock
-from kvferry.gateway.config import Endpoint, FleetConfig, RetryConfig, RoutingConfig
+from kvferry.gateway.config import DispatchConfig, Endpoint, FleetConfig
 from kvferry.gateway.dispatch import Dispatcher
 from kvferry.gateway.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
@@ -59,9 +59,7 @@ async def scripted_fleet(
     prefill: int = 0,
     decode: int = 0,
     both: int = 0,
-    routing: RoutingConfig | None = None,
-    retry: RetryConfig | None = None,
-    max_streams: int = 100,
+    config: DispatchConfig | None = None,
 ) -> AsyncIterator[ScriptedFleet]:
     """Start the workers, wait until the fleet has seen all of them, and check at the end that nothing leaked."""
     async with ScriptedWorkers(prefill=prefill, decode=decode, both=both) as workers:
@@ -78,9 +76,7 @@ async def scripted_fleet(
         dispatcher = Dispatcher(
             fleet,
             SystemClock(),
-            routing=routing or RoutingConfig(),
-            retry=retry or RetryConfig(),
-            max_streams=max_streams,
+            config or DispatchConfig(),
             instruments=instruments,
             sleep=sleep,
         )

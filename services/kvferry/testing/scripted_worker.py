@@ -4,7 +4,6 @@ Every offer and every call is counted, so that a test can end with "nothing leak
 """
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
@@ -31,6 +30,8 @@ class Act(StrEnum):
     """Answer with `error`."""
     HANG = "hang"
     """Say nothing more until the call is cancelled."""
+    LOSE_ANSWER = "lose_answer"
+    """Prefill only: offer, but never be heard; as when the caller leaves while the answer is on its way."""
     DIE = "die"
     """Cut all connections and be gone."""
     END = "end"
@@ -59,11 +60,9 @@ class Offers:
     released: list[tuple[str, str]] = field(default_factory=list)
     """Ticket and reason, of every release."""
     change: asyncio.Event = field(default_factory=asyncio.Event)
-    _numbers: Any = field(default_factory=itertools.count)
 
-    def make(self, worker_id: str) -> str:
-        """A new ticket's id."""
-        ticket = f"ticket-{next(self._numbers)}"
+    def make(self, worker_id: str, ticket: str) -> str:
+        """A new offer under the id that the caller wished."""
         self.open[ticket] = worker_id
         self.change.set()
         return ticket
@@ -162,6 +161,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         self.prefills.append(request)
         fault = self._next_fault("prefill")
         if fault is not None:
+            if fault.act is Act.LOSE_ANSWER:
+                self.offers.make(self.worker_id, request.ticket_id)
             await self._misbehave(fault)
         sampling = wire.sampling_from_wire(request.sampling)
         token = next_token(list(request.token_ids), sampling, request.sample_index)
@@ -171,7 +172,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         if sampling.max_tokens == request.num_generated + 1:
             response.finish_reason = wire.finish_to_wire(FinishReason.LENGTH)
         elif request.offer and self.keeps_offers:
-            response.ticket_id = self.offers.make(self.worker_id)
+            response.ticket_id = self.offers.make(self.worker_id, request.ticket_id)
             response.ticket = response.ticket_id.encode()
         return response
 

@@ -31,10 +31,15 @@ class OfferDesk:
         self._clock: Clock = context.clock
         self._book: OfferBook[int] = OfferBook(times)
 
-    def offer(self, number: int, export: Export, tokens: list[int], tenant: str) -> Offered:
-        """Offer the pages of export `number` to whoever brings the ticket."""
+    def offer(
+        self, number: int, export: Export, tokens: list[int], tenant: str, ticket_id: TicketId | None = None
+    ) -> Offered:
+        """Offer the pages of export `number` to whoever brings the ticket, under the id that the caller wished
+        unless another offer has it."""
+        if ticket_id is None or ticket_id in self._book:
+            ticket_id = new_ticket_id()
         ticket = Ticket(
-            ticket_id=new_ticket_id(),
+            ticket_id=ticket_id,
             worker_id=self._context.worker_id,
             incarnation=self._context.incarnation,
             control_address=self._context.address,

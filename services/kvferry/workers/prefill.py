@@ -1,10 +1,11 @@
 """The `Prefill` service: compute a prompt, draw the first token, offer the pages."""
 
+import re
 from typing import Any
 
 import grpc
 
-from kvferry.core.errors import Unavailable
+from kvferry.core.errors import InvalidRequest, Unavailable
 from kvferry.core.ids import TicketId
 from kvferry.engine.engine import EngineRequest
 from kvferry.rpc import wire
@@ -14,6 +15,7 @@ from kvferry.workers.loop import StreamItem
 from kvferry.workers.offer_desk import OfferDesk
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_TICKET_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
@@ -25,6 +27,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def Run(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
         self._context.admit(request.model)
+        if request.ticket_id and not _TICKET_ID.fullmatch(request.ticket_id):
+            raise InvalidRequest("ticket_id must be 32 hex digits, or empty", field="ticket_id")
         tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
         begun = self._context.clock.monotonic()
         stream = self._context.loop.submit(
@@ -71,7 +75,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if not request.offer:
             self._context.loop.release_export(item.export)
             return answer
-        offered = self._desk.offer(item.export, update.export, tokens, request.tenant)
+        wished = TicketId(request.ticket_id) if request.ticket_id else None
+        offered = self._desk.offer(item.export, update.export, tokens, request.tenant, wished)
         answer.ticket, answer.ticket_id = offered.sealed, offered.ticket_id
 
         def release_if_unheard(call: Context) -> None:

@@ -95,6 +95,18 @@ async def test_keys_open_the_door_to_their_tenant(tmp_path: Path, caplog):
     assert "sk-" not in caplog.text
 
 
+async def test_a_body_that_never_arrives_is_given_up():
+    http = HttpConfig(address="127.0.0.1:0", body_timeout_seconds=0.1)
+    async with scripted_gateway(http=http) as gateway:
+        host, port = gateway.gateway.listening.http.split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        async with asyncio.timeout(10):
+            assert b"408" in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_a_client_that_leaves_while_sending_harms_nobody(gateway, client):
     host, port = gateway.gateway.listening.http.split(":")
     _reader, writer = await asyncio.open_connection(host, int(port))

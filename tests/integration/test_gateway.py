@@ -1,0 +1,158 @@
+"""A gateway in front of real worker processes: the tokens of one engine, whoever leaves or dies on the way."""
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from kvferry.client import AsyncClient, FinishReason
+from kvferry.core.clock import SystemClock
+from kvferry.engine import LLM, SamplingParams
+from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.routing import pick, prefix_key
+from kvferry.gateway.serve import Gateway
+from kvferry.model.source import open_model
+from kvferry.rpc.model_text import text_model_of
+from kvferry.testing.idle import assert_workers_idle
+from kvferry.testing.processes import RunningProcess, a_worker
+
+_PROMPT = [(11 * i) % 200 for i in range(70)]
+_DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=300, ignore_eos=True)
+
+
+def heard(worker: RunningProcess, name: str) -> str:
+    return str(worker.events["listening"][name])
+
+
+@dataclass
+class Stack:
+    """A gateway and a client of it."""
+
+    gateway: Gateway
+    client: AsyncClient
+
+    async def tokens(self, sampling: SamplingParams, prompt: list[int] | None = None) -> list[int]:
+        (whole,) = await self.client.complete(prompt or _PROMPT, sampling, timeout=60)
+        return whole.token_ids
+
+
+@asynccontextmanager
+async def a_stack(prefill: list[RunningProcess], decode: list[RunningProcess]) -> AsyncIterator[Stack]:
+    def endpoints(workers: list[RunningProcess]) -> tuple[Endpoint, ...]:
+        return tuple(Endpoint(heard(w, "grpc"), heard(w, "admin")) for w in workers)
+
+    config = GatewayConfig(
+        fleet=FleetConfig(prefill=endpoints(prefill), decode=endpoints(decode), status_interval_seconds=0.05),
+        http=HttpConfig(address="127.0.0.1:0"),
+        grpc_address="127.0.0.1:0",
+    )
+    gateway = await Gateway.start(config, text_model_of(open_model("tiny")), SystemClock())
+    try:
+        async with asyncio.timeout(30):
+            await gateway.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
+        async with AsyncClient(gateway.listening.grpc) as client:
+            yield Stack(gateway, client)
+    finally:
+        await gateway.stop()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[int]:
+    return list(llm.generate([_PROMPT], _DRAWN)[0].token_ids)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[RunningProcess, RunningProcess]]:
+    with a_worker("prefill", "--connector", "shm") as p, a_worker("decode", "--connector", "shm") as d:
+        yield p, d
+
+
+@pytest.fixture
+async def stack(pair: tuple[RunningProcess, RunningProcess]) -> AsyncIterator[Stack]:
+    async with a_stack([pair[0]], [pair[1]]) as running:
+        yield running
+        await asyncio.wait_for(running.gateway.dispatcher.wait_idle(), 20)
+    # Well below the ten seconds of an offer's own life: what is left must have been given back, not have run out.
+    await asyncio.to_thread(assert_workers_idle, [heard(w, "admin") for w in pair], within_seconds=4.0)
+
+
+async def test_tokens_are_those_of_one_engine(stack, expected):
+    (whole,) = await stack.client.complete(_PROMPT, _DRAWN)
+    assert whole.token_ids == expected
+    assert whole.finish_reason is FinishReason.LENGTH
+    assert whole.timing.handoff_outcome in ("fetched", "local")
+
+
+async def test_samples_side_by_side_are_those_of_the_engine_alone(stack, expected):
+    first, second = await stack.client.complete(_PROMPT, _DRAWN, n=2)
+    assert first.token_ids == expected
+    assert second.token_ids != expected
+
+
+async def test_a_stop_string_frees_the_workers_early(stack):
+    (free,) = await stack.client.complete("hello", _DRAWN)
+    stop = free.text[8:11]
+    wishes = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=300, ignore_eos=True, stop=(stop,))
+    (stopped,) = await stack.client.complete("hello", wishes)
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind(stack, expected):
+    dice = random.Random(5)
+
+    async def leave(after_tokens: int) -> None:
+        stream = stack.client.generate(_PROMPT, _DRAWN)
+        async with aclosing(stream) as chunks:
+            for _ in range(after_tokens):
+                await anext(chunks)
+
+    async def leave_while_waiting(rounds: int) -> None:
+        task = asyncio.create_task(stack.tokens(_DRAWN))
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    for _ in range(4):
+        await asyncio.gather(
+            *(leave(dice.choice([1, 1, 2, 3, 10])) for _ in range(4)),
+            *(leave_while_waiting(dice.randrange(400)) for _ in range(4)),
+        )
+    assert await stack.tokens(_DRAWN) == expected
+
+
+def belongs_to(prompt: list[int], address: str, stack: Stack) -> bool:
+    key = prefix_key(prompt, tenant="", block_tokens=16, prefix_blocks=4)
+    found = pick(key, stack.gateway.fleet.candidates().decode, 1.25)
+    return found is not None and found.replica.address == address
+
+
+async def test_a_stream_survives_its_decode_worker_being_killed(pair, llm):
+    p, survivor = pair
+    with a_worker("decode", "--connector", "shm") as victim:
+        async with a_stack([p], [survivor, victim]) as stack:
+            prompts = ([seed, *_PROMPT] for seed in range(200))
+            prompt = next(found for found in prompts if belongs_to(found, heard(victim, "grpc"), stack))
+            tokens: list[int] = []
+            chunk = None
+            async with aclosing(stack.client.generate(prompt, _DRAWN, timeout=60)) as chunks:
+                async for chunk in chunks:
+                    tokens += [token.token_id for token in chunk.tokens]
+                    if len(tokens) > 5 and victim.process.poll() is None:
+                        victim.stop(signal.SIGKILL)
+            assert tokens == list(llm.generate([prompt], _DRAWN)[0].token_ids)
+            assert chunk is not None
+            assert chunk.timing is not None
+            assert chunk.timing.resumed == 1
+            await asyncio.wait_for(stack.gateway.dispatcher.wait_idle(), 20)
+    await asyncio.to_thread(assert_workers_idle, [heard(w, "admin") for w in pair])
