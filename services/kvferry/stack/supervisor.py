@@ -99,7 +99,8 @@ class SupervisedProcess:
         if process is not None and process.returncode is None:
             _signal(process, signal.SIGTERM)
             try:
-                await asyncio.wait_for(process.wait(), grace_seconds)
+                async with asyncio.timeout(grace_seconds):
+                    await process.wait()
             except TimeoutError:
                 _log.warning("%s did not end within %.0f s and is killed", self.spec.name, grace_seconds)
                 _signal(process, signal.SIGKILL)
@@ -109,8 +110,10 @@ class SupervisedProcess:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _wait(self, announced: asyncio.Future[Event], what: str, timeout: float) -> Event:
+        # Not asyncio.wait_for: until Python 3.12 it can lose a cancellation.
         try:
-            return await asyncio.wait_for(asyncio.shield(announced), timeout)
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(announced)
         except TimeoutError:
             raise Unavailable(f"{self.spec.name} did not {what} within {timeout:.0f} s; see its log above") from None
 
