@@ -17,7 +17,7 @@ from kvferry.gateway.api_keys import ApiKeys
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.dispatch import Dispatcher
 from kvferry.gateway.fleet import Fleet
-from kvferry.gateway.http import HttpSide
+from kvferry.gateway.http_side import HttpSide
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.readiness import FleetCollector, can_serve, notes
 from kvferry.rpc.inference import inference_service

@@ -1,0 +1,17 @@
+from kvferry.core.metrics import ALL, Kind
+
+
+def test_names_are_unique_and_say_their_unit():
+    assert len({metric.name for metric in ALL}) == len(ALL) > 10
+    for metric in ALL:
+        if metric.name.startswith("vllm:"):
+            continue
+        assert metric.name.startswith("kvferry_")
+        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
+        assert metric.name.endswith(("_seconds", "_bytes")) or metric.kind is not Kind.HISTOGRAM
+
+
+def test_only_histograms_have_buckets_and_they_rise():
+    for metric in ALL:
+        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
