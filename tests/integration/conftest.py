@@ -17,6 +17,5 @@ def smollm() -> ModelSource:
 @pytest.fixture(scope="session")
 def runner(smollm: ModelSource) -> Runner:
     """Float32, pages of 16 tokens, room for 12,800."""
-    torch.set_num_threads(2)
     model = build_model(smollm.config, smollm.tensors, dtype=torch.float32)
     return Runner(model, PagedKv.allocate(PageShape.of(smollm.config, block_tokens=16, dtype=torch.float32), 800))

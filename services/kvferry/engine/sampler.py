@@ -24,8 +24,8 @@ from kvferry.engine.step import ScheduledSequence
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
-_HEAD_TOKENS = 512
-"""Most draws fall among this many likely tokens; sorting 49,152 in full takes ten times as long."""
+_HEAD_TOKENS = (512, 8192)
+"""Most draws fall among the first few likely tokens; sorting 49,152 in full takes ten times as long."""
 
 
 def sample(logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> list[SampledToken]:
@@ -110,7 +110,8 @@ def draw(logits: Floats, params: SamplingParams, u: float) -> int:
     """
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends all but the best to zero
         weights = np.exp((logits - logits.max()) / params.temperature)
-    for head in (_head(weights, max(_HEAD_TOKENS, params.top_k)), None):
+    for count in (*_HEAD_TOKENS, len(weights)):
+        head = _head(weights, max(count, params.top_k))
         ids = _by_weight(weights, head)
         token = _walk(weights[ids], weights, params, u, is_all=head is None)
         if token is not None:
