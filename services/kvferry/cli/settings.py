@@ -23,7 +23,12 @@ ENGINE = (
         "Of computation and KV; auto takes the faster one by measurement on this machine.",
         choices=("auto", "float32", "bfloat16", "float16"),
     ),
-    Setting("threads", 0, "Compute threads; 0: one for each core.", parse=whole(0, 1024)),
+    Setting(
+        "threads",
+        0,
+        "Compute threads of a worker; 0: one for each core, shared out by role in a stack.",
+        parse=whole(0, 1024),
+    ),
     Setting("kv_memory", 1 << 30, "Memory for KV pages, for example 512MiB or 4GiB.", parse=size_bytes),
     Setting("block_tokens", 16, "Tokens in a KV page.", parse=whole(1, 1024)),
     Setting(

@@ -1,6 +1,7 @@
 """`kvferry up`: the whole stack on this machine."""
 
 import asyncio
+import os
 import signal
 import sys
 
@@ -18,7 +19,7 @@ def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
     """The stack that these settings describe."""
     worker_flags = ["--log-level", values["log_level"]]
     for setting in settings.ENGINE:
-        if values.is_given(setting.name):
+        if values.is_given(setting.name) and setting.name != "threads":
             worker_flags += [setting.flag, str(values[setting.name])]
     gateway_flags = ["--log-level", values["log_level"], "--block-tokens", str(values["block_tokens"])]
     has = values.resolved
@@ -33,6 +34,8 @@ def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
         connector=values["connector"],
         http=http,
         grpc=grpc,
+        cores=len(os.sched_getaffinity(0)),
+        threads=values["threads"],
         worker_flags=tuple(worker_flags),
         gateway_flags=tuple(gateway_flags),
         **counts,

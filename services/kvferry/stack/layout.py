@@ -8,6 +8,12 @@ from kvferry.stack.supervisor import ProcessSpec
 
 MAX_WORKERS = 64
 
+# How long a compute thread spins for the next piece of work before it sleeps (libgomp's unit). Measured on two
+# cores, docs/performance.md: alone, a longer spin makes decode half as fast again; beside another worker it makes
+# both of them three times slower.
+_SPIN_ALONE = "3000"
+_SPIN_SHARED = "100"
+
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
@@ -20,6 +26,10 @@ class StackConfig:
     connector: str = "shm"
     http: str = "127.0.0.1:8000"
     grpc: str = "127.0.0.1:9000"
+    cores: int = 1
+    """Cores that all workers share."""
+    threads: int = 0
+    """Compute threads of each worker; 0: chosen by role, see `compute_threads`."""
     worker_flags: Sequence[str] = ()
     """Passed on to every worker: `--dtype`, `--kv-memory`, ..."""
     gateway_flags: Sequence[str] = ()
@@ -45,13 +55,30 @@ class StackConfig:
             )
 
 
+def compute_threads(config: StackConfig, role: str) -> int:
+    """Threads for one worker so that the workers of one machine do not starve each other.
+
+    Prefill comes in bursts and uses whatever is free; a stream's steps are short and many, and a second thread
+    that waits for its turn delays each of them, so decode keeps to its share.
+    """
+    if config.threads:
+        return config.threads
+    if role in {"prefill", "split"}:
+        return config.cores
+    return max(1, config.cores // (config.prefill + config.decode + config.both))
+
+
 def worker_specs(config: StackConfig, secrets: Mapping[str, str]) -> list[ProcessSpec]:
     """The workers. `{grpc}` and the like stand for the addresses that the first start will bind."""
+
+    is_alone = config.prefill + config.decode + config.both == 1
+    environment = {**secrets, "GOMP_SPINCOUNT": _SPIN_ALONE if is_alone else _SPIN_SHARED}
 
     def worker(name: str, role: str, *more: str) -> ProcessSpec:
         fixed = ("worker", "--role", role, "--model", config.model, "--connector", config.connector)
         addresses = ("--listen", "{grpc}", "--admin", "{admin}")
-        return ProcessSpec(name, (*fixed, *addresses, *more, *config.worker_flags), secrets)
+        threads = ("--threads", str(compute_threads(config, role)))
+        return ProcessSpec(name, (*fixed, *addresses, *threads, *more, *config.worker_flags), environment)
 
     if config.connector == "memory":
         pairs = [
@@ -59,7 +86,7 @@ def worker_specs(config: StackConfig, secrets: Mapping[str, str]) -> list[Proces
             for i in range(config.prefill)
         ]
         return pairs + [worker(f"both-{i}", "both") for i in range(config.both)]
-    counts = {"prefill": config.prefill, "decode": config.decode, "both": config.both}
+    counts: Mapping[str, int] = {"prefill": config.prefill, "decode": config.decode, "both": config.both}
     return [worker(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
 
 
