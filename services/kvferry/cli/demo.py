@@ -21,7 +21,7 @@ from kvferry.rpc.token_source import Timing
 from kvferry.stack.layout import StackConfig
 from kvferry.stack.local_stack import LocalStack
 
-DEFAULT_PROMPT = "What is the capital of France? Answer in one sentence, then say what it is known for."
+DEFAULT_PROMPT = "Explain what photosynthesis is in two sentences."
 _REQUEST_SECONDS = 300.0
 _STOP_SECONDS = 10.0
 
