@@ -11,7 +11,15 @@ from kvferry.kv.ticket import Keyring
 from kvferry.rpc.wire import sampling_to_wire
 from kvferry.testing.idle import assert_workers_idle
 from kvferry.testing.processes import TEST_KEYS, RunningProcess, a_worker
-from kvferry.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvferry.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    kv_events_pb2,
+    kv_events_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 
 CALL_SECONDS = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -28,6 +36,7 @@ class Pair:
 
     def __init__(self, prefill: str, decode: str, admin: list[str]) -> None:
         self.admin = admin
+        self.decode_address = decode
         self._channels = (grpc.insecure_channel(prefill), grpc.insecure_channel(decode))
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channels[0])
         self.decode = decode_pb2_grpc.DecodeStub(self._channels[1])
@@ -202,3 +211,18 @@ def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str,
         assert [answer.first_token.id, *tokens] == list(one_engine.generate([prompt], GREEDY)[0].token_ids)
         assert handoff.outcome == decode_pb2.Handoff.OUTCOME_RECOMPUTED
         assert_workers_idle(pair.admin[1:])
+
+
+def test_a_subscriber_hears_of_every_cached_block(pair: Pair) -> None:
+    with grpc.insecure_channel(pair.decode_address) as channel:
+        stream = kv_events_pb2_grpc.KvEventsStub(channel).Subscribe(kv_events_pb2.SubscribeRequest())
+        snapshot = next(stream)
+        names = {b.name for b in snapshot.snapshot.blocks}
+        pair.generate([77, 78] * 20, GREEDY)
+        delta = next(stream)
+        assert delta.sequence == snapshot.sequence + 1
+        fresh = {b.name for b in delta.delta.stored}
+        assert len(fresh) >= 2
+        assert delta.digest.count == len((names - set(delta.delta.removed)) | fresh)
+        stream.cancel()
+    assert_workers_idle(pair.admin)

@@ -14,6 +14,8 @@ import pytest
 from kvferry.client import Client
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.engine import LLM
+from kvferry.engine.scheduler import SchedulerLimits
 from kvferry.testing.idle import assert_workers_idle
 from kvferry.testing.processes import running
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
@@ -21,6 +23,7 @@ from kvferry.v1 import inference_pb2, inference_pb2_grpc
 MODEL = "smollm2-135m-instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+GREEDY_32 = SamplingParams(temperature=0.0, max_tokens=32)
 SECONDS = 120.0
 
 
@@ -127,6 +130,52 @@ def test_grpc_gives_the_same_text_and_its_errors_name_the_field(stack: Stack, an
         assert "9000" in caught.value.message
         with pytest.raises(UnknownModel):
             client.complete("x", GREEDY, model="gpt-5")
+
+
+def test_not_a_number_is_refused_over_grpc(stack: Stack) -> None:
+    with grpc.insecure_channel(stack.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for field in ("temperature", "top_p", "min_p", "frequency_penalty"):
+            request = inference_pb2.GenerateRequest(text="x", sampling={field: float("nan")})
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.Generate(request, timeout=SECONDS))
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert field in str(caught.value.details())
+
+
+@pytest.mark.parametrize("chunk", [512, 48])
+def test_prefill_and_decode_give_the_tokens_of_one_engine(stack: Stack, chunk: int) -> None:
+    """Greedy, float32, the real model; the reference computes its prompts in other chunks, all in one batch."""
+    texts = [
+        "a",
+        "The capital of France is",
+        "Zwölf Boxkämpfer jagen Viktor über den Sylter Deich.",
+        "日本語の文章",
+        "1 2 3 " * 60,
+    ]
+    prompts = [
+        *([(i * 7919 + k) % 40000 + 30 for k in range(n)] for i, n in enumerate((15, 16, 17, 31, 32, 33, 700))),
+        *texts,
+    ]
+    sampling = SamplingParams(temperature=0.0, max_tokens=32, logprobs=1)
+    alone = LLM(MODEL, dtype="float32", kv_bytes=256 << 20, limits=SchedulerLimits(max_chunk_tokens=chunk))
+    expected = alone.generate(prompts, sampling)
+    with Client(stack.grpc, timeout=SECONDS) as client:
+        for prompt, reference in zip(prompts, expected, strict=True):
+            (answer,) = client.complete(prompt, GREEDY_32)
+            if answer.token_ids == list(reference.token_ids):
+                continue
+            pairs = zip(answer.token_ids, reference.token_ids, strict=False)
+            first = next(i for i, (mine, theirs) in enumerate(pairs) if mine != theirs)
+            # A draw between two tokens that the model itself cannot tell apart within rounding may go either way.
+            best, second = (p for _, p in _top_two(alone, prompt, reference.token_ids[:first]))
+            assert best - second < 2e-3, f"prompt {str(prompt)[:40]!r} differs at token {first}"
+
+
+def _top_two(llm: LLM, prompt: object, so_far: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    tokens = llm.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)  # type: ignore[call-overload]
+    (again,) = llm.generate([[*tokens, *so_far]], SamplingParams(temperature=0.0, max_tokens=1, logprobs=2))
+    return again.logprobs[0].top
 
 
 def test_a_grpc_deadline_is_kept(stack: Stack) -> None:

@@ -16,7 +16,7 @@ from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.allocation import Allocator
 from kvferry.engine.blocks import BlockPool
-from kvferry.engine.prefix_index import PrefixIndex
+from kvferry.engine.prefix_index import CacheChange, PrefixIndex
 from kvferry.engine.scheduler import Export, LoadJob, Scheduler, SchedulerLimits, SequenceUpdate
 from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepPlan, StepResult
@@ -69,6 +69,8 @@ class StepOutput:
     exports: dict[RequestId, int]
     """Numbers of the exports that this step made; whoever reads this now owns them (`release_export`)."""
     loads: list[LoadOutcome]
+    cache_changes: list[CacheChange]
+    """Named blocks that came into the prefix cache or left it, in order."""
     ran: bool
     """Whether anything was computed; if not, only a new message or a freed page can change that."""
 
@@ -179,10 +181,10 @@ class Engine:
         for job in self.scheduler.take_loads():
             self._start(job)
         if not plan.scheduled:
-            return StepOutput([], {}, loads, ran=False)
+            return StepOutput([], {}, loads, self.allocator.index.take_changes(), ran=False)
         updates = self.scheduler.update(plan, self._runner.run(plan))
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
-        return StepOutput(updates, exports, loads, ran=True)
+        return StepOutput(updates, exports, loads, self.allocator.index.take_changes(), ran=True)
 
     @property
     def has_work(self) -> bool:

@@ -19,6 +19,7 @@ from kvferry.kernels.ops import ops_for
 from kvferry.model.detokenizer import Detokenizer
 from kvferry.model.source import open_model
 from kvferry.model.stop_strings import StopMatcher
+from kvferry.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ class LLM:
         """Of computation and KV."""
 
     @property
-    def tokenizer(self) -> object:
-        """The model's tokenizer (`kvferry.model.tokenizer.Tokenizer`)."""
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
         return self._source.tokenizer
 
     def generate(

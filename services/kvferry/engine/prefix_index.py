@@ -6,15 +6,36 @@ of one block enough: its parents were confirmed one by one on the way to it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A named block as others may know it: no tokens."""
+
+    name: BlockHash
+    parent: BlockHash | None
+    """`None`: the prompt's first block."""
+    depth: int
+    """Blocks before it in its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """One block came, or (`stored` is `None`) one went."""
+
+    name: BlockHash
+    stored: CachedBlock | None
 
 
 class PrefixIndex:
     """Names of full, computed blocks. Holds no references: a page may be reused while it is listed here."""
 
     def __init__(self) -> None:
+        self._changes: list[CacheChange] = []
         self._block_of: dict[BlockHash, BlockId] = {}
         self._content_of: dict[BlockId, tuple[BlockHash, tuple[int, ...]]] = {}
 
@@ -28,7 +49,15 @@ class PrefixIndex:
             return None
         return block
 
-    def add(self, name: BlockHash, tokens: Sequence[int], block: BlockId) -> bool:
+    def add(
+        self,
+        name: BlockHash,
+        tokens: Sequence[int],
+        block: BlockId,
+        *,
+        parent: BlockHash | None = None,
+        depth: int = 0,
+    ) -> bool:
         """List a page whose whole content is computed; whether it was listed. The first page of a name stays.
 
         Raises:
@@ -40,6 +69,7 @@ class PrefixIndex:
             raise InvariantBroken(f"block {block} already has a name; a page is named once in each life")
         self._block_of[name] = block
         self._content_of[block] = (name, tuple(tokens))
+        self._changes.append(CacheChange(name, CachedBlock(name, parent, depth)))
         return True
 
     def forget(self, block: BlockId) -> None:
@@ -47,6 +77,12 @@ class PrefixIndex:
         content = self._content_of.pop(block, None)
         if content is not None:
             del self._block_of[content[0]]
+            self._changes.append(CacheChange(content[0], None))
+
+    def take_changes(self) -> list[CacheChange]:
+        """What came and went since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def blocks(self) -> set[BlockId]:
         """The pages that hold named blocks."""

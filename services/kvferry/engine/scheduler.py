@@ -309,7 +309,13 @@ class Scheduler:
             return
         names = sequence.name_blocks()
         for i in range(sequence.num_listed, full):
-            self.allocator.index.add(names[i], sequence.tokens[i * size : (i + 1) * size], sequence.table.blocks[i])
+            self.allocator.index.add(
+                names[i],
+                sequence.tokens[i * size : (i + 1) * size],
+                sequence.table.blocks[i],
+                parent=names[i - 1] if i else None,
+                depth=i,
+            )
         sequence.num_listed = full
 
     def _append(self, sequence: Sequence, drawn: SampledToken) -> SequenceUpdate:

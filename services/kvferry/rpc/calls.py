@@ -15,6 +15,8 @@ from kvferry.rpc.errors import status_of
 _log = logging.getLogger(__name__)
 
 _OWN_PREFIX = "/kvferry."
+_LASTING_PREFIX = "/kvferry.v1.KvEvents/"
+"""Subscriptions last as long as the server; they are no work in flight."""
 _QUIET_HTTP_STATUS = 500
 """Below it the caller is at fault, which is no news for our log."""
 
@@ -56,34 +58,35 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or not method.startswith(_OWN_PREFIX):
             return handler
+        calls = OpenCalls() if method.startswith(_LASTING_PREFIX) else self._calls
         codecs = {
             "request_deserializer": handler.request_deserializer,
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **codecs)
+            return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary, calls), **codecs)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream), **codecs)
+            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream, calls), **codecs)
         return handler
 
-    def _unary(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _unary(self, method: str, inner: Callable[..., Any], calls: OpenCalls) -> Callable[..., Any]:
         async def call(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
-            self._calls.enter()
+            calls.enter()
             try:
                 result = inner(request, context)
                 return await result if inspect.isawaitable(result) else result
             except Exception as error:
                 await _abort(error, method, request, context)
             finally:
-                self._calls.leave()
+                calls.leave()
 
         return call
 
-    def _stream(self, method: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _stream(self, method: str, inner: Callable[..., Any], calls: OpenCalls) -> Callable[..., Any]:
         # A coroutine that writes, not a generator: when the call is cancelled while a message is being written,
         # a generator would stay suspended until collected, holding whatever its `finally` gives back.
         async def call(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            self._calls.enter()
+            calls.enter()
             try:
                 async with aclosing(cast("AsyncGenerator[object, None]", inner(request, context))) as messages:
                     async for message in messages:
@@ -91,7 +94,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except Exception as error:
                 await _abort(error, method, request, context)
             finally:
-                self._calls.leave()
+                calls.leave()
 
         return call
 

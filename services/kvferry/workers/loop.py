@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import InvariantBroken, KvferryError, Unavailable
 from kvferry.core.ids import RequestId
 from kvferry.engine.engine import Engine, EngineLoad, EngineRequest, StepOutput
+from kvferry.engine.prefix_index import CacheChange
 from kvferry.engine.scheduler import SequenceUpdate
 from kvferry.kv.connector import LoadOutcome, PagesQuiet
 
@@ -79,14 +80,23 @@ class EngineStream:
 class EngineLoop:
     """An engine and its thread. `start` needs a running event loop; all else is called from that loop's thread."""
 
-    def __init__(self, engine: Engine, *, name: str, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str,
+        on_failure: Callable[[BaseException], None],
+        on_cache_changes: Callable[[list[CacheChange]], None] = lambda _: None,
+    ) -> None:
         """
         Args:
+            on_cache_changes: called on the event loop with what came into the prefix cache or left it.
             on_failure: called on the event loop when the engine broke an invariant; the process should end.
         """
         self._engine = engine
         self._name = name
         self._on_failure = on_failure
+        self._on_cache_changes = on_cache_changes
         self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._streams: dict[RequestId, EngineStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,7 +156,7 @@ class EngineLoop:
             while True:
                 if not self._take_commands(wait=idle):
                     return
-                output = self._engine.step() if self._engine.has_work else StepOutput([], {}, [], ran=False)
+                output = self._engine.step() if self._engine.has_work else StepOutput([], {}, [], [], ran=False)
                 self._hand_out(output)
                 idle = not output.ran
                 self.load = self._engine.load()
@@ -194,6 +204,8 @@ class EngineLoop:
             items.append((update.request_id, StreamItem(update=update, export=export), over))
         if items:
             self._call_soon(self._deliver, items)
+        if output.cache_changes:
+            self._call_soon(self._on_cache_changes, output.cache_changes)
 
     def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
         if self._loop is not None and not self._loop.is_closed():

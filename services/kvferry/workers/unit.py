@@ -15,12 +15,19 @@ from kvferry.rpc.inference import inference_service
 from kvferry.rpc.model_text import text_model_of
 from kvferry.rpc.server import RpcServer, Service, start_server
 from kvferry.rpc.text_service import TextService
-from kvferry.v1 import decode_pb2_grpc, kv_transfer_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2_grpc
+from kvferry.v1 import (
+    decode_pb2_grpc,
+    kv_events_pb2_grpc,
+    kv_transfer_pb2_grpc,
+    prefill_pb2_grpc,
+    worker_admin_pb2_grpc,
+)
 from kvferry.workers.admin import AdminService
 from kvferry.workers.build import BuiltEngine, LoadedModel
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.decode import DecodeService
+from kvferry.workers.kv_events import CacheFeed, KvEventsService
 from kvferry.workers.local import LocalSource
 from kvferry.workers.loop import EngineLoop
 from kvferry.workers.offer_desk import OfferDesk
@@ -65,7 +72,10 @@ class WorkerUnit:
     ) -> None:
         self._config, self._place, self._model, self._built = config, place, model, built
         self._keyring = Keyring(config.ticket_secrets)
-        self._loop = EngineLoop(built.engine, name=f"engine-{place.role}", on_failure=on_failure)
+        self._cache = CacheFeed(incarnation)
+        self._loop = EngineLoop(
+            built.engine, name=f"engine-{place.role}", on_failure=on_failure, on_cache_changes=self._cache.apply
+        )
         self.context = WorkerContext(
             incarnation=incarnation,
             role=place.role,
@@ -132,6 +142,7 @@ class WorkerUnit:
         if running is None:
             return
         await running.work.set_ready(False)
+        self._cache.close()  # its streams never end by themselves
         await running.admin_service.drain(drain_seconds)
         await running.work.stop(_FLUSH_SECONDS)
         for task in running.tasks:
@@ -151,6 +162,8 @@ class WorkerUnit:
         prefill = PrefillService(self.context, self._desk)
         transfer = TransferService(self.context, self._desk, self._built.transport)
         decode = DecodeService(self.context, self._keyring, self._control)
+        events = KvEventsService(self._cache)
+        feed = Service("kvferry.v1.KvEvents", lambda s: kv_events_pb2_grpc.add_KvEventsServicer_to_server(events, s))
         makers = {
             "prefill": [
                 Service("kvferry.v1.Prefill", lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, s)),
@@ -162,11 +175,11 @@ class WorkerUnit:
             "decode": [Service("kvferry.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(decode, s))],
         }
         if self._place.role != "both":
-            return makers[self._place.role]
+            return [*makers[self._place.role], feed]
         text = TextService(
             LocalSource(self.context),
             text_model_of(self._model.source),
             clock=self.context.clock,
             context_tokens=lambda: self.context.max_model_tokens,
         )
-        return [*makers["prefill"], *makers["decode"], inference_service(text)]
+        return [*makers["prefill"], *makers["decode"], feed, inference_service(text)]
