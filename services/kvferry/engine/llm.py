@@ -11,11 +11,9 @@ from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.compute_dtype import choose_dtype
 from kvferry.engine.engine import Engine, EngineRequest, one_secret
-from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.models.weights import load_weights
+from kvferry.engine.models.transformer import build_model
 from kvferry.engine.runner import Runner
 from kvferry.engine.scheduler import SchedulerLimits
-from kvferry.kernels.ops import ops_for
 from kvferry.model.detokenizer import Detokenizer
 from kvferry.model.source import open_model
 from kvferry.model.stop_strings import StopMatcher
@@ -77,12 +75,11 @@ class LLM:
         self._count = 0
         config = self._source.config
         chosen = choose_dtype(dtype, config)
-        ops = ops_for("cpu")
-        weights = load_weights(config, self._source.tensors, ops, dtype=chosen, device=torch.device("cpu"))
+        transformer = build_model(config, self._source.tensors, dtype=chosen)
         shape = PageShape.of(config, block_tokens=block_tokens, dtype=chosen)
         num_blocks = max(2, kv_bytes // shape.block_bytes)
         self.engine = Engine(
-            Runner(Transformer(config, weights, ops, dtype=chosen), PagedKv.allocate(shape, num_blocks)),
+            Runner(transformer, PagedKv.allocate(shape, num_blocks)),
             num_blocks=num_blocks,
             block_tokens=block_tokens,
             max_model_tokens=config.max_model_tokens,

@@ -18,10 +18,8 @@ from kvferry.core.ids import Incarnation
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.compute_dtype import AUTO, choose_dtype
 from kvferry.engine.engine import Engine, one_secret
-from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.models.weights import load_weights
+from kvferry.engine.models.transformer import Transformer, build_model
 from kvferry.engine.runner import Runner
-from kvferry.kernels.ops import ops_for
 from kvferry.kv.connector import Transport
 from kvferry.kv.layout import KvLayout
 from kvferry.kv.registry import open_transport
@@ -57,10 +55,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     source = open_model(config.model)
     dtype = _dtype(config.dtype, source.config)
-    ops = ops_for("cpu")
-    weights = load_weights(source.config, source.tensors, ops, dtype=dtype, device=torch.device("cpu"))
-    name = str(dtype).removeprefix("torch.")
-    return LoadedModel(source, Transformer(source.config, weights, ops, dtype=dtype), name)
+    transformer = build_model(source.config, source.tensors, dtype=dtype)
+    return LoadedModel(source, transformer, str(dtype).removeprefix("torch."))
 
 
 def build_engine(
