@@ -188,6 +188,9 @@ class Fetcher:
                 return
         address = self._control.describe(peer, self._transport.name, self._layout.fingerprint, timeout)
         self._transport.connect(peer, address)
+        # A first read may have to set up connections (tens to hundreds of ms over NIXL); it has a control message's
+        # time here, where a transfer's own deadline would give it up.
+        self._transport.read_epochs(peer, [0], timeout)
         with self._lock:
             self._connected.add(peer.incarnation)
 

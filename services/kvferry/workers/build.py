@@ -20,7 +20,7 @@ from kvferry.engine.compute_dtype import AUTO, choose_dtype
 from kvferry.engine.engine import Engine, one_secret
 from kvferry.engine.models.transformer import Transformer, build_model
 from kvferry.engine.runner import Runner
-from kvferry.kv.connector import Transport
+from kvferry.kv.connector import PageMemory, Transport
 from kvferry.kv.layout import KvLayout
 from kvferry.kv.registry import open_transport
 from kvferry.model.config import ModelConfig
@@ -42,6 +42,7 @@ class BuiltEngine:
     """An engine and what its surroundings need to know."""
 
     engine: Engine
+    memory: PageMemory
     transport: Transport
     layout: KvLayout
 
@@ -98,7 +99,7 @@ def build_engine(
         tenant_secret=one_secret(tenant_secret),
         epochs=memory.epochs,
     )
-    return BuiltEngine(engine, transport, layout)
+    return BuiltEngine(engine, memory, transport, layout)
 
 
 def _dtype(wanted: str, config: ModelConfig) -> torch.dtype:

@@ -21,7 +21,7 @@ class EngineConfig:
     threads: int = 0
     """Compute threads; 0: as many as there are cores for this process."""
     kv_bytes: int = 1 << 30
-    """Memory for KV pages. Touched only as far as it is used."""
+    """Memory for KV pages; backed in full soon after start."""
     block_tokens: int = 16
     """Tokens a page; 16 is the field's usual trade between waste and table length."""
     max_model_tokens: int = 0

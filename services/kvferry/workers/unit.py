@@ -1,6 +1,7 @@
 """One engine with its services: a process of role prefill, decode or both has one, of role split two."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import EngineRequest
 from kvferry.kv.fetcher import Fetcher
+from kvferry.kv.populate import populate_in_background
 from kvferry.kv.ticket import Keyring
 from kvferry.rpc.inference import inference_service
 from kvferry.rpc.model_text import text_model_of
@@ -91,6 +93,7 @@ class WorkerUnit:
         self._control = GrpcPeerControl(lambda: self.context.identity)
         self._fetcher = Fetcher(built.transport, self._control, built.layout, self._loop.post, clock=clock)
         self._running: _Running | None = None
+        self._stopped = threading.Event()
 
     async def start(self) -> None:
         """Bind, serve, and run the engine's thread. Not ready before `warm_up`.
@@ -134,10 +137,12 @@ class WorkerUnit:
         if self._running is None:
             raise Unavailable("the worker was stopped while it started")
         self.context.ready = True
+        populate_in_background(self._built.memory.pages, self._stopped)
         await self._running.work.set_ready(True)
 
     async def stop(self, drain_seconds: float) -> None:
         """Drain, then end everything. Idempotent."""
+        self._stopped.set()
         running, self._running = self._running, None
         if running is None:
             return

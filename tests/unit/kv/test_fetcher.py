@@ -75,7 +75,7 @@ class Script:
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         self._step("read_epochs")
-        return [self.epochs[b] for b in remote]
+        return [self.epochs.get(b, 0) for b in remote]
 
     def forget(self, peer: Peer) -> None:
         self.forgotten += 1
