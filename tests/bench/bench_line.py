@@ -50,6 +50,7 @@ FRESH_TOKENS = 8
 """At the end of a warm prompt; fewer than a block, so that all blocks but the last are cached."""
 DECODE_TOKENS = 64
 STREAMS = 8
+ATTEMPTS = 5
 READ_BYTES = 512 << 20
 THREADS = 2
 CALL_SECONDS = 300.0
@@ -86,6 +87,8 @@ class System:
     client: AsyncClient
     dtype: str
     values: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    went_round: list[Timing] = field(default_factory=list)
+    """Of requests that were answered, but not by hand-off."""
 
     def note(self, cell: str, unit: str, value: float) -> None:
         self.values.setdefault((cell, unit), []).append(value)
@@ -122,18 +125,27 @@ def a_prompt(length: int, seed: str) -> list[int]:
 
 async def first_tokens(system: System, length: int, repetition: int) -> None:
     """A cold prompt with its hand-off, then a warm one."""
-    prompt = a_prompt(length, f"{length}/{repetition}/{os.getpid()}")
-    cold = await ask(system.client, prompt, 2)
+    prompt, cold = await cold_prompt(system, length, f"{length}/{repetition}/{os.getpid()}")
     system.note(f"first token, {length} cold", "ms", 1e3 * cold.arrivals[0])
     if system.connector != AGGREGATED:
         took = cold.timing
-        if took.handoff_outcome != "fetched":
-            raise SystemExit(f"{system.connector}: hand-off of {length} tokens was {took.handoff_outcome}, not fetched")
         system.note(f"hand-off, {length}", "ms", 1e3 * took.handoff_seconds)
         system.note(f"hand-off, {length}", "GB/s", took.handoff_bytes / took.handoff_seconds / 1e9)
     fresh = a_prompt(FRESH_TOKENS, f"fresh/{length}/{repetition}/{os.getpid()}")
     warm = await ask(system.client, [*prompt[:-FRESH_TOKENS], *fresh], 2)
     system.note(f"first token, {length} warm", "ms", 1e3 * warm.arrivals[0])
+
+
+async def cold_prompt(system: System, length: int, seed: str) -> tuple[list[int], Answer]:
+    """A prompt that took the way which is measured here. On a busy machine a worker may seem dead for a moment and
+    the gateway go round it; such a request is counted ("not by hand-off") and another prompt is sent."""
+    for attempt in range(ATTEMPTS):
+        prompt = a_prompt(length, f"{seed}/{attempt}")
+        answer = await ask(system.client, prompt, 2)
+        if system.connector == AGGREGATED or answer.timing.handoff_outcome == "fetched":
+            return prompt, answer
+        system.went_round.append(answer.timing)
+    raise SystemExit(f"{system.connector}: {ATTEMPTS} requests, none by hand-off; the last: {system.went_round[-1]}")
 
 
 async def decode_rates(system: System, repetition: int) -> None:
@@ -218,6 +230,7 @@ async def measure(given: argparse.Namespace, names: Sequence[str]) -> tuple[list
                 progress(f"warming up connector {name}")
                 await one_repetition(systems[-1], -1)
                 systems[-1].values.clear()
+                systems[-1].went_round.clear()
         for repetition in range(given.repetitions):
             rates.append(read_rate(data))
             # The order turns, so that nobody is always measured right after the same other one.
@@ -264,7 +277,12 @@ def rows(systems: Sequence[System], rates: Sequence[float], model: str) -> list[
         )
 
     made = [row("", f"memory read, {THREADS} threads", "GB/s", [rate / 1e9 for rate in rates])]
-    return made + [row(s.connector, cell, unit, v) for s in systems for (cell, unit), v in s.values.items()]
+    made += [row(s.connector, cell, unit, v) for s in systems for (cell, unit), v in s.values.items()]
+    return made + [
+        row(s.connector, "not by hand-off", "requests", [len(s.went_round)])
+        for s in systems
+        if s.connector != AGGREGATED
+    ]
 
 
 def commit() -> str:
@@ -342,6 +360,9 @@ def main() -> int:
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(r) for r in made], indent=1) + "\n")
     print(table(made, names))
+    for system in systems:
+        for timing in system.went_round:
+            print(f"{system.connector}, not by hand-off: {timing}")
     return 0
 
 
