@@ -70,8 +70,10 @@ lock: $(READY) ## resolve the dependencies anew into requirements.lock (ARGS="--
 bench: $(READY) ## the benchmarks; rows appended to tests/bench/results/*.csv
 	@$(BIN)/python tests/bench/bench_line.py $(ARGS)
 
-coverage: $(READY) ## branch coverage of the pure modules
-	@$(BIN)/python -m pytest tests/unit -q --cov --cov-report=term-missing:skip-covered $(ARGS)
+coverage: $(READY) ## branch coverage by the unit tests; fails where a pure module has less than 95 %
+	@mkdir -p build
+	@$(BIN)/python -m pytest tests/unit -q --cov --cov-report=json:build/coverage.json $(ARGS)
+	@$(BIN)/python -m kvferry.testing.pure_coverage build/coverage.json
 
 test-gpu: $(READY) ## the tests marked gpu
 	@$(BIN)/python -m pytest -m gpu $(ARGS) || test $$? -eq 5 # 5: none is marked so yet

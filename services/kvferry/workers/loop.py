@@ -112,11 +112,13 @@ class EngineLoop:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Stop after the step in progress. Streams still open hear `Unavailable`."""
+        """Stop after the step in progress. Streams still open hear `Unavailable`. Idempotent."""
+        ending = Unavailable("the worker is shutting down")
+        self._failure = self._failure or ending  # a stream submitted from here on would never hear anything
         self._commands.put(_STOP)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
-        self._fail_streams(Unavailable("the worker is shutting down"))
+        self._fail_streams(ending)
 
     def submit(self, request: EngineRequest) -> EngineStream:
         """Give the engine a request. Errors of intake (`InvalidRequest`, `Overloaded`) arrive through the stream.

@@ -1,5 +1,7 @@
 """The pool: order, counts, two lifetimes, epochs."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -83,6 +85,34 @@ def test_integrity_notices_a_lost_block() -> None:
     pool = BlockPool(3)
     pool._unlink(1)
     with pytest.raises(InvariantBroken, match="free list"):
+        pool.check_integrity()
+
+
+def test_a_pool_is_refused_that_would_not_cover_its_pages() -> None:
+    for arguments, says in [
+        ({"num_blocks": 0}, "at least one block, not 0"),
+        ({"num_blocks": 2, "free_order": [0, 0]}, "every block once"),
+        ({"num_blocks": 2, "epochs": [0]}, "1 entries for 2 blocks"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            BlockPool(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda pool: setattr(pool, "num_free", 1), "counted 1"),
+        (lambda pool: setattr(pool, "num_quarantined", 1), "0 blocks in quarantine, counted 1"),
+        (lambda pool: pool._refs.__setitem__(0, 1), "free list has 2 blocks"),
+        (lambda pool: (pool._refs.__setitem__(1, -1), pool._unlink(1)), "negative"),
+    ],
+    ids=["free count", "quarantine count", "a held page in the list", "negative"],
+)
+def test_the_integrity_check_notices_books_that_are_wrong(spoil: Callable[[BlockPool], object], says: str) -> None:
+    pool = BlockPool(2)
+    pool.check_integrity()
+    spoil(pool)
+    with pytest.raises(InvariantBroken, match=says):
         pool.check_integrity()
 
 

@@ -9,7 +9,7 @@ from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.engine.engine import Engine, EngineRequest
 from kvferry.engine.scheduler import SchedulerLimits
-from kvferry.engine.sequence import RemoteKv
+from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepResult
 from kvferry.kv.connector import LoadOutcome, PagesQuiet
 from kvferry.testing.engines import EOS, ArithmeticRunner, a_request, an_engine, expected_tokens, run_until_idle
@@ -321,6 +321,53 @@ def test_broken_promises_stop_the_engine() -> None:
     runner.run = lambda plan: StepResult({})  # type: ignore[method-assign]
     with pytest.raises(InvariantBroken, match="samples=True"):
         engine.step()
+
+
+def test_the_scheduler_refuses_what_the_pool_can_never_hold() -> None:
+    engine, _ = an_engine(num_blocks=4, block_tokens=4, max_model_tokens=1000)
+    assert engine.max_model_tokens == 16, "the engine promises no more than its pages"
+    sequence = Sequence(RequestId("a"), [1], 1, SamplingParams(), engine.namer(""), 17, frozenset())
+    with pytest.raises(InvariantBroken, match="more blocks than the pool has"):
+        engine.scheduler.add(sequence)
+    assert engine.is_idle
+
+
+def test_a_spent_budget_leaves_running_sequences_for_the_next_step() -> None:
+    # Loads do not count against the budget, so three may come to run at once where two fit a step.
+    engine, runner = an_engine(limits=limits(token_budget=2))
+    loader = HeldLoader(engine)
+    prompts = {name: [10 * i, 1, 2, 3] for i, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        tokens = [*prompt, *expected_tokens(prompt, 1)]
+        engine.add(a_request(name, tokens, max_tokens=3, num_generated=1, remote=RemoteKv(4, "ticket")))
+    engine.step()
+    for job, request_id, _, (block,) in loader.started:
+        runner.pages[block] = list(prompts[request_id])
+        engine.post(LoadOutcome(request_id, job, None, 1, 0, 0.1))
+        engine.post(PagesQuiet(job))
+    tokens_of = run_until_idle(engine)
+    assert shares(runner) == [[("a", 1), ("b", 1)], [("a", 1), ("b", 1)], [("c", 1)], [("c", 1)]]
+    assert tokens_of == {name: expected_tokens(prompt, 3)[1:] for name, prompt in prompts.items()}
+
+
+def test_what_a_step_computed_for_an_aborted_sequence_is_passed_over() -> None:
+    engine, runner = an_engine()
+    for name in "ab":
+        engine.add(a_request(name, [1, 2, 3], max_tokens=1))
+    plan = engine.scheduler.schedule()
+    result = runner.run(plan)
+    assert engine.abort(RequestId("a"))
+    assert not engine.abort(RequestId("a")), "idempotent"
+    assert [u.request_id for u in engine.scheduler.update(plan, result)] == ["b"]
+    assert engine.is_idle
+    engine.check_integrity()
+
+
+def test_a_late_word_about_a_load_that_nobody_waits_for_changes_nothing() -> None:
+    engine, _ = an_engine()
+    assert not engine.scheduler.loaded(RequestId("gone"), 4)
+    assert not engine.scheduler.load_failed(RequestId("gone"))
+    assert engine.is_idle
 
 
 @st.composite

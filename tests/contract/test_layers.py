@@ -1,0 +1,100 @@
+"""The import contracts are alive: each one is seen to break when a module breaks it, and it alone.
+
+A contract whose module names went stale, or that a wrong setting switched off, would be kept for ever.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_ROOTS = ("services", "operator", "kernels", "proto")
+CONTRACTS = [
+    c["name"] for c in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+]
+
+VIOLATIONS = [
+    ("The house is layered", "services/kvferry/kv/fetcher.py", "import kvferry.engine.step"),
+    ("The house is layered", "services/kvferry/gateway/config.py", "import kvferry.stack.restarts"),
+    ("The house is layered", "services/kvferry/cli/timeline.py", "from kvferry.testing import idle"),
+    (
+        "The engine knows the connector, never a transport",
+        "services/kvferry/engine/runner.py",
+        "from kvferry.kv.connectors import shm",
+    ),
+    ("Only the edges speak gRPC", "services/kvferry/engine/llm.py", "import grpc.aio"),
+    ("Only the edges speak gRPC", "services/kvferry/kv/registry.py", "from google.protobuf import message"),
+    ("The control plane carries no tensors", "services/kvferry/gateway/fleet.py", "import torch.nn"),
+    ("Decisions are pure", "services/kvferry/engine/scheduler.py", "import threading"),
+    ("Decisions are pure", "services/kvferry/kv/offers.py", "def now():\n    import asyncio"),
+    (
+        "Connectors do not know each other",
+        "services/kvferry/kv/connectors/shm.py",
+        "from kvferry.kv.connectors import nixl",
+    ),
+]
+
+# Without `site` no .pth file runs, so the finder of an editable install, which would win over the path, is absent.
+# Nothing of ours is imported: the linter reads the files.
+LINT = """
+import sys
+site_packages, *roots = sys.argv[1:]
+sys.path[1:1] = [*roots, site_packages]
+from importlinter.cli import lint_imports
+sys.exit(lint_imports(config_filename="pyproject.toml", no_cache=True))
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python files of the source roots with the contracts, where they may be spoiled."""
+    target = tmp_path_factory.mktemp("layers")
+    shutil.copy(ROOT / "pyproject.toml", target)
+    for path in (p for root in SOURCE_ROOTS for p in (ROOT / root / "kvferry").rglob("*.py")):
+        to = target / path.relative_to(ROOT)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, to)
+    return target
+
+
+def verdicts(tree: Path) -> dict[str, bool]:
+    """Whether each contract is kept, as the linter reports it for the copy at `tree`."""
+    roots = [str(tree / root) for root in SOURCE_ROOTS]
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", LINT, sysconfig.get_path("purelib"), *roots],
+        cwd=tree,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"COLUMNS": "200", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = dict(re.findall(r"^(.+?) (KEPT|BROKEN)$", done.stdout, re.MULTILINE))
+    assert sorted(said) == sorted(CONTRACTS), done.stdout + done.stderr
+    assert (done.returncode == 0) == (set(said.values()) == {"KEPT"})
+    return {name: verdict == "KEPT" for name, verdict in said.items()}
+
+
+def test_the_tree_keeps_every_contract(copy: Path) -> None:
+    assert verdicts(copy) == dict.fromkeys(CONTRACTS, True)
+
+
+@pytest.mark.parametrize(("contract", "module", "line"), VIOLATIONS)
+def test_a_violation_breaks_its_contract_and_no_other(contract: str, module: str, line: str, copy: Path) -> None:
+    path = copy / module
+    text = path.read_text("utf-8")
+    try:
+        path.write_text(f"{text}\n{line}\n", "utf-8")
+        assert [name for name, kept in verdicts(copy).items() if not kept] == [contract]
+    finally:
+        path.write_text(text, "utf-8")
+
+
+def test_every_contract_has_been_seen_to_break() -> None:
+    assert {contract for contract, *_ in VIOLATIONS} == set(CONTRACTS)

@@ -1,0 +1,32 @@
+"""Clocks: the machine's never goes back, the manual one moves when told and only then."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.clock import ManualClock, SystemClock
+
+
+def test_the_machines_clock_does_not_go_back_and_knows_the_year() -> None:
+    clock = SystemClock()
+    readings = [clock.monotonic() for _ in range(1000)]
+    assert readings == sorted(readings)
+    assert clock.wall() > 1_700_000_000, "seconds since 1970"
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=20))
+def test_a_manual_clock_moves_both_readings_by_what_it_was_told(pauses: list[float]) -> None:
+    clock = ManualClock(epoch=100.0)
+    for pause in pauses:
+        before = clock.monotonic()
+        clock.advance(pause)
+        assert clock.monotonic() == before + pause
+        assert clock.wall() == 100.0 + clock.monotonic()
+    assert clock.monotonic() == clock.monotonic()
+
+
+def test_a_manual_clock_does_not_go_back() -> None:
+    clock = ManualClock(now=5.0)
+    with pytest.raises(ValueError, match=r"does not go back \(asked for -0.1 s\)"):
+        clock.advance(-0.1)
+    assert clock.monotonic() == 5.0

@@ -1,0 +1,54 @@
+"""The error tree: every class says its statuses, gRPC's and HTTP's agree, and the drawing is the tree."""
+
+import re
+
+import grpc
+import pytest
+
+from kvferry.core import errors
+from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded
+
+CLASSES = [
+    c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, KvferryError) and c is not KvferryError
+]
+# Codes that mean the same failure to a client of either protocol (google.rpc.Code's HTTP mapping, 412 for a
+# precondition that the caller may drop, 500 where the server is at fault).
+AGREE = {
+    "INVALID_ARGUMENT": {400},
+    "UNAUTHENTICATED": {401},
+    "NOT_FOUND": {404},
+    "RESOURCE_EXHAUSTED": {429},
+    "CANCELLED": {499},
+    "UNAVAILABLE": {503},
+    "DEADLINE_EXCEEDED": {504},
+    "FAILED_PRECONDITION": {412, 500},
+    "INTERNAL": {500},
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_error_has_statuses_that_exist_and_agree(kind: type[KvferryError]) -> None:
+    assert kind.grpc_status in grpc.StatusCode.__members__
+    assert kind.http_status in AGREE[kind.grpc_status]
+    assert re.fullmatch(r"[A-Z][A-Z_]*[A-Z]", kind.reason)
+    assert kind.__doc__
+
+
+def test_reasons_tell_the_classes_apart() -> None:
+    assert len({kind.reason for kind in CLASSES}) == len(CLASSES)
+
+
+def test_the_drawing_is_the_tree() -> None:
+    drawn = re.findall(r"[├└]── (\w+) +(\w+) +(\d+)", errors.__doc__ or "")
+    assert drawn == [(kind.__name__, kind.grpc_status, str(kind.http_status)) for kind in CLASSES]
+
+
+def test_an_error_carries_what_a_caller_needs_and_reads_as_its_message() -> None:
+    error = Overloaded("12 wait; come back later", reason="QUEUE_FULL", field="prompt", retry_after_seconds=1.5)
+    assert (str(error), error.message) == ("12 wait; come back later",) * 2
+    assert (error.reason, error.field, error.retry_after_seconds) == ("QUEUE_FULL", "prompt", 1.5)
+
+
+def test_a_reason_of_its_own_does_not_change_the_class() -> None:
+    assert InvalidRequest("a", reason="PROMPT_EMPTY").reason == "PROMPT_EMPTY"
+    assert InvalidRequest("a").reason == InvalidRequest.reason == "INVALID_REQUEST"

@@ -1,0 +1,119 @@
+"""Sampling wishes: every bound from both sides, and that nothing which is no number passes for one."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_OUTPUT_TOKENS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
+
+WHOLE = {
+    "max_tokens": (1, MAX_OUTPUT_TOKENS),
+    "min_tokens": (0, MAX_OUTPUT_TOKENS),
+    "top_k": (0, 1 << 31),
+    "seed": (-(1 << 63), (1 << 64) - 1),
+    "logprobs": (0, MAX_TOP_LOGPROBS),
+}
+OPTIONAL = {"max_tokens", "seed", "logprobs"}
+REAL = {  # low, high, whether low itself is allowed
+    "temperature": (0.0, 100.0, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+    "repetition_penalty": (0.0, 100.0, False),
+}
+NO_NUMBER = [True, False, "1", math.nan, math.inf, -math.inf, [1], b"1"]
+
+
+def refused(name: str, value: object) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.field == name
+    assert name in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers_are_taken_up_to_both_bounds_and_not_beyond(name: str) -> None:
+    low, high = WHOLE[name]
+    for good in (low, high):
+        assert getattr(SamplingParams(**{name: good}), name) == good  # type: ignore[arg-type]
+    for bad in (low - 1, high + 1, 1.0, *NO_NUMBER):
+        assert f"from {low} to {high}" in refused(name, bad).message
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_only_optional_fields_may_be_absent(name: str) -> None:
+    if name in OPTIONAL:
+        assert getattr(SamplingParams(**{name: None}), name) is None  # type: ignore[arg-type]
+    else:
+        refused(name, None)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_numbers_are_taken_up_to_both_bounds_and_not_beyond(name: str) -> None:
+    low, high, low_is_good = REAL[name]
+    for good in (math.nextafter(low, high), high, 1, *([low] if low_is_good else [])):
+        assert getattr(SamplingParams(**{name: good}), name) == good  # type: ignore[arg-type]
+    for bad in (math.nextafter(low, -math.inf), math.nextafter(high, math.inf), None, *NO_NUMBER):
+        assert f"{'from' if low_is_good else 'above'} {low} to {high}" in refused(name, bad).message
+    if not low_is_good:
+        refused(name, low)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("stop", ("x" * MAX_STOP_CHARS,), ("x" * (MAX_STOP_CHARS + 1),)),
+        ("stop", ("é",), ("",)),
+        ("stop", ("x",) * MAX_STOP_STRINGS, ("x",) * (MAX_STOP_STRINGS + 1)),
+        ("stop_token_ids", (0,) * MAX_STOP_TOKEN_IDS, (0,) * (MAX_STOP_TOKEN_IDS + 1)),
+        ("stop_token_ids", (1 << 31,), ((1 << 31) + 1,)),
+        ("stop_token_ids", (0,), (-1,)),
+        ("stop_token_ids", (1,), (True,)),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+        ("logit_bias", {0: -100.0, 1: 100}, {0: -100.1}),
+        ("logit_bias", {5: 0.0}, {5: math.nan}),
+        ("logit_bias", {5: 0.0}, {-5: 0.0}),
+        ("logit_bias", {5: 0.0}, {"5": 0.0}),
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+def test_collections_are_bounded_in_number_and_in_each_element(name: str, good: object, bad: object) -> None:
+    assert getattr(SamplingParams(**{name: good}), name) == good  # type: ignore[arg-type]
+    refused(name, bad)
+
+
+@given(
+    st.sampled_from([*WHOLE, *REAL]),
+    st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=3)),
+)
+def test_whatever_is_accepted_lies_within_its_bounds(name: str, value: object) -> None:
+    try:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    except InvalidRequest:
+        return
+    if value is None:
+        assert name in OPTIONAL
+        return
+    assert isinstance(value, int if name in WHOLE else int | float)
+    assert not isinstance(value, bool)
+    low, high = WHOLE[name] if name in WHOLE else REAL[name][:2]
+    assert low <= value <= high
+
+
+def test_greedy_means_temperature_zero_alone() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert SamplingParams(temperature=0).is_greedy
+    assert not SamplingParams(temperature=1e-9).is_greedy
