@@ -69,7 +69,7 @@ class DemoResult:
 
 @click.command("demo")
 @click.option("--prompt", default=DEFAULT_PROMPT, help="What to ask.")
-@click.option("--max-tokens", default=48, type=click.IntRange(1, 4096), help="Tokens to generate at most.")
+@click.option("--max-tokens", default=96, type=click.IntRange(1, 4096), help="Tokens to generate at most.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @with_settings(settings.STACK)
 def command(values: Values, *, prompt: str, max_tokens: int, as_json: bool) -> None:

@@ -31,6 +31,9 @@ class StepRunner(Protocol):
         ...
 
 
+_MAX_NAMERS = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence to continue."""
@@ -164,6 +167,8 @@ class Engine:
         """What names this tenant's blocks."""
         namer = self._namers.get(tenant)
         if namer is None:
+            if len(self._namers) >= _MAX_NAMERS:
+                self._namers.pop(next(iter(self._namers)))  # made anew when that tenant comes back
             namer = BlockNamer(
                 tenant=self._tenant_secret(tenant),
                 fingerprint=self._fingerprint,
@@ -260,6 +265,9 @@ class Engine:
                 field="prompt",
                 reason="PROMPT_TOO_LONG",
             )
+        if not request.sampling.is_greedy and request.sampling.seed is None:
+            # The edge draws one, so that a request draws the same tokens wherever it goes.
+            raise InvalidRequest("seed is missing; a request with a temperature brings one", field="seed")
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
             raise InvalidRequest(f"token ids must be from 0 to {self._vocab_size - 1}", field="token_ids")
 

@@ -82,6 +82,11 @@ class Transport(Protocol):
         """What a peer needs to reach these pages: plain numbers and strings, to be sent in an authenticated call."""
         ...
 
+    def attend(self, busy: bool) -> None:
+        """Whether peers may be reading from us now. A transport that serves reads only with this process's help
+        gives it then; for others it means nothing."""
+        ...
+
     def connect(self, peer: Peer, address: bytes) -> None:
         """Learn where a peer's pages are. Idempotent for one incarnation.
 

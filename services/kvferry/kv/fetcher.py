@@ -1,9 +1,10 @@
 """Carries transfers out: the thin shell around `transfers.TRANSFER_MACHINE`.
 
 Each load job runs on one thread of a small pool: connect, claim, read, verify, finish, each with its own
-deadline. The engine's thread only starts and cancels jobs and hears about them through a listener. A job
-whose read stalls reports its failure at once, so that the request can go on, and stays alive until the
-transport is quiet, so that its pages cannot be reused under a late write.
+deadline, and a bound on the wait for a thread. The engine's thread only starts and cancels jobs and hears about
+them through a listener. A job whose read stalls reports its failure at once, so that the request can go on; its
+pages pass to one draining thread, which waits, for as long as it takes, until the transport is quiet. So stalled
+reads hold pages, never the threads that healthy peers need.
 """
 
 import logging
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import InvariantBroken, KvferryError
+from kvferry.core.errors import InvariantBroken, KvferryError, TicketRejected
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.kv.connector import (
     FetchSource,
@@ -44,6 +45,8 @@ class _Job:
     remote: list[int]
     local: list[BlockId]
     epochs: list[int]
+    started: float
+    lease_seconds: float = 30.0
     cancelled: threading.Event = field(default_factory=threading.Event)
     state: TransferState = TRANSFER_MACHINE.initial
 
@@ -84,7 +87,12 @@ class Fetcher:
         self._jobs: dict[int, _Job] = {}
         self._connected: set[str] = set()
         """Incarnations of the peers whose address the transport knows."""
-        self._lock = threading.Lock()  # guards _jobs and _connected; nothing is called while it is held
+        self._lives: dict[str, Peer] = {}
+        """The latest life of each worker that the transport knows."""
+        self._draining: list[tuple[_Job, Peer, Read]] = []
+        self._drainer: threading.Thread | None = None
+        # Guards _jobs, _connected, _lives, _draining and _drainer; nothing that waits is called while it is held.
+        self._lock = threading.Lock()
         self._closing = threading.Event()
 
     # ------------------------------------------------------------------ scheduler side
@@ -96,7 +104,15 @@ class Fetcher:
             raise InvariantBroken(f"a fetch needs a ticket, not {type(source).__name__}")
         ticket = source.ticket
         span = slice(first_block, first_block + len(targets))  # by position: block i of the prompt is block i there
-        made = _Job(job, request_id, source, list(ticket.block_ids[span]), list(targets), list(ticket.epochs[span]))
+        made = _Job(
+            job,
+            request_id,
+            source,
+            list(ticket.block_ids[span]),
+            list(targets),
+            list(ticket.epochs[span]),
+            self._clock.monotonic(),
+        )
         if len(made.remote) != len(made.local):
             raise InvariantBroken(f"ticket {ticket.ticket_id} has no blocks {span}")
         with self._lock:
@@ -125,7 +141,6 @@ class Fetcher:
     # ------------------------------------------------------------------ one job, on its thread
 
     def _run(self, job: _Job) -> None:
-        started = self._clock.monotonic()
         peer = Peer(*job.source.ticket.peer, job.source.ticket.control_address)
         failure: str | None = None
         read: Read | None = None
@@ -153,14 +168,13 @@ class Fetcher:
                 failure=failure,
                 num_blocks=len(job.local),
                 num_bytes=len(job.local) * self._layout.block_bytes,
-                seconds=self._clock.monotonic() - started,
+                seconds=self._clock.monotonic() - job.started,
             )
         )
-        self._drain(job, read)
-        with self._lock:
-            del self._jobs[job.number]
-        self._listener(PagesQuiet(job.number))
-        self._finish(job, peer)
+        if job.state is TransferState.DRAINING and read is not None and not read.is_quiet():
+            self._drain_later(job, peer, read)
+        else:
+            self._end(job, peer)
 
     def _claim(self, job: _Job, peer: Peer) -> None:
         timeout = self._times.control_seconds
@@ -168,17 +182,22 @@ class Fetcher:
         try:
             if job.cancelled.is_set():
                 raise _GivenUp("cancelled")
+            waited = self._clock.monotonic() - job.started
+            if waited > self._times.queue_seconds:
+                raise _GivenUp(f"waited {waited:.1f} s for other transfers")
             if ticket.connector != self._transport.name:
                 raise _GivenUp(
                     f"the peer offers over {ticket.connector!r}, this worker reads over {self._transport.name!r}"
                 )
             self._connect(peer, timeout)
-            self._control.claim(peer, ticket.id, job.source.attempt, timeout)
+            job.lease_seconds = self._control.claim(peer, ticket.id, job.source.attempt, timeout)
         except (_GivenUp, ReadError):
             job.move(TransferEvent.GIVE_UP)
             raise
         except KvferryError as error:
             job.move(TransferEvent.REFUSED)
+            if not isinstance(error, TicketRejected) or error.reason == "TICKET_INCARNATION":
+                self._forget(peer)  # gone, or another life by now: what the transport keeps of it is of no use
             raise _GivenUp(f"{error.reason}: {error.message}") from error
         job.move(TransferEvent.CLAIMED)
 
@@ -186,6 +205,9 @@ class Fetcher:
         with self._lock:
             if peer.incarnation in self._connected:
                 return
+            former = self._lives.get(peer.worker_id)
+        if former is not None:  # it restarted; its old pages would stay mapped for ever
+            self._forget(former)
         address = self._control.describe(peer, self._transport.name, self._layout.fingerprint, timeout)
         self._transport.connect(peer, address)
         # A first read may have to set up connections (tens to hundreds of ms over NIXL); it has a control message's
@@ -193,17 +215,20 @@ class Fetcher:
         self._transport.read_epochs(peer, [0], timeout)
         with self._lock:
             self._connected.add(peer.incarnation)
+            self._lives[peer.worker_id] = peer
 
     def _forget(self, peer: Peer) -> None:
         with self._lock:
             self._connected.discard(peer.incarnation)
+            if self._lives.get(peer.worker_id) == peer:
+                del self._lives[peer.worker_id]
         self._transport.forget(peer)
 
     def _await(self, job: _Job, peer: Peer, read: Read) -> None:
         """Poll with growing pauses until the data is here; renew the lease meanwhile."""
         begun = self._clock.monotonic()
         deadline = begun + self._times.deadline_seconds(len(job.local) * self._layout.block_bytes)
-        renew_at = begun + 5.0
+        renew_at = begun + job.lease_seconds / 6
         pause = _FIRST_PAUSE_SECONDS
         while not read.poll():
             now = self._clock.monotonic()
@@ -212,7 +237,7 @@ class Fetcher:
                 raise _GivenUp(f"the transfer took longer than {deadline - begun:.2f} s")
             if now >= renew_at:
                 self._renew(job, peer)
-                renew_at = now + 5.0
+                renew_at = now + job.lease_seconds / 6
             if job.cancelled.wait(pause):
                 job.move(TransferEvent.GIVE_UP)
                 raise _GivenUp("cancelled")
@@ -232,14 +257,36 @@ class Fetcher:
             raise _GivenUp("the peer reused the pages before they were read")
         job.move(TransferEvent.EPOCHS_EQUAL)
 
-    def _drain(self, job: _Job, read: Read | None) -> None:
-        """Until the transport is quiet nobody may reuse the pages; a closing process takes them with it."""
-        if job.state is not TransferState.DRAINING:
-            return
-        while read is not None and not read.is_quiet():
-            if self._closing.wait(_DRAIN_PAUSE_SECONDS):
-                return
-        job.move(TransferEvent.QUIET)
+    def _drain_later(self, job: _Job, peer: Peer, read: Read) -> None:
+        """Until the transport is quiet nobody may reuse the pages; wait for it on the draining thread."""
+        with self._lock:
+            self._draining.append((job, peer, read))
+            if self._drainer is None:
+                self._drainer = threading.Thread(target=self._drain, name="kv-drain", daemon=True)
+                self._drainer.start()
+
+    def _drain(self) -> None:
+        while not self._closing.wait(_DRAIN_PAUSE_SECONDS):
+            with self._lock:
+                waiting = list(self._draining)
+                if not waiting:
+                    self._drainer = None
+                    return
+            for entry in waiting:
+                job, peer, read = entry
+                if read.is_quiet():
+                    with self._lock:
+                        self._draining.remove(entry)
+                    self._end(job, peer)
+
+    def _end(self, job: _Job, peer: Peer) -> None:
+        """Nothing touches the job's pages any more."""
+        if job.state is TransferState.DRAINING:
+            job.move(TransferEvent.QUIET)
+        with self._lock:
+            del self._jobs[job.number]
+        self._listener(PagesQuiet(job.number))
+        self._finish(job, peer)
 
     def _finish(self, job: _Job, peer: Peer) -> None:
         """Tell the peer; best effort, its lease is the backstop."""

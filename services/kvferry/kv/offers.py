@@ -71,7 +71,7 @@ class OfferTimes:
     offer_seconds: float = 10.0
     """Short: the gateway hands a ticket on within milliseconds, or releases it."""
     lease_seconds: float = 30.0
-    """A reader renews every sixth of this; two lost renewals do not cost it the lease."""
+    """A reader renews every sixth of what it was given; two lost renewals do not cost it the lease."""
     quiesce_seconds: float = 5.0
     """For a reader that lost its lease to notice and stop."""
 

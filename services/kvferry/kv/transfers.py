@@ -75,8 +75,8 @@ class TransferTimes:
     """Multiple of the expected duration that is waited for."""
     assumed_bytes_per_second: float = 100e6
     """Expected rate, deliberately low: a busy machine, a TCP link."""
-    stall_seconds: float = 2.0
-    """Without progress for this long, the peer is taken for dead."""
+    queue_seconds: float = 5.0
+    """A job that waited so long for its turn is given up before it begins."""
 
     def deadline_seconds(self, num_bytes: int) -> float:
         """max(least, slack x bytes / rate)."""

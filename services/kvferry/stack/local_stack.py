@@ -2,12 +2,13 @@
 
 import asyncio
 import secrets
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.client import AsyncClient
 from kvferry.core.clock import Clock
-from kvferry.core.errors import KvferryError, Unavailable
+from kvferry.core.errors import KvferryError, Unavailable, UsageError
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.health import wait_serving
 from kvferry.stack.layout import StackConfig, gateway_spec, worker_specs
@@ -24,6 +25,22 @@ class StackAddresses:
 
     http: str
     grpc: str
+
+
+def check_free(name: str, address: str) -> None:
+    """Whether an address can be bound now; port 0 always can.
+
+    Raises:
+        UsageError: it is no address, or taken.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+        raise UsageError(f"{address!r} is not an address; write host:port, port 0 for any free one", field=name)
+    bare = host.strip("[]")
+    try:
+        socket.create_server((bare, int(port)), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()
+    except OSError as error:
+        raise UsageError(f"cannot listen on {address} (--{name}): {error.strerror}", field=name) from error
 
 
 class LocalStack:
@@ -54,6 +71,8 @@ class LocalStack:
         Raises:
             Unavailable: something did not start in time; what did is still running, `stop` ends it.
         """
+        for name, address in (("http", self._config.http), ("grpc", self._config.grpc)):
+            check_free(name, address)  # before anything is started that would have to be stopped again
         keys = {"KVFERRY_TICKET_KEY": secrets.token_hex(32), "KVFERRY_TENANT_KEY": secrets.token_hex(32)}
         specs = worker_specs(self._config, keys)
         self.workers = [SupervisedProcess(s, clock=self._clock, on_death=self._on_death) for s in specs]

@@ -21,6 +21,7 @@ from kvferry.stack.restarts import RestartHistory, RestartPolicy
 _log = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 1 << 16
+_NOT_RUN = -1
 
 Event = Mapping[str, object]
 
@@ -121,7 +122,11 @@ class SupervisedProcess:
         history = RestartHistory()
         while not self._stopping:
             started = self._clock.monotonic()
-            status = await self._run_once()
+            try:
+                status = await self._run_once()
+            except (OSError, ValueError):  # it could not be started, or printed what is no line
+                _log.exception("%s could not be run", self.spec.name)
+                status = _NOT_RUN
             if self._stopping:
                 return
             if not self._listening.done() and status == 2:  # wrong usage will be wrong again

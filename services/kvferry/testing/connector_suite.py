@@ -179,6 +179,7 @@ def check_ids_out_of_range_are_refused(rig: Rig) -> None:
     _refused(lambda: rig.read([0], [NUM_BLOCKS]))
     _refused(lambda: rig.read([0, 1], [0]))
     _refused(lambda: rig.transport.read_epochs(rig.peer, [NUM_BLOCKS], 5.0))
+    _refused(lambda: rig.transport.read_epochs(rig.peer, [-1], 5.0))
     assert [rig.page(b) for b in range(NUM_BLOCKS)] == before
 
 

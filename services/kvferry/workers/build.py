@@ -80,7 +80,8 @@ def build_engine(
     num_blocks = config.kv_bytes // layout.block_bytes
     if num_blocks < 2:
         raise UsageError(
-            f"kv_memory of {config.kv_bytes} bytes holds {num_blocks} pages of {layout.block_bytes} bytes; give more",
+            f"kv_memory of {config.kv_bytes} bytes is too small: a page takes {layout.block_bytes} bytes, and two are "
+            "the least",
             field="kv_memory",
         )
     transport = open_transport(connector, incarnation)

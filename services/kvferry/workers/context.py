@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import Unavailable, UnknownModel
+from kvferry.core.errors import InvalidRequest, Unavailable, UnknownModel
 from kvferry.core.ids import Incarnation, RequestId, WorkerId
 from kvferry.kv.layout import KvLayout
 from kvferry.v1 import common_pb2
 from kvferry.workers.loop import EngineLoop
 
 _UNBOUND = WorkerId("")
+MAX_TENANT_CHARS = 256
 
 
 @dataclass(slots=True)
@@ -39,13 +40,18 @@ class WorkerContext:
         """As a message."""
         return common_pb2.WorkerIdentity(worker_id=self.worker_id, incarnation=self.incarnation)
 
-    def admit(self, model: str) -> None:
+    def admit(self, model: str, tenant: str = "") -> None:
         """Whether a call may start.
 
         Raises:
+            InvalidRequest: the tenant's name is too long to be one.
             Unavailable: the worker is draining.
             UnknownModel: it serves another model; an empty name means the one there is.
         """
+        if len(tenant) > MAX_TENANT_CHARS:
+            raise InvalidRequest(
+                f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are accepted", field="tenant"
+            )
         if self.draining:
             raise Unavailable("this worker is draining; ask another", reason="DRAINING", retry_after_seconds=0.1)
         if model not in {"", self.model}:

@@ -67,7 +67,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Run(
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        self._context.admit(request.model)
+        self._context.admit(request.model, request.tenant)
         tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
         sampling = wire.sampling_from_wire(request.sampling)
         arrival = self._open(request, tokens)

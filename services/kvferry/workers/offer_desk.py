@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kvferry.core.clock import Clock
 from kvferry.core.ids import TicketId, new_ticket_id
 from kvferry.engine.scheduler import Export
+from kvferry.kv.connector import Transport
 from kvferry.kv.offers import OfferBook, OfferState, OfferTimes
 from kvferry.kv.ticket import Keyring, Ticket, digest_tokens
 from kvferry.workers.context import WorkerContext
@@ -24,11 +25,12 @@ class Offered:
 class OfferDesk:
     """Owns every export from the moment the engine hands it over. Used on the event loop's thread only."""
 
-    def __init__(self, context: WorkerContext, keyring: Keyring, times: OfferTimes) -> None:
+    def __init__(self, context: WorkerContext, keyring: Keyring, times: OfferTimes, transport: Transport) -> None:
         self._context = context
         self._keyring = keyring
         self._times = times
         self._clock: Clock = context.clock
+        self._transport = transport
         self._book: OfferBook[int] = OfferBook(times)
 
     def offer(
@@ -53,6 +55,7 @@ class OfferDesk:
             expires_wall=self._clock.wall() + self._times.offer_seconds,
         )
         self._book.offer(ticket.id, number, self._clock.monotonic())
+        self._transport.attend(True)
         return Offered(ticket.id, self._keyring.seal(ticket))
 
     def claim(self, ticket_id: TicketId, attempt: int) -> float:
@@ -92,3 +95,5 @@ class OfferDesk:
     def _give_back(self, numbers: list[int]) -> None:
         for number in numbers:
             self._context.loop.release_export(number)
+        if numbers and self._book.is_idle:
+            self._transport.attend(False)

@@ -12,6 +12,9 @@ from kvferry.rpc.channel import open_blocking_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.v1 import common_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
 
+_MAX_CHANNELS = 256
+"""More peers than that do not hand over to one worker at a time; the oldest connection goes."""
+
 
 class GrpcPeerControl:
     """Keeps one channel per address; safe to use from several threads."""
@@ -62,6 +65,8 @@ class GrpcPeerControl:
         with self._lock:
             channel = self._channels.get(peer.control_address)
             if channel is None:
+                if len(self._channels) >= _MAX_CHANNELS:
+                    self._channels.pop(next(iter(self._channels))).close()
                 channel = self._channels[peer.control_address] = open_blocking_channel(peer.control_address)
         try:
             return getattr(kv_transfer_pb2_grpc.KvTransferStub(channel), method)(request, timeout=timeout)

@@ -26,7 +26,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._desk = desk
 
     async def Run(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
-        self._context.admit(request.model)
+        self._context.admit(request.model, request.tenant)
         if request.ticket_id and not _TICKET_ID.fullmatch(request.ticket_id):
             raise InvalidRequest("ticket_id must be 32 hex digits, or empty", field="ticket_id")
         tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))

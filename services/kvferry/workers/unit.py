@@ -89,7 +89,7 @@ class WorkerUnit:
             loop=self._loop,
             clock=clock,
         )
-        self._desk = OfferDesk(self.context, self._keyring, config.offers)
+        self._desk = OfferDesk(self.context, self._keyring, config.offers, built.transport)
         self._control = GrpcPeerControl(lambda: self.context.identity)
         self._fetcher = Fetcher(built.transport, self._control, built.layout, self._loop.post, clock=clock)
         self._running: _Running | None = None
@@ -154,8 +154,8 @@ class WorkerUnit:
             task.cancel()
         await asyncio.gather(*running.tasks, return_exceptions=True)
         await running.admin.stop(_FLUSH_SECONDS)
+        await self._loop.stop()  # first, so that it starts no more fetches
         self._fetcher.close()
-        await self._loop.stop()
         self._control.close()
 
     @property

@@ -275,6 +275,22 @@ def test_what_can_never_run_is_refused_by_name(tokens: list[int], num_generated:
     assert engine.is_idle
 
 
+def test_a_random_request_without_a_seed_is_refused_before_it_can_stop_the_engine() -> None:
+    engine, _ = an_engine()
+    with pytest.raises(InvalidRequest) as caught:
+        engine.add(EngineRequest(RequestId("a"), [1, 2], SamplingParams(max_tokens=2)))
+    assert caught.value.field == "seed"
+
+
+def test_tenants_come_and_go_without_end() -> None:
+    engine, _ = an_engine()
+    first = engine.namer("t0")
+    for i in range(3000):
+        engine.namer(f"t{i}")
+    assert len(engine._namers) <= 1024
+    assert engine.namer("t0").chain([1, 2, 3, 4]) == first.chain([1, 2, 3, 4])
+
+
 def test_a_full_line_is_refused_with_a_time_to_come_back() -> None:
     engine, _ = an_engine()
     engine._max_waiting = 1

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from kvferry.core.clock import ManualClock
@@ -233,8 +234,69 @@ def test_closing_ends_even_a_stalled_drain() -> None:
     script.quiet.clear()
     fetcher = start(script)
     script.wait_for(1)
+    drainer = fetcher._drainer
     fetcher.close()
-    script.wait_for(2)
+    assert drainer is not None
+    drainer.join(DEADLINE)
+    assert not drainer.is_alive()
+    assert len(script.messages) == 1, "the pages were never quiet, and nobody said so"
+
+
+def test_stalled_reads_do_not_keep_healthy_peers_waiting() -> None:
+    script = Script()
+    script.polls_until_done, script.seconds_per_poll = 1 << 30, 0.4
+    script.quiet.clear()
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, max_parallel=2)  # type: ignore[arg-type]
+    targets = [BlockId(1), BlockId(2), BlockId(3)]
+    for job in range(4):
+        fetcher.start(job, RequestId(f"stalled-{job}"), FetchSource(a_ticket(), 1), 0, targets)
+    script.wait_for(4)
+    script.polls_until_done = 1
+    fetcher.start(9, RequestId("healthy"), FetchSource(a_ticket(), 1), 0, targets)
+    messages = script.wait_for(6)
+    assert messages[-1] == PagesQuiet(9)
+    assert fetcher.num_active == 4
+    script.quiet.set()
+    script.wait_for(10)
+    assert fetcher.num_active == 0
+
+
+def test_a_job_that_waited_too_long_for_its_turn_is_given_up() -> None:
+    script = Script()
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, max_parallel=1)  # type: ignore[arg-type]
+    gate = threading.Event()
+    fetcher._pool.submit(gate.wait)
+    fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
+    script.clock.advance(6.0)
+    gate.set()
+    assert "for other transfers" in str(outcome(script).failure)
+    fetcher._pool.shutdown()
+
+
+def test_a_restarted_peers_former_life_is_forgotten() -> None:
+    script = Script()
+    fetcher = start(script)
+    outcome(script)
+    script.messages.clear()
+    script.polls_until_done = 1
+    again = msgspec.structs.replace(a_ticket(), incarnation="j")
+    fetcher.start(1, RequestId("r"), FetchSource(again, 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
+    assert outcome(script).failure is None
+    assert script.forgotten == 1, "what the transport kept of incarnation i"
+    fetcher._pool.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "forgotten"),
+    [(Unavailable("dead"), 1), (TicketRejected("x", reason="TICKET_INCARNATION"), 1), (TicketRejected("x"), 0)],
+)
+def test_a_peer_that_is_gone_is_forgotten_one_that_refuses_is_not(error: Exception, forgotten: int) -> None:
+    script = Script()
+    script.fail["claim"] = error
+    fetcher = start(script)
+    assert outcome(script).failure is not None
+    assert script.forgotten == forgotten
+    fetcher._pool.shutdown()
 
 
 def test_pages_leave_the_writers_hands_only_in_ready_and_failed() -> None:

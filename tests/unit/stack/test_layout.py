@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.stack.layout import MAX_WORKERS, StackConfig, gateway_spec, worker_specs
+from kvferry.stack.layout import MAX_WORKERS, StackConfig, compute_threads, gateway_spec, worker_specs
 from kvferry.stack.supervisor import ProcessSpec
 
 KEYS = {"KVFERRY_TICKET_KEY": "t" * 32}
@@ -37,7 +37,7 @@ def test_every_worker_asked_for_is_started_once_and_known_to_the_gateway(
         return
     specs = worker_specs(config, KEYS)
     assert len({s.name for s in specs}) == len(specs)
-    assert all(s.environment == KEYS for s in specs)
+    assert all(s.environment.items() >= KEYS.items() for s in specs)
     gateway = gateway_spec(config, [(s, event(1000 + 10 * i)) for i, s in enumerate(specs)], KEYS)
     told = endpoints(gateway)
     assert sorted(role for role, _ in told) == ["both"] * both + ["decode"] * decode + ["prefill"] * prefill
@@ -64,6 +64,27 @@ def test_the_gateway_is_given_each_workers_services_and_the_port_of_its_admin() 
         ("decode", "127.0.0.1:1002/1003"),
         ("both", "127.0.0.1:2000/2001"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "role", "threads"),
+    [
+        (StackConfig("tiny", cores=2), "prefill", 2),
+        (StackConfig("tiny", cores=2), "decode", 1),
+        (StackConfig("tiny", decode=2, cores=12), "decode", 4),
+        (StackConfig("tiny", prefill=0, decode=0, both=1, cores=8), "both", 8),
+        (StackConfig("tiny", cores=2, connector="memory"), "split", 2),
+        (StackConfig("tiny", cores=2, threads=5), "decode", 5),
+    ],
+)
+def test_cores_are_shared_by_role_unless_the_user_says_otherwise(config: StackConfig, role: str, threads: int) -> None:
+    assert compute_threads(config, role) == threads
+
+
+def test_only_a_worker_that_is_alone_spins_for_long() -> None:
+    (alone,) = worker_specs(StackConfig("tiny", prefill=0, decode=0, both=1), KEYS)
+    shared, _ = worker_specs(StackConfig("tiny"), KEYS)
+    assert int(alone.environment["GOMP_SPINCOUNT"]) > int(shared.environment["GOMP_SPINCOUNT"])
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "both"])

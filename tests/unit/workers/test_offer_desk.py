@@ -6,10 +6,11 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import TicketRejected
-from kvferry.core.ids import BlockId, Incarnation, TicketId, WorkerId, new_ticket_id
+from kvferry.core.ids import BlockId, Incarnation, TicketId, WorkerId, new_incarnation, new_ticket_id
 from kvferry.engine.scheduler import Export
 from kvferry.kv.layout import KvLayout
 from kvferry.kv.offers import OfferState, OfferTimes
+from kvferry.kv.registry import open_transport
 from kvferry.kv.ticket import Keyring, digest_tokens
 from kvferry.testing.engines import an_engine
 from kvferry.workers import offer_desk
@@ -55,7 +56,7 @@ class Desk:
             worker_id=WorkerId("p-0"),
             address="127.0.0.1:7",
         )
-        self.desk = OfferDesk(context, KEYRING, TIMES)
+        self.desk = OfferDesk(context, KEYRING, TIMES, open_transport("memory", new_incarnation()))
 
     def offer(self, number: int, wished: TicketId | None = None) -> TicketId:
         return self.desk.offer(number, EXPORT, TOKENS, "tenant", wished).ticket_id

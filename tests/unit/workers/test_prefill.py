@@ -13,6 +13,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
 from kvferry.kv.layout import KvLayout
 from kvferry.kv.offers import OfferState, OfferTimes
+from kvferry.kv.registry import open_transport
 from kvferry.kv.ticket import Keyring
 from kvferry.rpc import wire
 from kvferry.rpc.channel import open_channel
@@ -49,7 +50,7 @@ class Worker:
             loop=self.loop,
             clock=SystemClock(),
         )
-        self.desk = OfferDesk(self.context, KEYRING, OfferTimes())
+        self.desk = OfferDesk(self.context, KEYRING, OfferTimes(), open_transport("memory", new_incarnation()))
         self.stub: prefill_pb2_grpc.PrefillStub
 
     async def run(self, *, max_tokens: int = 9, **fields: object) -> prefill_pb2.PrefillResponse:

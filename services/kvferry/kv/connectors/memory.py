@@ -8,7 +8,7 @@ import msgspec
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connector import PageMemory, Peer, Read, ReadError
-from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages
+from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, epochs_of
 
 _exposed: dict[str, "MemoryTransport"] = {}
 _guard = threading.Lock()  # guards _exposed; nothing is called while it is held
@@ -36,6 +36,9 @@ class MemoryTransport:
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._incarnation)
 
+    def attend(self, busy: bool) -> None:
+        """Peers read without our help."""
+
     def connect(self, peer: Peer, address: bytes) -> None:
         try:
             named = msgspec.msgpack.decode(address, type=str)
@@ -57,10 +60,7 @@ class MemoryTransport:
         epochs = self._find(peer)._epochs
         if epochs is None:
             raise ReadError("the peer has no pages")
-        try:
-            return [epochs[b] for b in remote]
-        except IndexError as error:
-            raise ReadError("a page id is outside the peer's pages") from error
+        return epochs_of(epochs, remote)
 
     def forget(self, peer: Peer) -> None:
         self._connected.discard(peer.incarnation)

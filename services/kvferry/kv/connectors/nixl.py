@@ -9,6 +9,8 @@ What was seen of NIXL 1.5 decides the form:
 - An agent's name cannot be used again after a restart: agents are named by incarnation.
 - Serialized descriptor lists are pickles: peers exchange plain numbers and build their own lists.
 - Descriptors are built once per peer; a transfer is two index arrays.
+- NIXL's own progress thread polls without pause and takes a whole core, idle or not. Ours looks often while somebody
+  reads or may read from us, and seldom otherwise.
 """
 
 import logging
@@ -23,6 +25,7 @@ import nixl_cu13._bindings as nixl_bindings
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connector import PageMemory, Peer, Read, ReadError
 
@@ -34,6 +37,8 @@ _log.setLevel(logging.WARNING)
 
 _EPOCH_BYTES = 8
 _POLL_SECONDS = 0.0005
+_BUSY_PROGRESS_SECONDS = 0.0005
+_IDLE_PROGRESS_SECONDS = 0.02
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
@@ -101,17 +106,27 @@ class NixlTransport:
 
     name = "nixl"
 
-    def __init__(self, incarnation: Incarnation) -> None:
+    def __init__(self, incarnation: Incarnation, clock: Clock) -> None:
         self._incarnation = incarnation
+        self._clock = clock
         # Serialises all calls into the agent, which is not safe to call from several threads at once.
         self._lock = threading.Lock()
-        self._agent = nixl_api.nixl_agent(incarnation, nixl_api.nixl_agent_config(backends=["UCX"]))
+        settings = nixl_api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._agent = nixl_api.nixl_agent(incarnation, settings)
         if "UCX" not in self._agent.backends:
             raise ImportError("NIXL has no UCX backend on this machine", name="nixl")
         self._remotes: dict[str, _Remote] = {}
         self._own: _Address | None = None
+        self._landing_lock = threading.Lock()  # one epoch read at a time uses the landing place; taken before _lock
+        self._readers_expected = False
+        self._wake = threading.Event()
+        self._closed = False
         self._abandoned: list[object] = []
         """Landing places that a stalled peer may still write, kept alive with their reads."""
+
+    def attend(self, busy: bool) -> None:
+        self._readers_expected = busy
+        self._wake.set()
 
     def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
         # One anonymous mapping: pages | their epochs | a landing place for peers' epochs, one slot per own page.
@@ -126,7 +141,7 @@ class NixlTransport:
             self._own_landing = self._prepare("", base + split + num_blocks * _EPOCH_BYTES, num_blocks, _EPOCH_BYTES)
             metadata = self._agent.get_agent_metadata()
         self._own = _Address(self._incarnation, metadata, base, base + split, num_blocks, block_bytes)
-        self._landing_lock = threading.Lock()  # one epoch read at a time uses the landing place; taken before _lock
+        threading.Thread(target=self._progress, name="nixl-progress", daemon=True).start()
         return PageMemory(whole[:split], whole[split : split + num_blocks * _EPOCH_BYTES].cast("Q"))
 
     def address(self) -> bytes:
@@ -163,17 +178,21 @@ class NixlTransport:
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         if self._own is None or len(remote) > self._own.num_blocks:
             raise ReadError(f"{len(remote)} epochs asked for at once")
-        with self._landing_lock:
+        deadline = self._clock.monotonic() + timeout
+        if not self._landing_lock.acquire(timeout=timeout):
+            raise ReadError(f"other epoch reads took longer than {timeout:.2f} s")
+        try:
             read = self._post(peer, "epochs", remote, self._own_landing, range(len(remote)))
-            waited, pause = 0.0, threading.Event()
+            pause = threading.Event()
             while not read.poll():
-                if waited >= timeout:
+                if self._clock.monotonic() >= deadline:
                     # The landing place may still be written: nobody may use it again before the read is quiet.
                     self._abandon_landing(read)
                     raise ReadError(f"the peer's epochs did not come within {timeout:.2f} s")
                 pause.wait(_POLL_SECONDS)
-                waited += _POLL_SECONDS
             return list(self._landing[: len(remote)])
+        finally:
+            self._landing_lock.release()
 
     def forget(self, peer: Peer) -> None:
         with self._lock:
@@ -183,6 +202,8 @@ class NixlTransport:
                 self._remove_if_quiet(peer.incarnation, remote)
 
     def close(self) -> None:
+        self._closed = True
+        self._wake.set()
         with self._lock:
             busy = any(r.active for r in self._remotes.values())
             if self._own is None or busy:
@@ -209,6 +230,17 @@ class NixlTransport:
                 remote.active -= 1
                 self._remove_if_quiet(peer, remote)
 
+    def _progress(self) -> None:
+        """Answers peers that connect to or read from us; UCX does nothing for them unless asked to."""
+        while not self._closed:
+            with self._lock:
+                if self._own is not None:
+                    self._agent.get_new_notifs()
+                reading = any(remote.active for remote in self._remotes.values())
+            busy = reading or self._readers_expected
+            self._wake.wait(_BUSY_PROGRESS_SECONDS if busy else _IDLE_PROGRESS_SECONDS)
+            self._wake.clear()
+
     def _post(
         self, peer: Peer, what: str, remote_ids: Sequence[int], local: Any, local_ids: Sequence[int]
     ) -> _NixlRead:
@@ -219,15 +251,16 @@ class NixlTransport:
             if not remote_ids or min(remote_ids) < 0 or max(remote_ids) >= remote.num_blocks:
                 raise ReadError(f"a page id is outside the peer's {remote.num_blocks} pages")
             theirs = remote.pages if what == "pages" else remote.epochs
+            handle: Any = None
             try:
                 handle = self._agent.make_prepped_xfer("READ", local, _ids(local_ids), theirs, _ids(remote_ids))
-                remote.active += 1
-                state = self._agent.transfer(handle)
+                self._agent.transfer(handle)  # DONE, PROC and ERR all show at the first poll
             except _NIXL_ERRORS as error:
                 # Posting failed outright (a dead peer is refused here): nothing is in flight.
-                remote.active = max(0, remote.active - 1)
+                if handle is not None:
+                    handle.release()
                 raise ReadError(f"NIXL refused to read from worker {peer.worker_id} ({error})") from error
-        del state  # DONE, PROC and ERR all show at the first poll
+            remote.active += 1
         return _NixlRead(self, peer.incarnation, handle)
 
     def _abandon_landing(self, read: _NixlRead) -> None:
@@ -274,4 +307,4 @@ def open_transport(incarnation: Incarnation) -> NixlTransport:
     Raises:
         ImportError: NIXL lacks its UCX backend here.
     """
-    return NixlTransport(incarnation)
+    return NixlTransport(incarnation, SystemClock())

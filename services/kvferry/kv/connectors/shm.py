@@ -11,13 +11,14 @@ a sealed memory file of the right size. The seals forbid resizing, so a mapping 
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Sequence
 
 import msgspec
 
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connector import PageMemory, Peer, Read, ReadError
-from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages
+from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, epochs_of
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _EPOCH_BYTES = 8
@@ -75,6 +76,9 @@ class ShmTransport:
     def address(self) -> bytes:
         return msgspec.msgpack.encode(self._where)
 
+    def attend(self, busy: bool) -> None:
+        """Peers read without our help."""
+
     def connect(self, peer: Peer, address: bytes) -> None:
         if peer.incarnation in self._peers:
             return
@@ -93,11 +97,7 @@ class ShmTransport:
         return CompletedRead()
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
-        epochs = self._find(peer).epochs
-        try:
-            return [epochs[b] for b in remote]
-        except IndexError as error:
-            raise ReadError("a page id is outside the peer's pages") from error
+        return epochs_of(self._find(peer).epochs, remote)
 
     def forget(self, peer: Peer) -> None:
         # The mapping goes when the last read that uses it lets go of its window.
@@ -120,14 +120,14 @@ class ShmTransport:
 def _open_peer(where: _Address) -> _Window:
     path = f"/proc/{where.pid}/fd/{where.fd}"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not make us wait
     except OSError as error:
         raise ReadError(
             f"cannot open the peer's memory at {path}; connector 'shm' needs one host and one user"
         ) from error
     try:
         status = os.fstat(fd)
-        if status.st_ino != where.inode or status.st_size != where.size:
+        if not stat.S_ISREG(status.st_mode) or status.st_ino != where.inode or status.st_size != where.size:
             raise ReadError(f"{path} is not the memory the peer spoke of; the peer may have restarted")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ReadError(f"{path} is not sealed against resizing")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId
 from kvferry.kv.connector import ReadError
 
@@ -38,6 +39,17 @@ def copy_pages(source: Pages, remote: Sequence[int], target: Pages, local: Seque
             count = end - start
             target[local[start] : local[start] + count] = source[remote[start] : remote[start] + count]
             start = end
+
+
+def epochs_of(epochs: EpochTable, blocks: Sequence[int]) -> list[int]:
+    """The epochs of these pages now.
+
+    Raises:
+        ReadError: a page id is out of range.
+    """
+    if blocks and (min(blocks) < 0 or max(blocks) >= len(epochs)):
+        raise ReadError(f"a page id is outside the peer's {len(epochs)} pages")
+    return [epochs[b] for b in blocks]
 
 
 class CompletedRead:
