@@ -156,6 +156,7 @@ class WorkerUnit:
         await running.admin.stop(_FLUSH_SECONDS)
         await self._loop.stop()  # first, so that it starts no more fetches
         self._fetcher.close()
+        self._built.transport.close()
         self._control.close()
 
     @property

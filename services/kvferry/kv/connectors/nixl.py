@@ -121,6 +121,7 @@ class NixlTransport:
         self._readers_expected = False
         self._wake = threading.Event()
         self._closed = False
+        self._helper: threading.Thread | None = None
         self._abandoned: list[object] = []
         """Landing places that a stalled peer may still write, kept alive with their reads."""
 
@@ -141,7 +142,8 @@ class NixlTransport:
             self._own_landing = self._prepare("", base + split + num_blocks * _EPOCH_BYTES, num_blocks, _EPOCH_BYTES)
             metadata = self._agent.get_agent_metadata()
         self._own = _Address(self._incarnation, metadata, base, base + split, num_blocks, block_bytes)
-        threading.Thread(target=self._progress, name="nixl-progress", daemon=True).start()
+        self._helper = threading.Thread(target=self._progress, name="nixl-progress", daemon=True)
+        self._helper.start()
         return PageMemory(whole[:split], whole[split : split + num_blocks * _EPOCH_BYTES].cast("Q"))
 
     def address(self) -> bytes:
@@ -204,6 +206,8 @@ class NixlTransport:
     def close(self) -> None:
         self._closed = True
         self._wake.set()
+        if self._helper is not None:
+            self._helper.join()  # a step of it is short; left running, it would be inside NIXL when that is torn down
         with self._lock:
             busy = any(r.active for r in self._remotes.values())
             if self._own is None or busy:
