@@ -25,14 +25,15 @@ setup: $(READY) ## .venv with everything `run` and `test` need; quick when nothi
 $(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvferry needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) (once; a minute on a fast network)"
+	@echo "setting up $(VENV): $$(grep -c == requirements.lock) packages, once; a minute on a fast network"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv || echo "uv is not available: falling back to pip"
-	@if test -x $(BIN)/uv; then \
-	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -r requirements.lock && \
-	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --no-deps --no-build-isolation --reinstall-package kvferry -e '.[nixl]'; \
+	@quiet=--quiet; if test -t 2; then quiet=; fi; \
+	if test -x $(BIN)/uv; then \
+	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet -r requirements.lock && \
+	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet --no-deps --no-build-isolation --reinstall-package kvferry -e '.[nixl]'; \
 	else \
-	  $(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements.lock && \
-	  $(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e '.[nixl]'; \
+	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps -r requirements.lock && \
+	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps --no-build-isolation -e '.[nixl]'; \
 	fi
 	@touch $(READY)
 

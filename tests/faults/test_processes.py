@@ -170,6 +170,16 @@ def test_wrong_usage_is_one_clear_line(
     assert "Traceback" not in shown
 
 
+def test_a_damaged_model_ends_the_start_with_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    with running("up", *ADDRESSES, "--model", str(tmp_path / "cut.gguf")) as process:
+        assert process.process.wait(SECONDS) == 1
+    shown = capfd.readouterr().err
+    assert "cut.gguf" in shown
+    assert "cannot start" in shown
+    assert "Traceback" not in shown
+
+
 def test_a_taken_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with a_stack() as process:
         taken = str(process.events["ready"]["http"])

@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 
 _MAX_LINE_BYTES = 1 << 16
 _NOT_RUN = -1
+_WRONG_USAGE = 2
+_MAX_FIRST_STARTS = 3
+"""A process that never listened is not tried more often; one that did is restarted for ever."""
 
 Event = Mapping[str, object]
 
@@ -129,10 +132,9 @@ class SupervisedProcess:
                 status = _NOT_RUN
             if self._stopping:
                 return
-            if not self._listening.done() and status == 2:  # wrong usage will be wrong again
-                self._listening.set_exception(
-                    Unavailable(f"{self.spec.name} refused its settings; see its message above")
-                )
+            if not self._listening.done() and (status == _WRONG_USAGE or self.num_starts >= _MAX_FIRST_STARTS):
+                # Wrong usage will be wrong again, and so will a damaged file.
+                self._listening.set_exception(Unavailable(f"{self.spec.name} cannot start; its message is above"))
                 return
             history, pause = history.after_death(self._policy, self._clock.monotonic() - started)
             self._on_death(self.spec.name, status, pause)
