@@ -82,7 +82,11 @@ class FleetConfig:
     status_interval_seconds: float = 0.5
     """Between two looks at a healthy worker; load and readiness are at most this old."""
     status_timeout_seconds: float = 2.0
-    """A worker that does not answer for so long is taken out."""
+    """A worker that does not answer for so long gets no new requests. Not shorter: status has a port of its own, but
+    shares cores and the interpreter's lock with the engine."""
+    silent_looks: int = 2
+    """Looks in a row without an answer, and without a token meanwhile, after which a worker's calls are given up.
+    One costs nothing but a detour of new requests; giving up running ones costs their computing anew."""
     max_backoff_seconds: float = 2.0
     """Between two looks at a worker that does not answer."""
 

@@ -21,7 +21,7 @@ from kvferry.core.errors import DeadlinePassed, InvalidRequest, KvferryError, Ov
 from kvferry.core.ids import new_ticket_id
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.config import DispatchConfig
-from kvferry.gateway.fleet import Fleet
+from kvferry.gateway.fleet import Fleet, Hold
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.release import DUTIES, MACHINE, Duty, Event, State
 from kvferry.gateway.releases import Releases, Sleep
@@ -52,6 +52,13 @@ class _Lost(Exception):
         super().__init__(error.message)
         self.error = error
         self.address = address
+
+
+def _raise_if_lost(held: Hold, address: str) -> None:
+    """Tell a call that the fleet gave up from a task that is cancelled: grpc raises CancelledError for both."""
+    task = asyncio.current_task()
+    if held.why_lost and (task is None or not task.cancelling()):
+        raise _Lost(Unavailable(f"worker {address} {held.why_lost}"), address)
 
 
 class Dispatcher:
@@ -156,9 +163,9 @@ class Dispatcher:
         )
         unheard = Ticket(request.ticket_id, b"", address, pick.replica.fingerprint)
         trip.time(prefill_worker=pick.replica.worker_id)
-        with self._fleet.hold(address):
+        with self._fleet.hold(address) as held:
             trip.on(Event.CALL_PREFILL)
-            call = self._fleet.prefill(address).Run(request, timeout=self._remaining(trip))
+            call = held.watch(self._fleet.prefill(address).Run(request, timeout=self._remaining(trip)))
             try:
                 answer = await call
             except grpc.aio.AioRpcError as error:
@@ -167,6 +174,7 @@ class Dispatcher:
                 raise _Lost(error_from_rpc(error), address) from error
             except asyncio.CancelledError:
                 self._releases.reap(call, unheard, asked.request_id)
+                _raise_if_lost(held, address)
                 raise
         finish = wire.finish_from_wire(answer.finish_reason)
         trip.num_cached_tokens = answer.num_cached_tokens
@@ -198,11 +206,12 @@ class Dispatcher:
             request.ticket, request.attempt = trip.ticket.sealed, trip.ticket.deliveries
             trip.ticket = replace(trip.ticket, deliveries=trip.ticket.deliveries + 1)
         trip.time(decode_worker=pick.replica.worker_id)
-        with self._fleet.hold(address):
+        with self._fleet.hold(address) as held:
             trip.on(Event.CALL_DECODE)
-            call = self._fleet.decode(address).Run(request, timeout=self._remaining(trip))
+            call = held.watch(self._fleet.decode(address).Run(request, timeout=self._remaining(trip)))
             try:
                 async for answer in call:
+                    held.heard()
                     self._note_handoff(trip, answer)
                     finish = wire.finish_from_wire(answer.finish_reason)
                     event = trip.emit(wire.tokens_from_wire(answer.tokens), finish, self._clock.monotonic())
@@ -214,6 +223,9 @@ class Dispatcher:
                         return
             except grpc.aio.AioRpcError as error:
                 raise _Lost(error_from_rpc(error), address) from error
+            except asyncio.CancelledError:
+                _raise_if_lost(held, address)
+                raise
             finally:
                 if trip.state not in MACHINE.final:
                     call.cancel()
