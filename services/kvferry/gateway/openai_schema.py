@@ -3,6 +3,7 @@
 Nothing is ignored in silence, because a client that sends `response_format` relies on it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
@@ -264,11 +265,17 @@ def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
     return InvalidRequest(f"{field}: {worst['msg'].lower().replace('input', 'it', 1)}; it is {shown}", field=field)
 
 
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+"""One spelling per id, and none that takes long to read."""
+
 _JSON_TYPES: Mapping[type, str] = {str: "string", list: "array", dict: "object"}
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
     for key in bias:
-        if not key.isdecimal() or not key.isascii():
-            raise InvalidRequest("logit_bias has a key that is not a token id", field="logit_bias")
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(
+                "logit_bias has a key that is not a token id; write it in decimal digits, without leading zeros",
+                field="logit_bias",
+            )
     return {int(key): value for key, value in bias.items()}

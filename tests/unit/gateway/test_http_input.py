@@ -19,7 +19,7 @@ _GOOD: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "conten
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    http = HttpConfig(address="127.0.0.1:0", max_body_bytes=4096, max_prompts=3)
+    http = HttpConfig(address="127.0.0.1:0", max_body_bytes=8192, max_prompts=3)
     async with (
         scripted_gateway(http=http) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=20) as opened,
@@ -59,6 +59,10 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         ({"stop": [1]}, "stop.0", "string"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
         ({"logit_bias": {"1": 200}}, "logit_bias", "100"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"01": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"+1": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"²": 1}}, "logit_bias", "not a token id"),
         ({"logit_bias": {"999": 1}}, "logit_bias", "999"),
         ({"seed": 1 << 70}, "seed", "whole number"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
@@ -118,6 +122,19 @@ async def test_numbers_too_large_for_a_double_are_refused(client):
     check_error(await client.post(_CHAT, content=body.encode()), 400, "temperature", "finite")
 
 
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize(
+    "field", ["n", "seed", "max_tokens", "temperature", "top_k", "stop_token_ids", "logit_bias", "prompt", "stream"]
+)
+async def test_numbers_of_any_length_are_refused(client, field, digits):
+    number = "7" * digits
+    value = {"stop_token_ids": f"[{number}]", "prompt": f"[{number}]", "logit_bias": f'{{"5": {number}}}'}
+    prompt = "" if field == "prompt" else '"prompt": "a", '
+    body = f'{{"model": "bytes", {prompt}"{field}": {value.get(field, number)}}}'
+    response = await client.post("/v1/completions", content=body.encode())
+    assert response.status_code == 400, response.text
+
+
 async def test_a_prompt_never_appears_in_an_error(client):
     secret = {"role": "user", "content": {"text": "my secret"}}
     response = await client.post(_CHAT, json={**_GOOD, "messages": [secret]})
@@ -131,7 +148,7 @@ async def test_large_bodies_are_refused(client, declared):
             yield b" " * 1000
 
     content: Any = b" " * 10_000 if declared else parts()
-    check_error(await client.post(_CHAT, content=content), 413, None, "4096")
+    check_error(await client.post(_CHAT, content=content), 413, None, "8192")
 
 
 @pytest.mark.parametrize(
