@@ -55,6 +55,9 @@ class RetryConfig:
     """The first retry is immediate if another worker can take it; else it waits about this long, the next one twice
     as long, and so on."""
     max_backoff_seconds: float = 2.0
+    first_worker_seconds: float = 2.0
+    """A new request that finds nobody waits so long for a worker that is lost or not ready yet; about what it takes
+    to notice one that is back."""
     request_timeout_seconds: float = 600.0
     """A request takes no longer, whatever its client's deadline."""
     release_timeout_seconds: float = 5.0

@@ -159,6 +159,10 @@ class Fleet:
         member.wake.set()
         self._announce()
 
+    def may_recover(self) -> bool:
+        """Whether a worker that can decode, though it may take no requests now, could do so in a moment."""
+        return any(member.role != "prefill" and member.may_recover for member in self._members)
+
     async def wait_until(self, holds: Callable[["Fleet"], bool]) -> None:
         """Return when `holds(fleet)` does. It is looked at again at every change."""
         while not holds(self):
@@ -266,13 +270,24 @@ class _Member:
             blocks_free=status.load.blocks_free,
         )
 
-    def _refusal(self, status: worker_admin_pb2.StatusResponse) -> str:
+    @property
+    def may_recover(self) -> bool:
+        # One that drains or is configured wrongly changes only by being started anew.
+        return self._status is None or not self._settled_refusal(self._status)
+
+    def _settled_refusal(self, status: worker_admin_pb2.StatusResponse) -> str:
         if status.role not in (self.role, "both"):
             return f"it is a {status.role} worker, configured as {self.role}"
         if status.model != self._model:
             return f"it serves {status.model!r}, not {self._model!r}"
         if status.draining:
             return "it drains"
+        return ""
+
+    def _refusal(self, status: worker_admin_pb2.StatusResponse) -> str:
+        settled = self._settled_refusal(status)
+        if settled:
+            return settled
         if not status.ready:
             return "it is not ready"
         return self.why_suspect

@@ -308,6 +308,35 @@ async def test_nobody_to_ask_is_said_at_once():
         assert fleet.slept == []
 
 
+async def test_a_request_waits_for_a_worker_that_is_just_coming_back(pair):
+    worker = pair.workers.decode[0]
+    worker.ready = False
+    await pair.fleet.wait_until(lambda f: not f.views()[1].takes_work)
+    task = asyncio.create_task(collect(pair, ask()))
+    seen = pair.fleet.num_looks
+    await pair.fleet.wait_until(lambda f: f.num_looks > seen + 4)
+    assert not task.done()
+    worker.ready = True
+    check(await task, ask())
+
+
+async def test_the_wait_for_a_worker_is_short():
+    retry = RetryConfig(first_worker_seconds=0.1)
+    async with scripted_fleet(prefill=1, decode=1, config=DispatchConfig(retry=retry)) as fleet:
+        fleet.workers.decode[0].ready = False
+        await fleet.fleet.wait_until(lambda f: not f.views()[1].takes_work)
+        with pytest.raises(Unavailable, match="no worker takes requests"):
+            await collect(fleet, ask())
+        assert fleet.slept == []
+
+
+async def test_nobody_configured_is_said_at_once():
+    async with scripted_fleet(prefill=1) as fleet:
+        async with asyncio.timeout(1):
+            with pytest.raises(Unavailable, match="no worker takes requests"):
+                await collect(fleet, ask())
+
+
 async def test_full_workers_are_reported_as_overload():
     async with scripted_fleet(both=2) as fleet:
         full = Overloaded("no blocks", retry_after_seconds=3.0)
