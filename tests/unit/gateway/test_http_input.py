@@ -44,7 +44,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         ({"tools": [{"type": "function"}]}, "tools", "not implemented"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not implemented here; leave it out or send"),
         ({"temperature": "hot"}, "temperature", "it is a JSON string"),
-        ({"temperature": True}, "temperature", "True"),
+        ({"temperature": True}, "temperature", "it is true"),
         ({"temperature": 200}, "temperature", "from 0.0 to 100.0"),
         ({"top_p": 0}, "top_p", "above 0.0"),
         ({"n": 0}, "n", "it is 0"),
@@ -69,14 +69,14 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not known"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
-        ({"messages": []}, "messages", ""),
+        ({"messages": []}, "messages", "messages is empty; give at least one"),
         ({"messages": "hi"}, "messages", "it is a JSON string"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", ""),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
-        ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name", "not known"),
+        ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name", "not implemented"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", ""),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt", "the context holds 512"),
-        ({"model": ""}, "model", ""),
+        ({"model": ""}, "model", "model '' is not served here"),
     ],
 )
 async def test_bad_fields_are_refused_by_name(client, change, param, words):
@@ -141,6 +141,27 @@ async def test_a_prompt_never_appears_in_an_error(client):
     assert "secret" not in response.text
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": "application/jsonp"},
+        {"content-encoding": "gzip"},
+    ],
+)
+async def test_what_does_not_say_that_it_is_json_is_refused(client, headers):
+    # What a page of another site may send without asking must not reach the model.
+    response = await client.post(_CHAT, content=json.dumps(_GOOD).encode(), headers=headers)
+    assert check_error(response, 415, None, "application/json")["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "Application/JSON; charset=utf-8"}])
+async def test_json_is_taken_under_its_name_or_none(client, headers):
+    response = await client.post(_CHAT, content=json.dumps(_GOOD).encode(), headers=headers)
+    assert response.status_code == 200
+
+
 @pytest.mark.parametrize("declared", [True, False])
 async def test_large_bodies_are_refused(client, declared):
     async def parts() -> AsyncIterator[bytes]:
@@ -161,11 +182,11 @@ async def test_large_bodies_are_refused(client, declared):
         ({"prompt": [1, "a"]}, "prompt.1", ""),
         ({"prompt": [999]}, "prompt", "token id 999"),
         ({"prompt": [-1]}, "prompt", "token id -1"),
-        ({"prompt": [1.5]}, "prompt.0", ""),
+        ({"prompt": [1.5]}, "prompt.0", "token ids"),
         ({"prompt": {"a": 1}}, "prompt", ""),
         ({"prompt": None}, "prompt", ""),
         ({"prompt": "a", "suffix": "b"}, "suffix", "not implemented"),
-        ({"prompt": "a", "echo": True}, "echo", "not implemented"),
+        ({"prompt": "a", "echo": True}, "echo", "or send false"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not implemented"),
         ({"prompt": "a", "messages": []}, "messages", "not known"),
     ],
