@@ -55,6 +55,9 @@ class RetryConfig:
     """The first retry is immediate if another worker can take it; else it waits about this long, the next one twice
     as long, and so on."""
     max_backoff_seconds: float = 2.0
+    first_worker_seconds: float = 2.0
+    """A new request that finds nobody waits so long for a worker that is lost or not ready yet; about what it takes
+    to notice one that is back."""
     request_timeout_seconds: float = 600.0
     """A request takes no longer, whatever its client's deadline."""
     release_timeout_seconds: float = 5.0
@@ -82,7 +85,11 @@ class FleetConfig:
     status_interval_seconds: float = 0.5
     """Between two looks at a healthy worker; load and readiness are at most this old."""
     status_timeout_seconds: float = 2.0
-    """A worker that does not answer for so long is taken out."""
+    """A worker that does not answer for so long gets no new requests. Not shorter: status has a port of its own, but
+    shares cores and the interpreter's lock with the engine."""
+    silent_looks: int = 2
+    """Looks in a row without an answer, and without a token meanwhile, after which a worker's calls are given up.
+    One costs nothing but a detour of new requests; giving up running ones costs their computing anew."""
     max_backoff_seconds: float = 2.0
     """Between two looks at a worker that does not answer."""
 

@@ -23,6 +23,7 @@ from kvferry.core.sampling import FinishReason
 from kvferry.gateway.config import DispatchConfig
 from kvferry.gateway.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.loss import Lost, raise_if_lost
 from kvferry.gateway.release import DUTIES, MACHINE, Duty, Event, State
 from kvferry.gateway.releases import Releases, Sleep
 from kvferry.gateway.routing import Candidates, Pick, Route, RouteReason, choose, prefix_key
@@ -43,15 +44,6 @@ _OUTCOMES = {
     decode_pb2.Handoff.OUTCOME_LOCAL: "local",
     decode_pb2.Handoff.OUTCOME_RECOMPUTED: "recomputed",
 }
-
-
-class _Lost(Exception):
-    """A call to a worker failed; what that means is still to be judged."""
-
-    def __init__(self, error: KvferryError, address: str | None) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.address = address
 
 
 class Dispatcher:
@@ -135,9 +127,12 @@ class Dispatcher:
                             self._instruments.token_gap_seconds.observe(now - last_event_at)
                         last_event_at = now
                         yield event
-            except _Lost as lost:
-                self._take_loss(trip, lost)
-                await self._pause(trip)
+            except Lost as lost:
+                if lost.address is None and not trip.failures and not trip.emitted:
+                    await self._first_worker(trip, lost.error)
+                else:
+                    self._take_loss(trip, lost)
+                    await self._pause(trip)
 
     # -- the two calls ---------------------------------------------------------------------------------------------
 
@@ -156,17 +151,18 @@ class Dispatcher:
         )
         unheard = Ticket(request.ticket_id, b"", address, pick.replica.fingerprint)
         trip.time(prefill_worker=pick.replica.worker_id)
-        with self._fleet.hold(address):
+        with self._fleet.hold(address) as held:
             trip.on(Event.CALL_PREFILL)
-            call = self._fleet.prefill(address).Run(request, timeout=self._remaining(trip))
+            call = held.watch(self._fleet.prefill(address).Run(request, timeout=self._remaining(trip)))
             try:
                 answer = await call
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                     self._releases.reap(call, unheard, asked.request_id)
-                raise _Lost(error_from_rpc(error), address) from error
+                raise Lost(error_from_rpc(error), address) from error
             except asyncio.CancelledError:
                 self._releases.reap(call, unheard, asked.request_id)
+                raise_if_lost(held, address)
                 raise
         finish = wire.finish_from_wire(answer.finish_reason)
         trip.num_cached_tokens = answer.num_cached_tokens
@@ -198,11 +194,12 @@ class Dispatcher:
             request.ticket, request.attempt = trip.ticket.sealed, trip.ticket.deliveries
             trip.ticket = replace(trip.ticket, deliveries=trip.ticket.deliveries + 1)
         trip.time(decode_worker=pick.replica.worker_id)
-        with self._fleet.hold(address):
+        with self._fleet.hold(address) as held:
             trip.on(Event.CALL_DECODE)
-            call = self._fleet.decode(address).Run(request, timeout=self._remaining(trip))
+            call = held.watch(self._fleet.decode(address).Run(request, timeout=self._remaining(trip)))
             try:
                 async for answer in call:
+                    held.heard()
                     self._note_handoff(trip, answer)
                     finish = wire.finish_from_wire(answer.finish_reason)
                     event = trip.emit(wire.tokens_from_wire(answer.tokens), finish, self._clock.monotonic())
@@ -213,11 +210,14 @@ class Dispatcher:
                     if finish is not None:
                         return
             except grpc.aio.AioRpcError as error:
-                raise _Lost(error_from_rpc(error), address) from error
+                raise Lost(error_from_rpc(error), address) from error
+            except asyncio.CancelledError:
+                raise_if_lost(held, address)
+                raise
             finally:
                 if trip.state not in MACHINE.final:
                     call.cancel()
-        raise _Lost(Unavailable(f"worker {pick.replica.worker_id} ended a stream without a finish reason"), address)
+        raise Lost(Unavailable(f"worker {pick.replica.worker_id} ended a stream without a finish reason"), address)
 
     def _note_handoff(self, trip: Trip, answer: decode_pb2.DecodeResponse) -> None:
         """Learn from the first message how the prompt's KV came; a ticket that was not used up is released."""
@@ -257,7 +257,7 @@ class Dispatcher:
             self._drop_ticket(trip, "no_reader")
             route = self._choose(trip, frozenset())
         if route is None:
-            raise _Lost(
+            raise Lost(
                 Unavailable(
                     "no worker takes requests now; see /ready for why", retry_after_seconds=_RETRY_AFTER_SECONDS
                 ),
@@ -290,7 +290,7 @@ class Dispatcher:
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
-    def _take_loss(self, trip: Trip, lost: _Lost) -> None:
+    def _take_loss(self, trip: Trip, lost: Lost) -> None:
         """Put the trip back to where another attempt can start.
 
         Raises:
@@ -309,8 +309,7 @@ class Dispatcher:
                 trip.ticket = replace(trip.ticket, losses=trip.ticket.losses + 1)
         if trip.ticket is not None and (verdict is Verdict.DROP_TICKET or trip.ticket.losses >= _MAX_TICKET_LOSSES):
             self._drop_ticket(trip, "decode_failed")
-        never_began = address is None and trip.failures == 1 and not trip.emitted
-        if never_began or trip.failures > self._retry.max_failures:
+        if trip.failures > self._retry.max_failures:
             self._refuse(trip, error)
         self._instruments.retries.labels(error.reason).inc()
 
@@ -321,6 +320,21 @@ class Dispatcher:
             # Neither did the client cancel, nor was its request bad: it was good enough to begin with.
             raise Unavailable(f"no worker could finish the stream: {error.message}") from error
         raise error
+
+    async def _first_worker(self, trip: Trip, error: KvferryError) -> None:
+        """Wait a moment for somebody to begin with; whoever comes back is seen a little later than it is there.
+
+        Raises:
+            KvferryError: nobody came, or nobody can.
+        """
+        if not self._fleet.may_recover():
+            self._refuse(trip, error)
+        try:
+            async with asyncio.timeout(min(self._retry.first_worker_seconds, self._remaining(trip))):
+                await self._fleet.wait_until(lambda _: self._choose(trip, frozenset()) is not None)
+        except TimeoutError:
+            self._refuse(trip, error)
+        trip.failed(error, None)
 
     async def _pause(self, trip: Trip) -> None:
         elsewhere = self._choose(trip, frozenset(trip.excluded)) is not None

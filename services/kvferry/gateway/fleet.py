@@ -2,6 +2,7 @@
 
 Whether a worker takes requests is its own word (ready, not draining, the right role and model), less than a
 second old, and our experience: a call that fails makes it a suspect until it answers a question asked after that.
+Calls to a worker that has stopped answering are cancelled, so that their streams go on elsewhere.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
@@ -20,6 +22,7 @@ from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2, work
 
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.1
+C = TypeVar("C", bound=grpc.aio.Call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,31 @@ class WorkerView:
         load = max(self.in_flight, self.running + self.waiting)
         worker_id = self.worker_id or WorkerId(self.endpoint.address)
         return Replica(self.endpoint.address, worker_id, self.fingerprint, load)
+
+
+class Hold:
+    """One call of this gateway's to a worker. When the worker is lost, so is the call."""
+
+    def __init__(self, member: "_Member") -> None:
+        self.why_lost = ""
+        """Why the call was cancelled here; empty: it was not."""
+        self._member = member
+        self._call: grpc.aio.Call | None = None
+
+    def watch(self, call: C) -> C:
+        """`call`, from now on cancelled when its worker is lost."""
+        self._call = call
+        return call
+
+    def heard(self) -> None:
+        """Note that the worker said something in this call, which proves that it lives."""
+        self._member.num_heard += 1
+
+    def lose(self, why: str) -> None:
+        """Cancel the call; whoever awaits it finds `why_lost`."""
+        if self._call is not None and not self._call.done():
+            self.why_lost = why
+            self._call.cancel()
 
 
 class Fleet:
@@ -111,14 +139,15 @@ class Fleet:
         return self._by_address[address].decode
 
     @contextmanager
-    def hold(self, address: str) -> Iterator[None]:
-        """Count one call to `address` as in flight."""
+    def hold(self, address: str) -> Iterator[Hold]:
+        """Count one call to `address` as in flight, and lose it with its worker."""
         member = self._by_address[address]
-        member.in_flight += 1
+        held = Hold(member)
+        member.held.add(held)
         try:
-            yield
+            yield held
         finally:
-            member.in_flight -= 1
+            member.held.discard(held)
 
     def suspect(self, address: str, why: str) -> None:
         """Take a worker out at once because a call to it failed; it is asked right away whether it lives."""
@@ -130,27 +159,35 @@ class Fleet:
         member.wake.set()
         self._announce()
 
+    def may_recover(self) -> bool:
+        """Whether a worker that can decode, though it may take no requests now, could do so in a moment."""
+        return any(member.role != "prefill" and member.may_recover for member in self._members)
+
     async def wait_until(self, holds: Callable[["Fleet"], bool]) -> None:
         """Return when `holds(fleet)` does. It is looked at again at every change."""
         while not holds(self):
             await self._change.wait()
 
     async def _watch(self, member: "_Member") -> None:
-        backoff = _FIRST_BACKOFF_SECONDS
+        backoff, silent_looks = _FIRST_BACKOFF_SECONDS, 0
         while True:
             member.wake.clear()
-            suspicions = member.num_suspicions
+            suspicions, heard = member.num_suspicions, member.num_heard
             request = worker_admin_pb2.StatusRequest()
             try:
                 status = await member.admin.Status(request, timeout=self._config.status_timeout_seconds)
             except grpc.aio.AioRpcError as error:
                 member.lost(f"{error.code().name}: {error.details()}")
+                # A worker whose tokens come is only too busy to answer, however long that takes.
+                silent_looks = silent_looks + 1 if member.num_heard == heard else 0
+                if silent_looks >= self._config.silent_looks:
+                    member.lose_calls()
                 delay = backoff
                 backoff = min(2 * backoff, self._config.max_backoff_seconds)
             else:
                 member.saw(status, clears_suspicion=member.num_suspicions == suspicions)
                 delay = self._config.status_interval_seconds
-                backoff = _FIRST_BACKOFF_SECONDS
+                backoff, silent_looks = _FIRST_BACKOFF_SECONDS, 0
             self.num_looks += 1
             self._announce()
             with suppress(TimeoutError):
@@ -169,7 +206,8 @@ class _Member:
     def __init__(self, endpoint: Endpoint, role: str, model: str) -> None:
         self.endpoint = endpoint
         self.role = role
-        self.in_flight = 0
+        self.held: set[Hold] = set()
+        self.num_heard = 0
         self.why_suspect = ""
         self.num_suspicions = 0
         self.wake = asyncio.Event()
@@ -196,6 +234,12 @@ class _Member:
         self._status = None
         self._why_lost = f"does not answer: {why}"
 
+    def lose_calls(self) -> None:
+        if self.held:
+            _log.warning("worker %s: giving up %d calls: it %s", self.endpoint.address, len(self.held), self._why_lost)
+        for held in self.held:
+            held.lose(self._why_lost)
+
     def saw(self, status: worker_admin_pb2.StatusResponse, *, clears_suspicion: bool) -> None:
         before = self.view().why_not
         self._status = status
@@ -208,12 +252,12 @@ class _Member:
     def view(self) -> WorkerView:
         status = self._status
         if status is None:
-            return WorkerView(self.endpoint, self.role, self._why_lost, self.in_flight)
+            return WorkerView(self.endpoint, self.role, self._why_lost, len(self.held))
         return WorkerView(
             endpoint=self.endpoint,
             role=self.role,
             why_not=self._refusal(status),
-            in_flight=self.in_flight,
+            in_flight=len(self.held),
             worker_id=WorkerId(status.identity.worker_id),
             incarnation=Incarnation(status.identity.incarnation),
             fingerprint=status.fingerprint,
@@ -226,13 +270,24 @@ class _Member:
             blocks_free=status.load.blocks_free,
         )
 
-    def _refusal(self, status: worker_admin_pb2.StatusResponse) -> str:
+    @property
+    def may_recover(self) -> bool:
+        # One that drains or is configured wrongly changes only by being started anew.
+        return self._status is None or not self._settled_refusal(self._status)
+
+    def _settled_refusal(self, status: worker_admin_pb2.StatusResponse) -> str:
         if status.role not in (self.role, "both"):
             return f"it is a {status.role} worker, configured as {self.role}"
         if status.model != self._model:
             return f"it serves {status.model!r}, not {self._model!r}"
         if status.draining:
             return "it drains"
+        return ""
+
+    def _refusal(self, status: worker_admin_pb2.StatusResponse) -> str:
+        settled = self._settled_refusal(status)
+        if settled:
+            return settled
         if not status.ready:
             return "it is not ready"
         return self.why_suspect

@@ -37,6 +37,13 @@ class BodyTooLarge(InvalidRequest):
     reason = "BODY_TOO_LARGE"
 
 
+class UnsupportedMedia(InvalidRequest):
+    """The request's body is not said to be plain JSON."""
+
+    http_status = 415
+    reason = "UNSUPPORTED_MEDIA_TYPE"
+
+
 class BodyTooSlow(InvalidRequest):
     """The request's body did not arrive in time."""
 
@@ -142,6 +149,7 @@ class _Generate:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         caller = self._side.caller(request)
+        _check_media(request)
         body = await _read_body(request, self._side.config)
         service = self._side.service
         if self._is_chat:
@@ -200,6 +208,16 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _check_media(request: Request) -> None:
+    """A page of another site may make a browser send it plain text unasked, but JSON only after we allowed it."""
+    kind = request.headers.get("content-type", _JSON)
+    if kind.partition(";")[0].strip().lower() != _JSON:
+        raise UnsupportedMedia(f"the body must be sent as {_JSON}, not as {kind[:80]!r}")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise UnsupportedMedia(f"the body must be plain {_JSON}; content-encoding {encoding[:80]!r} is not implemented")
 
 
 async def _read_body(request: Request, config: HttpConfig) -> bytes:

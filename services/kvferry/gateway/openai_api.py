@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from kvferry.core.errors import UnknownModel
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.gateway import openai_reply as reply
@@ -64,7 +65,7 @@ async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Gen
         InvalidRequest, UnknownModel: it cannot run here.
     """
     asked = parse(ChatRequest, body)
-    prompts.check_model(service.model, "" if asked.model is None else asked.model or "(empty)")
+    _check_model(service, asked.model)
     sampling = asked.to_sampling()
     token_ids = await prompts.encode_chat(service.model, [m.as_template_input() for m in asked.messages])
     request = _request(service, caller, token_ids, sampling, asked.num_samples)
@@ -78,7 +79,7 @@ async def prepare_completion(service: TextService, caller: Caller, body: bytes, 
         InvalidRequest, UnknownModel: it cannot run here.
     """
     asked = parse(CompletionRequest, body)
-    prompts.check_model(service.model, "" if asked.model is None else asked.model or "(empty)")
+    _check_model(service, asked.model)
     sampling = asked.to_sampling()
     found = asked.prompts(max_prompts)
     requests: list[TextRequest] = []
@@ -208,6 +209,12 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], list[reply.Tex
         return [reply.TextChoice(chunk.index, chunk.text, logprobs, finish)]
 
     return make
+
+
+def _check_model(service: TextService, name: str | None) -> None:
+    if name == "":  # over gRPC the same as none; here somebody sent it
+        raise UnknownModel(f"model '' is not served here; this is {service.model.name!r}", field="model")
+    prompts.check_model(service.model, name or "")
 
 
 def _request(

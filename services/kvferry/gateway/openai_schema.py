@@ -3,6 +3,8 @@
 Nothing is ignored in silence, because a client that sends `response_format` relies on it.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeVar, cast
 
@@ -41,6 +43,10 @@ _NO_OPS: Mapping[str, tuple[object, ...]] = {
 
 _MESSAGE_NO_OPS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 """What a client sends back inside an assistant's message that it got from here; only null or empty."""
+
+
+_MESSAGE_FIELDS = (*_MESSAGE_NO_OPS, "name", "tool_call_id")
+"""Fields of OpenAI's messages that are not implemented."""
 
 
 class _Strict(BaseModel):
@@ -220,7 +226,7 @@ def parse(kind: type[R], body: bytes) -> R:
         accepted = _NO_OPS[name]
         value = fields.pop(name)
         if not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
-            remedy = f"or send {' or '.join(map(repr, accepted[1:]))}" if len(accepted) > 1 else "or send null"
+            remedy = f"or send {' or '.join(map(json.dumps, accepted[1:]))}" if len(accepted) > 1 else "or send null"
             raise InvalidRequest(f"{name} is not implemented here; leave it out {remedy}", field=name)
     try:
         return kind.model_validate(fields)
@@ -250,25 +256,41 @@ def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
     path = [part for part in outer if isinstance(part, int) or part in _KNOWN_NAMES]
     path += [last] if unknown or isinstance(last, int) or last in _KNOWN_NAMES else []
     field = ".".join(str(part) for part in path)
+    if unknown and path[0] == "messages" and last in _MESSAGE_FIELDS:
+        return InvalidRequest(f"{field} is not implemented here; leave it out", field=field)
     if unknown:
         return InvalidRequest(f"{field} is not known here; leave it out", field=field)
     if worst["type"] == "missing":
         return InvalidRequest(f"{field} is missing", field=field)
+    if worst["type"] == "too_short":
+        return InvalidRequest(f"{field} is empty; give at least one", field=field)
     got = worst["input"]
     # Numbers and truth values are quoted, texts are not: they may be a prompt.
     shown = (
-        repr(got)
+        json.dumps(got)
         if got is None or isinstance(got, bool | int | float)
         else f"a JSON {_JSON_TYPES.get(type(got), 'value')}"
     )
+    if path[:1] == ["prompt"]:
+        return InvalidRequest(
+            f"{field}: prompt is a text, a list of texts, a list of token ids (whole numbers) or a list of such "
+            f"lists; here it is {shown}",
+            field=field,
+        )
     return InvalidRequest(f"{field}: {worst['msg'].lower().replace('input', 'it', 1)}; it is {shown}", field=field)
 
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+"""One spelling per id, and none that takes long to read."""
 
 _JSON_TYPES: Mapping[type, str] = {str: "string", list: "array", dict: "object"}
 
 
 def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
     for key in bias:
-        if not key.isdecimal() or not key.isascii():
-            raise InvalidRequest("logit_bias has a key that is not a token id", field="logit_bias")
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(
+                "logit_bias has a key that is not a token id; write it in decimal digits, without leading zeros",
+                field="logit_bias",
+            )
     return {int(key): value for key, value in bias.items()}

@@ -20,8 +20,9 @@ def can_serve(fleet: Fleet) -> bool:
 
 
 def notes(fleet: Fleet) -> list[str]:
-    """One line per worker that takes no requests, and why."""
-    return [f"{view.role} {view.endpoint.address}: {view.why_not}" for view in fleet.views() if view.why_not]
+    """One line per worker that takes no requests, why, and whether that matters."""
+    matter = "; requests are served without it" if can_serve(fleet) else ""
+    return [f"{view.role} {view.endpoint.address}: {view.why_not}{matter}" for view in fleet.views() if view.why_not]
 
 
 class FleetCollector(Collector):

@@ -28,6 +28,8 @@ from kvferry.rpc.text_service import TextService
 _log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
+_WRITE_AFTER_END = "socket.send() raised exception."
+"""What asyncio says, once for every event that was ready, when a client leaves in the middle of a stream."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients and load balancers keep idle connections, so that they close first and never meet a reset."""
 
@@ -156,6 +158,7 @@ class _HttpServer:
 
     @classmethod
     async def start(cls, app: ASGIApp, config: GatewayConfig) -> "_HttpServer":
+        logging.getLogger("asyncio").addFilter(_is_news)
         bound = _bind(config.http.address)
         settings = uvicorn.Config(
             app,
@@ -198,6 +201,10 @@ class _QuietUvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return record.msg != _WRITE_AFTER_END
 
 
 def _bind(address: str) -> socket.socket:

@@ -1,15 +1,19 @@
-"""Every call through one door: errors become statuses, calls in flight are counted, streams are closed on time."""
+"""Every call through one door: errors become statuses, calls in flight are counted, streams are closed on time.
+
+Bytes that are no message are read here too: gRPC itself would answer UNKNOWN and log a stack trace for each.
+"""
 
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Never, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from kvferry.core.errors import InvariantBroken, KvferryError
+from kvferry.core.errors import InvalidRequest, InvariantBroken, KvferryError
 from kvferry.rpc.errors import status_of
 
 _log = logging.getLogger(__name__)
@@ -43,8 +47,15 @@ class OpenCalls:
         await self._idle.wait()
 
 
+class _Malformed:
+    """In a request's place: what came is no such message."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of our own services; health and reflection pass untouched."""
+    """Wraps all handlers; those of health and reflection only to refuse bytes that are no message."""
 
     def __init__(self, calls: OpenCalls) -> None:
         self._calls = calls
@@ -56,24 +67,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(_OWN_PREFIX):
+        if handler is None:
             return handler
-        calls = OpenCalls() if method.startswith(_LASTING_PREFIX) else self._calls
+        is_counted = method.startswith(_OWN_PREFIX) and not method.startswith(_LASTING_PREFIX)
+        calls = self._calls if is_counted else OpenCalls()
         codecs = {
-            "request_deserializer": handler.request_deserializer,
+            "request_deserializer": _reader(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary, calls), **codecs)
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._stream(method, handler.unary_stream, calls), **codecs)
+            # Health's Watch is a coroutine that writes to its stream by itself.
+            wrap = self._stream if method.startswith(_OWN_PREFIX) else self._unary
+            return grpc.unary_stream_rpc_method_handler(wrap(method, handler.unary_stream, calls), **codecs)
+        if handler.stream_stream is not None:
+            wrapped = self._stream(method, handler.stream_stream, calls)
+            return grpc.stream_stream_rpc_method_handler(wrapped, **codecs)
         return handler
 
     def _unary(self, method: str, inner: Callable[..., Any], calls: OpenCalls) -> Callable[..., Any]:
         async def call(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
             calls.enter()
             try:
-                result = inner(request, context)
+                result = inner(_checked(request), context)
                 return await result if inspect.isawaitable(result) else result
             except Exception as error:
                 await _abort(error, method, request, context)
@@ -88,7 +105,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             calls.enter()
             try:
-                async with aclosing(cast("AsyncGenerator[object, None]", inner(request, context))) as messages:
+                async with aclosing(
+                    cast("AsyncGenerator[object, None]", inner(_checked(request), context))
+                ) as messages:
                     async for message in messages:
                         await context.write(message)
             except Exception as error:
@@ -97,6 +116,36 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 calls.leave()
 
         return call
+
+
+def _reader(read: Callable[[bytes], object] | None) -> Callable[[bytes], object] | None:
+    def read_or_tell(data: bytes) -> object:
+        assert read is not None
+        try:
+            return read(data)
+        except DecodeError:
+            return _Malformed(len(data))
+
+    return None if read is None else read_or_tell
+
+
+def _checked(request: object) -> object:
+    """`request`, or each of a stream of them.
+
+    Raises:
+        InvalidRequest: it was no such message.
+    """
+    if isinstance(request, _Malformed):
+        raise InvalidRequest(
+            f"the request's {request.size} bytes are not a message of this method; see proto/kvferry/v1",
+            reason="MALFORMED_MESSAGE",
+        )
+    return _checked_each(request) if isinstance(request, AsyncIterable) else request
+
+
+async def _checked_each(requests: AsyncIterable[object]) -> AsyncGenerator[object, None]:
+    async for request in requests:
+        yield _checked(request)
 
 
 def request_id_of(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> str:

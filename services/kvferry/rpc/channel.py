@@ -10,11 +10,21 @@ KEEPALIVE_SECONDS = 10
 
 Options = tuple[tuple[str, int], ...]
 
-_CHANNEL_OPTIONS: Options = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+PING_OPTIONS: Options = (
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 500),
+    # A ping also goes out with data, to estimate bandwidth, and while it is unanswered keepalive sends none of its
+    # own. By default it may stay so for a minute, in which a peer that froze in mid-stream is not noticed.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 500),
+    # A call may be silent for long (a prompt in a queue); pings go on all the same.
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""The same for both ends of a connection."""
+
+_CHANNEL_OPTIONS: Options = (
+    *PING_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # A worker that restarts is back in a second; the default backoff of up to two minutes would lose it.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),

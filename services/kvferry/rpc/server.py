@@ -10,16 +10,15 @@ from grpc_reflection.v1alpha import reflection
 
 from kvferry.core.errors import UsageError
 from kvferry.rpc.calls import CallInterceptor, OpenCalls
-from kvferry.rpc.channel import KEEPALIVE_SECONDS, MAX_MESSAGE_BYTES, Options
+from kvferry.rpc.channel import KEEPALIVE_SECONDS, MAX_MESSAGE_BYTES, PING_OPTIONS, Options
 
 _FLUSH_SECONDS = 0.25
 """After the last of our calls: time for its answer to leave before what remains (health watches) is cut."""
 
 _SERVER_OPTIONS: Options = (
+    *PING_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 500),
     # Our own clients ask every KEEPALIVE_SECONDS; by default a server would drop them for it.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
     # Two processes on one port is a mistake to report, not a load balancer.

@@ -14,7 +14,7 @@ from kvferry.testing.byte_model import NAME
 from kvferry.testing.scripted_worker import ScriptedWorker, ScriptedWorkers
 
 
-def fleet_config(workers: ScriptedWorkers) -> FleetConfig:
+def fleet_config(workers: ScriptedWorkers, status_timeout_seconds: float = 2.0) -> FleetConfig:
     """The configuration that names these workers; quick looks, so that tests see changes at once."""
 
     def endpoints(group: list[ScriptedWorker]) -> tuple[Endpoint, ...]:
@@ -25,6 +25,7 @@ def fleet_config(workers: ScriptedWorkers) -> FleetConfig:
         decode=endpoints(workers.decode),
         both=endpoints(workers.both),
         status_interval_seconds=0.02,
+        status_timeout_seconds=status_timeout_seconds,
         max_backoff_seconds=0.1,
     )
 
@@ -60,10 +61,11 @@ async def scripted_fleet(
     decode: int = 0,
     both: int = 0,
     config: DispatchConfig | None = None,
+    status_timeout_seconds: float = 2.0,
 ) -> AsyncIterator[ScriptedFleet]:
     """Start the workers, wait until the fleet has seen all of them, and check at the end that nothing leaked."""
     async with ScriptedWorkers(prefill=prefill, decode=decode, both=both) as workers:
-        fleet = Fleet(fleet_config(workers), NAME)
+        fleet = Fleet(fleet_config(workers, status_timeout_seconds), NAME)
         instruments = Instruments()
         slept: list[float] = []
 

@@ -85,6 +85,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         self.model = NAME
         self.ready = True
         self.draining = False
+        self.mute = False
+        """Whether Status is left without an answer, as by a process that is stopped."""
         self.max_model_tokens = 512
         self.step_tokens = 1
         """Tokens in one message of Decode."""
@@ -132,6 +134,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
             await asyncio.wait(set(self._ending))
 
     async def Status(self, request: worker_admin_pb2.StatusRequest, context: Any) -> worker_admin_pb2.StatusResponse:  # noqa: N802
+        if self.mute:
+            await asyncio.Event().wait()
         response = worker_admin_pb2.StatusResponse(
             role=self.role,
             model=self.model,

@@ -174,6 +174,80 @@ async def test_a_stream_survives_its_decode_worker(two_pairs, act, after):
     assert two_pairs.slept == []
 
 
+@pytest.fixture
+async def frozen_pairs() -> AsyncGenerator[ScriptedFleet, None]:
+    async with scripted_fleet(prefill=2, decode=2, status_timeout_seconds=0.2) as fleet:
+        yield fleet
+
+
+async def freeze_whoever_hangs(workers: list[ScriptedWorker]) -> ScriptedWorker:
+    reached = [asyncio.create_task(w.fault_reached.wait()) for w in workers]
+    await asyncio.wait(reached, return_when=asyncio.FIRST_COMPLETED)
+    for task in reached:
+        task.cancel()
+    frozen = next(w for w in workers if w.fault_reached.is_set())
+    frozen.mute = True
+    return frozen
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+async def test_a_stream_leaves_a_decode_worker_that_is_frozen(frozen_pairs, after):
+    workers = frozen_pairs.workers.decode
+    whoever_is_first(workers, "decode", Fault(Act.HANG, after_tokens=after))
+    task = asyncio.create_task(collect(frozen_pairs, ask()))
+    frozen = await freeze_whoever_hangs(workers)
+    events = await task
+    check(events, ask())
+    assert [len(w.decodes) for w in workers] == [1, 1]
+    assert events[-1].timing.resumed == 1
+    frozen.mute = False
+
+
+async def test_a_frozen_prefill_worker_is_replaced_and_its_answer_released(frozen_pairs):
+    workers = frozen_pairs.workers.prefill
+    whoever_is_first(workers, "prefill", Fault(Act.LOSE_ANSWER))
+    task = asyncio.create_task(collect(frozen_pairs, ask()))
+    frozen = await freeze_whoever_hangs(workers)
+    check(await task, ask())
+    assert [len(w.prefills) for w in workers] == [1, 1]
+    frozen.mute = False
+    await frozen_pairs.idle()
+    assert [ticket for ticket, _ in frozen_pairs.workers.offers.released] == [frozen.prefills[0].ticket_id]
+
+
+async def test_leaving_a_frozen_worker_is_still_leaving(frozen_pairs):
+    workers = frozen_pairs.workers.decode
+    whoever_is_first(workers, "decode", Fault(Act.HANG, after_tokens=2))
+    task = asyncio.create_task(collect(frozen_pairs, ask()))
+    frozen = await freeze_whoever_hangs(workers)
+    for held in [held for member in frozen_pairs.fleet._members for held in member.held]:
+        held.lose("does not answer")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    frozen.mute = False
+    assert sorted(len(w.decodes) for w in workers) == [0, 1]
+
+
+async def test_a_worker_too_busy_to_answer_keeps_the_streams_whose_tokens_come():
+    async with scripted_fleet(prefill=1, decode=1, status_timeout_seconds=0.2) as fleet:
+        worker = fleet.workers.decode[0]
+
+        async def once_a_look() -> None:
+            seen = fleet.fleet.num_looks
+            await fleet.fleet.wait_until(lambda f: f.num_looks > seen)
+
+        worker.step = once_a_look
+        async with aclosing(fleet.dispatcher.stream(ask())) as events:
+            got = [await anext(events), await anext(events)]
+            worker.mute = True
+            await fleet.fleet.wait_until(lambda f: not f.views()[1].takes_work)
+            got += [event async for event in events]
+        check(got, ask())
+        assert len(worker.decodes) == 1
+        worker.mute = False
+
+
 async def test_a_stream_waits_for_its_only_decode_worker_to_come_back(pair):
     worker = pair.workers.decode[0]
     worker.faults["decode"].append(Fault(Act.DIE, after_tokens=3))
@@ -232,6 +306,35 @@ async def test_nobody_to_ask_is_said_at_once():
             await collect(fleet, ask())
         assert caught.value.retry_after_seconds
         assert fleet.slept == []
+
+
+async def test_a_request_waits_for_a_worker_that_is_just_coming_back(pair):
+    worker = pair.workers.decode[0]
+    worker.ready = False
+    await pair.fleet.wait_until(lambda f: not f.views()[1].takes_work)
+    task = asyncio.create_task(collect(pair, ask()))
+    seen = pair.fleet.num_looks
+    await pair.fleet.wait_until(lambda f: f.num_looks > seen + 4)
+    assert not task.done()
+    worker.ready = True
+    check(await task, ask())
+
+
+async def test_the_wait_for_a_worker_is_short():
+    retry = RetryConfig(first_worker_seconds=0.1)
+    async with scripted_fleet(prefill=1, decode=1, config=DispatchConfig(retry=retry)) as fleet:
+        fleet.workers.decode[0].ready = False
+        await fleet.fleet.wait_until(lambda f: not f.views()[1].takes_work)
+        with pytest.raises(Unavailable, match="no worker takes requests"):
+            await collect(fleet, ask())
+        assert fleet.slept == []
+
+
+async def test_nobody_configured_is_said_at_once():
+    async with scripted_fleet(prefill=1) as fleet:
+        async with asyncio.timeout(1):
+            with pytest.raises(Unavailable, match="no worker takes requests"):
+                await collect(fleet, ask())
 
 
 async def test_full_workers_are_reported_as_overload():

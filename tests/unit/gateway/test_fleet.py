@@ -49,6 +49,16 @@ async def test_a_worker_that_takes_no_work_is_left_out_with_its_reason(pair, att
     assert can_serve(pair.fleet)
 
 
+async def test_a_note_says_whether_requests_are_served_without_the_worker(pair):
+    pair.workers.prefill[0].draining = True
+    await pair.fleet.wait_until(lambda f: not f.views()[0].takes_work)
+    assert can_serve(pair.fleet)
+    assert notes(pair.fleet)[0].endswith("it drains; requests are served without it")
+    pair.workers.decode[0].draining = True
+    await pair.fleet.wait_until(lambda f: not f.views()[1].takes_work)
+    assert [note.rpartition(": ")[2] for note in notes(pair.fleet)] == ["it drains", "it drains"]
+
+
 async def test_a_dead_worker_is_left_out_and_found_again_as_another_incarnation(pair):
     worker = pair.workers.decode[0]
     before = pair.fleet.views()[1].incarnation

@@ -19,7 +19,7 @@ _GOOD: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "conten
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def client() -> AsyncIterator[httpx.AsyncClient]:
-    http = HttpConfig(address="127.0.0.1:0", max_body_bytes=4096, max_prompts=3)
+    http = HttpConfig(address="127.0.0.1:0", max_body_bytes=8192, max_prompts=3)
     async with (
         scripted_gateway(http=http) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=20) as opened,
@@ -44,7 +44,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         ({"tools": [{"type": "function"}]}, "tools", "not implemented"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not implemented here; leave it out or send"),
         ({"temperature": "hot"}, "temperature", "it is a JSON string"),
-        ({"temperature": True}, "temperature", "True"),
+        ({"temperature": True}, "temperature", "it is true"),
         ({"temperature": 200}, "temperature", "from 0.0 to 100.0"),
         ({"top_p": 0}, "top_p", "above 0.0"),
         ({"n": 0}, "n", "it is 0"),
@@ -59,20 +59,24 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         ({"stop": [1]}, "stop.0", "string"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
         ({"logit_bias": {"1": 200}}, "logit_bias", "100"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"01": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"+1": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"²": 1}}, "logit_bias", "not a token id"),
         ({"logit_bias": {"999": 1}}, "logit_bias", "999"),
         ({"seed": 1 << 70}, "seed", "whole number"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not known"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
-        ({"messages": []}, "messages", ""),
+        ({"messages": []}, "messages", "messages is empty; give at least one"),
         ({"messages": "hi"}, "messages", "it is a JSON string"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", ""),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
-        ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name", "not known"),
+        ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name", "not implemented"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", ""),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt", "the context holds 512"),
-        ({"model": ""}, "model", ""),
+        ({"model": ""}, "model", "model '' is not served here"),
     ],
 )
 async def test_bad_fields_are_refused_by_name(client, change, param, words):
@@ -118,10 +122,44 @@ async def test_numbers_too_large_for_a_double_are_refused(client):
     check_error(await client.post(_CHAT, content=body.encode()), 400, "temperature", "finite")
 
 
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize(
+    "field", ["n", "seed", "max_tokens", "temperature", "top_k", "stop_token_ids", "logit_bias", "prompt", "stream"]
+)
+async def test_numbers_of_any_length_are_refused(client, field, digits):
+    number = "7" * digits
+    value = {"stop_token_ids": f"[{number}]", "prompt": f"[{number}]", "logit_bias": f'{{"5": {number}}}'}
+    prompt = "" if field == "prompt" else '"prompt": "a", '
+    body = f'{{"model": "bytes", {prompt}"{field}": {value.get(field, number)}}}'
+    response = await client.post("/v1/completions", content=body.encode())
+    assert response.status_code == 400, response.text
+
+
 async def test_a_prompt_never_appears_in_an_error(client):
     secret = {"role": "user", "content": {"text": "my secret"}}
     response = await client.post(_CHAT, json={**_GOOD, "messages": [secret]})
     assert "secret" not in response.text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": "application/jsonp"},
+        {"content-encoding": "gzip"},
+    ],
+)
+async def test_what_does_not_say_that_it_is_json_is_refused(client, headers):
+    # What a page of another site may send without asking must not reach the model.
+    response = await client.post(_CHAT, content=json.dumps(_GOOD).encode(), headers=headers)
+    assert check_error(response, 415, None, "application/json")["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "Application/JSON; charset=utf-8"}])
+async def test_json_is_taken_under_its_name_or_none(client, headers):
+    response = await client.post(_CHAT, content=json.dumps(_GOOD).encode(), headers=headers)
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -131,7 +169,7 @@ async def test_large_bodies_are_refused(client, declared):
             yield b" " * 1000
 
     content: Any = b" " * 10_000 if declared else parts()
-    check_error(await client.post(_CHAT, content=content), 413, None, "4096")
+    check_error(await client.post(_CHAT, content=content), 413, None, "8192")
 
 
 @pytest.mark.parametrize(
@@ -144,11 +182,11 @@ async def test_large_bodies_are_refused(client, declared):
         ({"prompt": [1, "a"]}, "prompt.1", ""),
         ({"prompt": [999]}, "prompt", "token id 999"),
         ({"prompt": [-1]}, "prompt", "token id -1"),
-        ({"prompt": [1.5]}, "prompt.0", ""),
+        ({"prompt": [1.5]}, "prompt.0", "token ids"),
         ({"prompt": {"a": 1}}, "prompt", ""),
         ({"prompt": None}, "prompt", ""),
         ({"prompt": "a", "suffix": "b"}, "suffix", "not implemented"),
-        ({"prompt": "a", "echo": True}, "echo", "not implemented"),
+        ({"prompt": "a", "echo": True}, "echo", "or send false"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not implemented"),
         ({"prompt": "a", "messages": []}, "messages", "not known"),
     ],

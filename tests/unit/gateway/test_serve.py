@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import os
 import signal
 from typing import Any
@@ -120,3 +121,10 @@ async def test_reflection_is_there_for_grpcurl():
         assert reply is not grpc.aio.EOF
         assert "kvferry.v1.Inference" in {service.name for service in reply.list_services_response.service}
         call.cancel()
+
+
+async def test_clients_that_leave_make_no_noise(caplog):
+    async with scripted_gateway():
+        logging.getLogger("asyncio").warning("socket.send() raised exception.")
+        logging.getLogger("asyncio").warning("something else")
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == ["something else"]

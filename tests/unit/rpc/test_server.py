@@ -110,6 +110,27 @@ async def test_an_unexpected_exception_is_internal_and_tells_the_client_nothing(
     assert [record.request_id for record in logged] == ["req-7"]
 
 
+@pytest.mark.parametrize("garbage", [b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f"])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("kvferry.v1.Inference/Tokenize", "unary_unary"),
+        ("kvferry.v1.Inference/Generate", "unary_stream"),
+        ("grpc.health.v1.Health/Check", "unary_unary"),
+        ("grpc.health.v1.Health/Watch", "unary_stream"),
+        ("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "stream_stream"),
+    ],
+)
+async def test_bytes_that_are_no_message_are_an_invalid_request(server, channel, caplog, method, kind, garbage):
+    caplog.set_level("INFO")
+    call = getattr(channel, kind)(f"/{method}", None, None)(iter([garbage]) if kind == "stream_stream" else garbage)
+    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "not a message of this method" in await call.details()
+    ours = [record for record in caplog.records if record.name != "asyncio"]
+    assert [(record.levelname, record.exc_info) for record in ours] == [("INFO", None)]
+    assert server.calls.count == 0
+
+
 async def test_cancelling_a_stream_closes_the_servicers_generator(server, servicer, stub):
     call = stub.Generate(GenerateRequest())
     await call.read()
