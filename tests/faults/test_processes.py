@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
@@ -16,11 +17,12 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 from kvferry.testing.idle import assert_workers_idle
 from kvferry.testing.processes import RunningProcess, running
+from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
 
 SECONDS = 60.0
 FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--log-level", "error")
 ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
-LONG = SamplingParams(temperature=0.0, max_tokens=600, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True)
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -142,6 +144,45 @@ def test_a_frozen_prefill_worker_does_not_hang_a_request(expected: list[int]) ->
             tokens += [t.token_id for t in chunk.tokens]
         victim.resume()
         assert tokens == expected
+
+
+def is_running_a_sequence(stack: RunningProcess, worker: psutil.Process) -> bool:
+    """Whether the decode worker in this process has a sequence in its batch."""
+    admin = stack.events["ready"]["admin"]
+    assert isinstance(admin, dict)
+    ports = {c.laddr.port for c in worker.net_connections() if c.status == psutil.CONN_LISTEN}
+    (address,) = [a for a in map(str, admin.values()) if int(a.rpartition(":")[2]) in ports]
+    with grpc.insecure_channel(address) as channel:
+        status = worker_admin_pb2_grpc.WorkerAdminStub(channel).Status(worker_admin_pb2.StatusRequest(), timeout=10)
+    return status.load.running > 0
+
+
+def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) -> None:
+    """The gateway gives its calls up after it was silent for a while, and another worker goes on."""
+    with (
+        a_stack("--decode", "2") as process,
+        Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client,
+    ):
+        workers = [p for p in psutil.Process(process.process.pid).children() if "decode" in p.cmdline()]
+        assert len(workers) == 2
+        tokens: list[int] = []
+        resumed = 0
+        frozen: psutil.Process | None = None
+        for chunk in client.generate(PROMPT, LONG):
+            tokens += [t.token_id for t in chunk.tokens]
+            if frozen is None and len(tokens) >= 20:
+                frozen = next(p for p in workers if is_running_a_sequence(process, p))
+                frozen.suspend()
+            if chunk.timing is not None:
+                resumed = chunk.timing.resumed
+        assert tokens == expected
+        assert resumed == 1
+        assert frozen is not None
+        frozen.resume()
+        admin = process.events["ready"]["admin"]
+        assert isinstance(admin, dict)
+        assert_workers_idle(admin.values(), within_seconds=SECONDS)
+        assert process.stop() == 0
 
 
 @pytest.mark.parametrize(
