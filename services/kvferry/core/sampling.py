@@ -24,8 +24,6 @@ class FinishReason(StrEnum):
     """`max_tokens` or the model's context was reached."""
     CANCELLED = "cancelled"
     """The caller went away or asked to stop."""
-    ERROR = "error"
-    """It could not be finished; the status says why."""
 
 
 @dataclass(frozen=True, slots=True)

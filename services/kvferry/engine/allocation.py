@@ -101,7 +101,7 @@ class Allocator:
         return copies
 
     def fork(self, table: BlockTable) -> BlockTable:
-        """A second table over the same pages; no KV moves."""
+        """A second table over the same pages; no KV moves. What `grow` copies on write is what this made shared."""
         self.pool.hold(table.blocks)
         return BlockTable(list(table.blocks))
 

@@ -131,7 +131,7 @@ class Fetcher:
             return len(self._jobs)
 
     def close(self) -> None:
-        """Give up every job and wait for those that can stop. Idempotent."""
+        """Tell every job to give up and begin no other; does not wait for them. Idempotent."""
         self._closing.set()
         with self._lock:
             for job in self._jobs.values():
