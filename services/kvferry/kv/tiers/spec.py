@@ -1,0 +1,84 @@
+"""Tier specs as URLs: `dram://?size=2GiB`, `disk:///var/cache/kvferry?size=20GiB`, `redis://host:6379/0?ttl=3600`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from kvferry.core.errors import UsageError
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """One tier as asked for; the tier itself reads its options."""
+
+    text: str
+    """The URL without user and password: for messages and logs."""
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+    username: str
+    password: str
+    options: Mapping[str, str]
+
+    def option(self, name: str, parse: Callable[[str], V], default: V) -> V:
+        """One option's value.
+
+        Raises:
+            UsageError: it cannot be read; the message names tier, option and value.
+        """
+        if name not in self.options:
+            return default
+        try:
+            return parse(self.options[name])
+        except ValueError as error:
+            raise UsageError(
+                f"tier {self.text}: {name}={self.options[name]!r} is not valid ({error})", field="tier"
+            ) from error
+
+    def check_options(self, known: tuple[str, ...]) -> None:
+        """Refuse what the tier does not know.
+
+        Raises:
+            UsageError: naming the option and the known ones.
+        """
+        for name in self.options:
+            if name not in known:
+                raise UsageError(
+                    f"tier {self.text}: there is no option {name!r}; known are {', '.join(known)}", field="tier"
+                )
+
+
+def parse_tier(url: str) -> TierSpec:
+    """Take a spec apart.
+
+    Raises:
+        UsageError: it is no such URL.
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError as error:
+        shown = url.rpartition("@")[2]  # never show a password, not even of a URL that cannot be read
+        raise UsageError(f"{shown!r} is not a tier: {error}", field="tier") from error
+    if "://" not in url or not parts.scheme:
+        raise UsageError(
+            f"{url.rpartition('@')[2]!r} is not a tier; write dram://?size=2GiB, disk:///FOLDER?size=20GiB or "
+            "redis://HOST:PORT/0",
+            field="tier",
+        )
+    bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    return TierSpec(
+        text=bare,
+        scheme=parts.scheme,
+        host=parts.hostname or "",
+        port=port,
+        path=parts.path,
+        username=unquote(parts.username or ""),
+        password=unquote(parts.password or ""),
+        options=options,
+    )
