@@ -20,8 +20,8 @@ from kvferry.testing.processes import RunningProcess, running
 from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
 
 SECONDS = 60.0
-FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--log-level", "error")
-ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
+FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--load-policy", "always")
+ADDRESSES = ("--log-level", "error", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
 LONG = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True)
 
 
@@ -191,7 +191,7 @@ def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) ->
         (("up", "--connector", "pigeon"), "not one of memory, nixl, shm"),
         (("up", "--prefill", "0"), "nobody could serve"),
         (("up", "--model", "no-such-model"), "no model 'no-such-model'"),
-        (("up", "--tier", "dram://"), "not implemented"),
+        (("up", "--tier", "pigeon://x"), "there is no tier"),
         (("up", "--kv-memory", "lots"), "unknown unit"),
         (("worker", "--role", "prefill"), "ticket key"),
         (("worker", "--role", "decode", "--connector", "memory"), "within one process"),

@@ -227,6 +227,73 @@ class TokenIds(_message.Message):
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
+class KvReport(_message.Message):
+    """One choice between loading KV and computing it, with what it was made from and what came of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CHOSEN_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    EXPECTED_LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPECTED_COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
+    IS_FORCED_FIELD_NUMBER: _builtins.int
+    BLOCKS_LOADED_FIELD_NUMBER: _builtins.int
+    BYTES_LOADED_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    source: _builtins.str
+    """peer, dram, disk, redis: where the first piece at stake was"""
+    first_token: _builtins.int
+    """positions first_token .. first_token+num_tokens-1 could be loaded"""
+    num_tokens: _builtins.int
+    num_chosen: _builtins.int
+    """of these, from the first on, to be loaded; 0: all computed"""
+    num_bytes: _builtins.int
+    """of the chosen ones; if none, of all"""
+    expected_load_seconds: _builtins.float
+    """for the chosen ones; if none, for all"""
+    expected_compute_seconds: _builtins.float
+    """for the same ones"""
+    is_forced: _builtins.bool
+    """by policy or to measure again, not by price"""
+    blocks_loaded: _builtins.int
+    """what really came, and was proven"""
+    bytes_loaded: _builtins.int
+    load_seconds: _builtins.float
+    """it took"""
+    failure: _builtins.str
+    """why not all that was chosen came; empty: it did"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        source: _builtins.str = ...,
+        first_token: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_chosen: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        expected_load_seconds: _builtins.float = ...,
+        expected_compute_seconds: _builtins.float = ...,
+        is_forced: _builtins.bool = ...,
+        blocks_loaded: _builtins.int = ...,
+        bytes_loaded: _builtins.int = ...,
+        load_seconds: _builtins.float = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_loaded", b"blocks_loaded", "bytes_loaded", b"bytes_loaded", "expected_compute_seconds", b"expected_compute_seconds", "expected_load_seconds", b"expected_load_seconds", "failure", b"failure", "first_token", b"first_token", "is_forced", b"is_forced", "load_seconds", b"load_seconds", "num_bytes", b"num_bytes", "num_chosen", b"num_chosen", "num_tokens", b"num_tokens", "source", b"source", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvReport: _TypeAlias = KvReport  # noqa: Y015
+
+@_typing.final
 class WorkerIdentity(_message.Message):
     """One life of one worker. A message for another incarnation is refused."""
 

@@ -77,6 +77,7 @@ class DecodeResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last message"""
     @_builtins.property
@@ -85,16 +86,21 @@ class DecodeResponse(_message.Message):
     def handoff(self) -> Global___Handoff:
         """on the first message"""
 
+    @_builtins.property
+    def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
+        """on the first message: where the KV came from"""
+
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[_common_pb2.Token] | None = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         handoff: Global___Handoff | None = ...,
+        kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handoff", b"handoff", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -120,7 +126,9 @@ class Handoff(_message.Message):
         OUTCOME_LOCAL: Handoff._Outcome.ValueType  # 3
         """every block was cached here already"""
         OUTCOME_RECOMPUTED: Handoff._Outcome.ValueType  # 4
-        """the fetch failed; `reason` says why"""
+        """not fetched, or it failed; `reason` says why"""
+        OUTCOME_TIER: Handoff._Outcome.ValueType  # 5
+        """not fetched; the blocks, or the first of them, came from a tier"""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
     OUTCOME_UNSPECIFIED: Handoff.Outcome.ValueType  # 0
@@ -131,7 +139,9 @@ class Handoff(_message.Message):
     OUTCOME_LOCAL: Handoff.Outcome.ValueType  # 3
     """every block was cached here already"""
     OUTCOME_RECOMPUTED: Handoff.Outcome.ValueType  # 4
-    """the fetch failed; `reason` says why"""
+    """not fetched, or it failed; `reason` says why"""
+    OUTCOME_TIER: Handoff.Outcome.ValueType  # 5
+    """not fetched; the blocks, or the first of them, came from a tier"""
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int

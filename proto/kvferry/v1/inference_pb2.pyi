@@ -201,6 +201,7 @@ class Timing(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     first_token_seconds: _builtins.float
@@ -210,12 +211,16 @@ class Timing(_message.Message):
     handoff_blocks: _builtins.int
     handoff_bytes: _builtins.int
     handoff_outcome: _builtins.str
-    """none, fetched, local, recomputed"""
+    """none, fetched, local, recomputed, tier"""
     total_seconds: _builtins.float
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     resumed: _builtins.int
     """times the stream moved to another worker"""
+    @_builtins.property
+    def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
+        """where the KV came from, worker by worker"""
+
     def __init__(
         self,
         *,
@@ -231,10 +236,11 @@ class Timing(_message.Message):
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         resumed: _builtins.int = ...,
+        kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "decode_worker", b"decode_worker", "first_token_seconds", b"first_token_seconds", "handoff_blocks", b"handoff_blocks", "handoff_bytes", b"handoff_bytes", "handoff_outcome", b"handoff_outcome", "handoff_seconds", b"handoff_seconds", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "queue_seconds", b"queue_seconds", "resumed", b"resumed", "total_seconds", b"total_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "decode_worker", b"decode_worker", "first_token_seconds", b"first_token_seconds", "handoff_blocks", b"handoff_blocks", "handoff_bytes", b"handoff_bytes", "handoff_outcome", b"handoff_outcome", "handoff_seconds", b"handoff_seconds", "kv", b"kv", "prefill_seconds", b"prefill_seconds", "prefill_worker", b"prefill_worker", "queue_seconds", b"queue_seconds", "resumed", b"resumed", "total_seconds", b"total_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

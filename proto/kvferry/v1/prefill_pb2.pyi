@@ -82,6 +82,7 @@ class PrefillResponse(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set when the first token is the last"""
     ticket: _builtins.bytes
@@ -93,6 +94,10 @@ class PrefillResponse(_message.Message):
     prefill_seconds: _builtins.float
     @_builtins.property
     def first_token(self) -> _common_pb2.Token: ...
+    @_builtins.property
+    def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
+        """where the prompt's KV came from"""
+
     def __init__(
         self,
         *,
@@ -103,10 +108,11 @@ class PrefillResponse(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         queue_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
+        kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "num_cached_tokens", b"num_cached_tokens", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ticket", b"ticket", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ticket", b"ticket", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

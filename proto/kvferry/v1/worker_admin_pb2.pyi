@@ -3,8 +3,10 @@
 isort:skip_file
 Operating a worker: what it is, how busy it is, and telling it to stop taking work."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from kvferry.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -48,6 +50,7 @@ class StatusResponse(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill, decode, both"""
     model: _builtins.str
@@ -66,6 +69,10 @@ class StatusResponse(_message.Message):
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
     def load(self) -> Global___WorkerLoad: ...
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStatus]:
+        """nearest first"""
+
     def __init__(
         self,
         *,
@@ -81,14 +88,70 @@ class StatusResponse(_message.Message):
         block_tokens: _builtins.int = ...,
         load: Global___WorkerLoad | None = ...,
         dtype: _builtins.str = ...,
+        tiers: _abc.Iterable[Global___TierStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "draining", b"draining", "dtype", b"dtype", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "model_digest", b"model_digest", "ready", b"ready", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "draining", b"draining", "dtype", b"dtype", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "model_digest", b"model_digest", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class TierStatus(_message.Message):
+    """One KV tier of this worker, in totals since it started."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_HELD_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    BYTES_LOADED_FIELD_NUMBER: _builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
+    BYTES_STORED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    bytes_held: _builtins.int
+    hits: _builtins.int
+    """objects asked for that were there"""
+    misses: _builtins.int
+    loads: _builtins.int
+    """objects read"""
+    bytes_loaded: _builtins.int
+    load_seconds: _builtins.float
+    failures: _builtins.int
+    stores: _builtins.int
+    """objects written"""
+    bytes_stored: _builtins.int
+    dropped: _builtins.int
+    """stores not made because too many waited"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bytes_held: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+        loads: _builtins.int = ...,
+        bytes_loaded: _builtins.int = ...,
+        load_seconds: _builtins.float = ...,
+        failures: _builtins.int = ...,
+        stores: _builtins.int = ...,
+        bytes_stored: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_held", b"bytes_held", "bytes_loaded", b"bytes_loaded", "bytes_stored", b"bytes_stored", "dropped", b"dropped", "failures", b"failures", "hits", b"hits", "load_seconds", b"load_seconds", "loads", b"loads", "misses", b"misses", "name", b"name", "stores", b"stores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierStatus: _TypeAlias = TierStatus  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
@@ -106,6 +169,7 @@ class WorkerLoad(_message.Message):
     TICKETS_CLAIMED_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
     OPEN_CALLS_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """sequences in the running batch"""
     waiting: _builtins.int
@@ -123,6 +187,8 @@ class WorkerLoad(_message.Message):
     """reads in flight"""
     open_calls: _builtins.int
     """Prefill, Decode and Inference calls in flight"""
+    stores: _builtins.int
+    """storage objects whose pages are held until a tier has read them"""
     def __init__(
         self,
         *,
@@ -136,10 +202,11 @@ class WorkerLoad(_message.Message):
         tickets_claimed: _builtins.int = ...,
         transfers: _builtins.int = ...,
         open_calls: _builtins.int = ...,
+        stores: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "loading", b"loading", "open_calls", b"open_calls", "running", b"running", "tickets_claimed", b"tickets_claimed", "tickets_offered", b"tickets_offered", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "loading", b"loading", "open_calls", b"open_calls", "running", b"running", "stores", b"stores", "tickets_claimed", b"tickets_claimed", "tickets_offered", b"tickets_offered", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,23 @@ ENGINE = (
     Setting("max_sequences", 64, "Requests in the running batch.", parse=whole(1, 4096)),
 )
 
+TIERS = (
+    Setting(
+        "tier",
+        (),
+        "Where KV is kept beyond the pages, nearest first: dram://?size=2GiB, disk:///FOLDER?size=20GiB, "
+        "redis://HOST:6379/0; repeat for more.",
+        is_repeated=True,
+    ),
+    Setting("tier_object_tokens", 64, "Tokens in one object of a tier.", parse=whole(1, 1 << 16)),
+    Setting(
+        "load_policy",
+        "price",
+        "Whether KV that is at a peer or in a tier is loaded when that is cheaper than computing it, or always.",
+        choices=("price", "always"),
+    ),
+)
+
 SECRETS = (
     Setting("ticket_key", "", "Secret that seals hand-off tickets, the same for all workers.", is_secret=True),
     Setting("tenant_key", "", "Secret that keys the names of cached blocks.", is_secret=True),
@@ -62,6 +79,7 @@ WORKER = (
     Setting("advertise_host", "", "Host under which other workers reach this one; default: the one it listens on."),
     Setting("worker_id", "", "Stable name; default: the advertised address."),
     *ENGINE,
+    *TIERS,
     *SECRETS,
     Setting(
         "offer_seconds",
@@ -95,6 +113,7 @@ STACK = (
     MODEL,
     CONNECTOR,
     *ENGINE,
+    *TIERS,
 )
 
 UP = (

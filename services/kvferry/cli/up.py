@@ -10,7 +10,7 @@ import click
 from kvferry.cli import settings
 from kvferry.cli.options import Values, print_json, with_settings
 from kvferry.core.clock import SystemClock
-from kvferry.core.errors import UsageError
+from kvferry.kv.tiers.registry import check_tiers
 from kvferry.stack.layout import StackConfig
 from kvferry.stack.local_stack import LocalStack
 
@@ -18,7 +18,9 @@ from kvferry.stack.local_stack import LocalStack
 def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
     """The stack that these settings describe."""
     worker_flags = ["--log-level", values["log_level"]]
-    for setting in settings.ENGINE:
+    for tier in values["tier"]:
+        worker_flags += ["--tier", tier]
+    for setting in (*settings.ENGINE, *settings.TIERS[1:]):
         if values.is_given(setting.name) and setting.name != "threads":
             worker_flags += [setting.flag, str(values[setting.name])]
     gateway_flags = ["--log-level", values["log_level"], "--block-tokens", str(values["block_tokens"])]
@@ -43,19 +45,18 @@ def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
 
 
 @click.command("up")
-@click.option("--tier", "tiers", multiple=True, metavar="URL", help="A KV tier (dram://, disk://, redis://).")
 @click.option("--json", "as_json", is_flag=True, help="When ready, print the addresses as one JSON object.")
 @with_settings(settings.UP)
-def command(values: Values, *, tiers: tuple[str, ...], as_json: bool) -> None:
+def command(values: Values, *, as_json: bool) -> None:
     """Start gateway, prefill and decode workers on this machine and keep them running; Ctrl-C drains.
 
     \b
       kvferry up
       kvferry up --prefill 2 --decode 2 --connector nixl --http 127.0.0.1:0
       kvferry up --both 1 --prefill 0 --decode 0          one aggregated worker, no hand-off
+      kvferry up --tier "dram://?size=4GiB" --tier redis://127.0.0.1:6379/0
     """
-    if tiers:
-        raise UsageError(f"KV tiers are not implemented yet: leave out --tier {tiers[0]}", field="tier")
+    check_tiers(values["tier"])
     config = stack_config(values, http=values["http"], grpc=values["grpc"])
     raise SystemExit(asyncio.run(_up(config, values["drain_seconds"], as_json=as_json)))
 

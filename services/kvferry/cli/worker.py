@@ -42,6 +42,7 @@ def command(values: Values) -> None:
     # Imported here: these load torch, which `--help` and wrong flags need not wait for.
     from kvferry.engine.scheduler import SchedulerLimits
     from kvferry.kv.offers import OfferTimes
+    from kvferry.kv.price import LoadPolicy
     from kvferry.workers.config import EngineConfig, WorkerConfig
     from kvferry.workers.main import run_worker
     from kvferry.workers.unit import UnitPlace
@@ -60,6 +61,7 @@ def command(values: Values) -> None:
             kv_bytes=values["kv_memory"],
             block_tokens=values["block_tokens"],
             max_model_tokens=values["max_model_tokens"],
+            load_policy=LoadPolicy(values["load_policy"]),
             limits=SchedulerLimits(
                 token_budget=values["token_budget"],
                 max_chunk_tokens=values["max_chunk_tokens"],
@@ -72,6 +74,8 @@ def command(values: Values) -> None:
         ticket_secrets=tuple(tickets),
         tenant_secret=tenants[0],
         offers=OfferTimes(offer_seconds=values["offer_seconds"], lease_seconds=values["lease_seconds"]),
+        tiers=tuple(values["tier"]),
+        tier_object_tokens=values["tier_object_tokens"],
         drain_seconds=values["drain_seconds"],
     )
     places = [UnitPlace("prefill" if role == "split" else role, values["listen"], values["admin"])]

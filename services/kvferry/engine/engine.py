@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
 from kvferry.core.hashing import BlockNamer
@@ -16,11 +17,15 @@ from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.allocation import Allocator
 from kvferry.engine.blocks import BlockPool
+from kvferry.engine.jobs import Export, LoadJob
 from kvferry.engine.prefix_index import CacheChange, PrefixIndex
-from kvferry.engine.scheduler import Export, LoadJob, Scheduler, SchedulerLimits, SequenceUpdate
+from kvferry.engine.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
 from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepPlan, StepResult
+from kvferry.engine.tier_side import TierSide
 from kvferry.kv.connector import KvLoader, LoadOutcome, PagesQuiet
+from kvferry.kv.price import Decision, LoadPolicy, Piece, PriceBook
+from kvferry.kv.tiering import KvTiers, StoreDone, TierAnswer, TierSource
 
 
 class StepRunner(Protocol):
@@ -62,6 +67,7 @@ class EngineLoad:
     blocks_quarantined: int
     exports: int
     transfers: int
+    stores: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ class StepOutput:
     exports: dict[RequestId, int]
     """Numbers of the exports that this step made; whoever reads this now owns them (`release_export`)."""
     loads: list[LoadOutcome]
+    decisions: list[tuple[RequestId, Decision]]
+    """What was chosen between loading and computing since the last step."""
     cache_changes: list[CacheChange]
     """Named blocks that came into the prefix cache or left it, in order."""
     ran: bool
@@ -95,6 +103,9 @@ class Engine:
         tenant_secret: Callable[[str], bytes],
         epochs: EpochTable | None = None,
         max_waiting: int = 1024,
+        block_bytes: int = 1,
+        prices: PriceBook | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """
         Args:
@@ -103,6 +114,9 @@ class Engine:
             tenant_secret: the secret that keys a tenant's block names.
             epochs: the transport's epoch table.
             max_waiting: requests that may wait for room before new ones are refused.
+            block_bytes: of a page, for prices.
+            prices: what loading and computing take; learned here from each step and load. Default: load always.
+            clock: times the steps.
         """
         index = PrefixIndex()
         pool = BlockPool(num_blocks, epochs=epochs, on_reuse=index.forget)
@@ -116,16 +130,33 @@ class Engine:
         self._tenant_secret = tenant_secret
         self._namers: dict[str, BlockNamer] = {}
         self._max_waiting = max_waiting
+        self._block_bytes = block_bytes
+        self._prices = prices or PriceBook(LoadPolicy.ALWAYS)
+        self._clock = clock or SystemClock()
+        self._decisions: list[tuple[RequestId, Decision]] = []
         self._loader: KvLoader | None = None
+        self._tiers: TierSide | None = None
         self._jobs: dict[int, LoadJob] = {}
         self._next_job = 0
         self._exports: dict[int, tuple[BlockId, ...]] = {}
         self._next_export = 0
-        self._inbox: deque[LoadOutcome | PagesQuiet] = deque()
+        self._inbox: deque[object] = deque()
 
     def attach_loader(self, loader: KvLoader) -> None:
         """Give the engine the means to fetch KV; without it, requests that could fetch compute instead."""
         self._loader = loader
+
+    def attach_tiers(self, tiers: KvTiers) -> None:
+        """Give the engine tiers to load from and to store to."""
+        self.scheduler.object_blocks = tiers.object_blocks
+        self._tiers = TierSide(
+            tiers,
+            self.allocator,
+            self._prices,
+            block_bytes=self._block_bytes,
+            answered=self.scheduler.answered,
+            decided=self._note_decision,
+        )
 
     # ------------------------------------------------------------------ requests
 
@@ -142,25 +173,31 @@ class Engine:
         num_prompt = len(request.token_ids) - request.num_generated
         limit = request.sampling.max_tokens
         total = self.max_model_tokens if limit is None else min(self.max_model_tokens, num_prompt + limit)
-        self.scheduler.add(
-            Sequence(
-                request_id=request.request_id,
-                tokens=list(request.token_ids),
-                num_prompt=num_prompt,
-                sampling=request.sampling,
-                namer=self.namer(request.tenant),
-                max_tokens_total=total,
-                eos_token_ids=self._eos,
-                sample_index=request.sample_index,
-                exports=request.exports,
-                remote=request.remote if self._loader is not None else None,
-            )
+        sequence = Sequence(
+            request_id=request.request_id,
+            tokens=list(request.token_ids),
+            num_prompt=num_prompt,
+            sampling=request.sampling,
+            namer=self.namer(request.tenant),
+            max_tokens_total=total,
+            eos_token_ids=self._eos,
+            sample_index=request.sample_index,
+            tenant=request.tenant,
+            exports=request.exports,
+            remote=request.remote if self._loader is not None else None,
         )
+        self.scheduler.add(sequence)
+        if sequence.remote is not None and not self._is_worth_fetching(sequence, sequence.remote):
+            sequence.remote = None
+        if sequence.remote is None and self._tiers is not None:
+            self._tiers.arrive(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request now; whether it was here. Idempotent."""
         if self._loader is not None:
             self._loader.cancel(request_id)
+        if self._tiers is not None:
+            self._tiers.forget(request_id)
         return self.scheduler.abort(request_id)
 
     def namer(self, tenant: str) -> BlockNamer:
@@ -185,18 +222,21 @@ class Engine:
         plan = self.scheduler.schedule()
         for job in self.scheduler.take_loads():
             self._start(job)
-        if not plan.scheduled:
-            return StepOutput([], {}, loads, self.allocator.index.take_changes(), ran=False)
-        updates = self.scheduler.update(plan, self._runner.run(plan))
+        updates = self._run(plan) if plan.scheduled else []
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
-        return StepOutput(updates, exports, loads, self.allocator.index.take_changes(), ran=True)
+        for whole in self.scheduler.take_stores():
+            if self._tiers is not None:
+                self._tiers.store(whole)
+        decisions, self._decisions = self._decisions, []
+        changes = self.allocator.index.take_changes()
+        return StepOutput(updates, exports, loads, decisions, changes, ran=bool(plan.scheduled))
 
     @property
     def has_work(self) -> bool:
         """Whether `step` could do something now. Sequences that only wait for a connector do not count."""
         return bool(self._inbox or self.scheduler.num_running or self.scheduler.num_waiting)
 
-    def post(self, message: LoadOutcome | PagesQuiet) -> None:
+    def post(self, message: object) -> None:
         """Leave a message for the next step; from any thread. The caller wakes the engine's thread."""
         self._inbox.append(message)
 
@@ -222,22 +262,23 @@ class Engine:
             blocks_quarantined=pool.num_quarantined,
             exports=len(self._exports),
             transfers=len(self._jobs),
+            stores=len(self._stores_held()),
         )
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held: no sequence, no export, no transfer, every page free."""
+        """Whether nothing is held: no sequence, no export, no transfer, no store, every page free."""
         return self.scheduler.is_idle and not self._exports and not self._jobs and self.allocator.pool.is_idle
 
     def check_integrity(self) -> None:
-        """The pool's laws, and I4: a page's references are exactly those of tables and exports.
+        """The pool's laws, and I4: a page's references are exactly those of tables, exports and stores.
 
         Raises:
             InvariantBroken: with the numbers.
         """
         self.allocator.check_integrity()
         counted: dict[BlockId, int] = {}
-        for blocks in [*(t.blocks for t in self.scheduler.tables()), *self._exports.values()]:
+        for blocks in [*(t.blocks for t in self.scheduler.tables()), *self._exports.values(), *self._stores_held()]:
             for block in blocks:
                 counted[block] = counted.get(block, 0) + 1
         pool = self.allocator.pool
@@ -271,32 +312,86 @@ class Engine:
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
             raise InvalidRequest(f"token ids must be from 0 to {self._vocab_size - 1}", field="token_ids")
 
+    def _run(self, plan: StepPlan) -> list[SequenceUpdate]:
+        begun = self._clock.monotonic()
+        result = self._runner.run(plan)
+        chunks = [item for item in plan.scheduled if item.num_scheduled > 1]
+        if len(chunks) == 1:  # whatever ran beside it is the load under which a prompt is computed here
+            seconds = self._clock.monotonic() - begun
+            self._prices.observe_compute(chunks[0].num_computed, chunks[0].num_scheduled, seconds)
+        return self.scheduler.update(plan, result)
+
     def _take_in(self) -> list[LoadOutcome]:
         outcomes: list[LoadOutcome] = []
         while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, LoadOutcome):
-                outcomes.append(message)
-                if message.failure is not None:
-                    self.scheduler.load_failed(message.request_id)
-                    continue
-            # A verified read is over as surely as a quiet one; its PagesQuiet then finds nothing left to do.
-            job = self._jobs.pop(message.job, None)
-            if job is None:
-                continue
-            self.allocator.pool.end_write(job.targets)
-            if isinstance(message, LoadOutcome):
-                self.scheduler.loaded(message.request_id, job.num_tokens)
+            match self._inbox.popleft():
+                case LoadOutcome() as outcome:
+                    outcomes.append(outcome)
+                    self._end_load(outcome)
+                case PagesQuiet(number):
+                    self._end_write(number)
+                case TierAnswer() as answer if self._tiers is not None:
+                    self._tiers.hear(answer)
+                case StoreDone(number) if self._tiers is not None:
+                    self._tiers.stored(number)
+                case message:
+                    raise InvariantBroken(f"unknown message {type(message).__name__}")
         return outcomes
 
+    def _end_load(self, outcome: LoadOutcome) -> None:
+        job = self._jobs.get(outcome.job)
+        if job is None:
+            raise InvariantBroken(f"an outcome of job {outcome.job}, which is over")
+        is_tier = isinstance(job.source, TierSource)
+        for part in outcome.parts:
+            self._prices.observe_load(part.source, part.num_bytes, part.seconds)
+        if not is_tier and outcome.failure is None:
+            self._prices.observe_load(job.label, outcome.num_bytes, outcome.seconds)
+        if outcome.failure is None:
+            # A verified read is over as surely as a quiet one; its PagesQuiet then finds nothing left to do.
+            self._end_write(outcome.job)
+            self.scheduler.loaded(outcome.request_id, job.num_tokens, is_stored=is_tier)
+        elif is_tier and outcome.num_blocks:
+            self._end_write(outcome.job)  # a tier's reads are over when it says how they went
+            here = (job.first_block + outcome.num_blocks) * self.allocator.block_tokens
+            self.scheduler.loaded(outcome.request_id, here, is_stored=True)
+        else:
+            sequence = self.scheduler.load_failed(outcome.request_id)
+            if sequence is not None and not is_tier and self._tiers is not None:
+                self._tiers.arrive(sequence)
+
+    def _end_write(self, number: int) -> None:
+        job = self._jobs.pop(number, None)
+        if job is not None:
+            self.allocator.pool.end_write(job.targets)
+
+    def _is_worth_fetching(self, sequence: Sequence, remote: RemoteKv) -> bool:
+        """Whether a peer's offer is cheaper than computing what it covers beyond the local hit."""
+        size = self.allocator.block_tokens
+        hit = len(self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_tokens - 1))
+        tokens = remote.num_tokens - hit * size
+        if tokens <= 0:
+            return True  # nothing to fetch, but the peer will be told
+        num_bytes = (self.allocator.blocks_for(remote.num_tokens) - hit) * self._block_bytes
+        decision = self._prices.decide([Piece(remote.label, tokens, num_bytes)], hit * size)
+        self._note_decision(sequence.request_id, decision)
+        return decision.num_loaded > 0
+
+    def _note_decision(self, request_id: RequestId, decision: Decision) -> None:
+        self._decisions.append((request_id, decision))
+
+    def _stores_held(self) -> list[tuple[BlockId, ...]]:
+        return [] if self._tiers is None else self._tiers.held
+
     def _start(self, job: LoadJob) -> None:
-        if self._loader is None:
+        loader = self._tiers.tiers if self._tiers is not None and isinstance(job.source, TierSource) else self._loader
+        if loader is None:
             raise InvariantBroken("a load was planned without a loader")
         number = self._next_job
         self._next_job += 1
         self._jobs[number] = job
         self.allocator.pool.begin_write(job.targets)
-        self._loader.start(number, job.request_id, job.source, job.first_block, job.targets)
+        loader.start(number, job.request_id, job.source, job.first_block, job.targets)
 
 
 def one_secret(secret: bytes, tenants: Mapping[str, bytes] | None = None) -> Callable[[str], bytes]:

@@ -7,8 +7,9 @@ One step, in order:
    and it waits at the front of the line to be recomputed (Kwon et al., PagedAttention, section 4.5).
 2. *Waiting* sequences, in order of arrival, start from their longest cached prefix (C = hit, at most N - 1)
    while budget, places and pages last; the first that does not fit ends admission, so nobody is overtaken
-   for ever. A small reserve of pages is left to those already running. A sequence that a peer offers KV for
-   gets its pages and leaves as a `LoadJob` instead; it joins the running ones when its KV is here.
+   for ever. A small reserve of pages is left to those already running. A sequence whose KV is at a peer or in a
+   tier gets its pages and leaves as a `LoadJob` instead; it joins the running ones when its KV is here. One that
+   does not know yet what the tiers have is passed over for a moment.
 
 There is no prefill phase and no decode phase, only N - C (see `sequence`). `schedule` changes tables and
 queues; `update` must be called with its result before the next `schedule`.
@@ -22,8 +23,10 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.engine.allocation import Allocator, BlockTable, PageCopy
-from kvferry.engine.sequence import Sequence, SequenceEvent, SequenceState
+from kvferry.engine.jobs import Export, LoadJob, StoreJob
+from kvferry.engine.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
 from kvferry.engine.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.kv.tiering import ObjectKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +41,6 @@ class SchedulerLimits:
     """Sequences that hold pages at a time."""
     reserve_share: float = 0.01
     """Share of pages that admission leaves free; without it newcomers take the last page and cause preemptions."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """KV to fetch from a peer into pages that are already held. Positions, not counts, say what goes where:
-
-    prompt      [ b0 | b1 | b2 | b3 ]     covered by the peer's offer
-    local hit   [ b0 | b1 ]
-    fetched               [ b2 | b3 ]     first_block = 2; targets are this sequence's pages 2 and 3
-    """
-
-    request_id: RequestId
-    source: object
-    first_block: int
-    targets: tuple[BlockId, ...]
-    num_tokens: int
-    """Positions below this are good once the job is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Pages that a finished sequence leaves to an offer, each with the reference it had."""
-
-    blocks: tuple[BlockId, ...]
-    epochs: tuple[int, ...]
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +66,9 @@ class Scheduler:
         self._loading: dict[RequestId, Sequence] = {}
         self._known: dict[RequestId, Sequence] = {}
         self._loads: list[LoadJob] = []
+        self._stores: list[StoreJob] = []
+        self.object_blocks = 0
+        """Blocks in a storage object; 0: nothing is stored."""
         self._next_arrival = 0
         self.num_preemptions = 0
 
@@ -155,6 +135,11 @@ class Scheduler:
         loads, self._loads = self._loads, []
         return loads
 
+    def take_stores(self) -> list[StoreJob]:
+        """Objects that became whole since the last call. Hold their pages at once: `schedule` may reuse them."""
+        stores, self._stores = self._stores, []
+        return stores
+
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Book what a step computed; sequences aborted meanwhile are passed over.
 
@@ -177,12 +162,27 @@ class Scheduler:
 
     # ------------------------------------------------------------------ loads
 
-    def loaded(self, request_id: RequestId, num_tokens: int) -> bool:
-        """A fetch is complete and verified; whether anybody still waits for it."""
+    def answered(self, request_id: RequestId, remote: RemoteKv | None) -> bool:
+        """The tiers said what they have; whether anybody still waits for that."""
+        sequence = self._known.get(request_id)
+        if sequence is None or not sequence.is_asking:
+            return False
+        sequence.is_asking = False
+        sequence.remote = remote
+        return True
+
+    def loaded(self, request_id: RequestId, num_tokens: int, *, is_stored: bool = False) -> bool:
+        """KV is here and verified up to `num_tokens`; whether anybody still waits for it.
+
+        Args:
+            is_stored: it came from the tiers, and need not be given to them again.
+        """
         sequence = self._loading.pop(request_id, None)
         if sequence is None:
             return False
-        sequence.num_computed = num_tokens
+        sequence.num_computed = max(sequence.num_computed, num_tokens)
+        if is_stored:
+            sequence.num_stored = max(sequence.num_stored, num_tokens // self.allocator.block_tokens)
         sequence.remote = None
         sequence.move(SequenceEvent.LOADED)
         self._list_full_blocks(sequence)
@@ -190,20 +190,21 @@ class Scheduler:
         self._running.sort(key=lambda s: s.arrival)
         return True
 
-    def load_failed(self, request_id: RequestId) -> bool:
-        """A fetch failed: the sequence goes to the front of the line and computes its tokens itself.
+    def load_failed(self, request_id: RequestId) -> Sequence | None:
+        """A fetch failed: the sequence goes to the front of the line and computes its tokens itself; `None`: nobody
+        waits for it any more.
 
         Its pages are given back at once; those that a transport may still write stay in quarantine.
         """
         sequence = self._loading.pop(request_id, None)
         if sequence is None:
-            return False
+            return None
         self.allocator.free(sequence.table)
         sequence.num_computed = sequence.num_listed = 0
         sequence.remote = None
         sequence.move(SequenceEvent.LOAD_FAILED)
         self._waiting.appendleft(sequence)
-        return True
+        return sequence
 
     # ------------------------------------------------------------------ views
 
@@ -255,8 +256,12 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _admit(self, budget: int, planned: list[ScheduledSequence]) -> None:
+        asking: list[Sequence] = []
         while self._waiting and budget > 0:
             sequence = self._waiting[0]
+            if sequence.is_asking:
+                asking.append(self._waiting.popleft())
+                continue
             if len(self._running) + len(self._loading) >= self.limits.max_sequences:
                 break
             hit = self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_tokens - 1)
@@ -273,6 +278,7 @@ class Scheduler:
             self._waiting.popleft()
             sequence.num_computed = hit_tokens
             sequence.num_listed = len(hit)
+            sequence.num_stored = max(sequence.num_stored, len(hit))
             if not sequence.num_preemptions:
                 sequence.num_cached = hit_tokens
             if fetches:
@@ -283,6 +289,7 @@ class Scheduler:
             self._running.append(sequence)
             planned.append(_scheduled(sequence, count))
             budget -= count
+        self._waiting.extendleft(reversed(asking))
         self._running.sort(key=lambda s: s.arrival)
 
     def _has_room(self, hit: list[BlockId], num_tokens: int) -> bool:
@@ -300,7 +307,9 @@ class Scheduler:
         targets = tuple(sequence.table.blocks[first_block:last])
         sequence.move(SequenceEvent.LOAD)
         self._loading[sequence.request_id] = sequence
-        self._loads.append(LoadJob(sequence.request_id, remote.source, first_block, targets, remote.num_tokens))
+        self._loads.append(
+            LoadJob(sequence.request_id, remote.source, first_block, targets, remote.num_tokens, remote.label)
+        )
 
     def _list_full_blocks(self, sequence: Sequence) -> None:
         size = self.allocator.block_tokens
@@ -317,6 +326,17 @@ class Scheduler:
                 depth=i,
             )
         sequence.num_listed = full
+        self._offer_to_tiers(sequence, full)
+
+    def _offer_to_tiers(self, sequence: Sequence, full: int) -> None:
+        """Give whole objects among the first `full` blocks to the tiers, each once."""
+        size = self.object_blocks
+        if not size:
+            return
+        for end in range((sequence.num_stored // size + 1) * size, full + 1, size):
+            key = ObjectKey(sequence.names[end - 1], sequence.tenant)
+            self._stores.append(StoreJob(key, tuple(sequence.table.blocks[end - size : end])))
+            sequence.num_stored = end
 
     def _append(self, sequence: Sequence, drawn: SampledToken) -> SequenceUpdate:
         exported_tokens = sequence.num_tokens

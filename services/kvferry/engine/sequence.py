@@ -63,12 +63,14 @@ SEQUENCE_MACHINE = Machine(
 
 @dataclass(frozen=True, slots=True)
 class RemoteKv:
-    """KV that a peer offers for the head of this sequence; opaque to the scheduler but for its extent."""
+    """KV for the head of this sequence that is somewhere else; opaque to the scheduler but for its extent."""
 
     num_tokens: int
-    """Positions 0 .. num_tokens-1 can be fetched."""
+    """Positions 0 .. num_tokens-1 can be loaded."""
     source: object
-    """What the connector needs to fetch it (an opened ticket)."""
+    """What the loader needs (an opened ticket, the keys of storage objects)."""
+    label: str = "peer"
+    """Where it is, for prices and reports."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,9 +89,12 @@ class Sequence:
     arrival: int = 0
     """Order of arrival; earlier goes first, later is preempted first."""
     sample_index: int = 0
+    tenant: str = ""
     exports: bool = False
     """Stop after one token and hand the pages over (a prefill worker)."""
     remote: RemoteKv | None = None
+    is_asking: bool = False
+    """The tiers have not said yet what they have; others may pass while it waits for that."""
     state: SequenceState = SEQUENCE_MACHINE.initial
     num_computed: int = 0
     table: BlockTable = field(default_factory=BlockTable)
@@ -97,6 +102,8 @@ class Sequence:
     """Names of the full blocks named so far; a prefix of the chain."""
     num_listed: int = 0
     """Leading blocks that are in the prefix index."""
+    num_stored: int = 0
+    """Leading blocks that were given to the tiers, or came from there."""
     num_cached: int = 0
     """Tokens found in the local prefix cache at the first admission."""
     num_preemptions: int = 0

@@ -43,6 +43,7 @@ _OUTCOMES = {
     decode_pb2.Handoff.OUTCOME_FETCHED: "fetched",
     decode_pb2.Handoff.OUTCOME_LOCAL: "local",
     decode_pb2.Handoff.OUTCOME_RECOMPUTED: "recomputed",
+    decode_pb2.Handoff.OUTCOME_TIER: "tier",
 }
 
 
@@ -167,6 +168,7 @@ class Dispatcher:
         finish = wire.finish_from_wire(answer.finish_reason)
         trip.num_cached_tokens = answer.num_cached_tokens
         trip.time(queue_seconds=answer.queue_seconds, prefill_seconds=answer.prefill_seconds)
+        trip.report_kv(wire.kv_reports_from_wire(answer.kv))
         if answer.ticket_id:
             trip.on(Event.OFFER)
             trip.ticket = Ticket(answer.ticket_id, answer.ticket, address, pick.replica.fingerprint)
@@ -226,6 +228,7 @@ class Dispatcher:
                 self._drop_ticket(trip, "unused")
             return
         handoff = answer.handoff
+        trip.report_kv(wire.kv_reports_from_wire(answer.kv))
         outcome = _OUTCOMES.get(handoff.outcome, "none")
         self._instruments.handoffs.labels(outcome).inc()
         trip.num_cached_tokens = max(trip.num_cached_tokens, handoff.num_cached_tokens if not trip.emitted else 0)

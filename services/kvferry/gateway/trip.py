@@ -17,7 +17,9 @@ from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.gateway.config import RetryConfig
 from kvferry.gateway.release import MACHINE, Event, State
-from kvferry.rpc.token_source import Timing, TokenEvent, TokenRequest
+from kvferry.rpc.token_source import KvReport, Timing, TokenEvent, TokenRequest
+
+_MAX_REPORTS = 16
 
 
 class Verdict(StrEnum):
@@ -101,6 +103,11 @@ class Trip:
     def time(self, **changes: float | int | str) -> None:
         """Note what is newly known about where the time went."""
         self.timing = replace(self.timing, **changes)  # type: ignore[arg-type]  # dataclasses.replace is not typed
+
+    def report_kv(self, reports: tuple[KvReport, ...]) -> None:
+        """Note where a worker's KV came from."""
+        if reports:
+            self.timing = replace(self.timing, kv=(*self.timing.kv, *reports)[-_MAX_REPORTS:])
 
     def emit(self, tokens: tuple[SampledToken, ...], finish: FinishReason | None, now: float) -> TokenEvent:
         """The event for new tokens; progress clears earlier failures."""

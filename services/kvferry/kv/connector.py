@@ -153,15 +153,29 @@ class FetchSource:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPart:
+    """What came from one source; for learning its rate."""
+
+    source: str
+    num_bytes: int
+    seconds: float
+    """From the load's start to the last byte from this source."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """How a load ended. `failure` says why the tokens must be computed instead; `None`: KV is here and proven."""
+    """How a load ended. `failure` says why tokens must be computed instead; `None`: all of it is here and proven."""
 
     request_id: RequestId
     job: int
     failure: str | None
     num_blocks: int
+    """With a failure of a tier: the leading blocks that are here and proven all the same; they are used."""
     num_bytes: int
     seconds: float
+    parts: tuple[LoadPart, ...] = ()
+    source: str = "peer"
+    """Who was asked: a peer, or the tier that had the first piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,5 +212,6 @@ class KvLoader(Protocol):
         ...
 
 
-LoadListener = Callable[[LoadOutcome | PagesQuiet], None]
-"""Called on a fetcher thread; must only pass the message on."""
+LoadListener = Callable[[object], None]
+"""Called on a loader's thread with a `LoadOutcome`, a `PagesQuiet`, or what else a loader has to say (`kv.tiering`);
+must only pass the message on."""

@@ -33,7 +33,8 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
     if message.HasField("usage"):
         usage = Usage(message.usage.prompt_tokens, message.usage.output_tokens, message.usage.cached_tokens)
     if message.HasField("timing"):
-        timing = Timing(**{entry.name: getattr(message.timing, entry.name) for entry in fields(Timing)})
+        plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name != "kv"}
+        timing = Timing(**plain, kv=wire.kv_reports_from_wire(message.timing.kv))
     return TextChunk(
         index=message.index,
         text=message.text,
@@ -58,4 +59,5 @@ def _timing_to_wire(timing: Timing) -> inference_pb2.Timing:
         prefill_worker=timing.prefill_worker,
         decode_worker=timing.decode_worker,
         resumed=timing.resumed,
+        kv=wire.kv_reports_to_wire(timing.kv),
     )

@@ -32,6 +32,25 @@ class TokenRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class KvReport:
+    """One choice between loading KV and computing it, and what came of it; see `KvReport` in common.proto."""
+
+    worker_id: str
+    source: str
+    first_token: int = 0
+    num_tokens: int = 0
+    num_chosen: int = 0
+    num_bytes: int = 0
+    expected_load_seconds: float = 0.0
+    expected_compute_seconds: float = 0.0
+    is_forced: bool = False
+    blocks_loaded: int = 0
+    bytes_loaded: int = 0
+    load_seconds: float = 0.0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Where the time went; see `Timing` in inference.proto. Zero and empty where something did not happen."""
 
@@ -44,12 +63,14 @@ class Timing:
     handoff_blocks: int = 0
     handoff_bytes: int = 0
     handoff_outcome: str = ""
-    """`none`, `fetched`, `local` or `recomputed`."""
+    """`none`, `fetched`, `local`, `recomputed` or `tier`."""
     total_seconds: float = 0.0
     prefill_worker: str = ""
     decode_worker: str = ""
     resumed: int = 0
     """Times the stream moved to another worker."""
+    kv: tuple[KvReport, ...] = ()
+    """Where the KV came from, in the order in which workers took part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """Domain words to `kvferry.v1` messages and back; sizes are bounded here, meanings by whoever knows them."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.rpc.token_source import KvReport
 from kvferry.v1 import common_pb2
 
 MAX_TOKEN_IDS = 1 << 20
@@ -106,6 +108,16 @@ def finish_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.Valu
 def finish_from_wire(value: "common_pb2.FinishReason.ValueType") -> FinishReason | None:
     """`None` while the sequence goes on."""
     return _FINISH_FROM_WIRE.get(value)
+
+
+def kv_reports_to_wire(reports: Iterable[KvReport]) -> list[common_pb2.KvReport]:
+    """Reports as messages; the fields have the same names."""
+    return [common_pb2.KvReport(**asdict(report)) for report in reports]
+
+
+def kv_reports_from_wire(messages: Iterable[common_pb2.KvReport]) -> tuple[KvReport, ...]:
+    """Messages as reports."""
+    return tuple(KvReport(**{f.name: getattr(message, f.name) for f in fields(KvReport)}) for message in messages)
 
 
 def token_ids_from_wire(ids: Sequence[int], field: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ HELD = (
     "tickets_claimed",
     "transfers",
     "open_calls",
+    "stores",
 )
 
 

@@ -7,6 +7,7 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.kv.offers import OfferState
+from kvferry.kv.tiers.stack import TierStack
 from kvferry.rpc.calls import OpenCalls
 from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
 from kvferry.workers.context import WorkerContext
@@ -21,11 +22,14 @@ _MAX_DRAIN_SECONDS = 3600.0
 class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
     """One engine's operation."""
 
-    def __init__(self, context: WorkerContext, desk: OfferDesk, calls: OpenCalls) -> None:
+    def __init__(
+        self, context: WorkerContext, desk: OfferDesk, calls: OpenCalls, tiers: TierStack | None = None
+    ) -> None:
         """
         Args:
             calls: of the server that takes work, not of the one that serves this.
         """
+        self._tiers = tiers
         self._context = context
         self._desk = desk
         self._calls = calls
@@ -47,6 +51,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             block_tokens=own.layout.block_tokens,
             dtype=own.layout.dtype,
             load=self._load(),
+            tiers=self._tier_statuses(),
         )
 
     async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Context) -> worker_admin_pb2.DrainResponse:
@@ -69,7 +74,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
 
     def _is_idle(self) -> bool:
         load = self._context.loop.load
-        held = load.running or load.waiting or load.loading or load.transfers or load.exports
+        held = load.running or load.waiting or load.loading or load.transfers or load.exports or load.stores
         return not held and not self._calls.count and self._desk.is_idle
 
     def _load(self) -> worker_admin_pb2.WorkerLoad:
@@ -85,4 +90,26 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             tickets_claimed=self._desk.count(OfferState.CLAIMED) + self._desk.count(OfferState.QUIESCE),
             transfers=load.transfers,
             open_calls=self._calls.count,
+            stores=load.stores,
         )
+
+    def _tier_statuses(self) -> list[worker_admin_pb2.TierStatus]:
+        if self._tiers is None:
+            return []
+        return [
+            worker_admin_pb2.TierStatus(
+                name=tier.name,
+                bytes_held=tier.num_bytes,
+                hits=stats.hits,
+                misses=stats.misses,
+                loads=stats.loads,
+                bytes_loaded=stats.bytes_loaded,
+                load_seconds=stats.seconds,
+                failures=stats.failures,
+                stores=stats.stores,
+                bytes_stored=stats.bytes_stored,
+                dropped=stats.dropped,
+            )
+            for tier in self._tiers.tiers
+            for stats in [self._tiers.stats[tier.name]]
+        ]

@@ -22,6 +22,7 @@ from kvferry.engine.models.transformer import Transformer, build_model
 from kvferry.engine.runner import Runner
 from kvferry.kv.connector import PageMemory, Transport
 from kvferry.kv.layout import KvLayout
+from kvferry.kv.price import PriceBook
 from kvferry.kv.registry import open_transport
 from kvferry.model.config import ModelConfig
 from kvferry.model.source import ModelSource, open_model
@@ -99,6 +100,8 @@ def build_engine(
         limits=config.limits,
         tenant_secret=one_secret(tenant_secret),
         epochs=memory.epochs,
+        block_bytes=layout.block_bytes,
+        prices=PriceBook(config.load_policy),
     )
     return BuiltEngine(engine, memory, transport, layout)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import UsageError
 from kvferry.engine.scheduler import SchedulerLimits
 from kvferry.kv.offers import OfferTimes
+from kvferry.kv.price import LoadPolicy
 
 ROLES = ("prefill", "decode", "both", "split")
 
@@ -27,6 +28,8 @@ class EngineConfig:
     max_model_tokens: int = 0
     """Prompt and output together; 0: what the model was trained for."""
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+    load_policy: LoadPolicy = LoadPolicy.PRICE
+    """Whether KV that is somewhere else is loaded by price or always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,10 @@ class WorkerConfig:
     tenant_secret: bytes = b""
     """Keys the names of cached blocks; shared by all workers of a pool."""
     offers: OfferTimes = field(default_factory=OfferTimes)
+    tiers: tuple[str, ...] = ()
+    """Where KV is kept beyond the pages, nearest first, as URLs."""
+    tier_object_tokens: int = 64
+    """Tokens in a storage object, a multiple of `block_tokens`. More: better rates, coarser hits."""
     drain_seconds: float = 30.0
     """How long running work may go on after SIGTERM."""
 
@@ -65,6 +72,12 @@ class WorkerConfig:
                 f"connector 'memory' works within one process, role {self.role!r} needs another; "
                 "use 'shm' or 'nixl', or role 'split'",
                 field="connector",
+            )
+        if self.tier_object_tokens % self.engine.block_tokens:
+            raise UsageError(
+                f"tier_object_tokens={self.tier_object_tokens} is not a multiple of block_tokens="
+                f"{self.engine.block_tokens}",
+                field="tier_object_tokens",
             )
         if not self.ticket_secrets:
             raise UsageError(

@@ -11,10 +11,11 @@ import grpc
 from kvferry.core.errors import KvferryError, TicketRejected
 from kvferry.engine.engine import EngineRequest
 from kvferry.engine.sequence import RemoteKv
-from kvferry.kv.connector import FetchSource, LoadOutcome, Peer, PeerControl
+from kvferry.kv.connector import FetchSource, Peer, PeerControl
 from kvferry.kv.ticket import Keyring, Ticket, check_ticket
 from kvferry.rpc import wire
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
+from kvferry.workers.arrival import PEER, Arrival
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.loop import EngineStream, StreamItem
 
@@ -27,13 +28,13 @@ Outcome = decode_pb2.Handoff
 
 
 @dataclass(slots=True)
-class _Arrival:
-    """How one request's KV came to be here; reported once."""
+class _Handoff:
+    """What became of one request's ticket; reported once."""
 
     ticket: Ticket | None
+    arrival: Arrival
     refused: str = ""
     """Why a ticket was not even tried."""
-    load: LoadOutcome | None = None
     reported: bool = False
 
     def describe(self, num_cached: int) -> decode_pb2.Handoff:
@@ -41,15 +42,20 @@ class _Arrival:
         message = decode_pb2.Handoff(num_cached_tokens=num_cached)
         if self.ticket is not None:
             message.connector = self.ticket.connector
-        if self.load is not None:
-            message.seconds = self.load.seconds
-            if self.load.failure is None:
-                message.outcome = Outcome.OUTCOME_FETCHED
-                message.num_blocks, message.num_bytes = self.load.num_blocks, self.load.num_bytes
-            else:
-                message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, self.load.failure
-        elif self.refused:
-            message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, self.refused
+        load = self.arrival.from_peer
+        if load is not None:
+            message.seconds = load.seconds
+        if load is not None and load.failure is None:
+            message.outcome = Outcome.OUTCOME_FETCHED
+            message.num_blocks, message.num_bytes = load.num_blocks, load.num_bytes
+        elif self.arrival.from_tiers:
+            message.outcome = Outcome.OUTCOME_TIER
+            message.reason = self.refused if load is None else load.failure or ""
+        elif load is not None:
+            message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, load.failure or ""
+        elif self.refused or self.arrival.is_declined:
+            message.outcome = Outcome.OUTCOME_RECOMPUTED
+            message.reason = self.refused or "computing was cheaper than fetching"
         else:
             message.outcome = Outcome.OUTCOME_NONE if self.ticket is None else Outcome.OUTCOME_LOCAL
         return message
@@ -70,10 +76,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._context.admit(request.model, request.tenant)
         tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
         sampling = wire.sampling_from_wire(request.sampling)
-        arrival = self._open(request, tokens)
+        handoff = self._open(request, tokens)
         remote = None
-        if arrival.ticket is not None:
-            remote = RemoteKv(arrival.ticket.num_tokens, FetchSource(arrival.ticket, request.attempt))
+        if handoff.ticket is not None:
+            remote = RemoteKv(handoff.ticket.num_tokens, FetchSource(handoff.ticket, request.attempt), PEER)
         stream = self._context.loop.submit(
             EngineRequest(
                 request_id=sequence_id(request.request_id, request.sample_index),
@@ -88,21 +94,22 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         try:
             with stream:
                 async for item in stream:
-                    message = _message([item, *stream.take_ready()], arrival)
+                    message = _message([item, *stream.take_ready()], handoff)
                     if message is not None:
                         yield message
         finally:
-            if arrival.ticket is not None and arrival.load is None:
-                self._dismiss(arrival.ticket, request.attempt, stream)
+            if handoff.ticket is not None and handoff.arrival.from_peer is None:
+                self._dismiss(handoff.ticket, request.attempt, stream)
 
-    def _open(self, request: decode_pb2.DecodeRequest, tokens: list[int]) -> _Arrival:
+    def _open(self, request: decode_pb2.DecodeRequest, tokens: list[int]) -> _Handoff:
         """Open and check the ticket. One that merely came too late is not an error: the tokens are computed.
 
         Raises:
             TicketRejected: it is forged, or was made for something else; whoever sent it should know.
         """
+        arrival = Arrival(self._context.worker_id)
         if not request.ticket:
-            return _Arrival(None)
+            return _Handoff(None, arrival)
         ticket = self._keyring.open(request.ticket)
         try:
             check_ticket(
@@ -116,8 +123,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         except TicketRejected as error:
             if error.reason != "TICKET_EXPIRED":
                 raise
-            return _Arrival(None, refused=error.message)
-        return _Arrival(ticket)
+            return _Handoff(None, arrival, refused=error.message)
+        return _Handoff(ticket, arrival)
 
     def _dismiss(self, ticket: Ticket, attempt: int, stream: EngineStream) -> None:
         """Tell the peer that its pages are not needed: every block was here, or the caller left first."""
@@ -134,13 +141,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         task.add_done_callback(self._dismissals.discard)
 
 
-def _message(items: list[StreamItem], arrival: _Arrival) -> decode_pb2.DecodeResponse | None:
+def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeResponse | None:
     """Everything that has arrived, in one message; `None` when there is no token yet."""
     message = decode_pb2.DecodeResponse()
     num_cached = 0
     for item in items:
-        if item.load is not None:
-            arrival.load = item.load
+        handoff.arrival.hear(item)
         if item.update is not None:
             message.tokens.append(wire.token_to_wire(item.update.token))
             num_cached = item.update.num_cached
@@ -148,6 +154,7 @@ def _message(items: list[StreamItem], arrival: _Arrival) -> decode_pb2.DecodeRes
                 message.finish_reason = wire.finish_to_wire(item.update.finish_reason)
     if not message.tokens:
         return None
-    if not arrival.reported:
-        message.handoff.CopyFrom(arrival.describe(num_cached))
+    if not handoff.reported:
+        message.handoff.CopyFrom(handoff.describe(num_cached))
+        message.kv.extend(wire.kv_reports_to_wire(handoff.arrival.take_reports()))
     return message

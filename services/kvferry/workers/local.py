@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 
 from kvferry.engine.engine import EngineRequest
 from kvferry.rpc.token_source import Timing, TokenEvent, TokenRequest
+from kvferry.workers.arrival import Arrival
 from kvferry.workers.context import WorkerContext, sequence_id
 
 
@@ -27,8 +28,10 @@ class LocalSource:
                 tenant=request.tenant,
             )
         )
+        arrival = Arrival(self._context.worker_id)
         with stream:
             async for item in stream:
+                arrival.hear(item)
                 updates = [i.update for i in (item, *stream.take_ready()) if i.update is not None]
                 if not updates:
                     continue
@@ -40,6 +43,7 @@ class LocalSource:
                     first_token_seconds=first - request.arrived,
                     handoff_outcome="none",
                     decode_worker=self._context.worker_id,
+                    kv=tuple(arrival.reports),
                 )
                 yield TokenEvent(
                     tokens=tuple(u.token for u in updates),

@@ -17,6 +17,8 @@ from kvferry.engine.engine import Engine, EngineLoad, EngineRequest, StepOutput
 from kvferry.engine.prefix_index import CacheChange
 from kvferry.engine.scheduler import SequenceUpdate
 from kvferry.kv.connector import LoadOutcome, PagesQuiet
+from kvferry.kv.price import Decision
+from kvferry.kv.tiering import StoreDone, TierAnswer
 
 _log = logging.getLogger(__name__)
 
@@ -26,12 +28,13 @@ _JOIN_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StreamItem:
-    """One thing a stream hears: a drawn token, or how its load ended."""
+    """One thing a stream hears: a drawn token, how its load ended, or what was decided about it."""
 
     update: SequenceUpdate | None = None
     export: int | None = None
     """With `update`: the number of the export that the receiver now owns."""
     load: LoadOutcome | None = None
+    decision: Decision | None = None
 
 
 class EngineStream:
@@ -146,8 +149,8 @@ class EngineLoop:
         """Give an export's pages back."""
         self._commands.put(number)
 
-    def post(self, message: LoadOutcome | PagesQuiet) -> None:
-        """A connector's message; from any thread."""
+    def post(self, message: object) -> None:
+        """A loader's message (`kv.connector`, `kv.tiering`); from any thread."""
         self._commands.put(message)
 
     # ------------------------------------------------------------------ the engine's thread
@@ -158,7 +161,7 @@ class EngineLoop:
             while True:
                 if not self._take_commands(wait=idle):
                     return
-                output = self._engine.step() if self._engine.has_work else StepOutput([], {}, [], [], ran=False)
+                output = self._engine.step() if self._engine.has_work else StepOutput([], {}, [], [], [], ran=False)
                 self._hand_out(output)
                 idle = not output.ran
                 self.load = self._engine.load()
@@ -187,7 +190,7 @@ class EngineLoop:
                     raise
                 except KvferryError as error:
                     self._call_soon(self._deliver_error, command.request_id, error)
-            case LoadOutcome() | PagesQuiet():
+            case LoadOutcome() | PagesQuiet() | TierAnswer() | StoreDone():
                 self._engine.post(command)
             case int():
                 self._engine.release_export(command)
@@ -200,6 +203,7 @@ class EngineLoop:
         items: list[tuple[RequestId, StreamItem, bool]] = [
             (load.request_id, StreamItem(load=load), False) for load in output.loads
         ]
+        items += [(request_id, StreamItem(decision=made), False) for request_id, made in output.decisions]
         for update in output.updates:
             export = output.exports.get(update.request_id)
             over = export is not None or update.finish_reason is not None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvferry.core.clock import Clock
 from kvferry.core.ids import TicketId, new_ticket_id
-from kvferry.engine.scheduler import Export
+from kvferry.engine.jobs import Export
 from kvferry.kv.connector import Transport
 from kvferry.kv.offers import OfferBook, OfferState, OfferTimes
 from kvferry.kv.ticket import Keyring, Ticket, digest_tokens

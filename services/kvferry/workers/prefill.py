@@ -10,6 +10,7 @@ from kvferry.core.ids import TicketId
 from kvferry.engine.engine import EngineRequest
 from kvferry.rpc import wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
+from kvferry.workers.arrival import Arrival
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.loop import StreamItem
 from kvferry.workers.offer_desk import OfferDesk
@@ -42,11 +43,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 exports=True,
             )
         )
+        arrival = Arrival(self._context.worker_id)
         with stream:
             async for item in stream:
+                arrival.hear(item)
                 if item.update is not None:
                     seconds = self._context.clock.monotonic() - begun
-                    return self._answer(request, context, tokens, item, seconds)
+                    answer = self._answer(request, context, tokens, item, seconds)
+                    answer.kv.extend(wire.kv_reports_to_wire(arrival.take_reports()))
+                    return answer
         raise Unavailable("the engine ended without drawing a token")
 
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:

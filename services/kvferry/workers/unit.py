@@ -13,6 +13,8 @@ from kvferry.engine.engine import EngineRequest
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.populate import populate_in_background
 from kvferry.kv.ticket import Keyring
+from kvferry.kv.tiers.registry import open_tiers
+from kvferry.kv.tiers.stack import TierStack
 from kvferry.rpc.inference import inference_service
 from kvferry.rpc.model_text import text_model_of
 from kvferry.rpc.server import RpcServer, Service, start_server
@@ -91,6 +93,7 @@ class WorkerUnit:
         )
         self._desk = OfferDesk(self.context, self._keyring, config.offers, built.transport)
         self._control = GrpcPeerControl(lambda: self.context.identity)
+        self._tiers = self._open_tiers()
         self._fetcher = Fetcher(built.transport, self._control, built.layout, self._loop.post, clock=clock)
         self._running: _Running | None = None
         self._stopped = threading.Event()
@@ -102,12 +105,14 @@ class WorkerUnit:
             UsageError: an address cannot be bound.
         """
         self._built.engine.attach_loader(self._fetcher)
+        if self._tiers is not None:
+            self._built.engine.attach_tiers(self._tiers)
         self._loop.start()
         work = await start_server(self._place.listen, self._services())
         host, _, port = work.address.rpartition(":")
         self.context.address = f"{self._config.advertise_host or host}:{port}"
         self.context.worker_id = WorkerId(self._config.worker_id or self.context.address)
-        service = AdminService(self.context, self._desk, work.calls)
+        service = AdminService(self.context, self._desk, work.calls, self._tiers)
         try:
             admin = await start_server(
                 self._place.admin,
@@ -156,6 +161,8 @@ class WorkerUnit:
         await running.admin.stop(_FLUSH_SECONDS)
         await self._loop.stop()  # first, so that it starts no more fetches
         self._fetcher.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self._built.transport.close()
         self._control.close()
 
@@ -163,6 +170,20 @@ class WorkerUnit:
     def admin_address(self) -> str:
         """Of WorkerAdmin, as bound."""
         return "" if self._running is None else self._running.admin.address
+
+    def _open_tiers(self) -> TierStack | None:
+        config, layout = self._config, self._built.layout
+        if not config.tiers:
+            return None
+        blocks = config.tier_object_tokens // layout.block_tokens
+        return TierStack(
+            open_tiers(config.tiers, object_bytes=blocks * layout.block_bytes),
+            self._built.memory.pages,
+            block_bytes=layout.block_bytes,
+            object_blocks=blocks,
+            listener=self._loop.post,
+            clock=self.context.clock,
+        )
 
     def _services(self) -> list[Service]:
         prefill = PrefillService(self.context, self._desk)

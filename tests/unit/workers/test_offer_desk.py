@@ -7,7 +7,7 @@ import pytest
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import BlockId, Incarnation, TicketId, WorkerId, new_incarnation, new_ticket_id
-from kvferry.engine.scheduler import Export
+from kvferry.engine.jobs import Export
 from kvferry.kv.layout import KvLayout
 from kvferry.kv.offers import OfferState, OfferTimes
 from kvferry.kv.registry import open_transport

@@ -14,11 +14,10 @@ tokens instead, so a tier can cost time and never a wrong token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvferry.core.ids import BlockHash
+from kvferry.kv.tiering import ObjectKey as ObjectKey
 
 
 class Presence(StrEnum):
@@ -29,16 +28,6 @@ class Presence(StrEnum):
     NO = "no"
     NOT_YET = "not_yet"
     """On its way here; asking again soon is worth it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectKey:
-    """Names one storage object."""
-
-    name: BlockHash
-    """Of the object's last block."""
-    tenant: str
-    """Whose it is: for quotas and encryption keys. The name is the tenant's own already."""
 
 
 class TierError(Exception):

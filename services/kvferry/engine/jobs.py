@@ -1,0 +1,42 @@
+"""What a scheduler hands out beside steps: KV to load, KV to keep, KV to leave to somebody else."""
+
+from dataclasses import dataclass
+
+from kvferry.core.ids import BlockId, RequestId
+from kvferry.kv.tiering import ObjectKey
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """KV to fetch from a peer into pages that are already held. Positions, not counts, say what goes where:
+
+    prompt      [ b0 | b1 | b2 | b3 ]     covered by the peer's offer
+    local hit   [ b0 | b1 ]
+    fetched               [ b2 | b3 ]     first_block = 2; targets are this sequence's pages 2 and 3
+    """
+
+    request_id: RequestId
+    source: object
+    first_block: int
+    targets: tuple[BlockId, ...]
+    num_tokens: int
+    """Positions below this are good once the job is done."""
+    label: str
+    """Where it comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Full, computed blocks that make one storage object; the pages are held by nobody but their table yet."""
+
+    key: ObjectKey
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Pages that a finished sequence leaves to an offer, each with the reference it had."""
+
+    blocks: tuple[BlockId, ...]
+    epochs: tuple[int, ...]
+    num_tokens: int

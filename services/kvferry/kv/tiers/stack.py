@@ -1,0 +1,383 @@
+"""All tiers of one worker as one: asked in order, loaded from the nearest, stored to each.
+
+    pages <--copy--> DRAM arena <--read, write behind--> disk, Redis, in the order given
+      ^                                                     |
+      +---------------- without a DRAM tier ---------------+
+
+With a DRAM tier everything passes through it: a load from a slower tier lands in a slot of the arena and is copied
+into the pages from there, so the next reader finds it near, and a prompt that still queues can have its objects fetched
+ahead. A slot that is being filled answers NOT YET: whoever needs it waits for the one read instead of making another.
+
+Three small pools of threads, so that none waits for another of its own kind: `ask` and `fetch` (slow reads), `load`
+(copies, may wait for a fetch), `store`. Every wait ends with the deadline of the load it belongs to.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.kv.connector import LoadListener, LoadOutcome, LoadPart, PagesQuiet
+from kvferry.kv.tiering import StoreDone, TierAnswer, TierSource
+from kvferry.kv.tiers.dram import DramTier
+from kvferry.kv.tiers.stats import TierStats
+from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
+
+_log = logging.getLogger(__name__)
+
+_ASK_SECONDS = 0.1
+"""A tier that has not said by then what it has is treated as one that has nothing."""
+_STORE_SECONDS = 10.0
+_MAX_STORES = 256
+"""Stores that wait or run; more are dropped, since a prompt computed once can be computed again."""
+_REMEMBERED = 4096
+
+
+@dataclass(slots=True)
+class _Job:
+    number: int
+    request_id: RequestId
+    source: TierSource
+    into: list[list[memoryview]]
+    """For each object the places of its blocks, in order; blocks that are not wanted go to `scratch`."""
+    blocks: list[int]
+    """For each object how many of its blocks are wanted."""
+    started: float
+    left: int
+    arrived: list[bool] = field(default_factory=list)
+    parts: dict[str, LoadPart] = field(default_factory=dict)
+    failure: str = ""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class TierStack:
+    """A `KvTiers` over one worker's tiers."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        pages: memoryview,
+        *,
+        block_bytes: int,
+        object_blocks: int,
+        listener: LoadListener,
+        clock: Clock,
+        parallel: int = 4,
+    ) -> None:
+        """
+        Args:
+            tiers: nearest first; a DRAM tier, if there is one, comes first.
+            pages: the engine's, block_bytes each.
+            listener: hears answers and outcomes, on one of the tiers' threads.
+            parallel: objects that are read from slow tiers at a time.
+
+        Raises:
+            InvariantBroken: there is no tier, or a DRAM tier is not the first.
+        """
+        if not tiers or any(isinstance(t, DramTier) for t in tiers[1:]):
+            raise InvariantBroken("a stack has a tier, and a DRAM tier is its first")
+        self.tiers = tuple(tiers)
+        self.object_blocks = object_blocks
+        self._memory = tiers[0] if isinstance(tiers[0], DramTier) else None
+        self._slow = {t.name: t for t in tiers if t is not self._memory}
+        self._pages = pages
+        self._block_bytes = block_bytes
+        self._listener = listener
+        self._clock = clock
+        self.stats = {t.name: TierStats(t.name) for t in tiers}
+        self._fetching = ThreadPoolExecutor(parallel, thread_name_prefix="tier-fetch")
+        self._loading = ThreadPoolExecutor(parallel, thread_name_prefix="tier-load")
+        self._storing = ThreadPoolExecutor(2, thread_name_prefix="tier-store")
+        self._jobs: dict[int, _Job] = {}
+        self._wanted: dict[BlockHash, set[RequestId]] = {}
+        """Who waits for an object that is queued to be fetched ahead."""
+        self._offered: OrderedDict[BlockHash, None] = OrderedDict()
+        """Names lately given to `store`: asked for again they would only be found there."""
+        self._num_stores = 0
+        self._lock = threading.Lock()  # guards the five above and `stats`; nothing that waits is called inside
+        self._closing = threading.Event()
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def ask(self, request_id: RequestId, keys: Sequence[ObjectKey]) -> TierAnswer | None:
+        near = [Presence.NO] * len(keys) if self._memory is None else self._memory.ask(keys)
+        run = next((i for i, found in enumerate(near) if found is Presence.NO), len(keys))
+        sources = ["dram"] * run
+        if self._memory is not None:
+            self._count("dram", hits=run, misses=len(keys) - run)
+        if run == len(keys) or not self._slow or self._closing.is_set():
+            return TierAnswer(request_id, tuple(sources))
+        self._fetching.submit(self._ask_slow, request_id, list(keys), sources, self._clock.monotonic())
+        return None
+
+    def prefetch(self, request_id: RequestId, source: TierSource) -> None:
+        if self._memory is None:
+            return
+        for key, where in zip(source.keys, source.sources, strict=True):
+            if where == "dram" or self._memory.lookup([key], 0.0)[0] is not Presence.NO:
+                continue
+            with self._lock:
+                waiting = self._wanted.get(key.name)
+                if waiting is not None:
+                    waiting.add(request_id)
+                    continue
+                self._wanted[key.name] = {request_id}
+            self._fetching.submit(self._fetch_ahead, key, where, source.seconds)
+
+    def start(
+        self, job: int, request_id: RequestId, source: object, first_block: int, targets: Sequence[BlockId]
+    ) -> None:
+        if not isinstance(source, TierSource):
+            raise InvariantBroken(f"a tier load needs keys, not {type(source).__name__}")
+        size = self.object_blocks
+        made = _Job(job, request_id, source, [], [], self._clock.monotonic(), 0)
+        scratch = memoryview(bytearray(self._block_bytes)) if first_block % size else None
+        first = first_block // size - source.first_object  # objects before it are in the local cache by now
+        for index in range(first, len(source.keys)):
+            start = (source.first_object + index) * size - first_block
+            wanted = [targets[i] if 0 <= i < len(targets) else None for i in range(start, start + size)]
+            places = [scratch if b is None else self._page(b) for b in wanted]
+            if None in places:
+                raise InvariantBroken(f"{len(targets)} targets do not cover object {index}")
+            made.into.append([p for p in places if p is not None])
+            made.blocks.append(sum(b is not None for b in wanted))
+        made.left = len(made.into)
+        made.arrived = [False] * made.left
+        with self._lock:
+            self._jobs[job] = made
+        if not made.left:
+            self._end(made)
+        for i in range(len(made.into)):
+            self._loading.submit(self._load, made, i, source.keys[first + i], source.sources[first + i])
+
+    def wants(self, key: ObjectKey) -> bool:
+        if self._memory is not None:
+            return self._memory.lookup([key], 0.0)[0] is Presence.NO
+        with self._lock:
+            return key.name not in self._offered
+
+    def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:
+        with self._lock:
+            self._offered[key.name] = None
+            if len(self._offered) > _REMEMBERED:
+                self._offered.popitem(last=False)
+            dropped = self._num_stores >= _MAX_STORES or self._closing.is_set()
+            if not dropped:
+                self._num_stores += 1
+        if dropped:
+            self._count(self.tiers[0].name, dropped=1)
+            self._listener(StoreDone(job))
+        else:
+            self._storing.submit(self._store, job, key, [self._page(b) for b in pages])
+
+    def cancel(self, request_id: RequestId) -> None:
+        with self._lock:
+            for job in self._jobs.values():
+                if job.request_id == request_id:
+                    job.cancelled.set()
+            for name in [n for n, waiting in self._wanted.items() if request_id in waiting]:
+                self._wanted[name].discard(request_id)
+
+    @property
+    def num_active(self) -> int:
+        with self._lock:
+            return len(self._jobs) + self._num_stores
+
+    def close(self) -> None:
+        """Every job gives up, queued stores are dropped, the tiers are closed. Does not wait for a read in flight."""
+        self._closing.set()
+        with self._lock:
+            for job in self._jobs.values():
+                job.cancelled.set()
+        for pool in (self._fetching, self._loading, self._storing):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for tier in self.tiers:
+            tier.close()
+
+    # ------------------------------------------------------------------ asking and fetching ahead
+
+    def _ask_slow(self, request_id: RequestId, keys: list[ObjectKey], sources: list[str], since: float) -> None:
+        """Extend the run tier by tier, then go back to the nearer ones: runs may alternate between tiers."""
+        try:
+            answers: dict[str, list[Presence]] = {}
+            for name, tier in self._slow.items():
+                left = _ASK_SECONDS - (self._clock.monotonic() - since)
+                if left <= 0:
+                    break
+                answers[name] = tier.lookup(keys, left)
+                self._count(name, hits=sum(a is Presence.YES for a in answers[name]))
+            near = [Presence.NO] * len(keys) if self._memory is None else self._memory.lookup(keys, 0.0)
+            for i in range(len(sources), len(keys)):
+                where = next((n for n, a in answers.items() if a[i] is not Presence.NO), None)
+                where = "dram" if near[i] is not Presence.NO else where
+                if where is None:
+                    break
+                sources.append(where)
+        except Exception:
+            _log.exception("asking the tiers failed", extra={"request_id": request_id})
+        self._listener(TierAnswer(request_id, tuple(sources)))
+
+    def _fetch_ahead(self, key: ObjectKey, where: str, seconds: float) -> None:
+        with self._lock:
+            wanted = self._wanted.pop(key.name)
+        if wanted and not self._closing.is_set():
+            try:
+                self._into_memory(key, where, self._clock.monotonic() + seconds)
+            except TierError as error:
+                _log.info("not fetched ahead: %s", error)
+
+    def _into_memory(self, key: ObjectKey, where: str, deadline: float) -> bool:
+        """Read an object from a slow tier into the arena; `False`: the arena has no room for it, or has it.
+
+        Raises:
+            TierError: the tier did not deliver it.
+        """
+        memory = self._memory
+        slot = None if memory is None else memory.reserve(key)
+        if memory is None or slot is None:
+            return False
+        try:
+            self._read(key, where, [slot], deadline)
+        except BaseException:
+            memory.abandon(key.name)
+            raise
+        memory.commit(key.name)
+        return True
+
+    def _read(self, key: ObjectKey, where: str, into: Sequence[memoryview], deadline: float) -> float:
+        begun = self._clock.monotonic()
+        try:
+            left = deadline - begun
+            if left <= 0:
+                raise TierError("no time was left to load it")
+            self._slow[where].load(key, into, left)
+        except TierError:
+            self._count(where, failures=1)
+            raise
+        seconds = self._clock.monotonic() - begun
+        self._count(where, loads=1, bytes_loaded=sum(map(len, into)), seconds=seconds)
+        return seconds
+
+    # ------------------------------------------------------------------ loads
+
+    def _load(self, job: _Job, index: int, key: ObjectKey, where: str) -> None:
+        deadline = job.started + job.source.seconds
+        try:
+            if job.cancelled.is_set():
+                raise TierError("cancelled")
+            used = self._load_object(key, where, job.into[index], deadline)
+            job.arrived[index] = True
+        except TierError as error:
+            used = where
+            self._note_failure(job, f"{where}: {error}")
+        except Exception:
+            used = where
+            self._note_failure(job, f"{where}: internal error while loading")
+            _log.exception("load failed", extra={"request_id": job.request_id})
+        with self._lock:
+            if job.arrived[index]:
+                part = job.parts.get(used, LoadPart(used, 0, 0.0))
+                took = self._clock.monotonic() - job.started
+                job.parts[used] = LoadPart(used, part.num_bytes + sum(map(len, job.into[index])), took)
+            job.left -= 1
+            last = job.left == 0
+        if last:
+            self._end(job)
+
+    def _load_object(self, key: ObjectKey, where: str, into: Sequence[memoryview], deadline: float) -> str:
+        """Bring one object into the pages; which tier it really came from.
+
+        Raises:
+            TierError: it does not come in time, or at all.
+        """
+        memory = self._memory
+        if memory is None:
+            self._read(key, where, into, deadline)
+            return where
+        left = deadline - self._clock.monotonic()
+        if memory.wait_written(key.name, max(0.0, left)) is Presence.NO:
+            slow = where if where in self._slow else next(iter(self._slow), "")
+            if not slow:
+                raise TierMiss("it was evicted before it was read")
+            if not self._into_memory(key, slow, deadline) and memory.lookup([key], 0.0)[0] is Presence.NO:
+                self._read(key, slow, into, deadline)  # the arena declined it: straight into the pages
+                return slow
+            where = slow
+        begun = self._clock.monotonic()
+        memory.load(key, into, 0.0)
+        self._count("dram", loads=1, bytes_loaded=sum(map(len, into)), seconds=self._clock.monotonic() - begun)
+        return where
+
+    def _note_failure(self, job: _Job, message: str) -> None:
+        with self._lock:
+            job.failure = job.failure or message
+
+    def _end(self, job: _Job) -> None:
+        whole = next((i for i, here in enumerate(job.arrived) if not here), len(job.arrived))
+        with self._lock:
+            del self._jobs[job.number]
+        blocks = sum(job.blocks[:whole])
+        self._listener(
+            LoadOutcome(
+                request_id=job.request_id,
+                job=job.number,
+                failure=None if whole == len(job.arrived) else job.failure,
+                num_blocks=blocks,
+                num_bytes=blocks * self._block_bytes,
+                seconds=self._clock.monotonic() - job.started,
+                parts=tuple(job.parts.values()),
+                source=job.source.sources[0],
+            )
+        )
+        self._listener(PagesQuiet(job.number))
+
+    # ------------------------------------------------------------------ stores
+
+    def _store(self, job: int, key: ObjectKey, parts: list[memoryview]) -> None:
+        held = True
+        try:
+            if self._closing.is_set():
+                return
+            with ExitStack() as stack:
+                if self._memory is not None:
+                    if self._memory.store(key, parts, 0.0):
+                        self._count("dram", stores=1, bytes_stored=sum(map(len, parts)))
+                    if self._memory.lookup([key], 0.0)[0] is Presence.YES and self._slow:
+                        try:  # from here on the copy in memory is read, and the pages are free
+                            parts = [stack.enter_context(self._memory.reading(key.name))]
+                            held = False
+                            self._listener(StoreDone(job))
+                        except TierMiss:
+                            pass  # evicted at once: read the pages a little longer
+                for tier in self._slow.values():
+                    self._store_slow(tier, key, parts)
+        except Exception:
+            _log.exception("a store failed")
+        finally:
+            with self._lock:
+                self._num_stores -= 1
+            if held:
+                self._listener(StoreDone(job))
+
+    def _store_slow(self, tier: Tier, key: ObjectKey, parts: Sequence[memoryview]) -> None:
+        try:
+            if tier.store(key, parts, _STORE_SECONDS):
+                self._count(tier.name, stores=1, bytes_stored=sum(map(len, parts)))
+        except TierError as error:
+            self._count(tier.name, failures=1)
+            _log.info("not stored in %s: %s", tier.name, error)
+
+    # ------------------------------------------------------------------ small things
+
+    def _page(self, block: int) -> memoryview:
+        return self._pages[block * self._block_bytes : (block + 1) * self._block_bytes]
+
+    def _count(self, tier: str, **more: float) -> None:
+        with self._lock:
+            self.stats[tier].add(**more)

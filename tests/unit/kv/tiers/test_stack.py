@@ -1,0 +1,331 @@
+"""The tiers as one, under the real engine: blocks go down, come back, and a tier that fails costs time only."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvferry.core.clock import SystemClock
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import BlockHash, RequestId
+from kvferry.engine.engine import Engine
+from kvferry.engine.step import StepPlan, StepResult
+from kvferry.kv.connector import LoadOutcome
+from kvferry.kv.tiers.dram import DramTier
+from kvferry.kv.tiers.stack import TierStack
+from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
+from kvferry.testing.engines import ArithmeticRunner, a_request, an_engine, expected_tokens
+from kvferry.testing.idle import assert_idle
+
+BLOCK_TOKENS = 4
+OBJECT_BLOCKS = 2
+BLOCK_BYTES = BLOCK_TOKENS * 8
+SECONDS = 20.0
+
+
+@dataclass
+class ScriptedTier:
+    """A slow tier that holds objects in a dictionary and fails as told."""
+
+    name: str = "disk"
+    objects: dict[bytes, bytes] = field(default_factory=dict)
+    fail_loads: int = 0
+    fail_from: int = 10**9
+    """Loads after this many fail."""
+    hold: threading.Event | None = None
+    """Loads wait for it."""
+    num_loads: int = 0
+    broken: bool = False
+
+    def lookup(self, keys: Sequence[ObjectKey], timeout: float) -> list[Presence]:
+        if self.broken:
+            raise OSError("a tier must not raise this, but if it does")
+        return [Presence.YES if k.name in self.objects else Presence.NO for k in keys]
+
+    def load(self, key: ObjectKey, into: Sequence[memoryview], timeout: float) -> None:
+        self.num_loads += 1
+        if self.hold is not None and not self.hold.wait(timeout):
+            raise TierError("too slow")
+        if self.num_loads <= self.fail_loads or self.num_loads > self.fail_from:
+            raise TierError("flipped bits")
+        if key.name not in self.objects:
+            raise TierMiss("gone")
+        start = 0
+        for view in into:
+            view[:] = self.objects[key.name][start : start + len(view)]
+            start += len(view)
+
+    def store(self, key: ObjectKey, parts: Sequence[memoryview], timeout: float) -> bool:
+        if self.broken:
+            raise TierError("disk full")
+        if key.name in self.objects:
+            return False
+        self.objects[key.name] = b"".join(parts)
+        return True
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.objects.values()))
+
+    def close(self) -> None:
+        pass
+
+
+class BytesRunner:
+    """The runner of `testing.engines` over pages of real bytes: a token plus one in eight bytes, zero for none."""
+
+    def __init__(self, inner: ArithmeticRunner, pages: memoryview) -> None:
+        self.inner = inner
+        self._slots = pages.cast("q")
+
+    def run(self, plan: StepPlan) -> StepResult:
+        blocks = {b for item in plan.scheduled for b in item.block_ids}
+        for block in blocks:
+            read = self._slots[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].tolist()
+            self.inner.pages[block] = [None if value == 0 else value - 1 for value in read]
+        result = self.inner.run(plan)
+        for block in blocks:
+            for slot, token in enumerate(self.inner.pages[block]):
+                self._slots[block * BLOCK_TOKENS + slot] = 0 if token is None else token + 1
+        return result
+
+
+class Bench:
+    """An engine whose pages are real bytes, with tiers; messages come back through a queue as in a worker."""
+
+    def __init__(self, *tiers: Tier) -> None:
+        self.engine, self.runner = an_engine(num_blocks=32, block_tokens=BLOCK_TOKENS)
+        self.pages = memoryview(bytearray(32 * BLOCK_BYTES))
+        self.engine._runner = BytesRunner(self.runner, self.pages)
+        self.heard: list[object] = []
+        self._arrived = threading.Condition()
+        self.stack = TierStack(
+            tiers,
+            self.pages,
+            block_bytes=BLOCK_BYTES,
+            object_blocks=OBJECT_BLOCKS,
+            listener=self._listen,
+            clock=SystemClock(),
+        )
+        self.engine.attach_tiers(self.stack)
+
+    def _listen(self, message: object) -> None:
+        with self._arrived:
+            self.heard.append(message)
+            self._arrived.notify_all()
+
+    def run(self, name: str, prompt: list[int], count: int = 4) -> tuple[list[int], list[LoadOutcome]]:
+        """One request to its end, then until the tiers are at rest; its tokens and how its loads went."""
+        self.engine.add(a_request(name, prompt, max_tokens=count))
+        return self.until_idle(name)
+
+    def until_idle(self, name: str) -> tuple[list[int], list[LoadOutcome]]:
+        tokens: list[int] = []
+        loads: list[LoadOutcome] = []
+        for _ in range(10_000):
+            output = self.engine.step()
+            loads += output.loads
+            tokens += [u.token.token_id for u in output.updates if u.request_id == name]
+            self.engine.check_integrity()
+            if self.engine.is_idle:
+                return tokens, loads
+            if not output.ran:
+                self._wait()
+            self._post()
+        raise AssertionError(f"not idle: {self.engine.load()}")
+
+    def _wait(self) -> None:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: bool(self.heard), SECONDS), f"nothing came: {self.engine.load()}"
+
+    def _post(self) -> None:
+        with self._arrived:
+            heard, self.heard = self.heard, []
+        for message in heard:
+            self.engine.post(message)
+
+    def forget_pages(self) -> None:
+        """Everything in the engine's own cache is gone; the pages hold nonsense."""
+        pool = self.engine.allocator.pool
+        taken = pool.allocate(pool.num_blocks)
+        assert taken is not None
+        self.pages[:] = b"\x07" * len(self.pages)
+        pool.release(taken)
+
+    def close(self) -> None:
+        self.stack.close()
+        assert_idle(self.engine)
+
+
+PROMPT = list(range(3, 3 + 21))  # five full blocks and one token: two whole objects
+
+
+@pytest.fixture
+def slow() -> ScriptedTier:
+    return ScriptedTier()
+
+
+def dram(objects: int = 64) -> DramTier:
+    return DramTier(objects * OBJECT_BLOCKS * BLOCK_BYTES, OBJECT_BLOCKS * BLOCK_BYTES)
+
+
+@pytest.fixture(params=["dram", "disk", "dram+disk"])
+def bench(request: pytest.FixtureRequest, slow: ScriptedTier) -> Iterator[Bench]:
+    kinds: dict[str, tuple[Tier, ...]] = {"dram": (dram(),), "disk": (slow,), "dram+disk": (dram(), slow)}
+    made = Bench(*kinds[request.param])
+    yield made
+    made.close()
+
+
+def test_a_prefix_that_left_the_pages_comes_back(bench: Bench) -> None:
+    tokens, loads = bench.run("first", PROMPT)
+    assert tokens == expected_tokens(PROMPT, 4)
+    assert loads == []
+    bench.forget_pages()
+    again, loads = bench.run("again", PROMPT)
+    assert again == expected_tokens(PROMPT, 4)
+    assert [(o.failure, o.num_blocks) for o in loads] == [(None, 4)]
+    computed = [i.num_scheduled for step in bench.runner.steps[-4:] for i in step.scheduled]
+    assert computed == [21 - 16, 1, 1, 1], "only what the tiers lack is computed"
+
+
+def test_what_is_generated_is_stored_too(bench: Bench) -> None:
+    tokens, _ = bench.run("first", PROMPT, count=12)
+    bench.forget_pages()
+    longer = [*PROMPT, *tokens[:-1], 1, 2, 3]
+    again, loads = bench.run("second turn", longer)
+    assert again == expected_tokens(longer, 4)
+    assert loads[0].num_blocks == 8
+
+
+def test_an_object_is_stored_once(bench: Bench, slow: ScriptedTier) -> None:
+    for turn in range(3):
+        bench.run(f"turn {turn}", PROMPT)
+        bench.forget_pages()
+    assert all(stats.stores in {0, 3} for stats in bench.stack.stats.values())
+    assert sum(stats.stores for stats in bench.stack.stats.values()) >= 3
+
+
+def test_a_local_hit_inside_an_object_is_kept(bench: Bench) -> None:
+    bench.run("first", PROMPT)
+    bench.forget_pages()
+    bench.run("short", PROMPT[:13])  # three blocks are here now, one and a half objects
+    again, loads = bench.run("again", PROMPT)
+    assert again == expected_tokens(PROMPT, 4)
+    assert [(o.failure, o.num_blocks) for o in loads] == [(None, 1)]
+
+
+def test_another_tenants_blocks_are_not_found(bench: Bench) -> None:
+    bench.run("first", PROMPT)
+    bench.forget_pages()
+    bench.engine.add(a_request("theirs", PROMPT, tenant="other"))
+    tokens, loads = bench.until_idle("theirs")
+    assert tokens == expected_tokens(PROMPT, 4)
+    assert loads == []
+
+
+@pytest.mark.parametrize("with_memory", [True, False])
+def test_a_load_that_breaks_costs_time_only(with_memory: bool, slow: ScriptedTier) -> None:
+    bench = Bench(slow)
+    bench.run("first", PROMPT)
+    bench.close()
+    slow.fail_from = 1  # the second object is damaged
+    bench = Bench(dram(), slow) if with_memory else Bench(slow)
+    bench.stack._loading._max_workers = 1
+    tokens, loads = bench.run("again", PROMPT)
+    assert tokens == expected_tokens(PROMPT, 4)
+    (outcome,) = loads
+    assert outcome.failure is not None
+    assert "flipped bits" in outcome.failure
+    assert outcome.num_blocks in {0, 2}
+    bench.close()
+
+
+def test_a_tier_that_is_out_of_order_is_passed_over(slow: ScriptedTier) -> None:
+    slow.broken = True
+    bench = Bench(slow)
+    for name in ("first", "again"):
+        tokens, loads = bench.run(name, PROMPT)
+        assert tokens == expected_tokens(PROMPT, 4)
+        assert loads == []
+        bench.forget_pages()
+    assert bench.stack.stats["disk"].failures >= 2
+    bench.close()
+
+
+def test_a_slow_object_is_given_up_at_the_deadline(slow: ScriptedTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.engine.tier_side._FORCED_SECONDS", 0.05)
+    bench = Bench(slow)
+    bench.run("first", PROMPT)
+    bench.forget_pages()
+    slow.hold = threading.Event()
+    tokens, loads = bench.run("again", PROMPT)
+    assert tokens == expected_tokens(PROMPT, 4)
+    assert loads[0].failure is not None
+    bench.close()
+
+
+def test_an_aborted_request_leaves_nothing(slow: ScriptedTier) -> None:
+    bench = Bench(dram(), slow)
+    bench.run("first", PROMPT)
+    bench.close()
+    bench = Bench(dram(), slow)
+    slow.hold = threading.Event()
+    bench.engine.add(a_request("gone", PROMPT))
+    bench._wait()  # the answer
+    bench._post()
+    bench.engine.step()
+    bench.engine.abort(RequestId("gone"))
+    slow.hold.set()
+    bench.until_idle("gone")
+    bench.close()
+
+
+def test_two_requests_share_one_read(slow: ScriptedTier) -> None:
+    bench = Bench(dram(), slow)
+    bench.run("first", PROMPT)
+    bench.close()
+    bench = Bench(dram(), slow)
+    slow.hold = threading.Event()
+    slow.num_loads = 0
+    for name in ("a", "b"):
+        bench.engine.add(a_request(name, PROMPT))
+    threading.Timer(0.05, slow.hold.set).start()
+    tokens, _ = bench.until_idle("a")
+    assert tokens == expected_tokens(PROMPT, 4)
+    assert slow.num_loads == 2
+    bench.close()
+
+
+def test_a_stack_of_nothing_or_upside_down_is_refused(slow: ScriptedTier) -> None:
+    for wrong in ((), (slow, dram())):
+        with pytest.raises(InvariantBroken, match="DRAM tier is its first"):
+            Bench(*wrong)
+
+
+def test_too_many_stores_are_dropped_and_counted(slow: ScriptedTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.kv.tiers.stack._MAX_STORES", 0)
+    bench = Bench(slow)
+    tokens, _ = bench.run("first", PROMPT)
+    assert tokens == expected_tokens(PROMPT, 4)
+    assert bench.stack.stats["disk"].dropped == 3
+    bench.close()
+
+
+def test_dram_waits_for_a_writer_only_so_long() -> None:
+    tier = dram(1)
+    key = ObjectKey(BlockHash(b"n" * 32), "")
+    assert tier.wait_written(key.name, 0.0) is Presence.NO
+    assert tier.reserve(key) is not None
+    assert tier.wait_written(key.name, 0.01) is Presence.NOT_YET
+    threading.Timer(0.02, tier.abandon, [key.name]).start()
+    assert tier.wait_written(key.name, SECONDS) is Presence.NO
+
+
+def test_an_engine_hears_no_nonsense() -> None:
+    engine: Engine
+    engine, _ = an_engine()
+    engine.post("what?")
+    with pytest.raises(InvariantBroken, match="unknown message"):
+        engine.step()
