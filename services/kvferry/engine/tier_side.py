@@ -21,8 +21,6 @@ from kvferry.kv.tiering import KvTiers, ObjectKey, TierAnswer, TierSource
 _LEAST_SECONDS = 0.1
 """No load is given up earlier: the prices of so short a time are mostly noise."""
 _FORCED_SECONDS = 10.0
-_HELD_SHARE = 8
-"""At most a pool's eighth is held for stores; what comes on top is not stored."""
 
 Answered = Callable[[RequestId, RemoteKv | None], bool]
 Decided = Callable[[RequestId, Decision], None]
@@ -96,7 +94,7 @@ class TierSide:
 
     def store(self, job: StoreJob) -> None:
         """Give an object away if the tiers want it and not too many pages are held for such already."""
-        if self._num_held + len(job.blocks) > self._allocator.pool.num_blocks // _HELD_SHARE:
+        if self._num_held + len(job.blocks) > self._allocator.pool.num_blocks * self.tiers.held_share:
             return
         if not self.tiers.wants(job.key):
             return

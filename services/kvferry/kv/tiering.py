@@ -68,6 +68,11 @@ class KvTiers(KvLoader, Protocol):
         """Blocks in a storage object."""
         ...
 
+    @property
+    def held_share(self) -> float:
+        """Share of the pages that may be held for stores at a time; what comes on top is not stored."""
+        ...
+
     def ask(self, request_id: RequestId, keys: Sequence[ObjectKey]) -> TierAnswer | None:
         """What is there; `None`: not known yet, the answer will come as a message."""
         ...

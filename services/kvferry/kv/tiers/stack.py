@@ -37,6 +37,8 @@ _STORE_SECONDS = 10.0
 _MAX_STORES = 256
 """Stores that wait or run; more are dropped, since a prompt computed once can be computed again."""
 _REMEMBERED = 4096
+_HELD_SHARE_MEMORY = 0.5
+_HELD_SHARE_SLOW = 0.125
 
 
 @dataclass(slots=True)
@@ -104,6 +106,11 @@ class TierStack:
         self._closing = threading.Event()
 
     # ------------------------------------------------------------------ the engine's thread
+
+    @property
+    def held_share(self) -> float:
+        # A copy into memory holds pages for a millisecond; a slow tier might hold them until the deadline.
+        return _HELD_SHARE_SLOW if self._memory is None else _HELD_SHARE_MEMORY
 
     def ask(self, request_id: RequestId, keys: Sequence[ObjectKey]) -> TierAnswer | None:
         near = [Presence.NO] * len(keys) if self._memory is None else self._memory.ask(keys)
