@@ -116,6 +116,11 @@ STACK = (
     *TIERS,
 )
 
+EXPLAIN = (
+    Setting("http", "127.0.0.1:8000", "HOST:PORT of the gateway that served the request."),
+    Setting("api_key", "", "API key of the request's tenant.", is_secret=True),
+)
+
 UP = (
     Setting("prefill", 1, "Prefill workers.", parse=whole(0, 64)),
     Setting("decode", 1, "Decode workers.", parse=whole(0, 64)),

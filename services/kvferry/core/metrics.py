@@ -84,6 +84,25 @@ GATEWAY_WORKERS = Metric(
     "kvferry_gateway_workers", Kind.GAUGE, "Configured workers, by whether they take work.", ("role", "state")
 )
 
+_TIER = ("worker", "tier")
+WORKER_QUARANTINED = Metric(
+    "kvferry_worker_quarantined_blocks", Kind.GAUGE, "Pages that a transport may still write.", ("worker",)
+)
+TIER_HELD = Metric("kvferry_tier_held_bytes", Kind.GAUGE, "Bytes that a tier holds.", _TIER)
+TIER_HITS = Metric("kvferry_tier_hits_total", Kind.COUNTER, "Storage objects asked for that were there.", _TIER)
+TIER_MISSES = Metric("kvferry_tier_misses_total", Kind.COUNTER, "Storage objects asked for that were not.", _TIER)
+TIER_LOADED = Metric("kvferry_tier_loaded_bytes_total", Kind.COUNTER, "Bytes read from a tier.", _TIER)
+TIER_LOAD_SECONDS = Metric("kvferry_tier_load_seconds_total", Kind.COUNTER, "Time spent reading from a tier.", _TIER)
+TIER_STORED = Metric("kvferry_tier_stored_bytes_total", Kind.COUNTER, "Bytes written to a tier.", _TIER)
+TIER_FAILURES = Metric("kvferry_tier_failures_total", Kind.COUNTER, "Reads and writes that failed.", _TIER)
+TIER_DROPPED = Metric("kvferry_tier_dropped_total", Kind.COUNTER, "Stores not made because too many waited.", _TIER)
+GATEWAY_KV_DECISIONS = Metric(
+    "kvferry_gateway_kv_decisions_total",
+    Kind.COUNTER,
+    "Choices between loading KV and computing it, by source and by what was chosen.",
+    ("source", "way"),
+)
+
 VLLM_WAITING = Metric("vllm:num_requests_waiting", Kind.GAUGE, "Requests waiting on the workers.", ("model_name",))
 VLLM_RUNNING = Metric("vllm:num_requests_running", Kind.GAUGE, "Requests running on the workers.", ("model_name",))
 VLLM_CACHE_USAGE = Metric(

@@ -23,9 +23,11 @@ from kvferry.core.sampling import FinishReason
 from kvferry.gateway.config import DispatchConfig
 from kvferry.gateway.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.journal import Journal
 from kvferry.gateway.loss import Lost, raise_if_lost
 from kvferry.gateway.release import DUTIES, MACHINE, Duty, Event, State
 from kvferry.gateway.releases import Releases, Sleep
+from kvferry.gateway.route_notes import route_notes
 from kvferry.gateway.routing import Candidates, Pick, Route, RouteReason, choose, prefix_key
 from kvferry.gateway.trip import Ticket, Trip, Verdict, judge
 from kvferry.rpc import wire
@@ -35,16 +37,9 @@ from kvferry.rpc.token_source import TokenEvent, TokenRequest
 from kvferry.v1 import decode_pb2, prefill_pb2
 
 _RETRY_AFTER_SECONDS = 1.0
+_MAX_ROUTES = 16
 _MAX_TICKET_LOSSES = 2
 """Decode workers lost with a ticket in hand before its blocks are computed anew; it might be to blame."""
-
-_OUTCOMES = {
-    decode_pb2.Handoff.OUTCOME_NONE: "none",
-    decode_pb2.Handoff.OUTCOME_FETCHED: "fetched",
-    decode_pb2.Handoff.OUTCOME_LOCAL: "local",
-    decode_pb2.Handoff.OUTCOME_RECOMPUTED: "recomputed",
-    decode_pb2.Handoff.OUTCOME_TIER: "tier",
-}
 
 
 class Dispatcher:
@@ -75,6 +70,7 @@ class Dispatcher:
         self._instruments = instruments or Instruments()
         self._sleep = sleep
         self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
+        self.journal = Journal()
         self.open_streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -99,6 +95,7 @@ class Dispatcher:
             raise
         finally:
             self._end(trip, Event.CANCEL)
+            self.journal.add(trip)
             self._instruments.streams_open.dec()
             self.open_streams -= 1
             if self.open_streams == 0:
@@ -229,7 +226,7 @@ class Dispatcher:
             return
         handoff = answer.handoff
         trip.report_kv(wire.kv_reports_from_wire(answer.kv))
-        outcome = _OUTCOMES.get(handoff.outcome, "none")
+        outcome = wire.handoff_outcome_from_wire(handoff.outcome)
         self._instruments.handoffs.labels(outcome).inc()
         trip.num_cached_tokens = max(trip.num_cached_tokens, handoff.num_cached_tokens if not trip.emitted else 0)
         if trip.state is not State.FETCHING:
@@ -269,6 +266,7 @@ class Dispatcher:
         spilled = route.decode.spilled or (route.prefill is not None and route.prefill.spilled)
         if trip.ticket is None:  # with one, this completes a decision that was counted
             self._instruments.routes.labels(route.reason.value, str(spilled).lower()).inc()
+        trip.routes = [*trip.routes, *route_notes(route)][-_MAX_ROUTES:]
         return route
 
     def _choose(self, trip: Trip, excluded: frozenset[str]) -> Route | None:

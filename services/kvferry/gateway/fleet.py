@@ -48,6 +48,8 @@ class WorkerView:
     """Waiting for room or for blocks from a peer."""
     blocks_total: int = 0
     blocks_free: int = 0
+    blocks_quarantined: int = 0
+    tiers: tuple[worker_admin_pb2.TierStatus, ...] = ()
 
     @property
     def takes_work(self) -> bool:
@@ -268,6 +270,8 @@ class _Member:
             waiting=status.load.waiting + status.load.loading,
             blocks_total=status.load.blocks_total,
             blocks_free=status.load.blocks_free,
+            blocks_quarantined=status.load.blocks_quarantined,
+            tiers=tuple(status.tiers),
         )
 
     @property

@@ -20,6 +20,7 @@ from kvferry.core.ids import RequestId, new_request_id
 from kvferry.gateway import openai_api, openai_reply
 from kvferry.gateway.config import HttpConfig
 from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.journal import Journal
 from kvferry.gateway.openai_api import Caller, Generation
 from kvferry.rpc.text_service import TextService
 from kvferry.rpc.wire import check_request_id
@@ -27,6 +28,8 @@ from kvferry.rpc.wire import check_request_id
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _JSON = "application/json"
+_DEBUG_HEADER = "x-kvferry-kv"
+"""Sent with any value, it comes back with where the prompt's KV came from and what each way would have cost."""
 _KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"})
 
 
@@ -74,6 +77,7 @@ class HttpSide:
     instruments: Instruments
     readiness: Callable[[], tuple[bool, Sequence[str]]]
     """Whether a request would be served, and what there is to say about it."""
+    journal: Journal
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
@@ -82,6 +86,7 @@ class HttpSide:
             Route("/v1/completions", _Generate(self, is_chat=False), methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{model:path}", self._model, methods=["GET"]),
+            Route("/v1/requests/{request_id}", self._explain, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/ready", self._ready, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
@@ -119,6 +124,19 @@ class HttpSide:
         model = self.service.model
         # When the weights were made is not known; clients only sort by it.
         return openai_reply.Model(model.name, created=0, max_model_len=model.max_model_tokens)
+
+    async def _explain(self, request: Request) -> Response:
+        tenant = self.caller(request).tenant
+        request_id = RequestId(request.path_params["request_id"])
+        samples = self.journal.find(tenant, request_id)
+        if samples is None:
+            raise NoSuchRoute(
+                f"request {request_id!r} is not known here: it is still running, was answered by another gateway or "
+                "before this one started, or many came since",
+                field="request_id",
+                reason="REQUEST_NOT_FOUND",
+            )
+        return Response(openai_reply.encode({"request_id": request_id, "samples": samples}), media_type=_JSON)
 
     async def _health(self, _request: Request) -> Response:
         return Response(b'{"status":"alive"}', media_type=_JSON)
@@ -160,8 +178,9 @@ class _Generate:
         if generation.stream:
             await _while_connected(receive, _stream(generation, send))
         else:
-            whole = await _while_connected(receive, openai_api.answer(generation))
-            await Response(whole, media_type=_JSON)(scope, receive, send)
+            whole, timing = await _while_connected(receive, openai_api.answer(generation))
+            headers = {_DEBUG_HEADER: openai_reply.kv_line(timing)} if _DEBUG_HEADER in request.headers else None
+            await Response(whole, headers=headers, media_type=_JSON)(scope, receive, send)
 
 
 async def _stream(generation: Generation, send: Send) -> None:

@@ -21,6 +21,7 @@ class Instruments:
         self.resumes = self._counter(metrics.GATEWAY_RESUMES)
         self.releases = self._counter(metrics.GATEWAY_RELEASES)
         self.handoffs = self._counter(metrics.GATEWAY_HANDOFFS)
+        self.kv_decisions = self._counter(metrics.GATEWAY_KV_DECISIONS)
         self.prompt_tokens = self._counter(metrics.GATEWAY_PROMPT_TOKENS)
         self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
         self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
@@ -36,6 +37,8 @@ class Instruments:
         self.cached_tokens.inc(usage.cached_tokens)
         self.output_tokens.inc(usage.output_tokens)
         self.stream_seconds.observe(timing.total_seconds)
+        for report in timing.kv:
+            self.kv_decisions.labels(report.source, "load" if report.num_chosen else "compute").inc()
         if usage.output_tokens:
             self.first_token_seconds.observe(timing.first_token_seconds)
 

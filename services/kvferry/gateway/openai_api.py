@@ -92,8 +92,8 @@ async def prepare_completion(service: TextService, caller: Caller, body: bytes, 
     return Generation(service, tuple(requests), False, bool(asked.stream), asked.include_usage, _now(service))
 
 
-async def answer(generation: Generation) -> bytes:
-    """The whole answer as JSON.
+async def answer(generation: Generation) -> tuple[bytes, Timing]:
+    """The whole answer as JSON, and where the time of its first choice went.
 
     Raises:
         KvferryError: what the generation raised.
@@ -125,7 +125,7 @@ async def answer(generation: Generation) -> bytes:
     whole = generation.reply(choices)
     whole.usage = usage
     whole.kvferry = reply.timing_object(ordered[0][1].timing)
-    return reply.encode(whole)
+    return reply.encode(whole), ordered[0][1].timing
 
 
 async def events(generation: Generation) -> AsyncGenerator[bytes, None]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -108,7 +108,7 @@ class Reply(Struct):
     choices: Sequence[Choice]
     usage: Usage | UnsetType | None = UNSET
     """In a stream with `include_usage`: null until the last chunk."""
-    kvferry: dict[str, float | int | str] | UnsetType = UNSET
+    kvferry: dict[str, Any] | UnsetType = UNSET
     """Where the time of the first choice went: `Timing` of inference.proto."""
 
 
@@ -154,7 +154,20 @@ def sse(payload: Struct) -> bytes:
     return b"data: " + encode(payload) + b"\n\n"
 
 
-def timing_object(timing: Timing) -> dict[str, float | int | str]:
+def kv_line(timing: Timing) -> str:
+    """Where the prompt's KV came from, choice by choice, on one line of ASCII: for a debug header."""
+    told: list[str] = []
+    for r in timing.kv:
+        way = "load" if r.num_chosen else "compute"
+        told.append(
+            f"{r.source} at {r.worker_id}: {way} {r.num_chosen or r.num_tokens} tokens from {r.first_token}, "
+            f"expected load {1e3 * r.expected_load_seconds:.1f} ms, compute {1e3 * r.expected_compute_seconds:.1f} ms, "
+            f"loaded {r.blocks_loaded} blocks in {1e3 * r.load_seconds:.1f} ms" + (f" ({r.failure})" * bool(r.failure))
+        )
+    return "; ".join(told).encode("ascii", "replace").decode() or "computed"
+
+
+def timing_object(timing: Timing) -> dict[str, Any]:
     """`Timing` by its field names."""
     return asdict(timing)
 

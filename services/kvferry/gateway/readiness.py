@@ -1,15 +1,17 @@
 """Whether a request would be served, told to load balancers and dashboards from the fleet's own views."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.core import metrics
-from kvferry.core.metrics import Metric
-from kvferry.gateway.fleet import Fleet
+from kvferry.core.metrics import Kind, Metric
+from kvferry.gateway.fleet import Fleet, WorkerView
 from kvferry.gateway.routing import choose
+
+MetricFamily = CounterMetricFamily | GaugeMetricFamily
 
 _ANY_KEY = b"readiness"
 
@@ -33,7 +35,7 @@ class FleetCollector(Collector):
         self._model = model
         registry.register(self)
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[MetricFamily]:
         views = self._fleet.views()
         workers = _gauge(metrics.GATEWAY_WORKERS)
         for role in ("prefill", "decode", "both"):
@@ -51,6 +53,33 @@ class FleetCollector(Collector):
             gauge = _gauge(metric)
             gauge.add_metric([self._model], value)
             yield gauge
+        quarantined = _gauge(metrics.WORKER_QUARANTINED)
+        for view in views:
+            quarantined.add_metric([view.endpoint.address], view.blocks_quarantined)
+        yield quarantined
+        yield from _tiers(views)
+
+
+_TIER_FIELDS: tuple[tuple[Metric, str], ...] = (
+    (metrics.TIER_HELD, "bytes_held"),
+    (metrics.TIER_HITS, "hits"),
+    (metrics.TIER_MISSES, "misses"),
+    (metrics.TIER_LOADED, "bytes_loaded"),
+    (metrics.TIER_LOAD_SECONDS, "load_seconds"),
+    (metrics.TIER_STORED, "bytes_stored"),
+    (metrics.TIER_FAILURES, "failures"),
+    (metrics.TIER_DROPPED, "dropped"),
+)
+
+
+def _tiers(views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
+    for metric, field in _TIER_FIELDS:
+        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family = make(metric.name, metric.help, labels=metric.labels)
+        for view in views:
+            for tier in view.tiers:
+                family.add_metric([view.endpoint.address, tier.name], getattr(tier, field))
+        yield family
 
 
 def _gauge(metric: Metric) -> GaugeMetricFamily:

@@ -97,7 +97,7 @@ class Gateway:
         self.service = TextService(
             self.dispatcher, model, clock, context_tokens=self.fleet.context_tokens, tenant_of=keys.tenant_of
         )
-        self.http_side = HttpSide(self.service, config.http, self.instruments, self._readiness)
+        self.http_side = HttpSide(self.service, config.http, self.instruments, self._readiness, self.dispatcher.journal)
 
     @classmethod
     async def start(cls, config: GatewayConfig, model: TextModel, clock: Clock) -> "Gateway":

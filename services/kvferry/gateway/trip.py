@@ -17,6 +17,7 @@ from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.gateway.config import RetryConfig
 from kvferry.gateway.release import MACHINE, Event, State
+from kvferry.gateway.route_notes import RouteNote
 from kvferry.rpc.token_source import KvReport, Timing, TokenEvent, TokenRequest
 
 _MAX_REPORTS = 16
@@ -81,6 +82,8 @@ class Trip:
     last_error: KvferryError | None = None
     num_cached_tokens: int = 0
     timing: Timing = field(default_factory=Timing)
+    routes: list[RouteNote] = field(default_factory=list)
+    """Where it was sent, in order."""
 
     def on(self, event: Event) -> None:
         """Take one step of the table.

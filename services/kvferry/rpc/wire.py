@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from typing import cast
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.rpc.token_source import KvReport
-from kvferry.v1 import common_pb2
+from kvferry.v1 import common_pb2, decode_pb2
 
 MAX_TOKEN_IDS = 1 << 20
 """Token ids in one message at most; far beyond any context served."""
@@ -108,6 +109,13 @@ def finish_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.Valu
 def finish_from_wire(value: "common_pb2.FinishReason.ValueType") -> FinishReason | None:
     """`None` while the sequence goes on."""
     return _FINISH_FROM_WIRE.get(value)
+
+
+def handoff_outcome_from_wire(value: int) -> str:
+    """`none`, `fetched`, `local`, `recomputed` or `tier`; `none` too for what this version does not know."""
+    names = decode_pb2.Handoff.Outcome
+    known = value in names.values() and value != decode_pb2.Handoff.OUTCOME_UNSPECIFIED
+    return names.Name(cast("decode_pb2.Handoff.Outcome.ValueType", value)).lower()[8:] if known else "none"
 
 
 def kv_reports_to_wire(reports: Iterable[KvReport]) -> list[common_pb2.KvReport]:

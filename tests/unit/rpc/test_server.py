@@ -129,7 +129,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_request(server, channel,
     ours = [record for record in caplog.records if record.name != "asyncio"]
     assert [(record.levelname, record.exc_info) for record in ours] == [("INFO", None)]
     async with asyncio.timeout(10):  # the answer may be here a moment before the call is over there
-        while server.calls.count:
+        while server.calls.count:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
