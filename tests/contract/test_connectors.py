@@ -16,7 +16,7 @@ def test_connector(name: str, check: connector_suite.Callable[[connector_suite.R
 
 
 def test_an_unknown_connector_is_refused_with_the_known_names() -> None:
-    with pytest.raises(UsageError, match="known are memory, nixl, shm"):
+    with pytest.raises(UsageError, match="known are memory, nixl, shm, tcp"):
         registry.open_transport("pigeon", new_incarnation())
 
 

@@ -188,7 +188,7 @@ def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) ->
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("up", "--connector", "pigeon"), "not one of memory, nixl, shm"),
+        (("up", "--connector", "pigeon"), "not one of memory, nixl, shm, tcp"),
         (("up", "--prefill", "0"), "nobody could serve"),
         (("up", "--model", "no-such-model"), "no model 'no-such-model'"),
         (("up", "--tier", "pigeon://x"), "there is no tier"),

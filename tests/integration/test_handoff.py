@@ -104,7 +104,7 @@ def a_pair(connector: str) -> Iterator[tuple[Pair, list[RunningProcess]]]:
             pair.close()
 
 
-@pytest.fixture(scope="module", params=["memory", "shm", "nixl"])
+@pytest.fixture(scope="module", params=["memory", "shm", "nixl", "tcp"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with a_pair(request.param) as (made, workers):
         yield made
@@ -199,7 +199,7 @@ def test_a_prefill_whose_caller_leaves_gives_everything_back(pair: Pair) -> None
     assert_workers_idle(pair.admin)
 
 
-@pytest.mark.parametrize("connector", ["shm", "nixl"])
+@pytest.mark.parametrize("connector", ["shm", "nixl", "tcp"])
 def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str, one_engine: LLM) -> None:
     prompt = [(11 * i) % 200 for i in range(40)]
     with a_pair(connector) as (pair, (killed, _)):

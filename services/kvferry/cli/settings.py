@@ -8,8 +8,8 @@ MODEL = Setting(
 CONNECTOR = Setting(
     "connector",
     "shm",
-    "How KV travels from prefill to decode: shm (one host), nixl (RDMA, TCP), memory (one process).",
-    choices=("memory", "nixl", "shm"),
+    "How KV travels from prefill to decode: shm (one host), nixl (RDMA, TCP), tcp (plain), memory (one process).",
+    choices=("memory", "nixl", "shm", "tcp"),
 )
 HTTP = Setting("http", "127.0.0.1:8000", "HOST:PORT of the OpenAI-compatible API; port 0 takes a free one.")
 GRPC = Setting("grpc", "127.0.0.1:9000", "HOST:PORT of the gRPC API; port 0 takes a free one.")

@@ -38,6 +38,17 @@ class PageMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class TransportSetup:
+    """What a transport may need to know of its worker."""
+
+    listen_host: str = "127.0.0.1"
+    advertise_host: str = ""
+    """Under which peers reach the worker; empty: as `listen_host`."""
+    secrets: tuple[bytes, ...] = ()
+    """The pool's, newest first: whoever has one belongs to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """One life of one other worker."""
 

@@ -5,12 +5,13 @@ from typing import cast
 
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import Incarnation
-from kvferry.kv.connector import Transport
+from kvferry.kv.connector import Transport, TransportSetup
 
 _MODULES = {
     "memory": "kvferry.kv.connectors.memory",
     "nixl": "kvferry.kv.connectors.nixl",
     "shm": "kvferry.kv.connectors.shm",
+    "tcp": "kvferry.kv.connectors.tcp",
 }
 
 
@@ -19,7 +20,7 @@ def names() -> list[str]:
     return sorted(_MODULES)
 
 
-def open_transport(name: str, incarnation: Incarnation) -> Transport:
+def open_transport(name: str, incarnation: Incarnation, setup: TransportSetup | None = None) -> Transport:
     """A new transport for one worker's life.
 
     Raises:
@@ -35,4 +36,4 @@ def open_transport(name: str, incarnation: Incarnation) -> Transport:
             f"install it with: pip install 'kvferry[{name}]'",
             field="connector",
         ) from error
-    return cast(Transport, module.open_transport(incarnation))
+    return cast(Transport, module.open_transport(incarnation, setup or TransportSetup()))

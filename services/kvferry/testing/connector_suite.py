@@ -4,6 +4,8 @@ Each check takes a `Rig`: our transport with its memory, and a peer whose pages 
 """
 
 import multiprocessing
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,12 +14,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from kvferry.core.ids import BlockId, Incarnation, WorkerId, new_incarnation
-from kvferry.kv.connector import PageMemory, Peer, ReadError, Transport
+from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, Transport, TransportSetup
 from kvferry.kv.registry import open_transport
 
 NUM_BLOCKS = 32
 BLOCK_BYTES = 4096
+SETUP = TransportSetup(secrets=(b"of the pool" * 4,))
 _DEADLINE_SECONDS = 20.0
+_FROZEN_SECONDS = 4.0
+"""Longer than the stall rule of any transport that has one."""
 
 
 @dataclass(slots=True)
@@ -29,7 +34,9 @@ class Rig:
     peer: Peer
     address: bytes
     command: Callable[..., object]
-    """`fill block byte`, `bump block`, `die`: what the peer does to itself."""
+    """`fill block byte`, `bump block`, `die`, `freeze`, `thaw`: what the peer does, or what is done to it."""
+    can_freeze: bool = True
+    """Whether the peer is another process."""
 
     def read(self, remote: list[int], local: list[int]) -> None:
         """Read and wait.
@@ -61,7 +68,7 @@ class _PeerSide:
 
     def __init__(self, name: str) -> None:
         self.incarnation = new_incarnation()
-        self.transport = open_transport(name, self.incarnation)
+        self.transport = open_transport(name, self.incarnation, SETUP)
         self.memory = self.transport.allocate(NUM_BLOCKS, BLOCK_BYTES)
         for block in range(NUM_BLOCKS):
             self.memory.pages[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = pattern(block)
@@ -91,7 +98,7 @@ def _peer_process(name: str, pipe: Connection) -> None:
 @contextmanager
 def rig(name: str) -> Iterator[Rig]:
     """A rig over the transport `name`; `memory` has its peer in this process, all others in another."""
-    ours = open_transport(name, new_incarnation())
+    ours = open_transport(name, new_incarnation(), SETUP)
     process: BaseProcess | None = None
     pipe: Connection | None = None
     if name == "memory":
@@ -112,9 +119,13 @@ def rig(name: str) -> Iterator[Rig]:
         def command(method: str, *arguments: int) -> object:
             assert process is not None
             assert pipe is not None
+            assert process.pid is not None
             if method == "die":
                 process.kill()
                 process.join(_DEADLINE_SECONDS)
+                return None
+            if method in {"freeze", "thaw"}:
+                os.kill(process.pid, signal.SIGSTOP if method == "freeze" else signal.SIGCONT)
                 return None
             pipe.send((method, arguments))
             assert pipe.poll(_DEADLINE_SECONDS), "the peer hangs"
@@ -123,7 +134,7 @@ def rig(name: str) -> Iterator[Rig]:
     try:
         memory = ours.allocate(NUM_BLOCKS, BLOCK_BYTES)
         peer = Peer(WorkerId("peer"), Incarnation(incarnation), "nowhere:0")
-        yield Rig(ours, memory, peer, address, command)
+        yield Rig(ours, memory, peer, address, command, can_freeze=process is not None)
     finally:
         ours.close()
         if process is not None and pipe is not None:
@@ -218,6 +229,46 @@ def check_a_dead_peer_gives_right_data_or_an_error(rig: Rig) -> None:
     assert rig.page(6) == pattern(6)
 
 
+def check_a_frozen_peer_gives_right_data_or_silence(rig: Rig) -> None:
+    """A read from a peer that answers nothing is right or late, never wrong; once quiet, it never writes again, though
+    the peer wakes up."""
+    if not rig.can_freeze:
+        return
+    rig.transport.connect(rig.peer, rig.address)
+    rig.read([1], [1])
+    rig.command("freeze")
+    read = rig.transport.read(rig.peer, [6], [BlockId(6)])
+    failed = _settle(read, lambda: False, _FROZEN_SECONDS)
+    if not failed and read.is_quiet():
+        assert rig.page(6) == pattern(6)
+    was_quiet, before = read.is_quiet(), rig.page(6)
+    rig.command("thaw")
+    _settle(read, read.is_quiet, _DEADLINE_SECONDS)
+    assert read.is_quiet(), "a read ends when its peer lives"
+    if was_quiet:
+        pause = threading.Event()
+        for _ in range(20):  # whatever was on its way has had time to land
+            pause.wait(0.01)
+            assert rig.page(6) == before
+    rig.transport.connect(rig.peer, rig.address)
+    rig.read([7], [7])
+    assert rig.page(7) == pattern(7)
+
+
+def _settle(read: Read, until: Callable[[], bool], seconds: float) -> bool:
+    """Poll until it is over, `until` holds, or the time is up; whether it failed."""
+    pause = threading.Event()
+    for _ in range(int(seconds / 0.005)):
+        try:
+            if read.poll() or until():
+                return False
+        except ReadError:
+            if until() or read.is_quiet():
+                return True
+        pause.wait(0.005)
+    return False
+
+
 def check_closing_twice(rig: Rig) -> None:
     """Closing is idempotent."""
     rig.transport.connect(rig.peer, rig.address)
@@ -233,5 +284,6 @@ CHECKS: tuple[Callable[[Rig], None], ...] = (
     check_strangers_are_refused,
     check_connecting_twice_and_forgetting,
     check_a_dead_peer_gives_right_data_or_an_error,
+    check_a_frozen_peer_gives_right_data_or_silence,
     check_closing_twice,
 )

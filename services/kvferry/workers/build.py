@@ -20,7 +20,7 @@ from kvferry.engine.compute_dtype import AUTO, choose_dtype
 from kvferry.engine.engine import Engine, one_secret
 from kvferry.engine.models.transformer import Transformer, build_model
 from kvferry.engine.runner import Runner
-from kvferry.kv.connector import PageMemory, Transport
+from kvferry.kv.connector import PageMemory, Transport, TransportSetup
 from kvferry.kv.layout import KvLayout
 from kvferry.kv.price import PriceBook
 from kvferry.kv.registry import open_transport
@@ -62,7 +62,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def build_engine(
-    config: EngineConfig, model: LoadedModel, *, connector: str, incarnation: Incarnation, tenant_secret: bytes
+    config: EngineConfig,
+    model: LoadedModel,
+    *,
+    connector: str,
+    setup: TransportSetup,
+    incarnation: Incarnation,
+    tenant_secret: bytes,
 ) -> BuiltEngine:
     """One engine over a loaded model, its pages in the connector's memory.
 
@@ -85,7 +91,7 @@ def build_engine(
             "the least",
             field="kv_memory",
         )
-    transport = open_transport(connector, incarnation)
+    transport = open_transport(connector, incarnation, setup)
     memory = transport.allocate(num_blocks, layout.block_bytes)
     shape = PageShape.of(shape_of, block_tokens=config.block_tokens, dtype=model.transformer.dtype)
     most = shape_of.max_model_tokens

@@ -70,7 +70,7 @@ class WorkerConfig:
         if self.role in {"prefill", "decode"} and self.connector == "memory":
             raise UsageError(
                 f"connector 'memory' works within one process, role {self.role!r} needs another; "
-                "use 'shm' or 'nixl', or role 'split'",
+                "use 'shm', 'nixl' or 'tcp', or role 'split'",
                 field="connector",
             )
         if self.tier_object_tokens % self.engine.block_tokens:

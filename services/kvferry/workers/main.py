@@ -10,6 +10,7 @@ from dataclasses import replace
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import new_incarnation
+from kvferry.kv.connector import TransportSetup
 from kvferry.workers.build import LoadedModel, build_engine, load_model
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.unit import UnitPlace, WorkerUnit
@@ -66,11 +67,17 @@ async def _start_unit(
     config: WorkerConfig, place: UnitPlace, model: LoadedModel, clock: Clock, fail: Callable[[BaseException], None]
 ) -> WorkerUnit:
     incarnation = new_incarnation()
+    setup = TransportSetup(
+        listen_host=place.listen.rpartition(":")[0].strip("[]"),
+        advertise_host=config.advertise_host,
+        secrets=config.ticket_secrets,
+    )
     built = await asyncio.to_thread(
         build_engine,
         config.engine,
         model,
         connector=config.connector,
+        setup=setup,
         incarnation=incarnation,
         tenant_secret=config.tenant_secret,
     )

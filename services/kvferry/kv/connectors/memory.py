@@ -7,7 +7,7 @@ import msgspec
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.kv.connector import PageMemory, Peer, Read, ReadError
+from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, epochs_of
 
 _exposed: dict[str, "MemoryTransport"] = {}
@@ -80,6 +80,6 @@ class MemoryTransport:
         return found
 
 
-def open_transport(incarnation: Incarnation) -> MemoryTransport:
+def open_transport(incarnation: Incarnation, _setup: TransportSetup) -> MemoryTransport:
     """A transport for one worker's life in this process."""
     return MemoryTransport(incarnation)

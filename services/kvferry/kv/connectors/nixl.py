@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.kv.connector import PageMemory, Peer, Read, ReadError
+from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 
 # Importing NIXL sends its log to standard output, where our programs print results: send it the common way.
 _log = logging.getLogger("nixl")
@@ -305,7 +305,7 @@ _NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
 )
 
 
-def open_transport(incarnation: Incarnation) -> NixlTransport:
+def open_transport(incarnation: Incarnation, _setup: TransportSetup) -> NixlTransport:
     """A transport for one worker's life.
 
     Raises:

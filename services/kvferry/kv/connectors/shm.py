@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.kv.connector import PageMemory, Peer, Read, ReadError
+from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, epochs_of
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -138,6 +138,6 @@ def _open_peer(where: _Address) -> _Window:
         os.close(fd)
 
 
-def open_transport(incarnation: Incarnation) -> ShmTransport:
+def open_transport(incarnation: Incarnation, _setup: TransportSetup) -> ShmTransport:
     """A transport for one worker's life."""
     return ShmTransport(incarnation)

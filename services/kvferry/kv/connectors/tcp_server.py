@@ -1,0 +1,117 @@
+"""The serving side of `tcp`: listens, checks who comes, sends pages and epochs straight from their memory.
+
+One thread a connection, each bounded by the other side's patience only where that side has begun something: a reader
+keeps its connections open between hand-offs.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+
+from kvferry.core.epochs import EpochTable
+from kvferry.kv.connectors import tcp_wire as wire
+
+_log = logging.getLogger(__name__)
+
+_GREETING_SECONDS = 2.0
+_STALL_SECONDS = 5.0
+"""A reader that takes nothing for so long is cut off."""
+_MAX_CONNECTIONS = 512
+_BACKLOG = 128
+
+
+class PageServer:
+    """Serves one worker's pages until closed."""
+
+    def __init__(
+        self, host: str, pages: memoryview, epochs: EpochTable, block_bytes: int, keys: Sequence[bytes]
+    ) -> None:
+        """
+        Args:
+            host: address to listen on; the port is any free one.
+            keys: one of which a reader must prove to have.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        self._pages, self._epochs, self._block_bytes = pages, epochs, block_bytes
+        self._keys = tuple(keys)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self.port: int = self._listener.getsockname()[1]
+        self._links: set[socket.socket] = set()
+        self._lock = threading.Lock()  # guards _links and _closed; nothing that waits is called inside
+        self._closed = False
+        threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Cut every connection. Idempotent; does not wait for the threads, which only read pages."""
+        with self._lock:
+            self._closed = True
+            links = [self._listener, *self._links]
+        for link in links:
+            _cut(link)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                taken = not self._closed and len(self._links) < _MAX_CONNECTIONS
+                if taken:
+                    self._links.add(link)
+            if taken:
+                threading.Thread(target=self._serve, args=(link,), name="kv-tcp-serve", daemon=True).start()
+            else:
+                link.close()
+
+    def _serve(self, link: socket.socket) -> None:
+        try:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link.settimeout(_GREETING_SECONDS)
+            wire.greet_as_owner(link, self._keys)
+            while self._answer(link):
+                pass
+        except OSError as error:  # includes time-outs and `WireError`
+            if not self._closed:
+                _log.info("a reader was cut off: %s", error)
+        finally:
+            with self._lock:
+                self._links.discard(link)
+            link.close()
+
+    def _answer(self, link: socket.socket) -> bool:
+        request = wire.receive_request(link, len(self._epochs), _STALL_SECONDS)
+        if request is None:
+            return False
+        op, ids = request
+        if max(ids) >= len(self._epochs):
+            wire.send_refusal(link)
+        elif op is wire.Op.EPOCHS:
+            wire.send_reply(link, [memoryview(b"".join(self._epochs[i].to_bytes(8, "little") for i in ids))])
+        else:
+            size = self._block_bytes
+            wire.send_reply(link, [self._pages[a * size : b * size] for a, b in runs(ids)])
+        return True
+
+
+def runs(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours joined: [3, 4, 5, 9] is (3, 6), (9, 10)."""
+    found: list[tuple[int, int]] = []
+    for i in ids:
+        if found and found[-1][1] == i:
+            found[-1] = (found[-1][0], i + 1)
+        else:
+            found.append((i, i + 1))
+    return found
+
+
+def _cut(link: socket.socket) -> None:
+    try:
+        link.shutdown(socket.SHUT_RDWR)
+    except OSError:  # not connected any more
+        return

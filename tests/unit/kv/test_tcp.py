@@ -1,0 +1,213 @@
+"""The tcp connector's edges: strangers, nonsense on the wire, peers that say one thing and send another."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from kvferry.core.clock import ManualClock, SystemClock
+from kvferry.core.errors import UsageError
+from kvferry.core.ids import BlockId, Incarnation, WorkerId, new_incarnation
+from kvferry.kv.connector import Peer, ReadError, TransportSetup
+from kvferry.kv.connectors import tcp_wire as wire
+from kvferry.kv.connectors.tcp import TcpTransport
+from kvferry.kv.connectors.tcp_server import runs
+
+POOL = TransportSetup(secrets=(b"the pool's secret, current one..", b"the pool's secret, former one..."))
+BLOCK = 512
+
+
+@contextmanager
+def a_transport(setup: TransportSetup = POOL) -> Iterator[tuple[TcpTransport, Peer]]:
+    incarnation = new_incarnation()
+    transport = TcpTransport(incarnation, setup, SystemClock())
+    memory = transport.allocate(4, BLOCK)
+    for block in range(4):
+        memory.pages[block * BLOCK : (block + 1) * BLOCK] = bytes([block + 1]) * BLOCK
+        memory.epochs[block] = 10 + block
+    try:
+        yield transport, Peer(WorkerId("w"), incarnation, "nowhere:0")
+    finally:
+        transport.close()
+
+
+def port_of(transport: TcpTransport) -> int:
+    port = msgspec.msgpack.decode(transport.address())[2]
+    assert isinstance(port, int)
+    return port
+
+
+def dial(transport: TcpTransport) -> socket.socket:
+    link = socket.create_connection(("127.0.0.1", port_of(transport)), 5)
+    link.settimeout(5)
+    return link
+
+
+def is_cut(link: socket.socket) -> bool:
+    try:
+        return link.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_worker_of_another_pool_reads_nothing() -> None:
+    others = TransportSetup(secrets=(b"x" * 32,))
+    with (
+        a_transport() as (owner, peer),
+        a_transport(others) as (reader, _),
+        pytest.raises(ReadError, match="cannot be reached"),
+    ):
+        reader.connect(peer, owner.address())
+
+
+def test_a_reader_with_the_former_secret_is_let_in() -> None:
+    with a_transport() as (owner, peer), a_transport(TransportSetup(secrets=(POOL.secrets[1],))) as (reader, _):
+        reader.connect(peer, owner.address())
+        assert reader.read_epochs(peer, [2], 5.0) == [12]
+
+
+def test_without_a_secret_there_is_no_transport() -> None:
+    with pytest.raises(UsageError, match="ticket key"):
+        TcpTransport(new_incarnation(), TransportSetup(), SystemClock())
+
+
+def test_a_mac_of_another_life_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_transport() as (owner, _), dial(owner) as link:
+        with pytest.raises((wire.WireError, ConnectionResetError)):
+            wire.greet_as_reader(link, wire.connection_key(POOL.secrets[0], Incarnation("0" * 16)))
+        with dial(owner) as second:
+            wire.greet_as_reader(second, wire.connection_key(POOL.secrets[0], owner._incarnation))
+
+
+def test_an_impostor_learns_nothing_and_is_not_believed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, a_transport() as (reader, _):
+
+        def impostor() -> None:
+            link, _ = listener.accept()
+            with link:
+                link.sendall(b"kvtcp-1\n" + bytes(32))
+                wire.receive(link, 64)
+                link.sendall(bytes(32))
+                link.recv(1)
+
+        thread = threading.Thread(target=impostor, daemon=True)
+        thread.start()
+        peer = Peer(WorkerId("w"), new_incarnation(), "nowhere:0")
+        address = [peer.incarnation, "127.0.0.1", listener.getsockname()[1], 4, BLOCK]
+        with pytest.raises(ReadError, match="pool's key"):
+            reader.connect(peer, msgspec.msgpack.encode(address))
+        thread.join(5)
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        struct.pack("<BI", 9, 1) + bytes(4),
+        struct.pack("<BI", 1, 0),
+        struct.pack("<BI", 1, 0xFFFFFFFF),
+        struct.pack("<BI", 1, 5) + bytes(20),
+    ],
+    ids=["unknown op", "no pages", "four billion pages", "more pages than there are"],
+)
+def test_nonsense_cuts_the_connection_and_nothing_else(request_bytes: bytes) -> None:
+    with a_transport() as (owner, peer), a_transport() as (reader, _), dial(owner) as link:
+        wire.greet_as_reader(link, wire.connection_key(POOL.secrets[0], owner._incarnation))
+        link.sendall(request_bytes)
+        assert is_cut(link)
+        reader.connect(peer, owner.address())
+        assert reader.read_epochs(peer, [0], 5.0) == [10]
+
+
+def test_a_stranger_who_says_nothing_of_the_kind_is_cut() -> None:
+    with a_transport() as (owner, _), dial(owner) as link:
+        link.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
+        wire.receive(link, 40)
+        assert is_cut(link)
+
+
+def test_a_connection_cut_while_idle_is_made_anew() -> None:
+    with a_transport() as (owner, peer), a_transport() as (reader, _):
+        reader.connect(peer, owner.address())
+        reader.read_epochs(peer, [0], 5.0)
+        assert owner._server is not None
+        with owner._server._lock:
+            for link in owner._server._links:
+                link.shutdown(socket.SHUT_RDWR)
+        assert reader.read_epochs(peer, [1], 5.0) == [11]
+
+
+def a_reply(status: int, length: int, content: bytes) -> bytes:
+    return struct.pack("<BQ", status, length) + content
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (a_reply(1, 0, b""), "refused"),
+        (a_reply(0, 1 << 40, b""), "answers with"),
+        (a_reply(0, 7, b"1234567"), "answers with"),
+        (a_reply(0, 8, b"123"), "left"),
+    ],
+    ids=["refusal", "a terabyte", "short", "cut"],
+)
+def test_an_owner_that_answers_wrongly_is_an_error(reply: bytes, says: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(reply)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(wire.WireError, match=says):
+            wire.receive_reply(ours, [memoryview(bytearray(8))], SystemClock(), 5.0)
+
+
+def test_an_owner_that_trickles_is_given_up() -> None:
+    ours, theirs = socket.socketpair()
+
+    class Trickle(ManualClock):
+        """Each look at the clock takes a second, in which one more byte comes."""
+
+        def monotonic(self) -> float:
+            self.advance(1.0)
+            theirs.sendall(b"1")
+            return self.now
+
+    with ours, theirs:
+        theirs.sendall(struct.pack("<BQ", 0, 1000))
+        with pytest.raises(TimeoutError, match="longer than 3 s"):
+            wire.receive_reply(ours, [memoryview(bytearray(1000))], Trickle(), 3.0)
+
+
+def test_large_reads_use_two_connections_and_land_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.kv.connectors.tcp._SPLIT_BYTES", BLOCK)
+    with a_transport() as (owner, peer), a_transport() as (reader, _):
+        reader.connect(peer, owner.address())
+        assert reader._memory is not None
+        read = reader.read(peer, [3, 0, 1, 2], [BlockId(b) for b in (0, 1, 2, 3)])
+        wait(read.poll)
+        assert [reader._memory.pages[b * BLOCK] for b in range(4)] == [4, 1, 2, 3]
+
+
+def test_pages_of_another_size_are_refused_at_pairing() -> None:
+    with a_transport() as (owner, peer):
+        other = TcpTransport(new_incarnation(), POOL, SystemClock())
+        other.allocate(2, 2 * BLOCK)
+        with pytest.raises(ReadError, match="512 bytes, ours 1024"):
+            other.connect(peer, owner.address())
+        other.close()
+
+
+def test_neighbours_are_one_piece() -> None:
+    assert runs([3, 4, 5, 9, 2, 3]) == [(3, 6), (9, 10), (2, 4)]
+    assert runs([]) == []
+
+
+def wait(holds: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(5000):
+        if holds():
+            return
+        pause.wait(0.001)
+    raise AssertionError("not within 5 s")
