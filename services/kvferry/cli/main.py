@@ -11,6 +11,7 @@ _COMMANDS = {
     "up": ("kvferry.cli.up", "The whole stack on this machine, kept running."),
     "worker": ("kvferry.cli.worker", "One worker process."),
     "gateway": ("kvferry.cli.gateway", "One gateway process."),
+    "bench": ("kvferry.cli.bench", "Measurements, each against its bound."),
     "explain": ("kvferry.cli.explain", "Why this replica, why this source of KV, where the time went."),
     "model": ("kvferry.cli.model", "List, fetch and inspect models."),
 }

@@ -76,6 +76,10 @@ class Read(Protocol):
         """Whether the transport is finished with our pages, for good or ill. Does not block."""
         ...
 
+    def wait(self, seconds: float) -> None:
+        """Come back when there is news, at the latest after so long. May come back early."""
+        ...
+
 
 class Transport(Protocol):
     """The worker side: moves pages between two engines' memory. Called from several threads."""

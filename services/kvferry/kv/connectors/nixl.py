@@ -37,6 +37,7 @@ _log.setLevel(logging.WARNING)
 
 _EPOCH_BYTES = 8
 _POLL_SECONDS = 0.0005
+_LOOK_SECONDS = 0.0001
 _BUSY_PROGRESS_SECONDS = 0.0005
 _IDLE_PROGRESS_SECONDS = 0.02
 
@@ -74,6 +75,7 @@ class _NixlRead:
         self._peer = peer
         self._handle = handle
         self._quiet = False
+        self._pause = threading.Event()
         self._failure: Exception | None = None
 
     def poll(self) -> bool:
@@ -85,6 +87,10 @@ class _NixlRead:
     def is_quiet(self) -> bool:
         self._advance()
         return self._quiet
+
+    def wait(self, seconds: float) -> None:
+        # NIXL has nothing to wait for; whoever looks drives the read on.
+        self._pause.wait(min(seconds, _LOOK_SECONDS))
 
     def _advance(self) -> None:
         if self._quiet:

@@ -10,7 +10,7 @@ import mmap
 import socket
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import msgspec
 
@@ -101,6 +101,9 @@ class _TcpRead:
 
     def is_quiet(self) -> bool:
         return all(part.done() for part in self._parts)
+
+    def wait(self, seconds: float) -> None:
+        wait(self._parts, seconds)
 
 
 class TcpTransport:

@@ -1,0 +1,167 @@
+"""`kvferry bench transfer`: pages from one process to another by every transport, against the plainest way there is.
+
+transport    bound, measured in the same rounds
+memory, shm  one thread's copy of as many bytes in memory
+nixl         NIXL in a bare loop over as many pages
+tcp          as many bytes over one loopback connection, in large pieces
+"""
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+
+from kvferry.bench import bounds
+from kvferry.bench.sampling import alternate
+from kvferry.core.clock import Clock
+from kvferry.core.errors import Unavailable
+from kvferry.core.ids import BlockId, Incarnation, WorkerId, new_incarnation
+from kvferry.kv.connector import Peer, Transport, TransportSetup
+from kvferry.kv.registry import open_transport
+
+_SETUP = TransportSetup(secrets=(b"a secret that only guards numbers",))
+_START_SECONDS = 30.0
+_READ_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One transport at one size."""
+
+    transport: str
+    num_blocks: int
+    block_bytes: int
+    is_scattered: bool
+    """Every second page of the owner, so that no two are neighbours."""
+    ms: float
+    ms_least: float
+    ms_most: float
+    gbps: float
+    """10^9 bytes a second, by the median."""
+    bound_gbps: float
+    share_of_bound: float
+
+
+@contextmanager
+def pages_of_another_process(name: str, num_blocks: int, block_bytes: int) -> Iterator[tuple[Transport, Peer]]:
+    """Our transport, connected to a peer that has pages; for `memory` the peer is in this process.
+
+    Raises:
+        UsageError: the transport does not run here.
+        ReadError: it does not connect.
+    """
+    ours = open_transport(name, new_incarnation(), _SETUP)
+    process = None
+    try:
+        memory = ours.allocate(num_blocks, block_bytes)
+        memory.pages[:] = b"\x02" * len(memory.pages)
+        if name == "memory":
+            theirs = open_transport(name, new_incarnation(), _SETUP)
+            theirs.allocate(num_blocks, block_bytes).pages[:] = b"\x01" * (num_blocks * block_bytes)
+            incarnation, address = _incarnation_of(theirs), theirs.address()
+        else:
+            spawn = multiprocessing.get_context("spawn")
+            pipe, far_end = spawn.Pipe()
+            process = spawn.Process(target=_owner, args=(far_end, name, num_blocks, block_bytes), daemon=True)
+            process.start()
+            far_end.close()
+            if not pipe.poll(_START_SECONDS):
+                raise Unavailable(f"a process with {name} pages did not start within {_START_SECONDS:.0f} s")
+            incarnation, address = pipe.recv()
+        peer = Peer(WorkerId("owner"), Incarnation(incarnation), "nowhere:0")
+        ours.connect(peer, address)
+        ours.read_epochs(peer, [0], _START_SECONDS)
+        yield ours, peer
+    finally:
+        ours.close()
+        if process is not None:
+            process.kill()
+            process.join(_START_SECONDS)
+
+
+def read_pages(transport: Transport, peer: Peer, remote: Sequence[int], clock: Clock) -> None:
+    """Read into our pages 0, 1, 2, ... and wait.
+
+    Raises:
+        Unavailable: it does not come.
+    """
+    deadline = clock.monotonic() + _READ_SECONDS
+    read = transport.read(peer, remote, [BlockId(i) for i in range(len(remote))])
+    while not read.poll():
+        read.wait(0.001)
+        if clock.monotonic() > deadline:
+            raise Unavailable(f"a read over {transport.name} did not end within {_READ_SECONDS:.0f} s")
+
+
+def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, rounds: int, clock: Clock) -> Run:
+    """One transport at one size, alternately with its bound."""
+    held = 2 * num_blocks if scattered else num_blocks
+    remote = list(range(0, held, 2 if scattered else 1))
+    size = num_blocks * block_bytes
+    with _bound(name, num_blocks, block_bytes) as bound, pages_of_another_process(name, held, block_bytes) as pair:
+        transport, peer = pair
+        actions: dict[str, Callable[[], None]] = {
+            "bound": bound,
+            name: lambda: read_pages(transport, peer, remote, clock),
+        }
+        found = alternate(actions, rounds=rounds, clock=clock)
+    own, least = found[name], found["bound"]
+    return Run(
+        transport=name,
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        is_scattered=scattered,
+        ms=1e3 * own.median,
+        ms_least=1e3 * own.least,
+        ms_most=1e3 * own.most,
+        gbps=size / own.median / 1e9,
+        bound_gbps=size / least.median / 1e9,
+        share_of_bound=least.median / own.median,
+    )
+
+
+def summary(runs: Sequence[Run]) -> list[dict[str, object]]:
+    """Each transport by its largest contiguous size."""
+    best: dict[str, Run] = {}
+    for run in runs:
+        if not run.is_scattered and (run.transport not in best or run.num_blocks >= best[run.transport].num_blocks):
+            best[run.transport] = run
+    return [
+        {
+            "transport": r.transport,
+            "gbps": round(r.gbps, 3),
+            "bound_gbps": round(r.bound_gbps, 3),
+            "share_of_bound": round(r.share_of_bound, 3),
+        }
+        for r in best.values()
+    ]
+
+
+def as_rows(runs: Sequence[Run]) -> list[dict[str, object]]:
+    """Runs as plain values."""
+    return [{k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(run).items()} for run in runs]
+
+
+def _bound(name: str, num_blocks: int, block_bytes: int) -> AbstractContextManager[Callable[[], None]]:
+    if name == "nixl":
+        return bounds.bare_nixl(num_blocks, block_bytes)
+    if name == "tcp":
+        return bounds.loopback(num_blocks * block_bytes)
+    return bounds.memory_copy(num_blocks * block_bytes)
+
+
+def _owner(pipe: Connection, name: str, num_blocks: int, block_bytes: int) -> None:
+    incarnation = new_incarnation()
+    transport = open_transport(name, incarnation, _SETUP)
+    memory = transport.allocate(num_blocks, block_bytes)
+    memory.pages[:] = b"\x01" * len(memory.pages)
+    transport.attend(True)
+    pipe.send((incarnation, transport.address()))
+    pipe.poll(None)  # until the reader leaves
+
+
+def _incarnation_of(transport: Transport) -> str:
+    import msgspec
+
+    return msgspec.msgpack.decode(transport.address(), type=str)
