@@ -51,6 +51,7 @@ class StatusResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    DOMAIN_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill, decode, both"""
     model: _builtins.str
@@ -65,6 +66,8 @@ class StatusResponse(_message.Message):
     block_tokens: _builtins.int
     dtype: _builtins.str
     """of computation and KV"""
+    domain: _builtins.str
+    """only workers with equal domains can read each other's pages over `connector`"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -89,10 +92,11 @@ class StatusResponse(_message.Message):
         load: Global___WorkerLoad | None = ...,
         dtype: _builtins.str = ...,
         tiers: _abc.Iterable[Global___TierStatus] | None = ...,
+        domain: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "draining", b"draining", "dtype", b"dtype", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "model_digest", b"model_digest", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "model_digest", b"model_digest", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

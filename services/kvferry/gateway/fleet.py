@@ -41,6 +41,7 @@ class WorkerView:
     incarnation: Incarnation | None = None
     fingerprint: bytes = b""
     connector: str = ""
+    domain: str = ""
     max_model_tokens: int = 0
     block_tokens: int = 0
     running: int = 0
@@ -61,7 +62,8 @@ class WorkerView:
         yet; the larger of the two counts."""
         load = max(self.in_flight, self.running + self.waiting)
         worker_id = self.worker_id or WorkerId(self.endpoint.address)
-        return Replica(self.endpoint.address, worker_id, self.fingerprint, load)
+        pairs_with = b"|".join((self.fingerprint, self.connector.encode(), self.domain.encode()))
+        return Replica(self.endpoint.address, worker_id, pairs_with, load)
 
 
 class Hold:
@@ -264,6 +266,7 @@ class _Member:
             incarnation=Incarnation(status.identity.incarnation),
             fingerprint=status.fingerprint,
             connector=status.connector,
+            domain=status.domain,
             max_model_tokens=status.max_model_tokens,
             block_tokens=status.block_tokens,
             running=status.load.running,

@@ -26,7 +26,7 @@ class Replica:
     worker_id: WorkerId
     """Its stable name, which the hash uses, so that a restart on another address keeps its prefixes."""
     fingerprint: bytes
-    """Of its KV layout; only equal ones exchange blocks."""
+    """Of its KV layout, its connector and where that reaches; only equal ones exchange blocks."""
     load: int
     """Requests it holds."""
 

@@ -89,6 +89,11 @@ class Transport(Protocol):
         """The connector's name in tickets, flags and metrics."""
         ...
 
+    @property
+    def domain(self) -> str:
+        """Only workers with equal domains can read each other's pages; empty: no such bound is known."""
+        ...
+
     def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
         """Memory for the engine's pages; called once, before anything else."""
         ...

@@ -45,6 +45,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             model_digest=own.model_digest,
             fingerprint=own.layout.fingerprint,
             connector=own.connector,
+            domain=own.domain,
             ready=own.ready,
             draining=own.draining,
             max_model_tokens=own.max_model_tokens,

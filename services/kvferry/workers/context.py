@@ -24,6 +24,8 @@ class WorkerContext:
     model_digest: str
     layout: KvLayout
     connector: str
+    domain: str
+    """See `Transport.domain`."""
     max_model_tokens: int
     loop: EngineLoop
     clock: Clock

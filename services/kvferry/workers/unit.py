@@ -87,6 +87,7 @@ class WorkerUnit:
             model_digest=model.source.digest,
             layout=built.layout,
             connector=config.connector,
+            domain=built.transport.domain,
             max_model_tokens=built.engine.max_model_tokens,
             loop=self._loop,
             clock=clock,

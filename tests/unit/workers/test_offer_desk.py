@@ -50,6 +50,7 @@ class Desk:
             model_digest="digest",
             layout=LAYOUT,
             connector="memory",
+            domain="",
             max_model_tokens=64,
             loop=self.loop,
             clock=self.clock,

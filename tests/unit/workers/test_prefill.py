@@ -46,6 +46,7 @@ class Worker:
             model_digest="digest",
             layout=LAYOUT,
             connector="memory",
+            domain="",
             max_model_tokens=64,
             loop=self.loop,
             clock=SystemClock(),

@@ -1,5 +1,6 @@
 """Hand-off within one process: the living definition of what a transport does."""
 
+import secrets
 import threading
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ class MemoryTransport:
     """Pages in this process's own memory; peers find each other by incarnation."""
 
     name = "memory"
+    domain = secrets.token_hex(8)
+    """This process."""
 
     def __init__(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation

@@ -111,6 +111,7 @@ class NixlTransport:
     """Pages in host memory registered with one NIXL agent."""
 
     name = "nixl"
+    domain = ""
 
     def __init__(self, incarnation: Incarnation, clock: Clock) -> None:
         self._incarnation = incarnation

@@ -13,6 +13,7 @@ import mmap
 import os
 import stat
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -56,6 +57,15 @@ class ShmTransport:
     """Pages in a sealed memory file of this process."""
 
     name = "shm"
+
+    @property
+    def domain(self) -> str:
+        """One boot of one host, as one user, in one space of process ids: where /proc/<pid>/fd means the same."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
+        except OSError:  # no such files here: pairing is tried, and refused by `connect` if it cannot be
+            return ""
 
     def __init__(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation

@@ -110,6 +110,7 @@ class TcpTransport:
     """Pages in this process's own memory, served to whoever belongs to the pool."""
 
     name = "tcp"
+    domain = ""
 
     def __init__(self, incarnation: Incarnation, setup: TransportSetup, clock: Clock) -> None:
         """
