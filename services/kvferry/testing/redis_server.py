@@ -65,6 +65,24 @@ class RedisServer:
             wire.send([command(*words)], deadline)
             return wire.reply(deadline)
 
+    def ask_whole(self, *words: bytes) -> bytes | None:
+        """One command whose reply is a value of any length; `None` when there is none."""
+        clock = SystemClock()
+        deadline = clock.monotonic() + _START_SECONDS
+        with socket.socket(socket.AF_UNIX) as made:
+            made.connect(str(self.socket_path))
+            wire = Wire(made, clock)
+            wire.send([command(*words)], deadline)
+            length = wire.number(wire.line(deadline).removeprefix(b"$"))
+            if length < 0:
+                return None
+            whole = bytearray(length)
+            at = len(first := wire.take(length))
+            whole[:at] = first
+            while at < length:
+                at += wire.read_into([memoryview(whole)[at:]], deadline)
+            return bytes(whole)
+
     def kill(self) -> None:
         """End it at once, as a crash would."""
         self.process.kill()

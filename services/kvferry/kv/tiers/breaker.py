@@ -1,9 +1,10 @@
 """When to stop asking a server that does not answer, and when to look whether it is back. Pure.
 
-    CLOSED     requests pass                     `failures` failures in a row open it
+    CLOSED     requests pass                     `failures` in a row, that together cost `patience`, open it
     OPEN       requests are refused at once      after the backoff, somebody may look
     HALF_OPEN  one looks, the rest is refused    success closes it; failure opens it for twice as long, up to a cap
 
+A timeout counts by the time that was waited: a request that had no time to spare says nothing about the server.
 Whoever looks does it beside the requests (a PING on another thread), so a dead server costs a request nothing.
 """
 
@@ -49,6 +50,8 @@ class BreakerTimes:
 
     failures: int = 3
     """In a row, until it opens."""
+    patience_seconds: float = 0.1
+    """Waited in vain in these, together."""
     first_backoff_seconds: float = 0.5
     longest_backoff_seconds: float = 30.0
 
@@ -60,6 +63,7 @@ class Breaker:
         self._times = times
         self._state = BREAKER_MACHINE.initial
         self._failures = 0
+        self._waited_seconds = 0.0
         self._backoff = times.first_backoff_seconds
         self._open_until = 0.0
         self.num_trips = 0
@@ -86,13 +90,19 @@ class Breaker:
         """A request that had been let through was answered. Late answers do not close an open breaker."""
         if self._state is BreakerState.CLOSED:
             self._failures = 0
+            self._waited_seconds = 0.0
 
-    def failed(self, now: float) -> None:
-        """A request that had been let through was not answered."""
+    def failed(self, now: float, waited_seconds: float) -> None:
+        """A request that had been let through was not answered.
+
+        Args:
+            waited_seconds: how long it waited in vain; infinite when the connection was refused or lost.
+        """
         if self._state is not BreakerState.CLOSED:
             return  # it began before the breaker opened
         self._failures += 1
-        if self._failures >= self._times.failures:
+        self._waited_seconds += waited_seconds
+        if self._failures >= self._times.failures and self._waited_seconds >= self._times.patience_seconds:
             self._trip(now)
 
     def looked(self, now: float, *, alive: bool) -> None:
@@ -107,6 +117,7 @@ class Breaker:
             return
         self._state = BREAKER_MACHINE.next(self._state, BreakerEvent.SUCCEED)
         self._failures = 0
+        self._waited_seconds = 0.0
         self._backoff = self._times.first_backoff_seconds
 
     def _trip(self, now: float) -> None:

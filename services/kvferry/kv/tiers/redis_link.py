@@ -1,7 +1,7 @@
 """One Redis server: a few connections, each used by one thread at a time, behind a circuit breaker.
 
     admit (breaker closed?) ──► take a connection ──► the caller's exchange ──► give it back
-                                                            └── lost: close it, count; three in a row open the breaker
+                                                            └── lost: close it, count; a few in a row open the breaker
     breaker open: refuse at once; when the backoff is over, the next request starts a thread that looks (PING)
 
 Names are resolved when the tier starts and by whoever looks, never by a request: a resolver has no deadline.
@@ -20,7 +20,7 @@ from kvferry.core.clock import Clock
 from kvferry.kv.tiers.breaker import Breaker, BreakerTimes
 from kvferry.kv.tiers.hedge import HedgePolicy
 from kvferry.kv.tiers.redis_options import RedisOptions, remedy
-from kvferry.kv.tiers.resp import Lost, ServerError, Wire, command
+from kvferry.kv.tiers.resp import Lost, ServerError, TooLate, Wire, command
 from kvferry.kv.tiers.slots import Address
 from kvferry.kv.tiers.tier import TierError
 
@@ -80,12 +80,13 @@ class Link:
             ServerError: the server answered with an error.
         """
         self._admit()
+        started = self._clock.monotonic()
         wire: Wire | None = None
         try:
             wire = self._take(deadline, storing)
             result = action(wire)
         except Lost as error:
-            self._note_failure()
+            self._note_failure(self._clock.monotonic() - started if isinstance(error, TooLate) else float("inf"))
             raise TierError(f"tier {self._options.text}: {error}") from error
         except ServerError as error:
             self._note_answer(is_good=error.code != "LOADING")
@@ -185,11 +186,11 @@ class Link:
             if is_good:
                 self._breaker.succeeded()
         if not is_good:
-            self._note_failure()
+            self._note_failure(float("inf"))
 
-    def _note_failure(self) -> None:
+    def _note_failure(self, waited_seconds: float) -> None:
         with self._free:
-            self._breaker.failed(self._clock.monotonic())
+            self._breaker.failed(self._clock.monotonic(), waited_seconds)
             if self._breaker.passes:
                 return
             idle, self._idle = self._idle, []
@@ -267,6 +268,8 @@ class Link:
             wire = Wire(self._open_socket(deadline), self._clock)
         except ssl.SSLCertVerificationError as error:
             raise Lost("its certificate is not valid for this host; name its authority with cacert=") from error
+        except TimeoutError as error:
+            raise TooLate("no connection in time") from error
         except OSError as error:
             raise Lost(f"no connection ({error.strerror or type(error).__name__})") from error
         options = self._options
@@ -288,11 +291,14 @@ class Link:
             self.resolve()
         assert self._found is not None
         family, where = self._found
+        left = deadline - self._clock.monotonic()
+        if left <= 0:
+            raise TimeoutError
         opened = socket.socket(family, socket.SOCK_STREAM)
         try:
             if family != socket.AF_UNIX:
                 opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            opened.settimeout(max(0.001, deadline - self._clock.monotonic()))
+            opened.settimeout(left)
             opened.connect(where)
             if self._tls is None:
                 return opened
