@@ -84,8 +84,12 @@ def relay(target: str) -> Iterator[Relay]:
 
 
 @contextmanager
-def scripted(answer: Callable[[bytes], bytes]) -> Iterator[int]:
-    """A server that answers each piece it reads with `answer` of it (empty: it ends the connection); its port."""
+def scripted(answer: Callable[[bytes], bytes], *, piece: int = 1 << 30) -> Iterator[int]:
+    """A server that answers what it reads with `answer` of it (empty: it ends the connection); its port.
+
+    Args:
+        piece: bytes it sends at a time, with a moment in between.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     ends = threading.Event()
 
@@ -107,7 +111,10 @@ def scripted(answer: Callable[[bytes], bytes]) -> Iterator[int]:
                     if not said:
                         return
                     client.settimeout(_JOIN_SECONDS)
-                    client.sendall(said)
+                    for at in range(0, len(said), piece):
+                        client.sendall(said[at : at + piece])
+                        if len(said) > piece and ends.wait(_TICK_SECONDS):
+                            return
                     client.settimeout(_TICK_SECONDS)
 
     threads = [threading.Thread(target=serve, daemon=True)]

@@ -19,6 +19,7 @@ from kvferry.core.clock import SystemClock
 from kvferry.kv.tiers.resp import Lost, ServerError, Wire, command
 
 REMEDY = "redis-server is not on PATH; `make setup` installs it for root, else: apt-get install redis-server"
+ALL_SLOTS = (0, 16383)
 _START_SECONDS = 20.0
 _END_SECONDS = 10.0
 
@@ -108,6 +109,7 @@ def redis_server(
     acl: Sequence[str] = (),
     tls: bool = False,
     cluster: bool = False,
+    slots: tuple[int, int] = ALL_SLOTS,
     port: int | None = None,
 ) -> Iterator[RedisServer]:
     """A server until the block ends.
@@ -115,7 +117,8 @@ def redis_server(
     Args:
         acl: users, as ACL rules (`default off`, `worker on >secret ...`).
         tls: the TCP port speaks only TLS, with a certificate of its own authority; the Unix socket stays plain.
-        cluster: a cluster of this one server, which has every slot.
+        cluster: a cluster of this one server, or a server to be joined to a cluster.
+        slots: which it has, from and to; it is waited for until it serves only if it has all.
         port: take this one, for instance to come back after a crash.
 
     Raises:
@@ -154,7 +157,7 @@ def redis_server(
     )
     server = RedisServer(process, port, folder / "s", folder, "rediss" if tls else "redis")
     try:
-        _wait(server, until_cluster=cluster)
+        _wait(server, slots if cluster else None)
         yield server
     finally:
         process.kill()
@@ -164,21 +167,21 @@ def redis_server(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(server: RedisServer, *, until_cluster: bool) -> None:
+def _wait(server: RedisServer, slots: tuple[int, int] | None) -> None:
     clock, pause = SystemClock(), threading.Event()
     deadline = clock.monotonic() + _START_SECONDS
     if_refused: object = None
-    has_slots = not until_cluster
+    has_slots = slots is None
     while clock.monotonic() < deadline:
         if server.process.poll() is not None:
             said = server.process.stdout.read(4096) if server.process.stdout is not None else b""
             raise AssertionError(f"redis-server ended at once: {said.decode('utf-8', 'replace')}")
         try:
             server.ask(b"PING")
-            if not has_slots:
-                server.ask(b"CLUSTER", b"ADDSLOTSRANGE", b"0", b"16383")
+            if not has_slots and slots is not None:
+                server.ask(b"CLUSTER", b"ADDSLOTSRANGE", *(b"%d" % slot for slot in slots))
                 has_slots = True
-            if not until_cluster or b"cluster_state:ok" in bytes(server.ask(b"CLUSTER", b"INFO")):  # type: ignore[call-overload]
+            if slots != ALL_SLOTS or b"cluster_state:ok" in bytes(server.ask(b"CLUSTER", b"INFO")):  # type: ignore[call-overload]
                 return
         except ServerError as error:
             if error.code in ("NOAUTH", "NOPERM"):

@@ -37,7 +37,7 @@ def direct_is_better(folder: Path, clock: Clock, *, must: bool, object_bytes: in
             for i in range(count):
                 os.pwrite(fd, buffer, i * chunk)
             os.fsync(fd)
-            direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | DIRECT)
+            direct = _open_past_the_cache(path)
         except OSError:
             return False
         try:
@@ -62,6 +62,10 @@ def _seconds(fd: int, buffer: memoryview, count: int, clock: Clock, before: Call
     for i in range(count):
         os.preadv(fd, [buffer], i * len(buffer))
     return clock.monotonic() - started
+
+
+def _open_past_the_cache(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | DIRECT)
 
 
 def _drop_cache(fd: int) -> None:
