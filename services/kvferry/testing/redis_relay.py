@@ -23,6 +23,8 @@ class Relay:
         """Connections, counted from 0 in the order of their arrival, whose replies wait."""
         self._ends = threading.Event()
         self.num_accepted = 0
+        self.ended: set[int] = set()
+        """Connections that one of the two ends has closed."""
         self.used_last = -1
         """The connection that a client's bytes came over last."""
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
@@ -68,8 +70,9 @@ class Relay:
                         data = (server if key.fileobj is server else client).recv(1 << 16)
                         key.data.sendall(data)
                     except OSError:
-                        return
+                        data = b""
                     if not data:
+                        self.ended.add(number)
                         return
 
 

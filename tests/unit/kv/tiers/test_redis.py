@@ -1,6 +1,7 @@
 """The Redis client against servers that say what they should not, and a cluster that moves its slots."""
 
 import logging
+import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -77,19 +78,25 @@ ODD = [
 ]
 
 
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Nothing large is allocated meanwhile."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("says", ODD, ids=lambda says: repr(says[:24]))
 def test_odd_answers_to_get_are_errors_at_once(says: bytes) -> None:
     with scripted(friendly(b"GET", says)) as port, over(port) as tier:
         into = bytearray(OBJECT_BYTES)
-        tracemalloc.start()
-        try:
-            started = CLOCK.monotonic()
-            with pytest.raises(TierError):
-                tier.load(key(1), [memoryview(into)], 0.3)
-            assert CLOCK.monotonic() - started < 2.0
-            assert tracemalloc.get_traced_memory()[1] < 1 << 20, "nothing was allocated for what was announced"
-        finally:
-            tracemalloc.stop()
+        started = CLOCK.monotonic()
+        with little_memory(), pytest.raises(TierError):
+            tier.load(key(1), [memoryview(into)], 0.3)
+        assert CLOCK.monotonic() - started < 2.0
         assert not any(into)
 
 
@@ -102,11 +109,22 @@ def test_odd_answers_to_lookups_are_no(says: bytes) -> None:
 def test_odd_answers_to_stores_are_errors() -> None:
     with scripted(friendly(b"SET", b"*3\r\n:1\r\n:2\r\n:3\r\n")) as port, over(port) as tier:
         assert not put(tier, 1), "not the word that says it was written"
-    with scripted(friendly(b"SET", b"$4294967296\r\n")) as port, over(port) as tier, pytest.raises(TierError):
-        put(tier, 1)
-    nested = b"*1\r\n" * 2000
-    with scripted(friendly(b"SET", nested)) as port, over(port) as tier, pytest.raises(TierError):
-        put(tier, 1)
+    for says in (b"$4294967296\r\n", b"*1\r\n" * 2000, b"*9999999\r\n"):
+        with scripted(friendly(b"SET", says)) as port, over(port) as tier, little_memory(), pytest.raises(TierError):
+            tier.store(key(1), [memoryview(content(1))], 0.3)
+
+
+def test_after_a_timeout_a_connection_is_not_used_again() -> None:
+    """Its place in the stream is lost: the late reply would be taken for the next one."""
+    for patient in (False, True):
+        near, far = socket.socketpair()
+        with far:
+            wire = resp.Wire(near, CLOCK)
+            wire.is_patient = patient
+            with pytest.raises(resp.NotYet if patient else resp.TooLate):
+                wire.reply(CLOCK.monotonic() + 0.02)
+            assert wire.is_closed != patient
+            wire.close()
 
 
 @settings(max_examples=30, deadline=None)
