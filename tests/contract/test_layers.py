@@ -34,6 +34,12 @@ VIOLATIONS = [
     ("The control plane carries no tensors", "services/kvferry/gateway/fleet.py", "import torch.nn"),
     ("Decisions are pure", "services/kvferry/engine/scheduler.py", "import threading"),
     ("Decisions are pure", "services/kvferry/kv/offers.py", "def now():\n    import asyncio"),
+    ("Decisions are pure", "services/kvferry/kv/tiers/breaker.py", "import threading"),
+    (
+        "Tiers do not know each other",
+        "services/kvferry/kv/tiers/disk.py",
+        "from kvferry.kv.tiers import redis_tier",
+    ),
     (
         "Connectors do not know each other",
         "services/kvferry/kv/connectors/shm.py",

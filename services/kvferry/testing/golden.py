@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.core.hashing import BlockNamer
+from kvferry.core.ids import BlockHash
 from kvferry.core.philox import uniform
 from kvferry.core.states import Machine
 from kvferry.engine.sequence import SEQUENCE_MACHINE
@@ -22,11 +23,14 @@ from kvferry.gateway.release import MACHINE as RELEASE_MACHINE
 from kvferry.kv.layout import KvLayout
 from kvferry.kv.offers import OFFER_MACHINE
 from kvferry.kv.ticket import Keyring, Ticket, digest_tokens
+from kvferry.kv.tiers.breaker import BREAKER_MACHINE
+from kvferry.kv.tiers.frame import Frames
+from kvferry.kv.tiers.tier import ObjectKey
 from kvferry.kv.transfers import TRANSFER_MACHINE
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden"
-MACHINES: tuple[Machine, ...] = (SEQUENCE_MACHINE, OFFER_MACHINE, TRANSFER_MACHINE, RELEASE_MACHINE)  # type: ignore[type-arg]
+MACHINES: tuple[Machine, ...] = (SEQUENCE_MACHINE, OFFER_MACHINE, TRANSFER_MACHINE, RELEASE_MACHINE, BREAKER_MACHINE)  # type: ignore[type-arg]
 _MARK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -88,6 +92,30 @@ def layouts() -> dict[str, object]:
     return {"cases": [{**msgspec.to_builtins(c), "fingerprint": c.fingerprint.hex()} for c in cases]}
 
 
+def tier_frames() -> dict[str, object]:
+    """Framed objects, as they lie in a tier."""
+    cases = []
+    for tenant, pages, encrypt in [
+        ("", 1, False),
+        ("tenant-a", 300, False),
+        ("tenant-b", 300, False),
+        ("tenant-a", 300, True),
+    ]:
+        frames = Frames(b"golden secret, 16 bytes or more", pages, encrypt=encrypt, nonce=lambda n: bytes(range(n)))
+        content = bytes(i % 251 for i in range(pages))
+        header, stored = frames.frame(ObjectKey(BlockHash(bytes(range(32))), tenant), [memoryview(content)])
+        cases.append(
+            {
+                "tenant": tenant,
+                "encrypt": encrypt,
+                "pages": content.hex(),
+                "header": header.hex(),
+                "stored": b"".join(stored).hex(),
+            }
+        )
+    return {"cases": cases}
+
+
 def draws() -> dict[str, object]:
     """Uniform draws by seed, stream and position."""
     cases = [(0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 0, 1), (2**64 - 1, 3, 4096), (-1, 0, 7)]
@@ -96,7 +124,13 @@ def draws() -> dict[str, object]:
 
 def vectors() -> dict[Path, str]:
     """Every golden file's content."""
-    made = {"block_names": block_names(), "ticket": tickets(), "layouts": layouts(), "draws": draws()}
+    made = {
+        "block_names": block_names(),
+        "ticket": tickets(),
+        "layouts": layouts(),
+        "draws": draws(),
+        "tier_frames": tier_frames(),
+    }
     return {GOLDEN / f"{name}.json": json.dumps(value, indent=1) + "\n" for name, value in made.items()}
 
 

@@ -94,7 +94,7 @@ class WorkerUnit:
         )
         self._desk = OfferDesk(self.context, self._keyring, config.offers, built.transport)
         self._control = GrpcPeerControl(lambda: self.context.identity)
-        self._tiers = self._open_tiers()
+        self._tiers: TierStack | None = None
         self._fetcher = Fetcher(built.transport, self._control, built.layout, self._loop.post, clock=clock)
         self._running: _Running | None = None
         self._stopped = threading.Event()
@@ -106,6 +106,7 @@ class WorkerUnit:
             UsageError: an address cannot be bound.
         """
         self._built.engine.attach_loader(self._fetcher)
+        self._tiers = await asyncio.to_thread(self._open_tiers)
         if self._tiers is not None:
             self._built.engine.attach_tiers(self._tiers)
         self._loop.start()
@@ -178,7 +179,12 @@ class WorkerUnit:
             return None
         blocks = config.tier_object_tokens // layout.block_tokens
         return TierStack(
-            open_tiers(config.tiers, object_bytes=blocks * layout.block_bytes),
+            open_tiers(
+                config.tiers,
+                object_bytes=blocks * layout.block_bytes,
+                secret=config.tenant_secret,
+                clock=self.context.clock,
+            ),
             self._built.memory.pages,
             block_bytes=layout.block_bytes,
             object_blocks=blocks,

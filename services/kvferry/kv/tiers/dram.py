@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockHash
 from kvferry.core.settings import size_bytes, whole
@@ -144,7 +145,7 @@ def _copy(target: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
-def open_tier(spec: TierSpec, object_bytes: int) -> DramTier:
+def open_tier(spec: TierSpec, *, object_bytes: int, secret: bytes, clock: Clock) -> DramTier:
     """The tier that a `dram://` URL describes.
 
     Raises:

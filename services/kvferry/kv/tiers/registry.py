@@ -1,14 +1,29 @@
 """Tiers by their URL's scheme, imported only when named; and all of a worker's tiers as one stack."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import cast
+from typing import Protocol, cast
 
+from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.kv.tiers.spec import TierSpec, parse_tier
 from kvferry.kv.tiers.tier import Tier
 
-_MODULES = {"dram": "kvferry.kv.tiers.dram"}
+_MODULES = {
+    "disk": "kvferry.kv.tiers.disk",
+    "dram": "kvferry.kv.tiers.dram",
+    "redis": "kvferry.kv.tiers.redis_tier",
+    "rediss": "kvferry.kv.tiers.redis_tier",
+    "redis+unix": "kvferry.kv.tiers.redis_tier",
+}
+
+
+class Opener(Protocol):
+    """A tier module's `open_tier`."""
+
+    def __call__(self, spec: TierSpec, *, object_bytes: int, secret: bytes, clock: Clock) -> Tier:
+        """Raises UsageError: an option is wrong, a package is missing, or the tier cannot be reached."""
+        ...
 
 
 def schemes() -> list[str]:
@@ -16,8 +31,13 @@ def schemes() -> list[str]:
     return sorted(_MODULES)
 
 
-def open_tiers(urls: Sequence[str], *, object_bytes: int) -> list[Tier]:
-    """The tiers of these URLs, in their order. Those opened before one that fails are closed.
+def open_tiers(urls: Sequence[str], *, object_bytes: int, secret: bytes, clock: Clock) -> list[Tier]:
+    """The tiers of these URLs, in their order. Blocks until each was reached; those opened before one that fails are
+    closed.
+
+    Args:
+        object_bytes: length of every object.
+        secret: the pool's; keys what proves an object to be its own.
 
     Raises:
         UsageError: a URL is wrong, names a tier twice or memory not first, or the tier cannot be opened.
@@ -26,7 +46,8 @@ def open_tiers(urls: Sequence[str], *, object_bytes: int) -> list[Tier]:
     opened: list[Tier] = []
     try:
         for spec in specs:
-            opened.append(_open(spec, object_bytes))  # noqa: PERF401  what is open must be closed if the next fails
+            open_tier = cast(Opener, import_module(_MODULES[spec.scheme]).open_tier)
+            opened.append(open_tier(spec, object_bytes=object_bytes, secret=secret, clock=clock))
     except BaseException:
         for tier in opened:
             tier.close()
@@ -50,8 +71,3 @@ def check_tiers(urls: Sequence[str]) -> list[TierSpec]:
     if len(set(kinds)) < len(kinds):
         raise UsageError("a worker has at most one tier of each kind", field="tier")
     return specs
-
-
-def _open(spec: TierSpec, object_bytes: int) -> Tier:
-    make = cast(Callable[[TierSpec, int], Tier], import_module(_MODULES[spec.scheme]).open_tier)
-    return make(spec, object_bytes)

@@ -1,7 +1,7 @@
 """Tier specs as URLs: `dram://?size=2GiB`, `disk:///var/cache/kvferry?size=20GiB`, `redis://host:6379/0?ttl=3600`."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -21,7 +21,7 @@ class TierSpec:
     port: int | None
     path: str
     username: str
-    password: str
+    password: str = field(repr=False)
     options: Mapping[str, str]
 
     def option(self, name: str, parse: Callable[[str], V], default: V) -> V:
@@ -62,13 +62,23 @@ def parse_tier(url: str) -> TierSpec:
         parts = urlsplit(url)
         port = parts.port
         options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-    except ValueError as error:
-        shown = url.rpartition("@")[2]  # never show a password, not even of a URL that cannot be read
-        raise UsageError(f"{shown!r} is not a tier: {error}", field="tier") from error
+    except ValueError:
+        # Never show a password, not even of a URL that cannot be read; the parser's own words quote what they stumble
+        # over, which may be a part of it.
+        raise UsageError(
+            f"{_without_user(url)!r} is not a tier: host, port or options cannot be read; "
+            "percent-encode whatever is special in a password",
+            field="tier",
+        ) from None
     if "://" not in url or not parts.scheme:
         raise UsageError(
-            f"{url.rpartition('@')[2]!r} is not a tier; write dram://?size=2GiB, disk:///FOLDER?size=20GiB or "
+            f"{_without_user(url)!r} is not a tier; write dram://?size=2GiB, disk:///FOLDER?size=20GiB or "
             "redis://HOST:PORT/0",
+            field="tier",
+        )
+    if "@" in parts.path + parts.query or parts.fragment:
+        raise UsageError(
+            f"{_without_user(url)!r} is not a tier: there is an '@' or '#' behind the host; percent-encode it",
             field="tier",
         )
     bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -82,3 +92,9 @@ def parse_tier(url: str) -> TierSpec:
         password=unquote(parts.password or ""),
         options=options,
     )
+
+
+def _without_user(url: str) -> str:
+    """The URL without all that may be user and password."""
+    scheme, mark, rest = url.partition("://")
+    return scheme + mark + rest.rpartition("@")[2] if mark else url.rpartition("@")[2]

@@ -1,0 +1,130 @@
+"""One object's reply to `GET`, read straight into the caller's buffers and checked while it arrives.
+
+The length is compared before anything is read, the header before the pages are; the pages are checked chunk by chunk,
+while they are in the core's cache. The read can be interrupted and gone on with, so that two can be waited for at once.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvferry.kv.tiers.frame import CHUNK_BYTES, HEADER_BYTES, FrameDamaged, Opening, chunked
+from kvferry.kv.tiers.resp import CRLF, NotYet, ServerError, Wire, after
+
+
+class NotThere(Exception):
+    """The server has no such key."""
+
+
+class ObjectRead:
+    """One object's reply to `GET` on its way into the caller's buffers; can be interrupted and gone on with."""
+
+    def __init__(
+        self, wire: Wire, into: Sequence[memoryview], num_bytes: int, opener: Callable[[bytes], Opening]
+    ) -> None:
+        """
+        Args:
+            into: where the pages go; flat, together `num_bytes` long.
+            opener: checks the header before the pages are read.
+        """
+        self.wire = wire
+        self._tail = memoryview(bytearray(2))
+        self._opener = opener
+        self._frame_bytes = HEADER_BYTES + num_bytes
+        self._opening: Opening | None = None
+        self._has_length = False
+        self._is_whole = False
+        self._runs = [*chunked(into, CHUNK_BYTES)]
+        self._runs[-1].append(self._tail)
+        self._next = 0
+        self._left: list[memoryview] = list(self._runs[0])
+
+    def advance(self, deadline: float | None) -> bool:
+        """Read on until all is there and verified, or, without a deadline, until nothing more is there.
+
+        Raises:
+            NotThere: the server has no such value.
+            ServerError: the server answered with an error.
+            FrameDamaged: the value is not what was stored; the connection may have been closed.
+            Lost: the connection ended, or the deadline passed.
+        """
+        if self._opening is None and not self._read_head(deadline):
+            return False
+        while self._next < len(self._runs):
+            if self.wire.num_buffered:
+                got = self.wire.take(len(self._left[0]))
+                count = len(got)
+                self._left[0][:count] = got
+            else:
+                count = self.wire.read_into(self._left, deadline)
+                if not count:
+                    return False
+            self._left = after(self._left, count)
+            if not self._left:
+                self._check_run()
+        if bytes(self._tail) != CRLF:
+            raise self.wire.broken("a value without an end")
+        self._opened.finish()
+        self._is_whole = True
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it was read and verified."""
+        return self._is_whole
+
+    def advance_until(self, moment: float) -> bool:
+        """Read on until all is there and verified, or the moment comes; whether all is there.
+
+        Raises:
+            NotThere, ServerError, FrameDamaged, Lost: see `advance`.
+        """
+        self.wire.is_patient = True
+        try:
+            return self.advance(moment)
+        except NotYet:
+            return False
+        finally:
+            self.wire.is_patient = False
+
+    @property
+    def _opened(self) -> Opening:
+        assert self._opening is not None
+        return self._opening
+
+    def _check_run(self) -> None:
+        for piece in self._runs[self._next]:
+            if piece is not self._tail:
+                self._opened.feed(piece)
+        self._next += 1
+        if self._next < len(self._runs):
+            self._left = list(self._runs[self._next])
+
+    def _read_head(self, deadline: float | None) -> bool:
+        """The line with the length, and the header."""
+        while not self._has_length:
+            line = self.wire.take_line()
+            if line is not None:
+                self._check_length(line)
+                self._has_length = True
+            elif self.wire.buffered(deadline) is None:
+                return False
+        while self.wire.num_buffered < HEADER_BYTES:
+            if self.wire.buffered(deadline) is None:
+                return False
+        try:
+            self._opening = self._opener(bytes(self.wire.take(HEADER_BYTES)))
+        except Exception:
+            self.wire.close()  # its pages are on their way, and nobody wants to read them
+            raise
+        return True
+
+    def _check_length(self, line: bytes) -> None:
+        if line[:1] == b"-":
+            raise ServerError(line[1:].decode("ascii", "replace"))
+        if line[:1] != b"$":
+            raise self.wire.broken("no value where one was due")
+        length = self.wire.number(line[1:])
+        if length < 0:
+            raise NotThere
+        if length != self._frame_bytes:
+            self.wire.close()
+            raise FrameDamaged(f"the stored value has {length} bytes, not {self._frame_bytes}")

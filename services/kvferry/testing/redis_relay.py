@@ -1,0 +1,131 @@
+"""Something between a Redis client and the server: a relay whose connections can be made to stall, and a server that
+says whatever a test tells it to.
+"""
+
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+_JOIN_SECONDS = 10.0
+_TICK_SECONDS = 0.02
+
+
+class Relay:
+    """Passes bytes between clients and one Unix socket; its address is `port`."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._stalled: set[int] = set()
+        """Connections, counted from 0 in the order of their arrival, whose replies wait."""
+        self._ends = threading.Event()
+        self.num_accepted = 0
+        self.ended: set[int] = set()
+        """Connections that one of the two ends has closed."""
+        self.used_last = -1
+        """The connection that a client's bytes came over last."""
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def stall(self, number: int) -> None:
+        """From now on no reply of this connection arrives."""
+        self._stalled.add(number)
+
+    def close(self) -> None:
+        """End every connection."""
+        self._ends.set()
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        self._listener.settimeout(_TICK_SECONDS)
+        while not self._ends.is_set():
+            with suppress(TimeoutError):
+                client, _ = self._listener.accept()
+                thread = threading.Thread(target=self._carry, args=(client, self.num_accepted), daemon=True)
+                self.num_accepted += 1
+                self._threads.append(thread)
+                thread.start()
+
+    def _carry(self, client: socket.socket, number: int) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(client)
+            server = stack.enter_context(socket.socket(socket.AF_UNIX))
+            server.connect(self._target)
+            watched = stack.enter_context(selectors.DefaultSelector())
+            watched.register(client, selectors.EVENT_READ, server)
+            watched.register(server, selectors.EVENT_READ, client)
+            while not self._ends.is_set():
+                for key, _ in watched.select(_TICK_SECONDS):
+                    if key.fileobj is server and number in self._stalled:
+                        self._ends.wait(_TICK_SECONDS)
+                        continue
+                    if key.fileobj is client:
+                        self.used_last = number
+                    try:
+                        data = (server if key.fileobj is server else client).recv(1 << 16)
+                        key.data.sendall(data)
+                    except OSError:
+                        data = b""
+                    if not data:
+                        self.ended.add(number)
+                        return
+
+
+@contextmanager
+def relay(target: str) -> Iterator[Relay]:
+    """A relay to the Unix socket `target` until the block ends."""
+    made = Relay(target)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def scripted(answer: Callable[[bytes], bytes], *, piece: int = 1 << 30) -> Iterator[int]:
+    """A server that answers what it reads with `answer` of it (empty: it ends the connection); its port.
+
+    Args:
+        piece: bytes it sends at a time, with a moment in between.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    ends = threading.Event()
+
+    def serve() -> None:
+        listener.settimeout(_TICK_SECONDS)
+        while not ends.is_set():
+            with suppress(OSError):
+                client, _ = listener.accept()
+                threads.append(threading.Thread(target=attend, args=(client,), daemon=True))
+                threads[-1].start()
+
+    def attend(client: socket.socket) -> None:
+        with client, suppress(OSError):
+            client.settimeout(_TICK_SECONDS)
+            while not ends.is_set():
+                with suppress(TimeoutError):
+                    asked = client.recv(1 << 16)
+                    said = answer(asked) if asked else b""
+                    if not said:
+                        return
+                    client.settimeout(_JOIN_SECONDS)
+                    for at in range(0, len(said), piece):
+                        client.sendall(said[at : at + piece])
+                        if len(said) > piece and ends.wait(_TICK_SECONDS):
+                            return
+                    client.settimeout(_TICK_SECONDS)
+
+    threads = [threading.Thread(target=serve, daemon=True)]
+    threads[0].start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        ends.set()
+        for thread in threads:
+            thread.join(_JOIN_SECONDS)
+        listener.close()

@@ -1,0 +1,27 @@
+"""Every tier passes the conformance suite, over the real thing: files, and a redis-server of its own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing import tier_suite
+from kvferry.testing.tier_rigs import RIGS, Servers, rigs
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(stack)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [*tier_suite.CHECKS, *tier_suite.FRAMED_CHECKS],
+    ids=lambda check: check.__name__.removeprefix("check_"),
+)
+@pytest.mark.parametrize("name", RIGS)
+def test_tier(name: str, check: Callable[[tier_suite.Rig], None], tmp_path: Path, servers: Servers) -> None:
+    with rigs(tmp_path, servers)[name]() as rig:
+        check(rig)
