@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.testing import tier_suite
-from kvferry.testing.tier_rigs import RIGS, Servers, rigs
+from kvferry.testing.tier_rigs import RIGS, Servers, dram_rig, rigs
 
 
 @pytest.fixture(scope="module")
@@ -24,4 +24,10 @@ def servers() -> Iterator[Servers]:
 @pytest.mark.parametrize("name", RIGS)
 def test_tier(name: str, check: Callable[[tier_suite.Rig], None], tmp_path: Path, servers: Servers) -> None:
     with rigs(tmp_path, servers)[name]() as rig:
+        check(rig)
+
+
+@pytest.mark.parametrize("check", tier_suite.CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_dram(check: Callable[[tier_suite.Rig], None]) -> None:
+    with dram_rig() as rig:
         check(rig)

@@ -22,6 +22,7 @@ from kvferry.engine import LLM
 from kvferry.engine.engine import EngineRequest
 from kvferry.testing.idle import assert_workers_idle
 from kvferry.testing.processes import running
+from kvferry.testing.redis_server import redis_server
 
 NUM_REQUESTS = 1000
 AT_ONCE = 24
@@ -141,13 +142,16 @@ def test_every_transport_gives_one_engines_tokens(
     assert seen["recomputed"] == 0, "nothing failed that could have been fetched"
 
 
-@pytest.mark.parametrize("kind", ["dram"])
+@pytest.mark.parametrize("kind", ["dram", "disk", "redis"])
 def test_every_tier_gives_one_engines_tokens(
     kind: str, asked: list[Asked], expected: dict[tuple[int, int], list[int]], tmp_path: Path
 ) -> None:
     """Few pages, so that shared prefixes leave them again and again."""
     with ExitStack() as resources:
-        url = {"dram": "dram://?size=64MiB", "disk": f"disk://{tmp_path}/kv?size=64MiB"}.get(kind, "")
+        if kind == "redis":
+            url = resources.enter_context(redis_server(maxmemory=str(64 << 20))).unix
+        else:
+            url = {"dram": "dram://?size=64MiB", "disk": f"disk://{tmp_path}/kv?size=64MiB"}[kind]
         ready = resources.enter_context(a_stack("--kv-memory", "768KiB", "--tier", url))
         seen = check(ready, asked, expected)
     assert seen[kind] > 100, "the tier was used"

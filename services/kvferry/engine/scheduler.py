@@ -267,7 +267,8 @@ class Scheduler:
             hit = self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_tokens - 1)
             hit_tokens = len(hit) * self.allocator.block_tokens
             remote = sequence.remote
-            fetches = remote is not None and remote.num_tokens > hit_tokens
+            # What was cached here when the tiers were asked may have been evicted since: then there is a gap.
+            fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
             count = min(sequence.num_tokens - hit_tokens, self.limits.max_chunk_tokens, budget)
             upto = sequence.num_tokens if fetches else hit_tokens + count
             if not self._has_room(hit, sequence.num_tokens):  # for all its tokens, though the first chunk takes fewer

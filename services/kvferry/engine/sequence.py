@@ -66,11 +66,13 @@ class RemoteKv:
     """KV for the head of this sequence that is somewhere else; opaque to the scheduler but for its extent."""
 
     num_tokens: int
-    """Positions 0 .. num_tokens-1 can be loaded."""
+    """Positions first_token .. num_tokens-1 can be loaded."""
     source: object
     """What the loader needs (an opened ticket, the keys of storage objects)."""
     label: str = "peer"
     """Where it is, for prices and reports."""
+    first_token: int = 0
+    """Positions before this cannot be loaded: they were in the local cache when the source was asked."""
 
 
 @dataclass(slots=True, eq=False)

@@ -135,4 +135,5 @@ class TierSide:
             seconds=max(least, decision.compute_seconds),
         )
         self.tiers.prefetch(answer.request_id, source)
-        return RemoteKv((question.first_object + count) * tokens, source, answer.sources[0])
+        first = question.first_object
+        return RemoteKv((first + count) * tokens, source, answer.sources[0], first_token=first * tokens)

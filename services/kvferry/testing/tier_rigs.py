@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from kvferry.core.clock import SystemClock
-from kvferry.kv.tiers import disk, redis_tier
+from kvferry.kv.tiers import disk, dram, redis_tier
 from kvferry.kv.tiers.disk_file import ALIGNMENT, file_bytes
 from kvferry.kv.tiers.frame import HEADER_BYTES
 from kvferry.kv.tiers.spec import parse_tier
@@ -17,6 +17,15 @@ NUM_FIT = 8
 _STRANGER = b"a secret of somebody else"
 _REDIS_BYTES = 24 << 20
 """`maxmemory`: several times what an empty Redis takes with its connections."""
+
+
+@contextmanager
+def dram_rig() -> Iterator[Rig]:
+    """A DRAM tier, from which nothing outlives the process."""
+    spec = parse_tier(f"dram://?size={NUM_FIT * OBJECT_BYTES}")
+    tier = dram.open_tier(spec, object_bytes=OBJECT_BYTES, secret=SECRET, clock=SystemClock())
+    with closing(Rig(tier, NUM_FIT)) as rig:
+        yield rig
 
 
 @contextmanager

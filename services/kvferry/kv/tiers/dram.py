@@ -15,6 +15,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockHash
 from kvferry.core.settings import size_bytes, whole
+from kvferry.kv.tiers.frame import flat
 from kvferry.kv.tiers.shelf import Shelf
 from kvferry.kv.tiers.spec import TierSpec
 from kvferry.kv.tiers.tier import ObjectKey, Presence, TierMiss
@@ -59,19 +60,21 @@ class DramTier:
             return [self._shelf.find(key.name) for key in keys]
 
     def load(self, key: ObjectKey, into: Sequence[memoryview], timeout: float) -> None:
+        views = flat(into, self.object_bytes)
         with self.reading(key.name) as content:
             start = 0
-            for view in into:
+            for view in views:
                 _copy(view, content[start : start + len(view)])
                 start += len(view)
 
     def store(self, key: ObjectKey, parts: Sequence[memoryview], timeout: float) -> bool:
+        views = flat(parts, self.object_bytes)
         slot = self.reserve(key)
         if slot is None:
             return False
         try:
             start = 0
-            for part in parts:
+            for part in views:
                 _copy(slot[start : start + len(part)], part)
                 start += len(part)
         except BaseException:

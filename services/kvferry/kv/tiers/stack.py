@@ -146,6 +146,8 @@ class TierStack:
         made = _Job(job, request_id, source, [], [], self._clock.monotonic(), 0)
         scratch = memoryview(bytearray(self._block_bytes)) if first_block % size else None
         first = first_block // size - source.first_object  # objects before it are in the local cache by now
+        if first < 0:
+            raise InvariantBroken(f"block {first_block} is before object {source.first_object}, the first asked for")
         for index in range(first, len(source.keys)):
             start = (source.first_object + index) * size - first_block
             wanted = [targets[i] if 0 <= i < len(targets) else None for i in range(start, start + size)]

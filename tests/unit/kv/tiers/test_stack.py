@@ -216,6 +216,19 @@ def test_a_local_hit_inside_an_object_is_kept(bench: Bench) -> None:
     assert [(o.failure, o.num_blocks) for o in loads] == [(None, 1)]
 
 
+def test_a_local_hit_that_is_evicted_after_asking_is_not_mistaken_for_a_load(slow: ScriptedTier) -> None:
+    bench = Bench(slow)
+    bench.run("first", PROMPT)
+    bench.forget_pages()
+    bench.run("head", PROMPT[:9])  # the first object is here, the second is asked for
+    bench.engine.add(a_request("again", PROMPT))
+    bench._wait()
+    bench.forget_pages()  # and now it is not
+    tokens, _ = bench.until_idle("again")
+    assert tokens == expected_tokens(PROMPT, 4)
+    bench.close()
+
+
 def test_another_tenants_blocks_are_not_found(bench: Bench) -> None:
     bench.run("first", PROMPT)
     bench.forget_pages()
