@@ -20,7 +20,7 @@ called on the fetcher's threads; it may block, within the deadlines it is given.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation, RequestId, TicketId, WorkerId
@@ -63,6 +63,15 @@ class Read(Protocol):
 
     def is_quiet(self) -> bool:
         """Whether the transport is finished with our pages, for good or ill. Does not block."""
+        ...
+
+
+@runtime_checkable
+class MeasuredRead(Read, Protocol):
+    """A read that can say how far it came; one that comes no further is given up long before its deadline."""
+
+    def progress(self) -> int:
+        """A number that grows while data arrives, in a unit of the transport's own. Does not block."""
         ...
 
 
@@ -150,6 +159,8 @@ class FetchSource:
 
     ticket: Ticket
     attempt: int
+    reader: int = 0
+    """Which of the ticket's readers this is."""
 
 
 @dataclass(frozen=True, slots=True)
