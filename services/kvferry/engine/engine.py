@@ -21,6 +21,7 @@ from kvferry.engine.scheduler import Export, LoadJob, Scheduler, SchedulerLimits
 from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepPlan, StepResult
 from kvferry.kv.connector import KvLoader, LoadOutcome, PagesQuiet
+from kvferry.kv.quarantine import accepts_fetch
 
 
 class StepRunner(Protocol):
@@ -32,6 +33,7 @@ class StepRunner(Protocol):
 
 
 _MAX_NAMERS = 1024
+_QUARANTINE_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +296,16 @@ class Engine:
             raise InvariantBroken("a load was planned without a loader")
         number = self._next_job
         self._next_job += 1
+        pool = self.allocator.pool
+        if not accepts_fetch(
+            num_quarantined=pool.num_quarantined,
+            num_blocks=pool.num_blocks,
+            num_wanted=len(job.targets),
+            share=_QUARANTINE_SHARE,
+        ):
+            why = f"quarantine is full: {pool.num_quarantined} of {pool.num_blocks} blocks wait for stalled reads"
+            self._inbox.append(LoadOutcome(job.request_id, number, why, 0, 0, 0.0))
+            return
         self._jobs[number] = job
         self.allocator.pool.begin_write(job.targets)
         self._loader.start(number, job.request_id, job.source, job.first_block, job.targets)

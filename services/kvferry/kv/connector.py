@@ -133,22 +133,24 @@ class PeerControl(Protocol):
     """Control messages to the worker that made a ticket. Blocking, within `timeout` seconds each.
 
     All raise `KvferryError`: `TicketRejected` when the peer refuses, `Unavailable` or `DeadlinePassed` when it
-    does not answer.
+    does not answer. `reader` says which of the ticket's readers asks.
     """
 
     def describe(self, peer: Peer, connector: str, fingerprint: bytes, timeout: float) -> bytes:
         """The peer's transport address, if its layout is ours."""
         ...
 
-    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
         """Start a lease; its seconds."""
         ...
 
-    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
         """Extend the lease; its seconds."""
         ...
 
-    def finish(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool) -> None:
+    def finish(
+        self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool, reader: int = 0
+    ) -> None:
         """End the attempt."""
         ...
 

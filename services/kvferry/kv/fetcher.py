@@ -164,7 +164,8 @@ class Fetcher:
                 return attempt.connected(self._clock.monotonic())
             case effects.Claim(timeout):
                 try:
-                    lease = self._control.claim(peer, ticket.id, attempt.source.attempt, timeout)
+                    source = attempt.source
+                    lease = self._control.claim(peer, ticket.id, source.attempt, timeout, reader=source.reader)
                 except KvferryError as error:
                     return attempt.refused(error)
                 return attempt.claimed(lease, self._clock.monotonic())
@@ -219,11 +220,11 @@ class Fetcher:
 
     def _renew(self, job: _Job, timeout: float) -> None:
         source = job.attempt.source
-        self._control.renew(job.peer, source.ticket.id, source.attempt, timeout)
+        self._control.renew(job.peer, source.ticket.id, source.attempt, timeout, reader=source.reader)
 
     def _finish(self, job: _Job, timeout: float, *, done: bool) -> None:
         source = job.attempt.source
-        self._control.finish(job.peer, source.ticket.id, source.attempt, timeout, done=done)
+        self._control.finish(job.peer, source.ticket.id, source.attempt, timeout, done=done, reader=source.reader)
 
     def _tell(self, job: _Job, otherwise: str, message: Callable[[], None]) -> None:
         """Send what may be lost: the epochs prove, and timers give back."""

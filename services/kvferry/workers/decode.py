@@ -72,8 +72,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         sampling = wire.sampling_from_wire(request.sampling)
         arrival = self._open(request, tokens)
         remote = None
+        source = None
         if arrival.ticket is not None:
-            remote = RemoteKv(arrival.ticket.num_tokens, FetchSource(arrival.ticket, request.attempt))
+            # A ticket for one is the sample's own; one for several was made for the samples of one prompt.
+            reader = request.sample_index if arrival.ticket.readers > 1 else 0
+            source = FetchSource(arrival.ticket, request.attempt, reader)
+            remote = RemoteKv(arrival.ticket.num_tokens, source)
         stream = self._context.loop.submit(
             EngineRequest(
                 request_id=sequence_id(request.request_id, request.sample_index),
@@ -92,8 +96,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     if message is not None:
                         yield message
         finally:
-            if arrival.ticket is not None and arrival.load is None:
-                self._dismiss(arrival.ticket, request.attempt, stream)
+            if source is not None and source.ticket.held and arrival.load is None:
+                self._dismiss(source, stream)
 
     def _open(self, request: decode_pb2.DecodeRequest, tokens: list[int]) -> _Arrival:
         """Open and check the ticket. One that merely came too late is not an error: the tokens are computed.
@@ -119,13 +123,22 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             return _Arrival(None, refused=error.message)
         return _Arrival(ticket)
 
-    def _dismiss(self, ticket: Ticket, attempt: int, stream: EngineStream) -> None:
+    def _dismiss(self, source: FetchSource, stream: EngineStream) -> None:
         """Tell the peer that its pages are not needed: every block was here, or the caller left first."""
+        ticket = source.ticket
         peer = Peer(*ticket.peer, ticket.control_address)
 
         async def tell() -> None:
             try:
-                await asyncio.to_thread(self._control.finish, peer, ticket.id, attempt, _CONTROL_SECONDS, done=True)
+                await asyncio.to_thread(
+                    self._control.finish,
+                    peer,
+                    ticket.id,
+                    source.attempt,
+                    _CONTROL_SECONDS,
+                    done=True,
+                    reader=source.reader,
+                )
             except KvferryError as error:  # its own timer gives the pages back
                 _log.info("offer not dismissed: %s", error.message, extra={"request_id": stream.request_id})
 

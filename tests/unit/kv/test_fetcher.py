@@ -53,15 +53,17 @@ class Script:
         self._step("describe")
         return b"address"
 
-    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
         self._step("claim")
         return 30.0
 
-    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
         self._step("renew")
         return 30.0
 
-    def finish(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool) -> None:
+    def finish(
+        self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool, reader: int = 0
+    ) -> None:
         self.finished.append(done)
         self._step("finish")
 
