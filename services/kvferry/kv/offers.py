@@ -23,6 +23,8 @@ from kvferry.core.states import Machine
 
 P = TypeVar("P")
 
+_MAX_EARLY_RELEASES = 1024
+
 
 class OfferState(StrEnum):
     """Where an offer stands."""
@@ -117,22 +119,29 @@ class OfferBook(Generic[P]):
     def __init__(self, times: OfferTimes) -> None:
         self.times = times
         self._offers: dict[TicketId, _Offer[P]] = {}
+        self._early: dict[TicketId, None] = {}
+        """Released before they were offered, as far as is known; the oldest go first."""
 
     def __contains__(self, ticket_id: TicketId) -> bool:
         """Whether an offer of this id is open."""
         return ticket_id in self._offers
 
-    def offer(self, ticket_id: TicketId, pages: P, now: float, *, readers: int = 1) -> None:
+    def offer(self, ticket_id: TicketId, pages: P, now: float, *, readers: int = 1) -> list[P]:
         """A new offer to `readers` readers, numbered from 0; the book owns `pages` until it returns them from
-        another method.
+        another method, or from this one: the gateway names tickets before they exist, so its release can overtake
+        the offer.
 
         Raises:
             ValueError: nobody is to read it, or the id is taken; its pages would be lost.
         """
         if readers < 1 or ticket_id in self._offers:
             raise ValueError(f"an offer needs a reader and an id of its own; readers={readers}")
+        if ticket_id in self._early:
+            del self._early[ticket_id]
+            return [pages]
         deadline = now + self.times.offer_seconds
         self._offers[ticket_id] = _Offer(pages, [_Place(deadline) for _ in range(readers)])
+        return []
 
     def claim(self, ticket_id: TicketId, attempt: int, now: float, *, reader: int = 0) -> float:
         """Start the lease; its length in seconds. Claiming again with the same attempt extends it.
@@ -199,6 +208,9 @@ class OfferBook(Generic[P]):
         """Nobody wants it any more; pages to give back now. A read that runs gets a moment to stop."""
         offer = self._offers.get(ticket_id)
         if offer is None:
+            self._early[ticket_id] = None
+            if len(self._early) > _MAX_EARLY_RELEASES:
+                del self._early[next(iter(self._early))]
             return []
         for place in offer.places:
             if place.state is OfferState.CLAIMED:

@@ -62,8 +62,8 @@ class OfferDesk:
             expires_wall=self._clock.wall() + self._times.offer_seconds,
             readers=readers,
         )
-        self._book.offer(ticket.id, number, self._clock.monotonic(), readers=readers)
         self._transport.attend(True)
+        self._give_back(self._book.offer(ticket.id, number, self._clock.monotonic(), readers=readers))
         return Offered(ticket.id, self._keyring.seal(ticket))
 
     def claim(self, ticket_id: TicketId, attempt: int, reader: int = 0) -> float:
