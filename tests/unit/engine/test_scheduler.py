@@ -222,6 +222,26 @@ def test_a_failed_load_is_computed_instead_and_its_pages_wait_for_the_transport(
     assert engine.is_idle
 
 
+def test_when_quarantine_is_full_the_next_request_is_computed_at_once() -> None:
+    engine, _ = an_engine(num_blocks=32)
+    loader = HeldLoader(engine)
+    engine.add(remote_request(list(range(11))))
+    engine.step()
+    loader.end("stalled", quiet=False)
+    run_until_idle(engine)
+    assert engine.load().blocks_quarantined == 3
+    prompt = list(range(20, 30))
+    tokens = [*prompt, expected_tokens(prompt, 1)[0]]
+    engine.add(remote_request(tokens))
+    engine.step()
+    assert len(loader.started) == 1, "one stalled request's worth of pages is stuck already"
+    output = engine.step()
+    assert "quarantine is full: 3 of" in str(output.loads[0].failure)
+    engine.post(PagesQuiet(loader.started[0][0]))
+    run_until_idle(engine)
+    assert engine.is_idle
+
+
 def test_an_abort_during_a_load_keeps_the_pages_out_of_use_until_the_transport_is_quiet() -> None:
     engine, _ = an_engine()
     loader = HeldLoader(engine)

@@ -194,6 +194,28 @@ def test_a_long_read_renews_its_lease_and_survives_a_lost_renewal() -> None:
     fetcher._pool.shutdown()
 
 
+def test_a_read_that_comes_no_further_is_given_up_long_before_its_deadline() -> None:
+    class Measured(Script):
+        def progress(self) -> int:
+            return 7
+
+    script = Measured()
+    script.polls_until_done, script.seconds_per_poll = 1 << 30, 0.4
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(least_seconds=60.0))  # type: ignore[arg-type]
+    fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
+    assert "no progress" in str(outcome(script).failure)
+    fetcher._pool.shutdown()
+
+
+def test_a_ticket_that_nothing_holds_is_read_without_a_claim_and_without_a_word_afterwards() -> None:
+    script = Script()
+    script.fail["claim"] = AssertionError("nothing is held")
+    fetcher = start(script, ticket=msgspec.structs.replace(a_ticket(), held=False))
+    assert outcome(script).failure is None
+    fetcher._pool.shutdown()
+    assert script.finished == []
+
+
 def test_a_cancelled_fetch_ends_and_says_so() -> None:
     script = Script()
     script.polls_until_done = 1 << 30
