@@ -19,7 +19,7 @@ from kvferry.client import AsyncClient
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.engine import EngineRequest
+from kvferry.engine.messages import EngineRequest
 from kvferry.testing.idle import assert_workers_idle
 from kvferry.testing.processes import running
 from kvferry.testing.redis_server import redis_server

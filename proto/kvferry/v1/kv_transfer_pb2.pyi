@@ -84,9 +84,12 @@ class ClaimRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     READER_FIELD_NUMBER: _builtins.int
+    READER_INDEX_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     attempt: _builtins.int
     incarnation: _builtins.str
+    reader_index: _builtins.int
+    """which of the ticket's readers, from 0"""
     @_builtins.property
     def reader(self) -> _common_pb2.WorkerIdentity: ...
     def __init__(
@@ -96,10 +99,11 @@ class ClaimRequest(_message.Message):
         attempt: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         reader: _common_pb2.WorkerIdentity | None = ...,
+        reader_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "reader", b"reader", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "reader", b"reader", "reader_index", b"reader_index", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -131,19 +135,22 @@ class RenewRequest(_message.Message):
     TICKET_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    READER_INDEX_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     attempt: _builtins.int
     incarnation: _builtins.str
+    reader_index: _builtins.int
     def __init__(
         self,
         *,
         ticket_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         incarnation: _builtins.str = ...,
+        reader_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "reader_index", b"reader_index", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -195,10 +202,12 @@ class FinishRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    READER_INDEX_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     attempt: _builtins.int
     incarnation: _builtins.str
     outcome: Global___FinishRequest.Outcome.ValueType
+    reader_index: _builtins.int
     def __init__(
         self,
         *,
@@ -206,10 +215,11 @@ class FinishRequest(_message.Message):
         attempt: _builtins.int = ...,
         incarnation: _builtins.str = ...,
         outcome: Global___FinishRequest.Outcome.ValueType = ...,
+        reader_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "outcome", b"outcome", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "incarnation", b"incarnation", "outcome", b"outcome", "reader_index", b"reader_index", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

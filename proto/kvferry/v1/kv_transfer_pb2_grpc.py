@@ -67,7 +67,7 @@ class KvTransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Claim(self, request, context):
-        """Starts the lease on an offer. Idempotent by (ticket_id, attempt).
+        """Starts the lease on an offer. Idempotent by (ticket_id, reader_index, attempt).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,7 +81,7 @@ class KvTransferServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Finish(self, request, context):
-        """Ends the attempt. Idempotent by (ticket_id, attempt).
+        """Ends the attempt. Idempotent by (ticket_id, reader_index, attempt).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

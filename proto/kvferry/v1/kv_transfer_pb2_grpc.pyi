@@ -34,11 +34,11 @@ class KvTransferStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.DescribeRequest, _kv_transfer_pb2.DescribeResponse]
     """Compatibility first, then the transport's own address. Called once per peer and incarnation."""
     Claim: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ClaimRequest, _kv_transfer_pb2.ClaimResponse]
-    """Starts the lease on an offer. Idempotent by (ticket_id, attempt)."""
+    """Starts the lease on an offer. Idempotent by (ticket_id, reader_index, attempt)."""
     Renew: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewResponse]
     """Extends the lease."""
     Finish: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.FinishRequest, _kv_transfer_pb2.FinishResponse]
-    """Ends the attempt. Idempotent by (ticket_id, attempt)."""
+    """Ends the attempt. Idempotent by (ticket_id, reader_index, attempt)."""
 
 @_typing.type_check_only
 class KvTransferAsyncStub(KvTransferStub):
@@ -46,11 +46,11 @@ class KvTransferAsyncStub(KvTransferStub):
     Describe: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.DescribeRequest, _kv_transfer_pb2.DescribeResponse]  # type: ignore[assignment]
     """Compatibility first, then the transport's own address. Called once per peer and incarnation."""
     Claim: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ClaimRequest, _kv_transfer_pb2.ClaimResponse]  # type: ignore[assignment]
-    """Starts the lease on an offer. Idempotent by (ticket_id, attempt)."""
+    """Starts the lease on an offer. Idempotent by (ticket_id, reader_index, attempt)."""
     Renew: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewResponse]  # type: ignore[assignment]
     """Extends the lease."""
     Finish: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.FinishRequest, _kv_transfer_pb2.FinishResponse]  # type: ignore[assignment]
-    """Ends the attempt. Idempotent by (ticket_id, attempt)."""
+    """Ends the attempt. Idempotent by (ticket_id, reader_index, attempt)."""
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -67,7 +67,7 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.ClaimRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.ClaimResponse, _abc.Awaitable[_kv_transfer_pb2.ClaimResponse]]:
-        """Starts the lease on an offer. Idempotent by (ticket_id, attempt)."""
+        """Starts the lease on an offer. Idempotent by (ticket_id, reader_index, attempt)."""
 
     @_abc_1.abstractmethod
     def Renew(
@@ -83,6 +83,6 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.FinishRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.FinishResponse, _abc.Awaitable[_kv_transfer_pb2.FinishResponse]]:
-        """Ends the attempt. Idempotent by (ticket_id, attempt)."""
+        """Ends the attempt. Idempotent by (ticket_id, reader_index, attempt)."""
 
 def add_KvTransferServicer_to_server(servicer: KvTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,7 +6,6 @@ leave a message for the next step.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.core.clock import Clock, SystemClock
@@ -14,17 +13,18 @@ from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockId, RequestId
-from kvferry.core.sampling import SamplingParams
 from kvferry.engine.allocation import Allocator
 from kvferry.engine.blocks import BlockPool
 from kvferry.engine.jobs import Export, LoadJob
-from kvferry.engine.prefix_index import CacheChange, PrefixIndex
+from kvferry.engine.messages import EngineLoad, EngineRequest, StepOutput
+from kvferry.engine.prefix_index import PrefixIndex
 from kvferry.engine.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
 from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepPlan, StepResult
 from kvferry.engine.tier_side import TierSide
 from kvferry.kv.connector import KvLoader, LoadOutcome, PagesQuiet
 from kvferry.kv.price import Decision, LoadPolicy, Piece, PriceBook
+from kvferry.kv.quarantine import accepts_fetch
 from kvferry.kv.tiering import KvTiers, StoreDone, TierAnswer, TierSource
 
 
@@ -37,53 +37,7 @@ class StepRunner(Protocol):
 
 
 _MAX_NAMERS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """One sequence to continue."""
-
-    request_id: RequestId
-    token_ids: list[int]
-    """Prompt, then what was generated before (a stream that moved here)."""
-    sampling: SamplingParams
-    num_generated: int = 0
-    sample_index: int = 0
-    tenant: str = ""
-    exports: bool = False
-    """Draw one token, then leave the pages to an offer."""
-    remote: RemoteKv | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Every countable thing that a request holds in the engine."""
-
-    running: int
-    waiting: int
-    loading: int
-    blocks_total: int
-    blocks_free: int
-    blocks_quarantined: int
-    exports: int
-    transfers: int
-    stores: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step brought."""
-
-    updates: list[SequenceUpdate]
-    exports: dict[RequestId, int]
-    """Numbers of the exports that this step made; whoever reads this now owns them (`release_export`)."""
-    loads: list[LoadOutcome]
-    decisions: list[tuple[RequestId, Decision]]
-    """What was chosen between loading and computing since the last step."""
-    cache_changes: list[CacheChange]
-    """Named blocks that came into the prefix cache or left it, in order."""
-    ran: bool
-    """Whether anything was computed; if not, only a new message or a freed page can change that."""
+_QUARANTINE_SHARE = 0.05
 
 
 class Engine:
@@ -340,18 +294,18 @@ class Engine:
 
     def _end_load(self, outcome: LoadOutcome) -> None:
         job = self._jobs.get(outcome.job)
-        if job is None:
-            raise InvariantBroken(f"an outcome of job {outcome.job}, which is over")
-        is_tier = isinstance(job.source, TierSource)
+        is_tier = job is not None and isinstance(job.source, TierSource)
         for part in outcome.parts:
             self._prices.observe_load(part.source, part.num_bytes, part.seconds)
-        if not is_tier and outcome.failure is None:
-            self._prices.observe_load(job.label, outcome.num_bytes, outcome.seconds)
         if outcome.failure is None:
+            if job is None:
+                raise InvariantBroken(f"job {outcome.job} succeeded, and is not running")
+            if not is_tier:
+                self._prices.observe_load(job.label, outcome.num_bytes, outcome.seconds)
             # A verified read is over as surely as a quiet one; its PagesQuiet then finds nothing left to do.
             self._end_write(outcome.job)
             self.scheduler.loaded(outcome.request_id, job.num_tokens, is_stored=is_tier)
-        elif is_tier and outcome.num_blocks:
+        elif job is not None and is_tier and outcome.num_blocks:
             self._end_write(outcome.job)  # a tier's reads are over when it says how they went
             here = (job.first_block + outcome.num_blocks) * self.allocator.block_tokens
             self.scheduler.loaded(outcome.request_id, here, is_stored=True)
@@ -389,6 +343,16 @@ class Engine:
             raise InvariantBroken("a load was planned without a loader")
         number = self._next_job
         self._next_job += 1
+        pool = self.allocator.pool
+        if loader is self._loader and not accepts_fetch(
+            num_quarantined=pool.num_quarantined,
+            num_blocks=pool.num_blocks,
+            num_wanted=len(job.targets),
+            share=_QUARANTINE_SHARE,
+        ):
+            why = f"quarantine is full: {pool.num_quarantined} of {pool.num_blocks} blocks wait for stalled reads"
+            self._inbox.append(LoadOutcome(job.request_id, number, why, 0, 0, 0.0))  # of a job that never ran
+            return
         self._jobs[number] = job
         self.allocator.pool.begin_write(job.targets)
         loader.start(number, job.request_id, job.source, job.first_block, job.targets)

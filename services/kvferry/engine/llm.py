@@ -10,7 +10,8 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.compute_dtype import choose_dtype
-from kvferry.engine.engine import Engine, EngineRequest, one_secret
+from kvferry.engine.engine import Engine, one_secret
+from kvferry.engine.messages import EngineRequest
 from kvferry.engine.models.transformer import build_model
 from kvferry.engine.runner import Runner
 from kvferry.engine.scheduler import SchedulerLimits

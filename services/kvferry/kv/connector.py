@@ -20,7 +20,7 @@ called on the fetcher's threads; it may block, within the deadlines it is given.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation, RequestId, TicketId, WorkerId
@@ -78,6 +78,15 @@ class Read(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Come back when there is news, at the latest after so long. May come back early."""
+        ...
+
+
+@runtime_checkable
+class MeasuredRead(Read, Protocol):
+    """A read that can say how far it came; one that comes no further is given up long before its deadline."""
+
+    def progress(self) -> int:
+        """A number that grows while data arrives, in a unit of the transport's own. Does not block."""
         ...
 
 
@@ -144,22 +153,24 @@ class PeerControl(Protocol):
     """Control messages to the worker that made a ticket. Blocking, within `timeout` seconds each.
 
     All raise `KvferryError`: `TicketRejected` when the peer refuses, `Unavailable` or `DeadlinePassed` when it
-    does not answer.
+    does not answer. `reader` says which of the ticket's readers asks.
     """
 
     def describe(self, peer: Peer, connector: str, fingerprint: bytes, timeout: float) -> bytes:
         """The peer's transport address, if its layout is ours."""
         ...
 
-    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
         """Start a lease; its seconds."""
         ...
 
-    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
         """Extend the lease; its seconds."""
         ...
 
-    def finish(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool) -> None:
+    def finish(
+        self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool, reader: int = 0
+    ) -> None:
         """End the attempt."""
         ...
 
@@ -170,6 +181,8 @@ class FetchSource:
 
     ticket: Ticket
     attempt: int
+    reader: int = 0
+    """Which of the ticket's readers this is."""
 
 
 @dataclass(frozen=True, slots=True)

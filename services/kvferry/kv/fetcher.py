@@ -1,25 +1,29 @@
-"""Carries transfers out: the thin shell around `transfers.TRANSFER_MACHINE`.
+"""Carries attempts out: the thin shell around `attempt.Attempt`.
 
-Each load job runs on one thread of a small pool: connect, claim, read, verify, finish, each with its own
-deadline, and a bound on the wait for a thread. The engine's thread only starts and cancels jobs and hears about
-them through a listener. A job whose read stalls reports its failure at once, so that the request can go on; its
-pages pass to one draining thread, which waits, for as long as it takes, until the transport is quiet. So stalled
-reads hold pages, never the threads that healthy peers need.
+Each load job runs on one thread of a small pool, which does what the attempt says, one effect after the other, and
+tells it what came of it. The engine's thread only starts and cancels jobs and hears about them through a listener.
+A job whose read stalls reports its failure at once, so that the request can go on; its pages pass to one draining
+thread, which waits, for as long as it takes, until the transport is quiet. So stalled reads hold pages, never the
+threads that healthy peers need.
 """
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import InvariantBroken, KvferryError, TicketRejected
+from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
+from kvferry.kv import attempt as effects
+from kvferry.kv.attempt import Attempt, Effect, Effects
 from kvferry.kv.connector import (
     FetchSource,
     LoadListener,
     LoadOutcome,
+    MeasuredRead,
     PagesQuiet,
     Peer,
     PeerControl,
@@ -28,7 +32,7 @@ from kvferry.kv.connector import (
     Transport,
 )
 from kvferry.kv.layout import KvLayout
-from kvferry.kv.transfers import TRANSFER_MACHINE, TransferEvent, TransferState, TransferTimes
+from kvferry.kv.transfers import TransferState, TransferTimes
 
 _log = logging.getLogger(__name__)
 
@@ -41,21 +45,12 @@ _DRAIN_PAUSE_SECONDS = 0.05
 class _Job:
     number: int
     request_id: RequestId
-    source: FetchSource
-    remote: list[int]
-    local: list[BlockId]
-    epochs: list[int]
+    attempt: Attempt
+    peer: Peer
     started: float
-    lease_seconds: float = 30.0
     cancelled: threading.Event = field(default_factory=threading.Event)
-    state: TransferState = TRANSFER_MACHINE.initial
-
-    def move(self, event: TransferEvent) -> None:
-        self.state = TRANSFER_MACHINE.next(self.state, event)
-
-
-class _GivenUp(Exception):
-    """This attempt ends here; the message says why."""
+    read: Read | None = None
+    pause: float = _FIRST_PAUSE_SECONDS
 
 
 class Fetcher:
@@ -89,7 +84,7 @@ class Fetcher:
         """Incarnations of the peers whose address the transport knows."""
         self._lives: dict[str, Peer] = {}
         """The latest life of each worker that the transport knows."""
-        self._draining: list[tuple[_Job, Peer, Read]] = []
+        self._draining: list[_Job] = []
         self._drainer: threading.Thread | None = None
         # Guards _jobs, _connected, _lives, _draining and _drainer; nothing that waits is called while it is held.
         self._lock = threading.Lock()
@@ -102,19 +97,17 @@ class Fetcher:
     ) -> None:
         if not isinstance(source, FetchSource):
             raise InvariantBroken(f"a fetch needs a ticket, not {type(source).__name__}")
-        ticket = source.ticket
-        span = slice(first_block, first_block + len(targets))  # by position: block i of the prompt is block i there
-        made = _Job(
-            job,
-            request_id,
+        ticket, now = source.ticket, self._clock.monotonic()
+        attempt = Attempt(
             source,
-            list(ticket.block_ids[span]),
-            list(targets),
-            list(ticket.epochs[span]),
-            self._clock.monotonic(),
+            first_block,
+            targets,
+            connector=self._transport.name,
+            block_bytes=self._layout.block_bytes,
+            times=self._times,
+            now=now,
         )
-        if len(made.remote) != len(made.local):
-            raise InvariantBroken(f"ticket {ticket.ticket_id} has no blocks {span}")
+        made = _Job(job, request_id, attempt, Peer(*ticket.peer, ticket.control_address), now)
         with self._lock:
             self._jobs[job] = made
         self._pool.submit(self._run, made)
@@ -141,65 +134,105 @@ class Fetcher:
     # ------------------------------------------------------------------ one job, on its thread
 
     def _run(self, job: _Job) -> None:
-        peer = Peer(*job.source.ticket.peer, job.source.ticket.control_address)
-        failure: str | None = None
-        read: Read | None = None
-        try:
-            self._claim(job, peer)
-            read = self._transport.read(peer, job.remote, job.local)
-            self._await(job, peer, read)
-            self._verify(job, peer)
-        except _GivenUp as error:
-            failure = str(error)
-        except ReadError as error:
-            failure = str(error)
-            if job.state in {TransferState.READING, TransferState.VERIFYING}:
-                job.move(TransferEvent.READ_BROKE)
-            self._forget(peer)
-        except Exception:
-            failure = "internal error while fetching"
-            _log.exception("fetch failed", extra={"request_id": job.request_id})
-            if TRANSFER_MACHINE.allows(job.state, TransferEvent.GIVE_UP):
-                job.move(TransferEvent.GIVE_UP)
+        attempt = job.attempt
+        todo: deque[Effect] = deque(attempt.cancel() if job.cancelled.is_set() else [])
+        todo.extend(attempt.begin(self._clock.monotonic()))
+        while todo or attempt.state is TransferState.READING:
+            try:
+                todo.extend(self._perform(job, todo.popleft()) if todo else self._poll(job))
+            except ReadError as error:
+                todo.extend(attempt.broken(str(error)))
+            except Exception:
+                _log.exception("fetch failed", extra={"request_id": job.request_id})
+                todo.extend(attempt.cancel("internal error while fetching"))
+        if attempt.state is TransferState.DRAINING:
+            if job.read is None or job.read.is_quiet():
+                self._quiet(job)
+            else:
+                self._drain_later(job)
+
+    def _perform(self, job: _Job, effect: Effect) -> Effects:
+        """Do one thing that the attempt wants; what it wants next."""
+        attempt, peer = job.attempt, job.peer
+        ticket = attempt.source.ticket
+        match effect:
+            case effects.Connect(timeout):
+                try:
+                    self._connect(peer, timeout)
+                except KvferryError as error:
+                    return attempt.refused(error)
+                return attempt.connected(self._clock.monotonic())
+            case effects.Claim(timeout):
+                try:
+                    source = attempt.source
+                    lease = self._control.claim(peer, ticket.id, source.attempt, timeout, reader=source.reader)
+                except KvferryError as error:
+                    return attempt.refused(error)
+                return attempt.claimed(lease, self._clock.monotonic())
+            case effects.StartRead():
+                job.read = self._transport.read(peer, attempt.remote, attempt.local)
+            case effects.ReadEpochs(timeout):
+                return attempt.epochs(self._transport.read_epochs(peer, attempt.remote, timeout))
+            case effects.Renew(timeout):
+                self._tell(job, "lease not renewed", lambda: self._renew(job, timeout))
+            case effects.Forget():
+                self._forget(peer)
+            case effects.Report(failure):
+                self._report(job, failure)
+            case effects.Quiet():
+                with self._lock:
+                    del self._jobs[job.number]
+                self._listener(PagesQuiet(job.number))
+            case effects.Finish(done, timeout):
+                self._tell(job, "hand-off not confirmed", lambda: self._finish(job, timeout, done=done))
+        return []
+
+    def _poll(self, job: _Job) -> Effects:
+        """Look at the read once, and wait for news of it, each time a little longer."""
+        attempt, read = job.attempt, job.read
+        if read is None:
+            raise InvariantBroken("a read is waited for that was never started")
+        if read.poll():
+            return attempt.arrived(self._clock.monotonic())
+        now = self._clock.monotonic()
+        if isinstance(read, MeasuredRead):
+            attempt.progress(read.progress(), now)
+        due = attempt.tick(now)
+        if due:
+            return due
+        if job.cancelled.is_set():
+            return attempt.cancel()
+        read.wait(job.pause)
+        job.pause = min(2 * job.pause, _LONGEST_PAUSE_SECONDS)
+        return []
+
+    def _report(self, job: _Job, failure: str | None) -> None:
+        num_blocks = 0 if failure else len(job.attempt.local)
         self._listener(
             LoadOutcome(
                 request_id=job.request_id,
                 job=job.number,
                 failure=failure,
-                num_blocks=len(job.local),
-                num_bytes=len(job.local) * self._layout.block_bytes,
+                num_blocks=num_blocks,
+                num_bytes=num_blocks * self._layout.block_bytes,
                 seconds=self._clock.monotonic() - job.started,
             )
         )
-        if job.state is TransferState.DRAINING and read is not None and not read.is_quiet():
-            self._drain_later(job, peer, read)
-        else:
-            self._end(job, peer)
 
-    def _claim(self, job: _Job, peer: Peer) -> None:
-        timeout = self._times.control_seconds
-        ticket = job.source.ticket
+    def _renew(self, job: _Job, timeout: float) -> None:
+        source = job.attempt.source
+        self._control.renew(job.peer, source.ticket.id, source.attempt, timeout, reader=source.reader)
+
+    def _finish(self, job: _Job, timeout: float, *, done: bool) -> None:
+        source = job.attempt.source
+        self._control.finish(job.peer, source.ticket.id, source.attempt, timeout, done=done, reader=source.reader)
+
+    def _tell(self, job: _Job, otherwise: str, message: Callable[[], None]) -> None:
+        """Send what may be lost: the epochs prove, and timers give back."""
         try:
-            if job.cancelled.is_set():
-                raise _GivenUp("cancelled")
-            waited = self._clock.monotonic() - job.started
-            if waited > self._times.queue_seconds:
-                raise _GivenUp(f"waited {waited:.1f} s for other transfers")
-            if ticket.connector != self._transport.name:
-                raise _GivenUp(
-                    f"the peer offers over {ticket.connector!r}, this worker reads over {self._transport.name!r}"
-                )
-            self._connect(peer, timeout)
-            job.lease_seconds = self._control.claim(peer, ticket.id, job.source.attempt, timeout)
-        except (_GivenUp, ReadError):
-            job.move(TransferEvent.GIVE_UP)
-            raise
+            message()
         except KvferryError as error:
-            job.move(TransferEvent.REFUSED)
-            if not isinstance(error, TicketRejected) or error.reason == "TICKET_INCARNATION":
-                self._forget(peer)  # gone, or another life by now: what the transport keeps of it is of no use
-            raise _GivenUp(f"{error.reason}: {error.message}") from error
-        job.move(TransferEvent.CLAIMED)
+            _log.info("%s: %s", otherwise, error.message, extra={"request_id": job.request_id})
 
     def _connect(self, peer: Peer, timeout: float) -> None:
         with self._lock:
@@ -224,43 +257,12 @@ class Fetcher:
                 del self._lives[peer.worker_id]
         self._transport.forget(peer)
 
-    def _await(self, job: _Job, peer: Peer, read: Read) -> None:
-        """Poll with growing pauses until the data is here; renew the lease meanwhile."""
-        begun = self._clock.monotonic()
-        deadline = begun + self._times.deadline_seconds(len(job.local) * self._layout.block_bytes)
-        renew_at = begun + job.lease_seconds / 6
-        pause = _FIRST_PAUSE_SECONDS
-        while not read.poll():
-            now = self._clock.monotonic()
-            if now >= deadline:
-                job.move(TransferEvent.GIVE_UP)
-                raise _GivenUp(f"the transfer took longer than {deadline - begun:.2f} s")
-            if now >= renew_at:
-                self._renew(job, peer)
-                renew_at = now + job.lease_seconds / 6
-            if job.cancelled.wait(pause):
-                job.move(TransferEvent.GIVE_UP)
-                raise _GivenUp("cancelled")
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        job.move(TransferEvent.READ_DONE)
+    # ------------------------------------------------------------------ reads that outlive their job's thread
 
-    def _renew(self, job: _Job, peer: Peer) -> None:
-        try:
-            self._control.renew(peer, job.source.ticket.id, job.source.attempt, self._times.control_seconds)
-        except KvferryError as error:
-            # Not fatal: the epochs will tell whether the pages were still ours when the data arrived.
-            _log.info("lease not renewed: %s", error.message, extra={"request_id": job.request_id})
-
-    def _verify(self, job: _Job, peer: Peer) -> None:
-        if self._transport.read_epochs(peer, job.remote, self._times.control_seconds) != job.epochs:
-            job.move(TransferEvent.EPOCHS_DIFFER)
-            raise _GivenUp("the peer reused the pages before they were read")
-        job.move(TransferEvent.EPOCHS_EQUAL)
-
-    def _drain_later(self, job: _Job, peer: Peer, read: Read) -> None:
+    def _drain_later(self, job: _Job) -> None:
         """Until the transport is quiet nobody may reuse the pages; wait for it on the draining thread."""
         with self._lock:
-            self._draining.append((job, peer, read))
+            self._draining.append(job)
             if self._drainer is None:
                 self._drainer = threading.Thread(target=self._drain, name="kv-drain", daemon=True)
                 self._drainer.start()
@@ -272,31 +274,12 @@ class Fetcher:
                 if not waiting:
                     self._drainer = None
                     return
-            for entry in waiting:
-                job, peer, read = entry
-                if read.is_quiet():
+            for job in waiting:
+                if job.read is None or job.read.is_quiet():
                     with self._lock:
-                        self._draining.remove(entry)
-                    self._end(job, peer)
+                        self._draining.remove(job)
+                    self._quiet(job)
 
-    def _end(self, job: _Job, peer: Peer) -> None:
-        """Nothing touches the job's pages any more."""
-        if job.state is TransferState.DRAINING:
-            job.move(TransferEvent.QUIET)
-        with self._lock:
-            del self._jobs[job.number]
-        self._listener(PagesQuiet(job.number))
-        self._finish(job, peer)
-
-    def _finish(self, job: _Job, peer: Peer) -> None:
-        """Tell the peer; best effort, its lease is the backstop."""
-        try:
-            self._control.finish(
-                peer,
-                job.source.ticket.id,
-                job.source.attempt,
-                self._times.control_seconds,
-                done=job.state is TransferState.READY,
-            )
-        except KvferryError as error:
-            _log.info("hand-off not confirmed: %s", error.message, extra={"request_id": job.request_id})
+    def _quiet(self, job: _Job) -> None:
+        for effect in job.attempt.quiet():
+            self._perform(job, effect)

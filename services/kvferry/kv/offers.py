@@ -3,14 +3,16 @@
     OFFERED   the ticket is out, nobody has come          until claimed, released, or `offer_seconds`
     CLAIMED   a reader has a lease                        until finished, released, or `lease_seconds` unrenewed
     QUIESCE   the lease is over, a read may still run     until the reader says it stopped, or `quiesce_seconds`
-    FREED     the pages went back to the pool
+    FREED     this place holds the pages no more
 
-A reader can do no harm by coming late: pages get a new epoch before new content, and the reader compares
-epochs after it has read. So the times here bound waste, not correctness. Every event is idempotent by
-(ticket, attempt); an unknown ticket answers like a freed one. Pure: the caller brings the time and carries
-out the effects (give these pages back).
+An offer has one *place* for each reader it was made for, and each place walks this table by itself; the pages go
+back when every place is freed. A reader can do no harm by coming late: pages get a new epoch before new content, and
+the reader compares epochs after it has read. So the times here bound waste, not correctness. Every event is
+idempotent by (ticket, reader, attempt); an unknown ticket answers like a freed one. Pure: the caller brings the time
+and carries out the effects (give these pages back).
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -20,6 +22,8 @@ from kvferry.core.ids import TicketId
 from kvferry.core.states import Machine
 
 P = TypeVar("P")
+
+_MAX_EARLY_RELEASES = 1024
 
 
 class OfferState(StrEnum):
@@ -38,6 +42,8 @@ class OfferEvent(StrEnum):
     RENEW = "renew"
     DONE = "done"
     FAIL = "fail"
+    SPENT = "spent"
+    """Failed once too often: something is wrong with these pages, or with the way to them."""
     RELEASE = "release"
     EXPIRE = "expire"
 
@@ -54,10 +60,12 @@ OFFER_MACHINE = Machine(
         (OfferState.CLAIMED, OfferEvent.RENEW): OfferState.CLAIMED,
         (OfferState.CLAIMED, OfferEvent.DONE): OfferState.FREED,
         (OfferState.CLAIMED, OfferEvent.FAIL): OfferState.OFFERED,
+        (OfferState.CLAIMED, OfferEvent.SPENT): OfferState.FREED,
         (OfferState.CLAIMED, OfferEvent.RELEASE): OfferState.QUIESCE,
         (OfferState.CLAIMED, OfferEvent.EXPIRE): OfferState.QUIESCE,
         (OfferState.QUIESCE, OfferEvent.DONE): OfferState.FREED,
         (OfferState.QUIESCE, OfferEvent.FAIL): OfferState.FREED,
+        (OfferState.QUIESCE, OfferEvent.SPENT): OfferState.FREED,
         (OfferState.QUIESCE, OfferEvent.RELEASE): OfferState.QUIESCE,
         (OfferState.QUIESCE, OfferEvent.EXPIRE): OfferState.FREED,
     },
@@ -66,7 +74,7 @@ OFFER_MACHINE = Machine(
 
 @dataclass(frozen=True, slots=True)
 class OfferTimes:
-    """How long each state may last, in seconds."""
+    """How long each state may last, in seconds, and how often a reader may fail."""
 
     offer_seconds: float = 10.0
     """Short: the gateway hands a ticket on within milliseconds, or releases it."""
@@ -74,15 +82,35 @@ class OfferTimes:
     """A reader renews every sixth of what it was given; two lost renewals do not cost it the lease."""
     quiesce_seconds: float = 5.0
     """For a reader that lost its lease to notice and stop."""
+    max_failures: int = 3
+    """Attempts of one reader that may fail before its place is freed."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """One reader's part in an offer."""
+
+    deadline: float
+    state: OfferState = OFFER_MACHINE.initial
+    attempt: int | None = None
+    """The attempt that holds the claim; `None` while offered."""
+    ended: int = -1
+    """The latest attempt that said it was over; a claim of it that comes later is a straggler."""
+    failures: int = 0
+
+    def move(self, event: OfferEvent) -> None:
+        self.state = OFFER_MACHINE.next(self.state, event)
+
+    def lease(self, event: OfferEvent, until: float) -> None:
+        """Begin or extend a lease; never shortens it."""
+        self.deadline = max(until, self.deadline) if event is OfferEvent.RENEW else until
+        self.move(event)
 
 
 @dataclass(slots=True)
 class _Offer(Generic[P]):
     pages: P
-    state: OfferState
-    deadline: float
-    attempt: int | None = None
-    """The attempt that holds the claim; `None` while offered."""
+    places: list[_Place]
 
 
 class OfferBook(Generic[P]):
@@ -91,75 +119,115 @@ class OfferBook(Generic[P]):
     def __init__(self, times: OfferTimes) -> None:
         self.times = times
         self._offers: dict[TicketId, _Offer[P]] = {}
+        self._early: dict[TicketId, None] = {}
+        """Released before they were offered, as far as is known; the oldest go first."""
 
     def __contains__(self, ticket_id: TicketId) -> bool:
         """Whether an offer of this id is open."""
         return ticket_id in self._offers
 
-    def offer(self, ticket_id: TicketId, pages: P, now: float) -> None:
-        """A new offer; the book owns `pages` until it returns them from another method."""
-        self._offers[ticket_id] = _Offer(pages, OFFER_MACHINE.initial, now + self.times.offer_seconds)
-
-    def claim(self, ticket_id: TicketId, attempt: int, now: float) -> float:
-        """Start the lease; its length in seconds. Claiming again with the same attempt starts it anew.
+    def offer(self, ticket_id: TicketId, pages: P, now: float, *, readers: int = 1) -> list[P]:
+        """A new offer to `readers` readers, numbered from 0; the book owns `pages` until it returns them from
+        another method, or from this one: the gateway names tickets before they exist, so its release can overtake
+        the offer.
 
         Raises:
-            TicketRejected: the offer is gone, or another attempt holds it.
+            ValueError: nobody is to read it, or the id is taken; its pages would be lost.
         """
-        offer = self._find(ticket_id)
-        if offer.state is OfferState.CLAIMED and offer.attempt == attempt:
-            return self._extend(offer, OfferEvent.RENEW, now)
-        if offer.state is not OfferState.OFFERED:
+        if readers < 1 or ticket_id in self._offers:
+            raise ValueError(f"an offer needs a reader and an id of its own; readers={readers}")
+        if ticket_id in self._early:
+            del self._early[ticket_id]
+            return [pages]
+        deadline = now + self.times.offer_seconds
+        self._offers[ticket_id] = _Offer(pages, [_Place(deadline) for _ in range(readers)])
+        return []
+
+    def claim(self, ticket_id: TicketId, attempt: int, now: float, *, reader: int = 0) -> float:
+        """Start the lease; its length in seconds. Claiming again with the same attempt extends it.
+
+        Raises:
+            TicketRejected: the offer is gone, was not made for this reader, or another attempt holds its place.
+        """
+        place = self._find(ticket_id, reader)
+        if place.state is OfferState.CLAIMED and place.attempt == attempt:
+            place.lease(OfferEvent.RENEW, now + self.times.lease_seconds)
+        elif place.state is OfferState.OFFERED and attempt > place.ended:
+            place.attempt = attempt
+            place.lease(OfferEvent.CLAIM, now + self.times.lease_seconds)
+        elif place.state is OfferState.OFFERED:
+            raise TicketRejected(f"attempt {attempt} has ended already", reason="TICKET_GONE", field="attempt")
+        else:
             raise TicketRejected(
-                f"the offer is {offer.state.value}: another attempt has it or had it",
+                f"the offer is {place.state.value}: another attempt has it or had it",
                 reason="TICKET_TAKEN",
                 field="ticket",
             )
-        offer.attempt = attempt
-        return self._extend(offer, OfferEvent.CLAIM, now)
+        return self.times.lease_seconds
 
-    def renew(self, ticket_id: TicketId, attempt: int, now: float) -> float:
+    def renew(self, ticket_id: TicketId, attempt: int, now: float, *, reader: int = 0) -> float:
         """Extend the lease; its length in seconds.
 
         Raises:
             TicketRejected: this attempt holds no lease.
         """
-        offer = self._find(ticket_id)
-        if offer.state is not OfferState.CLAIMED or offer.attempt != attempt:
+        place = self._find(ticket_id, reader)
+        if place.state is not OfferState.CLAIMED or place.attempt != attempt:
             raise TicketRejected("this attempt holds no lease any more", reason="TICKET_GONE", field="ticket")
-        return self._extend(offer, OfferEvent.RENEW, now)
+        place.lease(OfferEvent.RENEW, now + self.times.lease_seconds)
+        return self.times.lease_seconds
 
-    def finish(self, ticket_id: TicketId, attempt: int, now: float, *, done: bool) -> list[P]:
-        """The attempt is over; pages to give back. A failed attempt leaves the offer open for the next one.
+    def finish(self, ticket_id: TicketId, attempt: int, now: float, *, done: bool, reader: int = 0) -> list[P]:
+        """The attempt is over; pages to give back. A failed attempt leaves its place open for the next one, until
+        too many have failed.
 
         A reader that needed nothing, because it had every block, says done without a claim.
         """
         offer = self._offers.get(ticket_id)
-        unclaimed = offer is not None and offer.attempt is None
-        if offer is None or (unclaimed and not done) or (not unclaimed and offer.attempt != attempt):
+        if offer is None or not 0 <= reader < len(offer.places):
             return []
-        freed = self._move(ticket_id, offer, OfferEvent.DONE if done else OfferEvent.FAIL)
-        if not freed:
-            offer.attempt = None
-            offer.deadline = now + self.times.offer_seconds
-        return freed
+        place = offer.places[reader]
+        if place.state is OfferState.FREED:
+            return []
+        if place.attempt is None:
+            place.ended = max(place.ended, attempt)
+            if not done:
+                return []
+        elif place.attempt != attempt:
+            return []
+        if done:
+            place.move(OfferEvent.DONE)
+        else:
+            place.failures += 1
+            place.move(OfferEvent.SPENT if place.failures >= self.times.max_failures else OfferEvent.FAIL)
+            place.attempt, place.ended = None, max(place.ended, attempt)
+            place.deadline = now + self.times.offer_seconds
+        return self._freed(ticket_id, offer)
 
     def release(self, ticket_id: TicketId, now: float) -> list[P]:
         """Nobody wants it any more; pages to give back now. A read that runs gets a moment to stop."""
         offer = self._offers.get(ticket_id)
         if offer is None:
+            self._early[ticket_id] = None
+            if len(self._early) > _MAX_EARLY_RELEASES:
+                del self._early[next(iter(self._early))]
             return []
-        if offer.state is OfferState.CLAIMED:
-            offer.deadline = now + self.times.quiesce_seconds
-        return self._move(ticket_id, offer, OfferEvent.RELEASE)
+        for place in offer.places:
+            if place.state is OfferState.CLAIMED:
+                place.deadline = now + self.times.quiesce_seconds
+            if place.state is not OfferState.FREED:
+                place.move(OfferEvent.RELEASE)
+        return self._freed(ticket_id, offer)
 
     def expire(self, now: float) -> list[P]:
         """Let time act; pages to give back. Call it at least every second."""
         freed: list[P] = []
         for ticket_id, offer in list(self._offers.items()):
-            if offer.deadline <= now:
-                offer.deadline = now + self.times.quiesce_seconds
-                freed += self._move(ticket_id, offer, OfferEvent.EXPIRE)
+            for place in offer.places:
+                if place.state is not OfferState.FREED and place.deadline <= now:
+                    place.deadline = now + self.times.quiesce_seconds
+                    place.move(OfferEvent.EXPIRE)
+            freed += self._freed(ticket_id, offer)
         return freed
 
     def drop_all(self) -> list[P]:
@@ -169,28 +237,49 @@ class OfferBook(Generic[P]):
         return pages
 
     def count(self, state: OfferState) -> int:
-        """Offers in one state."""
-        return sum(1 for o in self._offers.values() if o.state is state)
+        """Places in one state, over all offers."""
+        return sum(1 for offer in self._offers.values() for place in offer.places if place.state is state)
+
+    @property
+    def due(self) -> float:
+        """When `expire` will next have something to do; infinite without an offer."""
+        open_places = (p for o in self._offers.values() for p in o.places if p.state is not OfferState.FREED)
+        return min((place.deadline for place in open_places), default=math.inf)
 
     @property
     def is_idle(self) -> bool:
         """Whether no offer is left."""
         return not self._offers
 
-    def _find(self, ticket_id: TicketId) -> _Offer[P]:
+    def _find(self, ticket_id: TicketId, reader: int) -> _Place:
         offer = self._offers.get(ticket_id)
-        if offer is None:
+        if offer is not None and not 0 <= reader < len(offer.places):
+            raise TicketRejected(
+                f"the offer is for {len(offer.places)} readers, this is number {reader} from 0",
+                reason="TICKET_READER",
+                field="reader_index",
+            )
+        if offer is None or offer.places[reader].state is OfferState.FREED:
             raise TicketRejected("the offer is gone: released, expired, or taken", reason="TICKET_GONE", field="ticket")
-        return offer
+        return offer.places[reader]
 
-    def _extend(self, offer: _Offer[P], event: OfferEvent, now: float) -> float:
-        offer.state = OFFER_MACHINE.next(offer.state, event)
-        offer.deadline = now + self.times.lease_seconds
-        return self.times.lease_seconds
-
-    def _move(self, ticket_id: TicketId, offer: _Offer[P], event: OfferEvent) -> list[P]:
-        offer.state = OFFER_MACHINE.next(offer.state, event)
-        if offer.state is not OfferState.FREED:
+    def _freed(self, ticket_id: TicketId, offer: _Offer[P]) -> list[P]:
+        if any(place.state is not OfferState.FREED for place in offer.places):
             return []
         del self._offers[ticket_id]
         return [offer.pages]
+
+
+def check_incarnation(asked: str, mine: str) -> None:
+    """Whether a message is for this life of this worker.
+
+    Raises:
+        TicketRejected: it is for another.
+    """
+    if asked != mine:
+        raise TicketRejected(
+            f"the ticket is of incarnation {asked!r}; this worker is {mine!r} since it restarted, and its pages are "
+            "new",
+            reason="TICKET_INCARNATION",
+            field="incarnation",
+        )

@@ -45,6 +45,11 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """Of the pages when they were offered."""
     expires_wall: float
     """Seconds since the Unix epoch after which the offer may be gone. A hint: epochs are the proof."""
+    held: bool = True
+    """Whether the peer keeps the pages under an offer. If not, nothing is claimed and nothing finished: whoever
+    reads finds by the epochs whether they were still what the ticket says."""
+    readers: int = 1
+    """How many may read under the offer, each with its own `reader` number from 0 on."""
 
     @property
     def id(self) -> TicketId:
@@ -105,7 +110,7 @@ class Keyring:
             raise TicketRejected(
                 "the ticket is of a version this worker cannot read", reason="TICKET_MALFORMED", field="ticket"
             ) from error
-        if len(ticket.block_ids) != len(ticket.epochs) or ticket.num_tokens < 1:
+        if len(ticket.block_ids) != len(ticket.epochs) or ticket.num_tokens < 1 or ticket.readers < 1:
             raise TicketRejected("the ticket contradicts itself", reason="TICKET_MALFORMED", field="ticket")
         return ticket
 

@@ -2,7 +2,7 @@
 
 - gRPC code from the `.proto` files
 - vectors of every name and wire form (tests/golden/*.json)
-- state diagrams in the docs, between `<!-- generated: NAME -->` marks
+- state diagrams and tables in the docs, between `<!-- generated: NAME -->` marks
 """
 
 import json
@@ -27,6 +27,7 @@ from kvferry.kv.tiers.breaker import BREAKER_MACHINE
 from kvferry.kv.tiers.frame import Frames
 from kvferry.kv.tiers.tier import ObjectKey
 from kvferry.kv.transfers import TRANSFER_MACHINE
+from kvferry.testing.explorer import report
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -136,11 +137,12 @@ def vectors() -> dict[Path, str]:
 
 def documents() -> dict[Path, str]:
     """Every document with its generated parts renewed."""
-    diagrams = {machine.name: f"```mermaid\n{machine.mermaid()}\n```\n" for machine in MACHINES}
+    parts = {machine.name: f"```mermaid\n{machine.mermaid()}\n```\n" for machine in MACHINES}
+    parts |= {"scenarios": report.scenarios(), "mutations": report.mutations()}
     found: dict[Path, str] = {}
     for path in sorted((ROOT / "docs").rglob("*.md")):
         text = path.read_text("utf-8")
-        found[path] = _MARK.sub(lambda m: m[1] + diagrams[m[2]] + m[3], text)
+        found[path] = _MARK.sub(lambda m: m[1] + parts[m[2]] + m[3], text)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from kvferry.core.errors import KvferryError, TicketRejected
-from kvferry.engine.engine import EngineRequest
+from kvferry.engine.messages import EngineRequest
 from kvferry.engine.sequence import RemoteKv
 from kvferry.kv.connector import FetchSource, Peer, PeerControl
 from kvferry.kv.ticket import Keyring, Ticket, check_ticket
@@ -78,8 +78,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         sampling = wire.sampling_from_wire(request.sampling)
         handoff = self._open(request, tokens)
         remote = None
+        source = None
         if handoff.ticket is not None:
-            remote = RemoteKv(handoff.ticket.num_tokens, FetchSource(handoff.ticket, request.attempt), PEER)
+            # A ticket for one is the sample's own; one for several was made for the samples of one prompt.
+            reader = request.sample_index if handoff.ticket.readers > 1 else 0
+            source = FetchSource(handoff.ticket, request.attempt, reader)
+            remote = RemoteKv(handoff.ticket.num_tokens, source, PEER)
         stream = self._context.loop.submit(
             EngineRequest(
                 request_id=sequence_id(request.request_id, request.sample_index),
@@ -98,8 +102,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     if message is not None:
                         yield message
         finally:
-            if handoff.ticket is not None and handoff.arrival.from_peer is None:
-                self._dismiss(handoff.ticket, request.attempt, stream)
+            if source is not None and source.ticket.held and handoff.arrival.from_peer is None:
+                self._dismiss(source, stream)
 
     def _open(self, request: decode_pb2.DecodeRequest, tokens: list[int]) -> _Handoff:
         """Open and check the ticket. One that merely came too late is not an error: the tokens are computed.
@@ -126,13 +130,22 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             return _Handoff(None, arrival, refused=error.message)
         return _Handoff(ticket, arrival)
 
-    def _dismiss(self, ticket: Ticket, attempt: int, stream: EngineStream) -> None:
+    def _dismiss(self, source: FetchSource, stream: EngineStream) -> None:
         """Tell the peer that its pages are not needed: every block was here, or the caller left first."""
+        ticket = source.ticket
         peer = Peer(*ticket.peer, ticket.control_address)
 
         async def tell() -> None:
             try:
-                await asyncio.to_thread(self._control.finish, peer, ticket.id, attempt, _CONTROL_SECONDS, done=True)
+                await asyncio.to_thread(
+                    self._control.finish,
+                    peer,
+                    ticket.id,
+                    source.attempt,
+                    _CONTROL_SECONDS,
+                    done=True,
+                    reader=source.reader,
+                )
             except KvferryError as error:  # its own timer gives the pages back
                 _log.info("offer not dismissed: %s", error.message, extra={"request_id": stream.request_id})
 

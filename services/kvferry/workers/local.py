@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator
 
-from kvferry.engine.engine import EngineRequest
+from kvferry.engine.messages import EngineRequest
 from kvferry.rpc.token_source import Timing, TokenEvent, TokenRequest
 from kvferry.workers.arrival import Arrival
 from kvferry.workers.context import WorkerContext, sequence_id

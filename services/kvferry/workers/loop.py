@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import InvariantBroken, KvferryError, Unavailable
 from kvferry.core.ids import RequestId
-from kvferry.engine.engine import Engine, EngineLoad, EngineRequest, StepOutput
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import EngineLoad, EngineRequest, StepOutput
 from kvferry.engine.prefix_index import CacheChange
 from kvferry.engine.scheduler import SequenceUpdate
 from kvferry.kv.connector import LoadOutcome, PagesQuiet

@@ -34,10 +34,17 @@ class OfferDesk:
         self._book: OfferBook[int] = OfferBook(times)
 
     def offer(
-        self, number: int, export: Export, tokens: list[int], tenant: str, ticket_id: TicketId | None = None
+        self,
+        number: int,
+        export: Export,
+        tokens: list[int],
+        tenant: str,
+        ticket_id: TicketId | None = None,
+        *,
+        readers: int = 1,
     ) -> Offered:
-        """Offer the pages of export `number` to whoever brings the ticket, under the id that the caller wished
-        unless another offer has it."""
+        """Offer the pages of export `number` to whoever brings the ticket, `readers` of them at a time, under the id
+        that the caller wished unless another offer has it."""
         if ticket_id is None or ticket_id in self._book:
             ticket_id = new_ticket_id()
         ticket = Ticket(
@@ -53,22 +60,23 @@ class OfferDesk:
             block_ids=export.blocks,
             epochs=export.epochs,
             expires_wall=self._clock.wall() + self._times.offer_seconds,
+            readers=readers,
         )
-        self._book.offer(ticket.id, number, self._clock.monotonic())
         self._transport.attend(True)
+        self._give_back(self._book.offer(ticket.id, number, self._clock.monotonic(), readers=readers))
         return Offered(ticket.id, self._keyring.seal(ticket))
 
-    def claim(self, ticket_id: TicketId, attempt: int) -> float:
+    def claim(self, ticket_id: TicketId, attempt: int, reader: int = 0) -> float:
         """See `OfferBook.claim`."""
-        return self._book.claim(ticket_id, attempt, self._clock.monotonic())
+        return self._book.claim(ticket_id, attempt, self._clock.monotonic(), reader=reader)
 
-    def renew(self, ticket_id: TicketId, attempt: int) -> float:
+    def renew(self, ticket_id: TicketId, attempt: int, reader: int = 0) -> float:
         """See `OfferBook.renew`."""
-        return self._book.renew(ticket_id, attempt, self._clock.monotonic())
+        return self._book.renew(ticket_id, attempt, self._clock.monotonic(), reader=reader)
 
-    def finish(self, ticket_id: TicketId, attempt: int, *, done: bool) -> None:
+    def finish(self, ticket_id: TicketId, attempt: int, reader: int = 0, *, done: bool) -> None:
         """See `OfferBook.finish`."""
-        self._give_back(self._book.finish(ticket_id, attempt, self._clock.monotonic(), done=done))
+        self._give_back(self._book.finish(ticket_id, attempt, self._clock.monotonic(), done=done, reader=reader))
 
     def release(self, ticket_id: TicketId) -> None:
         """See `OfferBook.release`."""

@@ -35,21 +35,33 @@ class GrpcPeerControl:
         answer = self._call(peer, "Describe", request, timeout)
         return bytes(answer.address)
 
-    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
         request = kv_transfer_pb2.ClaimRequest(
-            ticket_id=ticket_id, attempt=attempt, incarnation=peer.incarnation, reader=self._identity()
+            ticket_id=ticket_id,
+            attempt=attempt,
+            incarnation=peer.incarnation,
+            reader=self._identity(),
+            reader_index=reader,
         )
         return float(self._call(peer, "Claim", request, timeout).lease_seconds)
 
-    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
-        request = kv_transfer_pb2.RenewRequest(ticket_id=ticket_id, attempt=attempt, incarnation=peer.incarnation)
+    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
+        request = kv_transfer_pb2.RenewRequest(
+            ticket_id=ticket_id, attempt=attempt, incarnation=peer.incarnation, reader_index=reader
+        )
         return float(self._call(peer, "Renew", request, timeout).lease_seconds)
 
-    def finish(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool) -> None:
+    def finish(
+        self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool, reader: int = 0
+    ) -> None:
         outcomes = kv_transfer_pb2.FinishRequest.Outcome
         outcome = outcomes.OUTCOME_DONE if done else outcomes.OUTCOME_FAILED
         request = kv_transfer_pb2.FinishRequest(
-            ticket_id=ticket_id, attempt=attempt, incarnation=peer.incarnation, outcome=outcome
+            ticket_id=ticket_id,
+            attempt=attempt,
+            incarnation=peer.incarnation,
+            outcome=outcome,
+            reader_index=reader,
         )
         self._call(peer, "Finish", request, timeout)
 

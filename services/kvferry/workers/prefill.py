@@ -7,7 +7,7 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, Unavailable
 from kvferry.core.ids import TicketId
-from kvferry.engine.engine import EngineRequest
+from kvferry.engine.messages import EngineRequest
 from kvferry.rpc import wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.arrival import Arrival

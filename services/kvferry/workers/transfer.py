@@ -7,6 +7,7 @@ import grpc
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import TicketId
 from kvferry.kv.connector import Transport
+from kvferry.kv.offers import check_incarnation
 from kvferry.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from kvferry.workers.context import WorkerContext
 from kvferry.workers.offer_desk import OfferDesk
@@ -25,7 +26,7 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
     async def Describe(
         self, request: kv_transfer_pb2.DescribeRequest, context: Context
     ) -> kv_transfer_pb2.DescribeResponse:
-        self._check_incarnation(request.incarnation)
+        check_incarnation(request.incarnation, self._context.incarnation)
         mine = self._context.layout.fingerprint
         if request.fingerprint != mine:
             raise TicketRejected(
@@ -44,26 +45,17 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         )
 
     async def Claim(self, request: kv_transfer_pb2.ClaimRequest, context: Context) -> kv_transfer_pb2.ClaimResponse:
-        self._check_incarnation(request.incarnation)
-        lease = self._desk.claim(TicketId(request.ticket_id), request.attempt)
+        check_incarnation(request.incarnation, self._context.incarnation)
+        lease = self._desk.claim(TicketId(request.ticket_id), request.attempt, request.reader_index)
         return kv_transfer_pb2.ClaimResponse(lease_seconds=lease)
 
     async def Renew(self, request: kv_transfer_pb2.RenewRequest, context: Context) -> kv_transfer_pb2.RenewResponse:
-        self._check_incarnation(request.incarnation)
-        lease = self._desk.renew(TicketId(request.ticket_id), request.attempt)
+        check_incarnation(request.incarnation, self._context.incarnation)
+        lease = self._desk.renew(TicketId(request.ticket_id), request.attempt, request.reader_index)
         return kv_transfer_pb2.RenewResponse(lease_seconds=lease)
 
     async def Finish(self, request: kv_transfer_pb2.FinishRequest, context: Context) -> kv_transfer_pb2.FinishResponse:
-        self._check_incarnation(request.incarnation)
+        check_incarnation(request.incarnation, self._context.incarnation)
         done = request.outcome == kv_transfer_pb2.FinishRequest.OUTCOME_DONE
-        self._desk.finish(TicketId(request.ticket_id), request.attempt, done=done)
+        self._desk.finish(TicketId(request.ticket_id), request.attempt, request.reader_index, done=done)
         return kv_transfer_pb2.FinishResponse()
-
-    def _check_incarnation(self, incarnation: str) -> None:
-        if incarnation != self._context.incarnation:
-            raise TicketRejected(
-                f"the ticket is of incarnation {incarnation!r}; this worker is {self._context.incarnation!r} since it "
-                "restarted, and its pages are new",
-                reason="TICKET_INCARNATION",
-                field="incarnation",
-            )

@@ -9,7 +9,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.engine import EngineRequest
+from kvferry.engine.messages import EngineRequest
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.populate import populate_in_background
 from kvferry.kv.ticket import Keyring

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
-from kvferry.engine.engine import Engine, EngineRequest
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import EngineRequest
 from kvferry.engine.scheduler import SchedulerLimits
 from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepResult
@@ -219,6 +220,26 @@ def test_a_failed_load_is_computed_instead_and_its_pages_wait_for_the_transport(
     assert not engine.is_idle
     engine.post(PagesQuiet(loader.started[-1][0]))
     engine.step()
+    assert engine.is_idle
+
+
+def test_when_quarantine_is_full_the_next_request_is_computed_at_once() -> None:
+    engine, _ = an_engine(num_blocks=32)
+    loader = HeldLoader(engine)
+    engine.add(remote_request(list(range(11))))
+    engine.step()
+    loader.end("stalled", quiet=False)
+    run_until_idle(engine)
+    assert engine.load().blocks_quarantined == 3
+    prompt = list(range(20, 30))
+    tokens = [*prompt, expected_tokens(prompt, 1)[0]]
+    engine.add(remote_request(tokens))
+    engine.step()
+    assert len(loader.started) == 1, "one stalled request's worth of pages is stuck already"
+    output = engine.step()
+    assert "quarantine is full: 3 of" in str(output.loads[0].failure)
+    engine.post(PagesQuiet(loader.started[0][0]))
+    run_until_idle(engine)
     assert engine.is_idle
 
 

@@ -53,15 +53,17 @@ class Script:
         self._step("describe")
         return b"address"
 
-    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+    def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
         self._step("claim")
         return 30.0
 
-    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float) -> float:
+    def renew(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:
         self._step("renew")
         return 30.0
 
-    def finish(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool) -> None:
+    def finish(
+        self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, done: bool, reader: int = 0
+    ) -> None:
         self.finished.append(done)
         self._step("finish")
 
@@ -87,6 +89,9 @@ class Script:
         self.clock.advance(self.seconds_per_poll)
         self.polls_until_done -= 1
         return self.polls_until_done <= 0
+
+    def wait(self, seconds: float) -> None:
+        threading.Event().wait(min(seconds, 0.001))
 
     def is_quiet(self) -> bool:
         return self.quiet.is_set()
@@ -190,6 +195,28 @@ def test_a_long_read_renews_its_lease_and_survives_a_lost_renewal() -> None:
     fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
     assert outcome(script).failure is None
     fetcher._pool.shutdown()
+
+
+def test_a_read_that_comes_no_further_is_given_up_long_before_its_deadline() -> None:
+    class Measured(Script):
+        def progress(self) -> int:
+            return 7
+
+    script = Measured()
+    script.polls_until_done, script.seconds_per_poll = 1 << 30, 0.4
+    fetcher = Fetcher(script, script, LAYOUT, script.hear, clock=script.clock, times=TransferTimes(least_seconds=60.0))  # type: ignore[arg-type]
+    fetcher.start(1, RequestId("r"), FetchSource(a_ticket(), 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
+    assert "no progress" in str(outcome(script).failure)
+    fetcher._pool.shutdown()
+
+
+def test_a_ticket_that_nothing_holds_is_read_without_a_claim_and_without_a_word_afterwards() -> None:
+    script = Script()
+    script.fail["claim"] = AssertionError("nothing is held")
+    fetcher = start(script, ticket=msgspec.structs.replace(a_ticket(), held=False))
+    assert outcome(script).failure is None
+    fetcher._pool.shutdown()
+    assert script.finished == []
 
 
 def test_a_cancelled_fetch_ends_and_says_so() -> None:
@@ -302,7 +329,8 @@ def test_a_peer_that_is_gone_is_forgotten_one_that_refuses_is_not(error: Excepti
 def test_pages_leave_the_writers_hands_only_in_ready_and_failed() -> None:
     assert TRANSFER_MACHINE.final == {TransferState.READY, TransferState.FAILED}
     into_failed = {state for (state, _), to in TRANSFER_MACHINE.table.items() if to is TransferState.FAILED}
-    assert into_failed == {TransferState.CLAIMING, TransferState.DRAINING}, "never straight from a running read"
+    nothing_in_flight = {TransferState.QUEUED, TransferState.CONNECTING, TransferState.CLAIMING}
+    assert into_failed == {*nothing_in_flight, TransferState.DRAINING}, "never straight from a running read"
 
 
 def test_the_deadline_follows_the_bytes() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import TicketId
-from kvferry.kv.offers import OFFER_MACHINE, OfferBook, OfferState, OfferTimes
+from kvferry.kv.offers import OFFER_MACHINE, OfferBook, OfferState, OfferTimes, check_incarnation
 
 T = TicketId("t")
 TIMES = OfferTimes(offer_seconds=10, lease_seconds=30, quiesce_seconds=5)
@@ -91,6 +91,120 @@ def test_a_stranger_ticket_is_gone() -> None:
             action(TicketId("other"), 1, 0.0)
         assert caught.value.reason == "TICKET_GONE"
     assert book.drop_all() == ["pages"]
+
+
+def a_shared_book() -> OfferBook[str]:
+    book: OfferBook[str] = OfferBook(TIMES)
+    book.offer(T, "pages", 0.0, readers=2)
+    return book
+
+
+def test_several_readers_hold_their_places_at_the_same_time_and_the_last_one_frees() -> None:
+    book = a_shared_book()
+    assert book.claim(T, 1, 0.0, reader=0) == book.claim(T, 1, 0.0, reader=1) == 30
+    assert book.finish(T, 1, 1.0, done=True, reader=1) == []
+    assert book.finish(T, 1, 1.0, done=True, reader=1) == [], "once is once"
+    with pytest.raises(TicketRejected, match="gone"):
+        book.claim(T, 2, 1.0, reader=1)
+    assert book.count(OfferState.CLAIMED) == 1
+    assert book.finish(T, 1, 2.0, done=True, reader=0) == ["pages"]
+
+
+def test_a_failed_reader_gives_back_its_place_alone() -> None:
+    book = a_shared_book()
+    book.claim(T, 1, 0.0, reader=0)
+    book.claim(T, 1, 0.0, reader=1)
+    assert book.finish(T, 1, 1.0, done=False, reader=0) == []
+    assert book.claim(T, 2, 2.0, reader=0) == 30
+    book.renew(T, 1, 25.0, reader=1)
+    assert book.expire(50.0) == []
+    assert book.finish(T, 1, 51.0, done=True, reader=1) == [], "reader 0 may still be reading"
+    assert book.expire(55.0) == ["pages"]
+
+
+def test_a_reader_that_was_not_meant_is_refused() -> None:
+    book = a_shared_book()
+    for reader in (-1, 2):
+        with pytest.raises(TicketRejected) as caught:
+            book.claim(T, 1, 0.0, reader=reader)
+        assert caught.value.reason == "TICKET_READER"
+        assert book.finish(T, 1, 0.0, done=True, reader=reader) == []
+
+
+def test_a_release_frees_the_places_that_nobody_reads_and_waits_for_the_others() -> None:
+    book = a_shared_book()
+    book.claim(T, 1, 0.0, reader=0)
+    assert book.release(T, 1.0) == []
+    assert book.release(T, 2.0) == [], "idempotent, and no later"
+    assert book.due == 6.0
+    with pytest.raises(TicketRejected):
+        book.claim(T, 2, 2.0, reader=0)
+    assert book.expire(6.0) == ["pages"]
+
+
+def test_after_three_failures_the_place_is_freed() -> None:
+    book = a_book()
+    for attempt in (1, 2, 3):
+        book.claim(T, attempt, 0.0)
+        freed = book.finish(T, attempt, 0.0, done=False)
+        assert freed == (["pages"] if attempt == 3 else [])
+
+
+def test_a_claim_that_arrives_after_its_attempt_has_ended_gets_no_lease() -> None:
+    book = a_book()
+    book.finish(T, 1, 0.0, done=False)
+    with pytest.raises(TicketRejected, match="ended already") as caught:
+        book.claim(T, 1, 1.0)
+    assert caught.value.reason == "TICKET_GONE"
+    assert book.claim(T, 2, 1.0) == 30
+
+
+def test_a_claim_in_the_quiet_time_is_refused_even_to_the_one_that_held_it() -> None:
+    book = a_book()
+    book.claim(T, 1, 0.0)
+    book.expire(30.0)
+    for attempt in (1, 2):
+        with pytest.raises(TicketRejected) as caught:
+            book.claim(T, attempt, 31.0)
+        assert caught.value.reason == "TICKET_TAKEN"
+
+
+def test_a_renewal_that_arrives_late_never_shortens_the_lease() -> None:
+    book = a_book()
+    book.claim(T, 1, 10.0)
+    book.renew(T, 1, 5.0)
+    assert book.expire(39.0) == []
+    assert book.count(OfferState.CLAIMED) == 1
+
+
+def test_a_release_that_overtakes_its_offer_is_remembered() -> None:
+    book: OfferBook[str] = OfferBook(TIMES)
+    assert book.release(T, 0.0) == []
+    assert book.offer(T, "pages", 1.0) == ["pages"]
+    assert book.is_idle
+    assert book.offer(T, "again", 1.0) == [], "it was meant for that one offer"
+
+
+def test_early_releases_are_remembered_within_a_bound() -> None:
+    book: OfferBook[str] = OfferBook(TIMES)
+    for i in range(1025):
+        book.release(TicketId(f"{i}"), 0.0)
+    assert book.offer(TicketId("0"), "pages", 0.0) == []
+    assert book.offer(TicketId("1"), "pages", 0.0) == ["pages"]
+
+
+def test_an_offer_to_nobody_or_under_a_taken_name_is_a_programming_error() -> None:
+    book = a_book()
+    for ticket_id, readers in ((T, 1), (TicketId("new"), 0)):
+        with pytest.raises(ValueError, match="needs a reader"):
+            book.offer(ticket_id, "pages", 0.0, readers=readers)
+
+
+def test_a_message_for_another_life_is_refused() -> None:
+    check_incarnation("a", "a")
+    with pytest.raises(TicketRejected) as caught:
+        check_incarnation("b", "a")
+    assert caught.value.reason == "TICKET_INCARNATION"
 
 
 OPERATIONS = st.lists(

@@ -136,3 +136,20 @@ def test_whatever_changes_the_bytes_changes_the_fingerprint(field: str) -> None:
     changed = {"model_digest": "e", "dtype": "float16"}.get(field, 64)
     values = {name: getattr(LAYOUT, name) for name in KvLayout.__slots__}
     assert KvLayout(**{**values, field: changed}).fingerprint != LAYOUT.fingerprint
+
+
+def test_a_ticket_of_the_first_form_still_opens_as_one_that_is_held_for_one_reader() -> None:
+    sealed = bytes.fromhex(
+        "6b7674314fbfe5cc8abb0b127ab7df34e8898f6d4e7ffd217d9f3d4e8fcc8db75b7d4f60d978d4f69cd92030313233343536"
+        "37383961626364656630313233343536373839616263646566a970726566696c6c2d30b06665646362613938373635343332"
+        "3130ad31302e302e302e353a39313030a46e69786cc410000102030405060708090a0b0c0d0e0fa874656e616e742d61c410"
+        "8c00014a81bd644660fc2ea562931f4f119203ce001000009201cf0000010000000000cb41d954fc40200000"
+    )
+    ticket = Keyring([b"golden key, 16 bytes or more"]).open(sealed)
+    assert (ticket.num_tokens, ticket.epochs) == (17, (1, 1 << 40))
+    assert (ticket.held, ticket.readers) == (True, 1)
+
+
+def test_a_ticket_for_no_reader_contradicts_itself() -> None:
+    with pytest.raises(TicketRejected, match="contradicts"):
+        KEYS.open(KEYS.seal(a_ticket(readers=0)))

@@ -1,0 +1,89 @@
+"""`python -m kvferry.testing.explorer`: explore, break, replay; exit status 1 when something does not hold."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvferry.core.clock import SystemClock
+from kvferry.testing.explorer.mutations import MUTATIONS
+from kvferry.testing.explorer.parts import PRODUCTION, Parts
+from kvferry.testing.explorer.scenario import SCENARIOS, Scenario, scenario
+from kvferry.testing.explorer.search import Found, explore, replay, walk
+from kvferry.testing.explorer.shrink import shrink
+from kvferry.testing.explorer.world import label
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run; the exit status."""
+    options = _parser().parse_args(arguments)
+    parts = PRODUCTION
+    chosen = [scenario(name) for name in options.scenario] or list(SCENARIOS)
+    if options.mutation:
+        broken = next((m for m in MUTATIONS if m.name == options.mutation), None)
+        if broken is None:
+            sys.stderr.write(f"no mutation {options.mutation!r}; docs/explorer.md lists them\n")
+            return 2
+        parts = broken.parts
+        chosen = [scenario(broken.scenario)] if not options.scenario else chosen
+    if options.faults is not None:
+        chosen = [replace(s, faults=options.faults) for s in chosen]
+    results = [_look(each, parts, options) for each in chosen]
+    return 0 if all(results) else 1
+
+
+def _look(chosen: Scenario, parts: Parts, options: argparse.Namespace) -> bool:
+    clock = SystemClock()
+    begun = clock.monotonic()
+    shows = sys.stderr.isatty()
+
+    def progress(depth: int, states: int, front: int) -> None:
+        if shows:
+            rate = states / max(clock.monotonic() - begun, 1e-9)
+            sys.stderr.write(
+                f"\r{chosen.name}: depth {depth}, {states:,} states, {front:,} to look at, {rate:,.0f}/s  "
+            )
+            sys.stderr.flush()
+
+    if options.replay:
+        labels = [line.strip() for line in Path(options.replay).read_text("utf-8").splitlines() if line.strip()]
+        found, what = replay(chosen, parts, labels), "replayed"
+    elif options.walks:
+        found = walk(chosen, parts, seed=options.seed, walks=options.walks)
+        found, what = (shrink(chosen, parts, found) if found.violation else found), "walks"
+    else:
+        found = explore(chosen, parts, max_states=options.max_states, progress=progress)
+        what = "complete" if found.is_complete else "cut short"
+    seconds = clock.monotonic() - begun
+    if shows:
+        sys.stderr.write("\r\x1b[K")
+    sys.stdout.write(
+        f"{chosen.name:11} {found.states:>9,} states {found.steps:>10,} steps, depth {found.depth:>3}, "
+        f"{seconds:6.1f} s, {what}\n"
+    )
+    if found.violation is None:
+        return True
+    sys.stdout.write(_told(found))
+    return False
+
+
+def _told(found: Found) -> str:
+    lines = [f"  {found.violation}", "  after", *(f"    {label(action)}" for action in found.trace)]
+    return "\n".join(lines) + "\n"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make explore ARGS=", description="Explore the hand-off.")
+    parser.add_argument("--scenario", action="append", default=[], help="only this one; may be repeated")
+    parser.add_argument("--faults", type=int, help="faults in one run, instead of each scenario's own number")
+    parser.add_argument("--max-states", type=int, default=2_000_000, help="give a scenario up after so many states")
+    parser.add_argument("--walks", type=int, default=0, help="random walks instead of every state")
+    parser.add_argument("--seed", type=int, default=1, help="of the first walk; the next ones count on")
+    parser.add_argument("--mutation", help="break this rule first")
+    parser.add_argument("--replay", help="a file with a trace, an action a line, as it was printed")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,111 @@
+"""Looks at every state of a world once, nearest first; or walks far at random."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.testing.explorer.choices import choices
+from kvferry.testing.explorer.parts import Parts
+from kvferry.testing.explorer.scenario import Scenario
+from kvferry.testing.explorer.violation import Violation
+from kvferry.testing.explorer.world import Action, World, label
+
+Progress = Callable[[int, int, int], None]
+"""Called with the depth, the states seen and the states still to be looked at."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What a search saw."""
+
+    states: int = 0
+    steps: int = 0
+    depth: int = 0
+    is_complete: bool = True
+    violation: str | None = None
+    trace: list[Action] = field(default_factory=list)
+
+
+def explore(scenario: Scenario, parts: Parts, *, max_states: int, progress: Progress | None = None) -> Found:
+    """Every state that can be reached, breadth first, so that the first failing trace is a shortest one."""
+    first = World(scenario, parts)
+    start = first.fingerprint()
+    came: dict[int, tuple[int, Action] | None] = {start: None}
+    layer: list[tuple[int, World]] = [(start, first)]
+    found = Found(states=1)
+    while layer:
+        following: list[tuple[int, World]] = []
+        while layer:
+            here, world = layer.pop()
+            for action in choices(world):
+                child = world.clone()
+                found.steps += 1
+                try:
+                    child.apply(action)
+                except Violation as error:
+                    found.violation, found.trace = str(error), [*_trace(came, here), action]
+                    return found
+                there = child.fingerprint()
+                if there in came:
+                    continue
+                came[there] = (here, action)
+                found.states += 1
+                following.append((there, child))
+            if found.states >= max_states:
+                found.is_complete = False
+                return found
+        layer = following
+        found.depth += bool(layer)
+        if progress is not None:
+            progress(found.depth, found.states, len(layer))
+    return found
+
+
+def walk(scenario: Scenario, parts: Parts, *, seed: int, walks: int, max_steps: int = 400) -> Found:
+    """Random ways through a world, each to its end; the first that fails, as it was."""
+    found = Found()
+    for number in range(walks):
+        draw = random.Random(seed + number)  # noqa: S311  # reproducible on purpose
+        world, trace = World(scenario, parts), list[Action]()
+        while len(trace) < max_steps:
+            actions = choices(world)
+            if not actions:
+                break
+            action = draw.choice(actions)
+            trace.append(action)
+            found.steps += 1
+            world = world.clone()
+            try:
+                world.apply(action)
+            except Violation as error:
+                found.violation, found.trace, found.is_complete = str(error), trace, False
+                return found
+        found.states += 1
+        found.depth = max(found.depth, len(trace))
+    return found
+
+
+def replay(scenario: Scenario, parts: Parts, labels: Sequence[str]) -> Found:
+    """Do what `labels` say, in order, passing over what cannot be done; what came of it."""
+    world, found = World(scenario, parts), Found(is_complete=False)
+    for wanted in labels:
+        action = next((a for a in choices(world) if label(a) == wanted), None)
+        if action is None:
+            continue
+        found.trace.append(action)
+        found.steps += 1
+        try:
+            world.apply(action)
+        except Violation as error:
+            found.violation = str(error)
+            return found
+    return found
+
+
+def _trace(came: dict[int, tuple[int, Action] | None], state: int) -> list[Action]:
+    trace: list[Action] = []
+    step = came[state]
+    while step is not None:
+        trace.append(step[1])
+        step = came[step[0]]
+    return trace[::-1]
