@@ -33,6 +33,7 @@ class DecodeRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     num_generated: _builtins.int
@@ -43,6 +44,10 @@ class DecodeRequest(_message.Message):
     """empty: nothing to fetch, compute the prompt here"""
     attempt: _builtins.int
     """counts deliveries of one ticket"""
+    keep: _builtins.bool
+    """Answer, at the end, with a ticket for this stream's own full blocks. Nothing holds them: whoever reads them learns
+    from their epochs whether they were still there.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and everything generated so far, the first token included."""
@@ -61,10 +66,11 @@ class DecodeRequest(_message.Message):
         tenant: _builtins.str = ...,
         ticket: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
+        keep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "keep", b"keep", "model", b"model", "num_generated", b"num_generated", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -78,8 +84,14 @@ class DecodeResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    NUM_KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last message"""
+    kept: _builtins.bytes
+    """on the last message, if `keep` was asked: the ticket"""
+    num_kept_tokens: _builtins.int
+    """that it covers, of prompt and generated ones together"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]: ...
     @_builtins.property
@@ -97,10 +109,12 @@ class DecodeResponse(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         handoff: Global___Handoff | None = ...,
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
+        kept: _builtins.bytes = ...,
+        num_kept_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handoff", b"handoff", "kept", b"kept", "kv", b"kv", "num_kept_tokens", b"num_kept_tokens", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -138,6 +138,7 @@ class Engine:
             sample_index=request.sample_index,
             tenant=request.tenant,
             exports=request.exports,
+            keeps=request.keeps,
             remote=request.remote if self._loader is not None else None,
         )
         self.scheduler.add(sequence)

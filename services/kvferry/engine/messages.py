@@ -24,6 +24,8 @@ class EngineRequest:
     tenant: str = ""
     exports: bool = False
     """Draw one token, then leave the pages to an offer."""
+    keeps: bool = False
+    """Say at the end where the full blocks are; nothing holds them."""
     remote: RemoteKv | None = None
 
 

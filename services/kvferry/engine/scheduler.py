@@ -53,6 +53,9 @@ class SequenceUpdate:
     num_cached: int
     export: Export | None = None
     """Set when the sequence exports and finished drawing its token: the receiver now owns these references."""
+    kept: Export | None = None
+    """Set when the sequence keeps and has ended: where its full blocks are. Nobody owns a reference: they are there
+    until their epochs change."""
 
 
 class Scheduler:
@@ -348,14 +351,21 @@ class Scheduler:
         del self._known[sequence.request_id]
         sequence.move(SequenceEvent.FINISH)
         sequence.finish_reason = reason
-        export: Export | None = None
         if reason is None:  # more tokens are to come elsewhere: the pages change owners instead of being freed
             pages = tuple(sequence.table.blocks)
             export = Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), exported_tokens)
             sequence.table.blocks.clear()
-        else:
-            self.allocator.free(sequence.table)
-        return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, export)
+            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, export)
+        kept = self._whereabouts(sequence) if sequence.keeps else None
+        self.allocator.free(sequence.table)
+        return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, kept=kept)
+
+    def _whereabouts(self, sequence: Sequence) -> Export | None:
+        full = sequence.num_computed // self.allocator.block_tokens
+        pages = tuple(sequence.table.blocks[:full])
+        if not pages:
+            return None
+        return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), full * self.allocator.block_tokens)
 
 
 def _scheduled(sequence: Sequence, count: int) -> ScheduledSequence:

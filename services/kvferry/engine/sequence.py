@@ -94,6 +94,8 @@ class Sequence:
     tenant: str = ""
     exports: bool = False
     """Stop after one token and hand the pages over (a prefill worker)."""
+    keeps: bool = False
+    """Say at the end where the full blocks are, so that they can be read for as long as they last."""
     remote: RemoteKv | None = None
     is_asking: bool = False
     """The tiers have not said yet what they have; others may pass while it waits for that."""

@@ -30,6 +30,7 @@ from kvferry.gateway.releases import Releases, Sleep
 from kvferry.gateway.route_notes import route_notes
 from kvferry.gateway.routing import Candidates, Pick, Route, RouteReason, choose, prefix_key
 from kvferry.gateway.trip import Ticket, Trip, Verdict, judge
+from kvferry.gateway.turns import Turns
 from kvferry.rpc import wire
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.text import Usage
@@ -71,6 +72,7 @@ class Dispatcher:
         self._sleep = sleep
         self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
         self.journal = Journal()
+        self._turns = Turns(fleet, config.routing.block_tokens)
         self.open_streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -146,6 +148,7 @@ class Dispatcher:
             tenant=asked.tenant,
             offer=True,
             ticket_id=new_ticket_id(),
+            earlier=self._turns.find(trip, pick),
         )
         unheard = Ticket(request.ticket_id, b"", address, pick.replica.fingerprint)
         trip.time(prefill_worker=pick.replica.worker_id)
@@ -188,6 +191,7 @@ class Dispatcher:
             sampling=wire.sampling_to_wire(asked.sampling),
             sample_index=asked.sample_index,
             tenant=asked.tenant,
+            keep=True,
         )
         if trip.ticket is not None:
             request.ticket, request.attempt = trip.ticket.sealed, trip.ticket.deliveries
@@ -203,6 +207,7 @@ class Dispatcher:
                     finish = wire.finish_from_wire(answer.finish_reason)
                     event = trip.emit(wire.tokens_from_wire(answer.tokens), finish, self._clock.monotonic())
                     if finish is not None:
+                        self._turns.remember(trip, address, answer.kept, answer.num_kept_tokens)
                         self._end(trip, Event.FINISH)
                         self._releases.settle(call)
                     yield event

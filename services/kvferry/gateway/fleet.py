@@ -121,6 +121,11 @@ class Fleet:
         """Every worker, in the order of the configuration."""
         return tuple(member.view() for member in self._members)
 
+    def view(self, address: str) -> WorkerView | None:
+        """One worker; `None`: it is not configured."""
+        member = self._by_address.get(address)
+        return None if member is None else member.view()
+
     def candidates(self, excluded: frozenset[str] = frozenset()) -> Candidates:
         """Who takes requests, without the addresses in `excluded`."""
         usable = [view for view in self.views() if view.takes_work and view.endpoint.address not in excluded]

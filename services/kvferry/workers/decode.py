@@ -9,10 +9,12 @@ from typing import Any
 import grpc
 
 from kvferry.core.errors import KvferryError, TicketRejected
+from kvferry.core.ids import new_ticket_id
+from kvferry.engine.jobs import Export
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.sequence import RemoteKv
 from kvferry.kv.connector import FetchSource, Peer, PeerControl
-from kvferry.kv.ticket import Keyring, Ticket, check_ticket
+from kvferry.kv.ticket import Keyring, Ticket, check_ticket, digest_tokens
 from kvferry.rpc import wire
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
 from kvferry.workers.arrival import PEER, Arrival
@@ -22,6 +24,8 @@ from kvferry.workers.loop import EngineStream, StreamItem
 _log = logging.getLogger(__name__)
 
 _CONTROL_SECONDS = 2.0
+_KEPT_SECONDS = 480.0
+"""How long a ticket for blocks that nothing holds is worth a try; conversations pause for minutes."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Outcome = decode_pb2.Handoff
@@ -36,6 +40,8 @@ class _Handoff:
     refused: str = ""
     """Why a ticket was not even tried."""
     reported: bool = False
+    kept: Export | None = None
+    """Where the full blocks were when the stream ended."""
 
     def describe(self, num_cached: int) -> decode_pb2.Handoff:
         self.reported = True
@@ -92,6 +98,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 num_generated=request.num_generated,
                 sample_index=request.sample_index,
                 tenant=request.tenant,
+                keeps=request.keep,
                 remote=remote,
             )
         )
@@ -100,6 +107,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 async for item in stream:
                     message = _message([item, *stream.take_ready()], handoff)
                     if message is not None:
+                        self._add_kept(message, request, tokens, handoff)
                         yield message
         finally:
             if source is not None and source.ticket.held and handoff.arrival.from_peer is None:
@@ -129,6 +137,38 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 raise
             return _Handoff(None, arrival, refused=error.message)
         return _Handoff(ticket, arrival)
+
+    def _add_kept(
+        self,
+        message: decode_pb2.DecodeResponse,
+        request: decode_pb2.DecodeRequest,
+        tokens: list[int],
+        handoff: _Handoff,
+    ) -> None:
+        """Collect what is generated; when the stream ends, seal where its full blocks are."""
+        if not request.keep:
+            return
+        tokens.extend(token.id for token in message.tokens)
+        kept = handoff.kept
+        if kept is None:
+            return
+        own = self._context
+        ticket = Ticket(
+            ticket_id=new_ticket_id(),
+            worker_id=own.worker_id,
+            incarnation=own.incarnation,
+            control_address=own.address,
+            connector=own.connector,
+            fingerprint=own.layout.fingerprint,
+            tenant=request.tenant,
+            tokens_digest=digest_tokens(tokens[: kept.num_tokens]),
+            num_tokens=kept.num_tokens,
+            block_ids=kept.blocks,
+            epochs=kept.epochs,
+            expires_wall=own.clock.wall() + _KEPT_SECONDS,
+            held=False,
+        )
+        message.kept, message.num_kept_tokens = self._keyring.seal(ticket), kept.num_tokens
 
     def _dismiss(self, source: FetchSource, stream: EngineStream) -> None:
         """Tell the peer that its pages are not needed: every block was here, or the caller left first."""
@@ -163,6 +203,7 @@ def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeRes
         if item.update is not None:
             message.tokens.append(wire.token_to_wire(item.update.token))
             num_cached = item.update.num_cached
+            handoff.kept = item.update.kept
             if item.update.finish_reason is not None:
                 message.finish_reason = wire.finish_to_wire(item.update.finish_reason)
     if not message.tokens:

@@ -1,19 +1,25 @@
 """The `Prefill` service: compute a prompt, draw the first token, offer the pages."""
 
+import logging
 import re
 from typing import Any
 
 import grpc
 
-from kvferry.core.errors import InvalidRequest, Unavailable
+from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable
 from kvferry.core.ids import TicketId
 from kvferry.engine.messages import EngineRequest
+from kvferry.engine.sequence import RemoteKv
+from kvferry.kv.connector import FetchSource
+from kvferry.kv.ticket import Keyring, check_ticket
 from kvferry.rpc import wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
-from kvferry.workers.arrival import Arrival
+from kvferry.workers.arrival import PEER, Arrival
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.loop import StreamItem
 from kvferry.workers.offer_desk import OfferDesk
+
+_log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _TICKET_ID = re.compile(r"[0-9a-f]{32}")
@@ -22,8 +28,9 @@ _TICKET_ID = re.compile(r"[0-9a-f]{32}")
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """One engine's prompts."""
 
-    def __init__(self, context: WorkerContext, desk: OfferDesk) -> None:
+    def __init__(self, context: WorkerContext, desk: OfferDesk, keyring: Keyring) -> None:
         self._context = context
+        self._keyring = keyring
         self._desk = desk
 
     async def Run(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:
@@ -41,6 +48,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 sample_index=request.sample_index,
                 tenant=request.tenant,
                 exports=True,
+                remote=self._earlier(request, tokens),
             )
         )
         arrival = Arrival(self._context.worker_id)
@@ -57,6 +65,26 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:
         self._desk.release(TicketId(request.ticket_id))
         return prefill_pb2.ReleaseResponse()
+
+    def _earlier(self, request: prefill_pb2.PrefillRequest, tokens: list[int]) -> RemoteKv | None:
+        """An earlier turn's blocks at a decode worker; only a hint, so what is wrong with it is no error."""
+        if not request.earlier:
+            return None
+        layout = self._context.layout
+        try:
+            ticket = self._keyring.open(request.earlier)
+            check_ticket(
+                ticket,
+                fingerprint=layout.fingerprint,
+                block_tokens=layout.block_tokens,
+                tenant=request.tenant,
+                tokens=tokens,
+                now_wall=self._context.clock.wall(),
+            )
+        except TicketRejected as error:
+            _log.info("an earlier turn is of no use: %s", error.message, extra={"request_id": request.request_id})
+            return None
+        return None if ticket.held else RemoteKv(ticket.num_tokens, FetchSource(ticket, 0), PEER)
 
     def _answer(
         self,

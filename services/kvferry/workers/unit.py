@@ -193,27 +193,26 @@ class WorkerUnit:
         )
 
     def _services(self) -> list[Service]:
-        prefill = PrefillService(self.context, self._desk)
+        prefill = PrefillService(self.context, self._desk, self._keyring)
         transfer = TransferService(self.context, self._desk, self._built.transport)
         decode = DecodeService(self.context, self._keyring, self._control)
         events = KvEventsService(self._cache)
         feed = Service("kvferry.v1.KvEvents", lambda s: kv_events_pb2_grpc.add_KvEventsServicer_to_server(events, s))
+        pages = Service(
+            "kvferry.v1.KvTransfer", lambda s: kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(transfer, s)
+        )
         makers = {
             "prefill": [
-                Service("kvferry.v1.Prefill", lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, s)),
-                Service(
-                    "kvferry.v1.KvTransfer",
-                    lambda s: kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(transfer, s),
-                ),
+                Service("kvferry.v1.Prefill", lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(prefill, s))
             ],
             "decode": [Service("kvferry.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(decode, s))],
         }
         if self._place.role != "both":
-            return [*makers[self._place.role], feed]
+            return [*makers[self._place.role], pages, feed]
         text = TextService(
             LocalSource(self.context),
             text_model_of(self._model.source),
             clock=self.context.clock,
             context_tokens=lambda: self.context.max_model_tokens,
         )
-        return [*makers["prefill"], *makers["decode"], feed, inference_service(text)]
+        return [*makers["prefill"], *makers["decode"], pages, feed, inference_service(text)]

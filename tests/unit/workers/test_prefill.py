@@ -71,7 +71,7 @@ async def worker() -> AsyncIterator[Worker]:
     """Every test ends with each offer released by its id, and an idle engine."""
     made = Worker(an_engine()[0])
     made.loop.start()
-    service = PrefillService(made.context, made.desk)
+    service = PrefillService(made.context, made.desk, KEYRING)
     server = await start_server(
         "127.0.0.1:0",
         [Service("kvferry.v1.Prefill", lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(service, s))],

@@ -1,0 +1,84 @@
+"""The next turn of a conversation: what the decode worker generated is read by the prefill worker, while it lasts."""
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from kvferry.client import Client
+from kvferry.client.messages import Completion
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine import LLM
+from kvferry.testing.idle import assert_workers_idle
+from kvferry.testing.processes import RunningProcess, running
+
+SECONDS = 60.0
+FIRST = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+NEXT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--load-policy", "always", "--log-level", "error")
+ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
+
+
+@pytest.fixture(scope="module")
+def one_engine() -> LLM:
+    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+
+
+@pytest.fixture(params=["shm", "nixl", "tcp", "memory"])
+def stack(request: pytest.FixtureRequest) -> Iterator[RunningProcess]:
+    # 48 pages: a few other prompts push a conversation out.
+    with running("up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--connector", request.param) as process:
+        process.wait_for("ready")
+        yield process
+        admin = process.events["ready"]["admin"]
+        assert isinstance(admin, dict)
+        assert_workers_idle(admin.values())
+        assert process.stop() == 0
+
+
+def opening(number: int) -> list[int]:
+    return [(number * 17 + 5 * i) % 199 for i in range(100)]
+
+
+def a_turn(client: Client, one_engine: LLM, prompt: list[int], sampling: SamplingParams) -> Completion:
+    (whole,) = client.complete(prompt, sampling)
+    assert whole.token_ids == list(one_engine.generate([prompt], sampling)[0].token_ids)
+    return whole
+
+
+def test_the_answer_of_the_last_turn_is_read_back(stack: RunningProcess, one_engine: LLM) -> None:
+    with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
+        prompt = opening(1)
+        prompt += [*a_turn(client, one_engine, prompt, FIRST).token_ids, 7, 8, 9]
+        reports = a_turn(client, one_engine, prompt, NEXT).timing.kv
+        prefill = reports[0]
+        assert prefill.source == "peer"
+        assert prefill.first_token == 96, "its own blocks of the prompt, six of them, it had itself"
+        assert (prefill.blocks_loaded, prefill.failure) == (4, ""), "those up to token 160 of 170"
+
+
+def test_blocks_that_were_reused_are_computed_again(stack: RunningProcess, one_engine: LLM) -> None:
+    with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
+        prompt = opening(2)
+        prompt += [*a_turn(client, one_engine, prompt, FIRST).token_ids, 7, 8, 9]
+        for other in range(10, 18):
+            a_turn(client, one_engine, opening(other), NEXT)
+        prefill = a_turn(client, one_engine, prompt, NEXT).timing.kv[0]
+        assert prefill.blocks_loaded == 0
+        assert "reused" in prefill.failure
+
+
+def test_a_worker_that_died_meanwhile_is_not_waited_for(one_engine: LLM) -> None:
+    with running("up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--decode", "2") as process:
+        with Client(str(process.wait_for("ready")["grpc"]), timeout=SECONDS) as client:
+            prompt = opening(3)
+            first = a_turn(client, one_engine, prompt, FIRST)
+            port = int(first.timing.decode_worker.rpartition(":")[2])
+            children = psutil.Process(process.process.pid).children()
+            (decode,) = [c for c in children if port in {n.laddr.port for n in c.net_connections() if not n.raddr}]
+            decode.kill()
+            decode.wait(SECONDS)
+            whole = a_turn(client, one_engine, [*prompt, *first.token_ids, 7, 8, 9], NEXT)
+            reports = [r for r in whole.timing.kv if r.worker_id == whole.timing.prefill_worker]
+            assert all(r.blocks_loaded == 0 for r in reports), "there was nobody to read from"
+        assert process.stop() == 0
