@@ -77,6 +77,64 @@ class DecodeRequest(_message.Message):
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
 @_typing.final
+class PrepareRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    TICKET_ID_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    tenant: _builtins.str
+    ticket_id: _builtins.str
+    """that the prompt's offer will have"""
+    prefill_address: _builtins.str
+    """of its KvTransfer service"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prefill(self) -> _common_pb2.WorkerIdentity: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tenant: _builtins.str = ...,
+        ticket_id: _builtins.str = ...,
+        prefill: _common_pb2.WorkerIdentity | None = ...,
+        prefill_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "prefill_address", b"prefill_address", "request_id", b"request_id", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+
+@_typing.final
+class PrepareResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """that were fetched, and are cached here now"""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareResponse: _TypeAlias = PrepareResponse  # noqa: Y015
+
+@_typing.final
 class DecodeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

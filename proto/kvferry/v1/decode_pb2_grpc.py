@@ -39,6 +39,11 @@ class DecodeStub:
                 request_serializer=kvferry_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Prepare = channel.unary_unary(
+                '/kvferry.v1.Decode/Prepare',
+                request_serializer=kvferry_dot_v1_dot_decode__pb2.PrepareRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_decode__pb2.PrepareResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -51,6 +56,14 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prepare(self, request, context):
+        """Fetches a prompt's blocks while a prefill worker still computes it, so that little is left to fetch when it is done.
+        Ends with that worker's word that it is done. Only a head start: Run needs none of it. Cancelling it ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=kvferry_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Prepare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prepare,
+                    request_deserializer=kvferry_dot_v1_dot_decode__pb2.PrepareRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_decode__pb2.PrepareResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class Decode:
             '/kvferry.v1.Decode/Run',
             kvferry_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             kvferry_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prepare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Decode/Prepare',
+            kvferry_dot_v1_dot_decode__pb2.PrepareRequest.SerializeToString,
+            kvferry_dot_v1_dot_decode__pb2.PrepareResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,12 +33,20 @@ class DecodeStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Run: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
     """Streams the tokens after `token_ids`. A step's tokens travel together. Cancelling the call frees everything it held."""
+    Prepare: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PrepareRequest, _decode_pb2.PrepareResponse]
+    """Fetches a prompt's blocks while a prefill worker still computes it, so that little is left to fetch when it is done.
+    Ends with that worker's word that it is done. Only a head start: Run needs none of it. Cancelling it ends it.
+    """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
     """Streams the tokens after `token_ids`. A step's tokens travel together. Cancelling the call frees everything it held."""
+    Prepare: _aio.UnaryUnaryMultiCallable[_decode_pb2.PrepareRequest, _decode_pb2.PrepareResponse]  # type: ignore[assignment]
+    """Fetches a prompt's blocks while a prefill worker still computes it, so that little is left to fetch when it is done.
+    Ends with that worker's word that it is done. Only a head start: Run needs none of it. Cancelling it ends it.
+    """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -48,5 +56,15 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
         """Streams the tokens after `token_ids`. A step's tokens travel together. Cancelling the call frees everything it held."""
+
+    @_abc_1.abstractmethod
+    def Prepare(
+        self,
+        request: _decode_pb2.PrepareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.PrepareResponse, _abc.Awaitable[_decode_pb2.PrepareResponse]]:
+        """Fetches a prompt's blocks while a prefill worker still computes it, so that little is left to fetch when it is done.
+        Ends with that worker's word that it is done. Only a head start: Run needs none of it. Cancelling it ends it.
+        """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -54,6 +54,11 @@ class KvTransferStub:
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.FinishRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.FinishResponse.FromString,
                 _registered_method=True)
+        self.Follow = channel.unary_stream(
+                '/kvferry.v1.KvTransfer/Follow',
+                request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.FollowRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.FollowResponse.FromString,
+                _registered_method=True)
 
 
 class KvTransferServicer:
@@ -87,6 +92,14 @@ class KvTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Follow(self, request, context):
+        """Tells, chunk by chunk, which blocks of a prompt that is still being computed are full, until it is done or gone.
+        Nothing is held for the follower: it reads and checks epochs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvTransferServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +122,11 @@ def add_KvTransferServicer_to_server(servicer, server):
                     servicer.Finish,
                     request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.FinishRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.FinishResponse.SerializeToString,
+            ),
+            'Follow': grpc.unary_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.FollowRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.FollowResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +237,33 @@ class KvTransfer:
             '/kvferry.v1.KvTransfer/Finish',
             kvferry_dot_v1_dot_kv__transfer__pb2.FinishRequest.SerializeToString,
             kvferry_dot_v1_dot_kv__transfer__pb2.FinishResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Follow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.v1.KvTransfer/Follow',
+            kvferry_dot_v1_dot_kv__transfer__pb2.FollowRequest.SerializeToString,
+            kvferry_dot_v1_dot_kv__transfer__pb2.FollowResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class KvTransferStub:
     """Extends the lease."""
     Finish: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.FinishRequest, _kv_transfer_pb2.FinishResponse]
     """Ends the attempt. Idempotent by (ticket_id, reader_index, attempt)."""
+    Follow: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.FollowRequest, _kv_transfer_pb2.FollowResponse]
+    """Tells, chunk by chunk, which blocks of a prompt that is still being computed are full, until it is done or gone.
+    Nothing is held for the follower: it reads and checks epochs.
+    """
 
 @_typing.type_check_only
 class KvTransferAsyncStub(KvTransferStub):
@@ -51,6 +55,10 @@ class KvTransferAsyncStub(KvTransferStub):
     """Extends the lease."""
     Finish: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.FinishRequest, _kv_transfer_pb2.FinishResponse]  # type: ignore[assignment]
     """Ends the attempt. Idempotent by (ticket_id, reader_index, attempt)."""
+    Follow: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.FollowRequest, _kv_transfer_pb2.FollowResponse]  # type: ignore[assignment]
+    """Tells, chunk by chunk, which blocks of a prompt that is still being computed are full, until it is done or gone.
+    Nothing is held for the follower: it reads and checks epochs.
+    """
 
 class KvTransferServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -84,5 +92,15 @@ class KvTransferServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.FinishResponse, _abc.Awaitable[_kv_transfer_pb2.FinishResponse]]:
         """Ends the attempt. Idempotent by (ticket_id, reader_index, attempt)."""
+
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request: _kv_transfer_pb2.FollowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.FollowResponse], _abc.AsyncIterator[_kv_transfer_pb2.FollowResponse]]:
+        """Tells, chunk by chunk, which blocks of a prompt that is still being computed are full, until it is done or gone.
+        Nothing is held for the follower: it reads and checks epochs.
+        """
 
 def add_KvTransferServicer_to_server(servicer: KvTransferServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,6 +13,7 @@ from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockId, RequestId
+from kvferry.engine.ahead import Ahead, AheadRequest
 from kvferry.engine.allocation import Allocator
 from kvferry.engine.blocks import BlockPool
 from kvferry.engine.jobs import Export, LoadJob
@@ -92,6 +93,7 @@ class Engine:
         self._tiers: TierSide | None = None
         self._jobs: dict[int, LoadJob] = {}
         self._next_job = 0
+        self._ahead = Ahead(self.allocator)
         self._exports: dict[int, tuple[BlockId, ...]] = {}
         self._next_export = 0
         self._inbox: deque[object] = deque()
@@ -155,6 +157,16 @@ class Engine:
             self._tiers.forget(request_id)
         return self.scheduler.abort(request_id)
 
+    def fetch_ahead(self, request: AheadRequest) -> None:
+        """Fetch blocks into the prefix cache for whoever comes; the outcome is among the next step's loads."""
+        number = self._next_job
+        self._next_job += 1
+        job = None if self._loader is None else self._ahead.begin(number, request)
+        if job is None or self._loader is None:
+            self._inbox.append(LoadOutcome(request.request_id, number, "no room for a head start", 0, 0, 0.0))
+            return
+        self._loader.start(number, request.request_id, request.source, 0, job.targets)
+
     def namer(self, tenant: str) -> BlockNamer:
         """What names this tenant's blocks."""
         namer = self._namers.get(tenant)
@@ -184,7 +196,8 @@ class Engine:
                 self._tiers.store(whole)
         decisions, self._decisions = self._decisions, []
         changes = self.allocator.index.take_changes()
-        return StepOutput(updates, exports, loads, decisions, changes, ran=bool(plan.scheduled))
+        progress = self.scheduler.take_progress()
+        return StepOutput(updates, exports, loads, decisions, progress, changes, ran=bool(plan.scheduled))
 
     @property
     def has_work(self) -> bool:
@@ -216,24 +229,26 @@ class Engine:
             blocks_free=pool.num_free,
             blocks_quarantined=pool.num_quarantined,
             exports=len(self._exports),
-            transfers=len(self._jobs),
+            transfers=len(self._jobs) + len(self._ahead),
             stores=len(self._stores_held()),
         )
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is held: no sequence, no export, no transfer, no store, every page free."""
-        return self.scheduler.is_idle and not self._exports and not self._jobs and self.allocator.pool.is_idle
+        held = self._exports or self._jobs or len(self._ahead)
+        return self.scheduler.is_idle and not held and self.allocator.pool.is_idle
 
     def check_integrity(self) -> None:
-        """The pool's laws, and I4: a page's references are exactly those of tables, exports and stores.
+        """The pool's laws, and I4: a page's references are exactly those of tables, exports, stores, fetches ahead.
 
         Raises:
             InvariantBroken: with the numbers.
         """
         self.allocator.check_integrity()
         counted: dict[BlockId, int] = {}
-        for blocks in [*(t.blocks for t in self.scheduler.tables()), *self._exports.values(), *self._stores_held()]:
+        tables = (t.blocks for t in self.scheduler.tables())
+        for blocks in [*tables, *self._exports.values(), *self._stores_held(), *self._ahead.held]:
             for block in blocks:
                 counted[block] = counted.get(block, 0) + 1
         pool = self.allocator.pool
@@ -294,6 +309,8 @@ class Engine:
         return outcomes
 
     def _end_load(self, outcome: LoadOutcome) -> None:
+        if self._ahead.ended(outcome.job, is_good=outcome.failure is None):
+            return
         job = self._jobs.get(outcome.job)
         is_tier = job is not None and isinstance(job.source, TierSource)
         for part in outcome.parts:
@@ -319,6 +336,8 @@ class Engine:
         job = self._jobs.pop(number, None)
         if job is not None:
             self.allocator.pool.end_write(job.targets)
+        else:
+            self._ahead.quiet(number)
 
     def _is_worth_fetching(self, sequence: Sequence, remote: RemoteKv) -> bool:
         """Whether a peer's offer is cheaper than computing what it covers beyond the local hit."""

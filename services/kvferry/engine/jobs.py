@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvferry.core.ids import BlockId, RequestId
+from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.kv.tiering import ObjectKey
 
 
@@ -31,6 +31,16 @@ class StoreJob:
 
     key: ObjectKey
     blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Further full blocks of a prompt that is still being computed; they follow on the ones told before."""
+
+    request_id: RequestId
+    blocks: tuple[BlockId, ...]
+    epochs: tuple[int, ...]
+    names: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)

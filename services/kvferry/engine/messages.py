@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.jobs import Progress
 from kvferry.engine.prefix_index import CacheChange
 from kvferry.engine.scheduler import SequenceUpdate
 from kvferry.engine.sequence import RemoteKv
@@ -41,6 +42,7 @@ class EngineLoad:
     blocks_quarantined: int
     exports: int
     transfers: int
+    """Reads from peers and tiers in flight, those made ahead included."""
     stores: int
 
 
@@ -54,6 +56,8 @@ class StepOutput:
     loads: list[LoadOutcome]
     decisions: list[tuple[RequestId, Decision]]
     """What was chosen between loading and computing since the last step."""
+    progress: list[Progress]
+    """Full blocks of prompts that are still being computed and will be handed over."""
     cache_changes: list[CacheChange]
     """Named blocks that came into the prefix cache or left it, in order."""
     ran: bool

@@ -23,7 +23,7 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.engine.allocation import Allocator, BlockTable, PageCopy
-from kvferry.engine.jobs import Export, LoadJob, StoreJob
+from kvferry.engine.jobs import Export, LoadJob, Progress, StoreJob
 from kvferry.engine.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
 from kvferry.engine.step import ScheduledSequence, StepPlan, StepResult
 from kvferry.kv.tiering import ObjectKey
@@ -70,6 +70,7 @@ class Scheduler:
         self._known: dict[RequestId, Sequence] = {}
         self._loads: list[LoadJob] = []
         self._stores: list[StoreJob] = []
+        self._progress: list[Progress] = []
         self.object_blocks = 0
         """Blocks in a storage object; 0: nothing is stored."""
         self._next_arrival = 0
@@ -142,6 +143,11 @@ class Scheduler:
         """Objects that became whole since the last call. Hold their pages at once: `schedule` may reuse them."""
         stores, self._stores = self._stores, []
         return stores
+
+    def take_progress(self) -> list[Progress]:
+        """Blocks that became full in prompts which will be handed over, since the last call."""
+        progress, self._progress = self._progress, []
+        return progress
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Book what a step computed; sequences aborted meanwhile are passed over.
@@ -252,7 +258,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
         self.allocator.free(victim.table)
-        victim.num_computed = victim.num_listed = 0
+        victim.num_computed = victim.num_listed = victim.num_told = 0
         victim.num_preemptions += 1
         victim.move(SequenceEvent.PREEMPT)
         self._waiting.appendleft(victim)
@@ -331,6 +337,12 @@ class Scheduler:
             )
         sequence.num_listed = full
         self._offer_to_tiers(sequence, full)
+        if sequence.exports and sequence.num_computed < sequence.num_tokens:
+            new = slice(sequence.num_told, full)
+            pages = tuple(sequence.table.blocks[new])
+            epochs = tuple(self.allocator.pool.epochs[b] for b in pages)
+            self._progress.append(Progress(sequence.request_id, pages, epochs, tuple(names[new])))
+            sequence.num_told = full
 
     def _offer_to_tiers(self, sequence: Sequence, full: int) -> None:
         """Give whole objects among the first `full` blocks to the tiers, each once."""

@@ -108,6 +108,8 @@ class Sequence:
     """Leading blocks that are in the prefix index."""
     num_stored: int = 0
     """Leading blocks that were given to the tiers, or came from there."""
+    num_told: int = 0
+    """Leading blocks that a follower was told of."""
     num_cached: int = 0
     """Tokens found in the local prefix cache at the first admission."""
     num_preemptions: int = 0

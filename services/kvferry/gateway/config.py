@@ -40,6 +40,9 @@ class RoutingConfig:
     conversations with one system prompt, many tell them apart."""
     load_factor: float = 1.25
     """How far above the average a replica may be loaded before its requests spill over; above 1."""
+    head_start_tokens: int = 1024
+    """Longer prompts' blocks begin to travel while they are computed; 0: never. About two of the workers' chunks: the
+    last one has to travel afterwards in any case."""
     skip_prefill_below_tokens: int = 0
     """Prompts shorter than this are computed by the decode worker itself; 0 never skips."""
 

@@ -18,10 +18,11 @@ import grpc
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, KvferryError, Overloaded, RequestCancelled, Unavailable
-from kvferry.core.ids import new_ticket_id
 from kvferry.core.sampling import FinishReason
+from kvferry.gateway import calls
 from kvferry.gateway.config import DispatchConfig
 from kvferry.gateway.fleet import Fleet
+from kvferry.gateway.head_starts import HeadStarts
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.journal import Journal
 from kvferry.gateway.loss import Lost, raise_if_lost
@@ -35,7 +36,7 @@ from kvferry.rpc import wire
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.text import Usage
 from kvferry.rpc.token_source import TokenEvent, TokenRequest
-from kvferry.v1 import decode_pb2, prefill_pb2
+from kvferry.v1 import decode_pb2
 
 _RETRY_AFTER_SECONDS = 1.0
 _MAX_ROUTES = 16
@@ -73,6 +74,7 @@ class Dispatcher:
         self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
         self.journal = Journal()
         self._turns = Turns(fleet, config.routing.block_tokens)
+        self._head_starts = HeadStarts(fleet, config.routing.head_start_tokens)
         self.open_streams = 0
         self._no_streams = asyncio.Event()
         self._no_streams.set()
@@ -118,7 +120,9 @@ class Dispatcher:
                     return
                 route = self._route(trip)
                 steps = (
-                    self._decode(trip, route.decode) if route.prefill is None else self._prefill(trip, route.prefill)
+                    self._decode(trip, route.decode)
+                    if route.prefill is None
+                    else self._prefill(trip, route, route.prefill)
                 )
                 async with aclosing(steps) as events:
                     async for event in events:
@@ -136,23 +140,14 @@ class Dispatcher:
 
     # -- the two calls ---------------------------------------------------------------------------------------------
 
-    async def _prefill(self, trip: Trip, pick: Pick) -> AsyncGenerator[TokenEvent, None]:
+    async def _prefill(self, trip: Trip, route: Route, pick: Pick) -> AsyncGenerator[TokenEvent, None]:
         """Compute the prompt at `pick`; ends in OFFERED, QUEUED (it kept nothing) or DONE."""
         asked = trip.request
         address = pick.replica.address
-        request = prefill_pb2.PrefillRequest(
-            request_id=asked.request_id,
-            token_ids=asked.token_ids,
-            sampling=wire.sampling_to_wire(asked.sampling),
-            sample_index=asked.sample_index,
-            tenant=asked.tenant,
-            offer=True,
-            ticket_id=new_ticket_id(),
-            earlier=self._turns.find(trip, pick),
-        )
+        request = calls.prefill_request(trip, self._turns.find(trip, pick))
         unheard = Ticket(request.ticket_id, b"", address, pick.replica.fingerprint)
         trip.time(prefill_worker=pick.replica.worker_id)
-        with self._fleet.hold(address) as held:
+        with self._fleet.hold(address) as held, self._head_starts.running(trip, route, request.ticket_id):
             trip.on(Event.CALL_PREFILL)
             call = held.watch(self._fleet.prefill(address).Run(request, timeout=self._remaining(trip)))
             try:
@@ -182,17 +177,8 @@ class Dispatcher:
 
     async def _decode(self, trip: Trip, pick: Pick) -> AsyncGenerator[TokenEvent, None]:
         """Generate at `pick`, with the ticket if there is one; ends in DONE."""
-        asked = trip.request
         address = pick.replica.address
-        request = decode_pb2.DecodeRequest(
-            request_id=asked.request_id,
-            token_ids=trip.token_ids,
-            num_generated=len(trip.emitted),
-            sampling=wire.sampling_to_wire(asked.sampling),
-            sample_index=asked.sample_index,
-            tenant=asked.tenant,
-            keep=True,
-        )
+        request = calls.decode_request(trip)
         if trip.ticket is not None:
             request.ticket, request.attempt = trip.ticket.sealed, trip.ticket.deliveries
             trip.ticket = replace(trip.ticket, deliveries=trip.ticket.deliveries + 1)

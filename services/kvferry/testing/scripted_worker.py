@@ -78,6 +78,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
     """One worker. Attributes may be changed between calls; `faults` are used up, one per call (`None`: behave)."""
 
     def __init__(self, role: str, worker_id: str, offers: Offers) -> None:
+        self.prepared: list[decode_pb2.PrepareRequest] = []
         self.role = role
         self.worker_id = worker_id
         self.offers = offers
@@ -248,6 +249,10 @@ class _DecodeOf(decode_pb2_grpc.DecodeServicer):
 
     def Run(self, request: Any, context: Any) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:  # noqa: N802
         return self._worker.run_decode(request)
+
+    async def Prepare(self, request: Any, context: Any) -> decode_pb2.PrepareResponse:  # noqa: N802
+        self._worker.prepared.append(request)
+        return decode_pb2.PrepareResponse()
 
 
 def _add_decode(worker: ScriptedWorker, server: Any) -> None:

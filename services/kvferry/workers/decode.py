@@ -19,6 +19,7 @@ from kvferry.rpc import wire
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
 from kvferry.workers.arrival import PEER, Arrival
 from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.head_start import HeadStart
 from kvferry.workers.loop import EngineStream, StreamItem
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class _Handoff:
 class DecodeService(decode_pb2_grpc.DecodeServicer):
     """One engine's streams."""
 
-    def __init__(self, context: WorkerContext, keyring: Keyring, control: PeerControl) -> None:
+    def __init__(self, context: WorkerContext, keyring: Keyring, control: PeerControl, head_start: HeadStart) -> None:
+        self._head_start = head_start
         self._context = context
         self._keyring = keyring
         self._control = control
@@ -112,6 +114,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         finally:
             if source is not None and source.ticket.held and handoff.arrival.from_peer is None:
                 self._dismiss(source, stream)
+
+    async def Prepare(self, request: decode_pb2.PrepareRequest, context: Context) -> decode_pb2.PrepareResponse:
+        self._context.admit("", request.tenant)
+        tokens = wire.token_ids_from_wire(request.token_ids, "token_ids")
+        return decode_pb2.PrepareResponse(num_blocks=await self._head_start.run(request, tokens))
 
     def _open(self, request: decode_pb2.DecodeRequest, tokens: list[int]) -> _Handoff:
         """Open and check the ticket. One that merely came too late is not an error: the tokens are computed.

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import InvariantBroken, KvferryError, Unavailable
 from kvferry.core.ids import RequestId
+from kvferry.engine.ahead import AheadRequest
 from kvferry.engine.engine import Engine
+from kvferry.engine.jobs import Progress
 from kvferry.engine.messages import EngineLoad, EngineRequest, StepOutput
 from kvferry.engine.prefix_index import CacheChange
 from kvferry.engine.scheduler import SequenceUpdate
@@ -29,13 +31,14 @@ _JOIN_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StreamItem:
-    """One thing a stream hears: a drawn token, how its load ended, or what was decided about it."""
+    """One thing a stream hears: a drawn token, how its load ended, what was decided about it, how far its prompt is."""
 
     update: SequenceUpdate | None = None
     export: int | None = None
     """With `update`: the number of the export that the receiver now owns."""
     load: LoadOutcome | None = None
     decision: Decision | None = None
+    progress: Progress | None = None
 
 
 class EngineStream:
@@ -103,6 +106,7 @@ class EngineLoop:
         self._on_cache_changes = on_cache_changes
         self._commands: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._streams: dict[RequestId, EngineStream] = {}
+        self._ahead: dict[RequestId, asyncio.Future[LoadOutcome]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -146,6 +150,25 @@ class EngineLoop:
             if item.export is not None:
                 self.release_export(item.export)
 
+    async def fetch_ahead(self, request: AheadRequest) -> LoadOutcome:
+        """Fetch blocks into the prefix cache; how it ended. Cancelling gives the fetch up.
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
+        if self._failure is not None:
+            raise Unavailable("the engine has stopped; the worker is restarting")
+        outcome: asyncio.Future[LoadOutcome] = asyncio.get_running_loop().create_future()
+        self._ahead[request.request_id] = outcome
+        self._commands.put(request)
+        try:
+            return await outcome
+        except asyncio.CancelledError:
+            self._commands.put(request.request_id)
+            raise
+        finally:
+            del self._ahead[request.request_id]
+
     def release_export(self, number: int) -> None:
         """Give an export's pages back."""
         self._commands.put(number)
@@ -162,7 +185,7 @@ class EngineLoop:
             while True:
                 if not self._take_commands(wait=idle):
                     return
-                output = self._engine.step() if self._engine.has_work else StepOutput([], {}, [], [], [], ran=False)
+                output = self._engine.step() if self._engine.has_work else StepOutput([], {}, [], [], [], [], ran=False)
                 self._hand_out(output)
                 idle = not output.ran
                 self.load = self._engine.load()
@@ -191,6 +214,8 @@ class EngineLoop:
                     raise
                 except KvferryError as error:
                     self._call_soon(self._deliver_error, command.request_id, error)
+            case AheadRequest():
+                self._engine.fetch_ahead(command)
             case LoadOutcome() | PagesQuiet() | TierAnswer() | StoreDone():
                 self._engine.post(command)
             case int():
@@ -205,6 +230,7 @@ class EngineLoop:
             (load.request_id, StreamItem(load=load), False) for load in output.loads
         ]
         items += [(request_id, StreamItem(decision=made), False) for request_id, made in output.decisions]
+        items += [(told.request_id, StreamItem(progress=told), False) for told in output.progress]
         for update in output.updates:
             export = output.exports.get(update.request_id)
             over = export is not None or update.finish_reason is not None
@@ -223,6 +249,9 @@ class EngineLoop:
     def _deliver(self, items: list[tuple[RequestId, StreamItem, bool]]) -> None:
         for request_id, item, over in items:
             stream = self._streams.get(request_id)
+            waiting = self._ahead.get(request_id)
+            if waiting is not None and item.load is not None and not waiting.done():
+                waiting.set_result(item.load)
             if stream is None:
                 if item.export is not None:  # closed while the last step ran: nobody will offer these pages
                     self.release_export(item.export)
@@ -245,3 +274,6 @@ class EngineLoop:
         for stream in list(self._streams.values()):
             stream.finished = True
             stream.put(error)
+        for waiting in self._ahead.values():
+            if not waiting.done():
+                waiting.set_exception(error)

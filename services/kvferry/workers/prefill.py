@@ -16,6 +16,7 @@ from kvferry.rpc import wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.arrival import PEER, Arrival
 from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.following import Following
 from kvferry.workers.loop import StreamItem
 from kvferry.workers.offer_desk import OfferDesk
 
@@ -28,8 +29,9 @@ _TICKET_ID = re.compile(r"[0-9a-f]{32}")
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """One engine's prompts."""
 
-    def __init__(self, context: WorkerContext, desk: OfferDesk, keyring: Keyring) -> None:
+    def __init__(self, context: WorkerContext, desk: OfferDesk, keyring: Keyring, following: Following) -> None:
         self._context = context
+        self._following = following
         self._keyring = keyring
         self._desk = desk
 
@@ -52,9 +54,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             )
         )
         arrival = Arrival(self._context.worker_id)
-        with stream:
+        with stream, self._following.computing(request.ticket_id):
             async for item in stream:
                 arrival.hear(item)
+                if item.progress is not None:
+                    self._following.add(request.ticket_id, item.progress)
                 if item.update is not None:
                     seconds = self._context.clock.monotonic() - begun
                     answer = self._answer(request, context, tokens, item, seconds)

@@ -1,5 +1,6 @@
 """The `KvTransfer` service: tells readers where the pages are and keeps them held while they read."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ from kvferry.kv.connector import Transport
 from kvferry.kv.offers import check_incarnation
 from kvferry.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from kvferry.workers.context import WorkerContext
+from kvferry.workers.following import Following
 from kvferry.workers.offer_desk import OfferDesk
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -18,8 +20,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
     """One worker's offers, as readers see them."""
 
-    def __init__(self, context: WorkerContext, desk: OfferDesk, transport: Transport) -> None:
+    def __init__(self, context: WorkerContext, desk: OfferDesk, transport: Transport, following: Following) -> None:
         self._context = context
+        self._following = following
         self._desk = desk
         self._transport = transport
 
@@ -27,13 +30,7 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         self, request: kv_transfer_pb2.DescribeRequest, context: Context
     ) -> kv_transfer_pb2.DescribeResponse:
         check_incarnation(request.incarnation, self._context.incarnation)
-        mine = self._context.layout.fingerprint
-        if request.fingerprint != mine:
-            raise TicketRejected(
-                f"KV layouts differ: mine is {mine.hex()}, the reader's {request.fingerprint.hex()}",
-                reason="TICKET_LAYOUT",
-                field="fingerprint",
-            )
+        self._check_fingerprint(request.fingerprint)
         if request.connector != self._context.connector:
             raise TicketRejected(
                 f"this worker offers over {self._context.connector!r}, not {request.connector!r}",
@@ -41,7 +38,9 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
                 field="connector",
             )
         return kv_transfer_pb2.DescribeResponse(
-            identity=self._context.identity, fingerprint=mine, address=self._transport.address()
+            identity=self._context.identity,
+            fingerprint=self._context.layout.fingerprint,
+            address=self._transport.address(),
         )
 
     async def Claim(self, request: kv_transfer_pb2.ClaimRequest, context: Context) -> kv_transfer_pb2.ClaimResponse:
@@ -59,3 +58,20 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         done = request.outcome == kv_transfer_pb2.FinishRequest.OUTCOME_DONE
         self._desk.finish(TicketId(request.ticket_id), request.attempt, request.reader_index, done=done)
         return kv_transfer_pb2.FinishResponse()
+
+    async def Follow(
+        self, request: kv_transfer_pb2.FollowRequest, context: Context
+    ) -> AsyncIterator[kv_transfer_pb2.FollowResponse]:
+        check_incarnation(request.incarnation, self._context.incarnation)
+        self._check_fingerprint(request.fingerprint)
+        async for told in self._following.follow(request.ticket_id):
+            yield kv_transfer_pb2.FollowResponse(block_ids=told.blocks, epochs=told.epochs, names=told.names)
+
+    def _check_fingerprint(self, theirs: bytes) -> None:
+        mine = self._context.layout.fingerprint
+        if theirs != mine:
+            raise TicketRejected(
+                f"KV layouts differ: mine is {mine.hex()}, the reader's {theirs.hex()}",
+                reason="TICKET_LAYOUT",
+                field="fingerprint",
+            )

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable
+from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.engine import one_secret
 from kvferry.engine.messages import EngineRequest
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.populate import populate_in_background
@@ -31,6 +33,8 @@ from kvferry.workers.build import BuiltEngine, LoadedModel
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.decode import DecodeService
+from kvferry.workers.following import Following
+from kvferry.workers.head_start import HeadStart
 from kvferry.workers.kv_events import CacheFeed, KvEventsService
 from kvferry.workers.local import LocalSource
 from kvferry.workers.loop import EngineLoop
@@ -173,6 +177,12 @@ class WorkerUnit:
         """Of WorkerAdmin, as bound."""
         return "" if self._running is None else self._running.admin.address
 
+    def _namer(self, tenant: str) -> BlockNamer:
+        """As the engine names blocks; its own namers are its thread's."""
+        layout = self._built.layout
+        secret = one_secret(self._config.tenant_secret)(tenant)
+        return BlockNamer(tenant=secret, fingerprint=layout.fingerprint, block_tokens=layout.block_tokens)
+
     def _open_tiers(self) -> TierStack | None:
         config, layout = self._config, self._built.layout
         if not config.tiers:
@@ -193,9 +203,10 @@ class WorkerUnit:
         )
 
     def _services(self) -> list[Service]:
-        prefill = PrefillService(self.context, self._desk, self._keyring)
-        transfer = TransferService(self.context, self._desk, self._built.transport)
-        decode = DecodeService(self.context, self._keyring, self._control)
+        following = Following()
+        prefill = PrefillService(self.context, self._desk, self._keyring, following)
+        transfer = TransferService(self.context, self._desk, self._built.transport, following)
+        decode = DecodeService(self.context, self._keyring, self._control, HeadStart(self.context, self._namer))
         events = KvEventsService(self._cache)
         feed = Service("kvferry.v1.KvEvents", lambda s: kv_events_pb2_grpc.add_KvEventsServicer_to_server(events, s))
         pages = Service(

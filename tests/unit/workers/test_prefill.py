@@ -23,6 +23,7 @@ from kvferry.testing.engines import an_engine, expected_tokens
 from kvferry.testing.idle import assert_idle
 from kvferry.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.context import WorkerContext
+from kvferry.workers.following import Following
 from kvferry.workers.loop import EngineLoop
 from kvferry.workers.offer_desk import OfferDesk
 from kvferry.workers.prefill import PrefillService
@@ -71,7 +72,7 @@ async def worker() -> AsyncIterator[Worker]:
     """Every test ends with each offer released by its id, and an idle engine."""
     made = Worker(an_engine()[0])
     made.loop.start()
-    service = PrefillService(made.context, made.desk, KEYRING)
+    service = PrefillService(made.context, made.desk, KEYRING, Following())
     server = await start_server(
         "127.0.0.1:0",
         [Service("kvferry.v1.Prefill", lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(service, s))],
