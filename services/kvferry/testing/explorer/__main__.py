@@ -51,15 +51,19 @@ def _look(chosen: Scenario, parts: Parts, options: argparse.Namespace) -> bool:
         found, what = replay(chosen, parts, labels), "replayed"
     elif options.walks:
         found = walk(chosen, parts, seed=options.seed, walks=options.walks)
-        found, what = (shrink(chosen, parts, found) if found.violation else found), "walks"
+        what = f"seeds from {options.seed}"
+        if found.violation is not None:
+            what = f"seed {found.seed}, {len(found.trace)} steps before they were shrunk"
+            found = shrink(chosen, parts, found)
     else:
         found = explore(chosen, parts, max_states=options.max_states, progress=progress)
         what = "complete" if found.is_complete else "cut short"
     seconds = clock.monotonic() - begun
     if shows:
         sys.stderr.write("\r\x1b[K")
+    unit = "walks " if options.walks else "states"
     sys.stdout.write(
-        f"{chosen.name:11} {found.states:>9,} states {found.steps:>10,} steps, depth {found.depth:>3}, "
+        f"{chosen.name:11} {found.states:>9,} {unit} {found.steps:>10,} steps, depth {found.depth:>3}, "
         f"{seconds:6.1f} s, {what}\n"
     )
     if found.violation is None:

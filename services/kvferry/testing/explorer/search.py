@@ -23,6 +23,8 @@ class Found:
     depth: int = 0
     is_complete: bool = True
     violation: str | None = None
+    seed: int | None = None
+    """Of the walk that failed."""
     trace: list[Action] = field(default_factory=list)
 
 
@@ -44,6 +46,7 @@ def explore(scenario: Scenario, parts: Parts, *, max_states: int, progress: Prog
                     child.apply(action)
                 except Violation as error:
                     found.violation, found.trace = str(error), [*_trace(came, here), action]
+                    found.is_complete = False
                     return found
                 there = child.fingerprint()
                 if there in came:
@@ -79,6 +82,7 @@ def walk(scenario: Scenario, parts: Parts, *, seed: int, walks: int, max_steps: 
                 world.apply(action)
             except Violation as error:
                 found.violation, found.trace, found.is_complete = str(error), trace, False
+                found.seed = seed + number
                 return found
         found.states += 1
         found.depth = max(found.depth, len(trace))
