@@ -4,11 +4,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.testing.explorer.choices import choices
+from kvferry.testing.explorer.choices import choices, faults, ordinary
 from kvferry.testing.explorer.parts import Parts
 from kvferry.testing.explorer.scenario import Scenario
 from kvferry.testing.explorer.violation import Violation
 from kvferry.testing.explorer.world import Action, World, label
+
+_FAULT_SHARE = 0.1
 
 Progress = Callable[[int, int, int], None]
 """Called with the depth, the states seen and the states still to be looked at."""
@@ -71,7 +73,8 @@ def walk(scenario: Scenario, parts: Parts, *, seed: int, walks: int, max_steps: 
         draw = random.Random(seed + number)  # noqa: S311  # reproducible on purpose
         world, trace = World(scenario, parts), list[Action]()
         while len(trace) < max_steps:
-            actions = choices(world)
+            spends = draw.random() < _FAULT_SHARE  # seldom, or all would be spent before anything is under way
+            actions = (spends and faults(world)) or ordinary(world) or faults(world)
             if not actions:
                 break
             action = draw.choice(actions)
