@@ -123,6 +123,14 @@ async def test_a_reader_claims_renews_and_finishes_and_the_pages_come_back_once(
         at.desk.renew(ticket, 1)
 
 
+async def test_a_release_that_overtakes_its_offer_gives_the_pages_back_at_once(at: Desk) -> None:
+    wished = TicketId("ab" * 16)
+    at.desk.release(wished)
+    at.offer(1, wished)
+    assert at.loop.released == [1]
+    assert at.desk.is_idle
+
+
 async def test_time_gives_back_what_nobody_came_for(at: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offer_desk, "_TICK_SECONDS", 0.0)
     old = at.offer(1)

@@ -14,6 +14,8 @@ from kvferry.testing.explorer.search import Found, explore, replay, walk
 from kvferry.testing.explorer.shrink import shrink
 from kvferry.testing.explorer.world import label
 
+_LARGE_WALKS = 5000
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run; the exit status."""
@@ -37,6 +39,7 @@ def _look(chosen: Scenario, parts: Parts, options: argparse.Namespace) -> bool:
     clock = SystemClock()
     begun = clock.monotonic()
     shows = sys.stderr.isatty()
+    walks = options.walks or (_LARGE_WALKS if chosen.is_large else 0)
 
     def progress(depth: int, states: int, front: int) -> None:
         if shows:
@@ -49,17 +52,21 @@ def _look(chosen: Scenario, parts: Parts, options: argparse.Namespace) -> bool:
     if options.replay:
         labels = [line.strip() for line in Path(options.replay).read_text("utf-8").splitlines() if line.strip()]
         found, what = replay(chosen, parts, labels), "replayed"
-    elif options.walks:
-        found = walk(chosen, parts, seed=options.seed, walks=options.walks)
-        found, what = (shrink(chosen, parts, found) if found.violation else found), "walks"
+    elif walks:
+        found = walk(chosen, parts, seed=options.seed, walks=walks)
+        what = f"seeds from {options.seed}"
+        if found.violation is not None:
+            what = f"seed {found.seed}, {len(found.trace)} steps before they were shrunk"
+            found = shrink(chosen, parts, found)
     else:
         found = explore(chosen, parts, max_states=options.max_states, progress=progress)
         what = "complete" if found.is_complete else "cut short"
     seconds = clock.monotonic() - begun
     if shows:
         sys.stderr.write("\r\x1b[K")
+    unit = "walks " if walks else "states"
     sys.stdout.write(
-        f"{chosen.name:11} {found.states:>9,} states {found.steps:>10,} steps, depth {found.depth:>3}, "
+        f"{chosen.name:11} {found.states:>9,} {unit} {found.steps:>10,} steps, depth {found.depth:>3}, "
         f"{seconds:6.1f} s, {what}\n"
     )
     if found.violation is None:

@@ -7,7 +7,12 @@ from kvferry.testing.explorer.world import Action, World
 
 
 def choices(world: World) -> list[Action]:
-    """Every action that can be next.
+    """Every action that can be next."""
+    return [*ordinary(world), *faults(world)]
+
+
+def ordinary(world: World) -> list[Action]:
+    """What can be next without a fault.
 
     Messages arrive in any order. Time passes only when nothing is left to do but what was made late: a fault that
     the adversary pays for.
@@ -38,10 +43,13 @@ def choices(world: World) -> list[Action]:
     found += [("thaw", name) for name in world.frozen]
     if not must and world.due < math.inf:
         found.append(("time",))
-    return [*found, *_faults(world)] if world.faults else found
+    return found
 
 
-def _faults(world: World) -> list[Action]:
+def faults(world: World) -> list[Action]:
+    """What the adversary can do next, if it may still do anything."""
+    if not world.faults:
+        return []
     kinds = world.scenario.kinds
     return [a for a in (*_on_messages(world), *_on_reads(world), *_on_actors(world)) if a[-1] in kinds or a[0] in kinds]
 
@@ -80,6 +88,6 @@ def _on_actors(world: World) -> list[Action]:
     gateway = world.actors.get("G")
     if gateway is not None:
         # One victim is enough where the requests are alike.
-        keys = [key for key in gateway.trips if key == 0 or world.scenario.readers > 1]
+        keys = [key for key in gateway.trips if key == 0 or world.scenario.readers > 1 or world.scenario.is_large]
         found += [(kind, key) for key in keys for kind in ("cut", "cancel")]
     return found

@@ -209,7 +209,7 @@ class GatewayActor:
             return
         decoders = world.scenario.decoders
         first = decoders[key % len(decoders) :] + decoders[: key % len(decoders)]
-        there = [d for d in first if d in world.actors]
+        there = [d for d in first if world.looks_alive(d)]
         to = next((d for d in there if d not in trip.excluded), (there or first)[0])
         ticket, attempt = None, 0
         if trip.ticket is not None:

@@ -64,6 +64,8 @@ class Scenario:
     """Whether time may pass between two pages of a read at no cost."""
     local_pages: int = 0
     """Leading pages that a decode worker has already, so that only the rest is fetched."""
+    is_large: bool = False
+    """Too large for every state: random walks only."""
     connected: bool = True
     """Whether decode workers know the first life of the prefill worker already."""
 
@@ -156,6 +158,17 @@ SCENARIOS: tuple[Scenario, ...] = (
         1,
         frozenset({"swap"}),
         prefill_pages=4,
+    ),
+    Scenario(
+        "crowd",
+        "four requests, two of them over one prefix, in pools for half of them; random walks only",
+        (_A, _B, RequestPlan((11, 13)), RequestPlan((41, 42, 43), "c")),
+        6,
+        _CONTROL | _PROCESSES | _READS | {"swap"},
+        prefill_pages=4,
+        decode_pages=4,
+        decoders=("D0", "D1"),
+        is_large=True,
     ),
 )
 

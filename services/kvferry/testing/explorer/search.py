@@ -4,11 +4,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.testing.explorer.choices import choices
+from kvferry.testing.explorer.choices import choices, faults, ordinary
 from kvferry.testing.explorer.parts import Parts
 from kvferry.testing.explorer.scenario import Scenario
 from kvferry.testing.explorer.violation import Violation
 from kvferry.testing.explorer.world import Action, World, label
+
+_FAULT_SHARE = 0.1
 
 Progress = Callable[[int, int, int], None]
 """Called with the depth, the states seen and the states still to be looked at."""
@@ -23,6 +25,8 @@ class Found:
     depth: int = 0
     is_complete: bool = True
     violation: str | None = None
+    seed: int | None = None
+    """Of the walk that failed."""
     trace: list[Action] = field(default_factory=list)
 
 
@@ -44,6 +48,7 @@ def explore(scenario: Scenario, parts: Parts, *, max_states: int, progress: Prog
                     child.apply(action)
                 except Violation as error:
                     found.violation, found.trace = str(error), [*_trace(came, here), action]
+                    found.is_complete = False
                     return found
                 there = child.fingerprint()
                 if there in came:
@@ -68,7 +73,8 @@ def walk(scenario: Scenario, parts: Parts, *, seed: int, walks: int, max_steps: 
         draw = random.Random(seed + number)  # noqa: S311  # reproducible on purpose
         world, trace = World(scenario, parts), list[Action]()
         while len(trace) < max_steps:
-            actions = choices(world)
+            spends = draw.random() < _FAULT_SHARE  # seldom, or all would be spent before anything is under way
+            actions = (spends and faults(world)) or ordinary(world) or faults(world)
             if not actions:
                 break
             action = draw.choice(actions)
@@ -79,6 +85,7 @@ def walk(scenario: Scenario, parts: Parts, *, seed: int, walks: int, max_steps: 
                 world.apply(action)
             except Violation as error:
                 found.violation, found.trace, found.is_complete = str(error), trace, False
+                found.seed = seed + number
                 return found
         found.states += 1
         found.depth = max(found.depth, len(trace))

@@ -83,6 +83,10 @@ class World:
         """Whether another decode worker is there."""
         return any(d != name and d in self.actors and d not in self.frozen for d in self.scenario.decoders)
 
+    def looks_alive(self, name: str) -> bool:
+        """Whether the gateway hears of this worker."""
+        return name in self.actors and self.now < self.frozen.get(name, math.inf) + SILENCE_SECONDS
+
     def remote_pages(self, life: int) -> "tuple[list[tuple[object, ...]], list[int]] | None":
         """What a transport sees of one life of the prefill worker: contents and epochs; `None` when it is gone."""
         actor = self.actors.get("P")
@@ -223,8 +227,10 @@ class World:
     def _do_swap(self, message: Message) -> None:
         """A decode worker is given another request's ticket."""
         self._spend("swap")
-        others = [t for k, t in self.actors["G"].tickets.items() if k != message.body[0][0]]
-        others += [m.body[1] for m in self.messages if m.kind == "prefilled"]
+        gateway = self.actors.get("G")
+        held = gateway.tickets.items() if gateway is not None else ()
+        others = [ticket for key, ticket in held if key != message.body[0][0]]
+        others += [m.body[1] for m in self.messages if m.kind == "prefilled" and m.body[1] is not None]
         if others:
             index = self.messages.index(message)
             self.messages[index] = message._replace(body=(message.body[0], others[0], *message.body[2:]))
