@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 export PYTHONSAFEPATH := 1
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench test-gpu test-cluster coverage clean
+.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers test-gpu test-cluster coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ lock: $(READY) ## resolve the dependencies anew into requirements.lock (ARGS="--
 
 bench: $(READY) ## the benchmarks; rows appended to tests/bench/results/*.csv
 	@$(BIN)/python tests/bench/bench_line.py $(ARGS)
+
+bench-tiers: $(READY) redis ## Redis and disk as tiers; rows appended to tests/bench/results/tiers.csv
+	@$(BIN)/python tests/bench/bench_tiers.py $(ARGS)
 
 coverage: $(READY) ## branch coverage by the unit tests; fails where a pure module has less than 95 %
 	@mkdir -p build
