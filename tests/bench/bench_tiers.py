@@ -30,7 +30,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import redis
-from bench_line import commit, cpu_name
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.ids import BlockHash
@@ -38,6 +37,7 @@ from kvferry.kv.tiers import disk, redis_tier
 from kvferry.kv.tiers.frame import Frames, Opening
 from kvferry.kv.tiers.spec import parse_tier
 from kvferry.kv.tiers.tier import ObjectKey
+from kvferry.testing.machine import commit, cpu_name
 from kvferry.testing.redis_server import redis_server
 
 RESULTS = Path(__file__).parent / "results" / "tiers.csv"
