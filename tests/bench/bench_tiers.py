@@ -7,6 +7,7 @@ Redis, one connection, one thread, the same server and values for all, over TCP 
 
     tier        the tier's `load`: straight into the buffers, verified         no check    the same, unverified
     redis-py    `get` of redis-py with hiredis, which gives a new `bytes`      socket      bare `recv_into` of the same
+                copied: and copied to where it belongs, unverified
 
 Disk: `load` and `store` through the page cache (warm), with the cache dropped before each read (cold), and past it
 (direct). Competitors take turns within each repetition, so that a change in the machine's mood reaches all of them.
@@ -116,17 +117,24 @@ def timed(objects: Objects, action: Callable[[int], object], which: range) -> fl
 
 
 def take_turns(
-    objects: Objects, systems: dict[str, Callable[[int], object]], repetitions: int, before: Callable[[str], None]
+    objects: Objects,
+    systems: dict[str, Callable[[int], object]],
+    repetitions: int,
+    before: Callable[[str, range], object] = lambda name, which: None,
 ) -> dict[str, list[float]]:
-    """Rates by system; the first repetition warms up. A turn is a quarter of the objects, so that turns are short."""
+    """Rates by system; the first repetition warms up. A turn is a quarter of the objects, so that turns are short.
+
+    Args:
+        before: is called before each turn, and not timed.
+    """
     rates: dict[str, list[float]] = {name: [] for name in systems}
     quarter = -(-objects.count // TURNS)
     for repetition in range(repetitions + 1):
-        for name in systems:
-            before(name)
         for start in range(0, objects.count, quarter):
+            which = range(start, min(objects.count, start + quarter))
             for name, action in systems.items():
-                rate = timed(objects, action, range(start, min(objects.count, start + quarter)))
+                before(name, which)
+                rate = timed(objects, action, which)
                 if repetition:
                     rates[name].append(rate)
     return rates
@@ -199,7 +207,10 @@ def bench_redis(object_bytes: int, repetitions: int) -> dict[tuple[str, str, str
             def set_(i: int, client: "redis.Redis[bytes]" = client) -> None:
                 client.set(names[i], objects.part(objects.source, i), ex=3600)
 
-            def empty(_: str, client: "redis.Redis[bytes]" = client) -> None:
+            def copy(i: int, client: "redis.Redis[bytes]" = client) -> None:
+                objects.part(objects.target, i)[:] = memoryview(client.get(names[i]) or b"")[128:]
+
+            def empty(_name: str, _which: range, client: "redis.Redis[bytes]" = client) -> None:
                 client.flushall()
 
             for name, rates in take_turns(objects, {"tier": store, "redis-py": set_}, repetitions, empty).items():
@@ -208,8 +219,14 @@ def bench_redis(object_bytes: int, repetitions: int) -> dict[tuple[str, str, str
             for i in range(objects.count):
                 store(i)
             load(0)
-            reading = {"tier": load, "redis-py": get, "socket": receive, "no check": load_unchecked}
-            for name, rates in take_turns(objects, reading, repetitions, lambda _: None).items():
+            reading = {
+                "tier": load,
+                "redis-py": get,
+                "redis-py, copied": copy,
+                "socket": receive,
+                "no check": load_unchecked,
+            }
+            for name, rates in take_turns(objects, reading, repetitions).items():
                 found[place, "read", name] = rates
             objects.target[:] = bytes(len(objects.target))
             timed(objects, load, range(objects.count))
@@ -217,9 +234,7 @@ def bench_redis(object_bytes: int, repetitions: int) -> dict[tuple[str, str, str
             client.flushall()
             for i in range(objects.count):
                 sealing.store(objects.keys[i], [objects.part(objects.source, i)], SECONDS)
-            found[place, "read", "sealed"] = take_turns(objects, {"sealed": load_sealed}, repetitions, lambda _: None)[
-                "sealed"
-            ]
+            found[place, "read", "sealed"] = take_turns(objects, {"sealed": load_sealed}, repetitions)["sealed"]
             client.flushall()
     return found
 
@@ -232,17 +247,22 @@ def bench_disk(object_bytes: int, repetitions: int, parent: Path | None) -> dict
         spec = parse_tier(f"disk://{folder}/{direct}?size=1GiB&direct={direct}")
         return disk.open_tier(spec, object_bytes=object_bytes, secret=SECRET, clock=CLOCK)
 
-    def forget(which: str) -> None:
-        for path in (folder / which).rglob("*"):
-            if path.is_file():
-                path.unlink()
+    folders = {"page cache": "off", "cold": "off", "direct": "on"}
 
-    def drop_cache(name: str) -> None:
-        if name != "cold":
-            return
-        for path in (folder / "off").rglob("*"):
-            if path.is_file():
-                fd = os.open(path, os.O_RDONLY)
+    def path(name: str, i: int) -> Path:
+        text = objects.keys[i].name.hex()
+        return folder / folders[name] / text[:2] / text[2:4] / text
+
+    def remove(name: str, which: range) -> None:
+        for i in which:
+            path(name, i).unlink(missing_ok=True)
+
+    def make_cold_or_warm(name: str, which: range) -> None:
+        for i in which:
+            if name == "page cache":
+                path(name, i).read_bytes()
+            elif name == "cold":
+                fd = os.open(path(name, i), os.O_RDONLY)
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(fd)
@@ -261,11 +281,10 @@ def bench_disk(object_bytes: int, repetitions: int, parent: Path | None) -> dict
 
         found = {}
         writing = {name: storing(tier) for name, tier in tiers.items()}
-        before = {"page cache": "off", "direct": "on"}
-        for name, rates in take_turns(objects, writing, repetitions, lambda n: forget(before[n])).items():
+        for name, rates in take_turns(objects, writing, repetitions, remove).items():
             found["disk", "write", name] = rates
         reading = {name: loading(tier) for name, tier in tiers.items()} | {"cold": loading(through)}
-        for name, rates in take_turns(objects, reading, repetitions, drop_cache).items():
+        for name, rates in take_turns(objects, reading, repetitions, make_cold_or_warm).items():
             found["disk", "read", name] = rates
         objects.check()
         return found

@@ -4,7 +4,8 @@
                                                             └── lost: close it, count; a few in a row open the breaker
     breaker open: refuse at once; when the backoff is over, the next request starts a thread that looks (PING)
 
-Names are resolved when the tier starts and by whoever looks, never by a request: a resolver has no deadline.
+The server's name is resolved when the tier starts and by whoever looks, not by requests: a resolver has no deadline.
+Further servers of a cluster are resolved when they are first heard of; they give addresses, not names.
 """
 
 import logging
