@@ -304,7 +304,7 @@ def shares(found: dict[tuple[str, str, str], list[float]]) -> dict[tuple[str, st
 def table(rows: Sequence[Row]) -> str:
     """Sizes across; places, cells and systems down: median (least to most), GB/s."""
     sizes = sorted({r.object_kib for r in rows})
-    lines = [f"{'GB/s':<38}" + "".join(f"{f'{size} KiB':>24}" for size in sizes)]
+    lines = [f"{'GB/s':<46}" + "".join(f"{f'{size} KiB':>24}" for size in sizes)]
     by_cell = {(r.place, r.cell, r.system, r.object_kib): r for r in rows}
     for place, cell, system in dict.fromkeys((r.place, r.cell, r.system) for r in rows):
         found = [by_cell[place, cell, system, size] for size in sizes]
@@ -312,7 +312,7 @@ def table(rows: Sequence[Row]) -> str:
             f"{f'{r.median:.2f} ({r.min:.2f} to {r.max:.2f})' if r.unit == 'GB/s' else f'{r.median:.2f}':>24}"
             for r in found
         )
-        lines.append(f"{f'{place}, {cell}, {system}':<38}{shown}")
+        lines.append(f"{f'{place}, {cell}, {system}':<46}{shown}")
     lines.append(f"\n{rows[0].cpu}, commit {rows[0].commit}, load average {rows[0].load_average}; n = {rows[0].n}")
     return "\n".join(lines)
 
