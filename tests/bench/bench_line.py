@@ -22,7 +22,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -41,6 +40,7 @@ from kvferry.model.tensors import expected_shapes
 from kvferry.rpc.token_source import Timing
 from kvferry.stack.layout import StackConfig
 from kvferry.stack.local_stack import LocalStack
+from kvferry.testing.machine import commit, cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "line.csv"
 AGGREGATED = "none"
@@ -283,28 +283,6 @@ def rows(systems: Sequence[System], rates: Sequence[float], model: str) -> list[
         for s in systems
         if s.connector != AGGREGATED
     ]
-
-
-def commit() -> str:
-    """Of the working tree; `+` when it differs from what was committed."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-        cwd=RESULTS.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or "unknown"
-
-
-def cpu_name() -> str:
-    """The processor and how many of its threads we may use."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return f"{name} x{len(os.sched_getaffinity(0))}"
 
 
 def append(path: Path, made: Sequence[Row]) -> None:

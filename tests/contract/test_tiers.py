@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing import tier_suite
+from kvferry.testing import frame_suite, tier_suite
 from kvferry.testing.tier_rigs import RIGS, Servers, dram_rig, rigs
 
 
@@ -18,7 +18,7 @@ def servers() -> Iterator[Servers]:
 
 @pytest.mark.parametrize(
     "check",
-    [*tier_suite.CHECKS, *tier_suite.FRAMED_CHECKS],
+    [*tier_suite.CHECKS, *frame_suite.FRAMED_CHECKS],
     ids=lambda check: check.__name__.removeprefix("check_"),
 )
 @pytest.mark.parametrize("name", RIGS)

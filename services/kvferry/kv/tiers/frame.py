@@ -53,6 +53,8 @@ def flat(parts: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     Raises:
         ValueError: together they are not `num_bytes` long.
     """
+    if len(parts) == 1 and parts[0].nbytes == num_bytes and parts[0].format == "B" and parts[0].ndim == 1:
+        return [parts[0]]
     views = [p if p.format == "B" and p.ndim == 1 else p.cast("B") for p in parts]
     total = sum(len(v) for v in views)
     if total != num_bytes:

@@ -4,11 +4,11 @@
                                                             └── lost: close it, count; a few in a row open the breaker
     breaker open: refuse at once; when the backoff is over, the next request starts a thread that looks (PING)
 
-Names are resolved when the tier starts and by whoever looks, never by a request: a resolver has no deadline.
+The server's name is resolved when the tier starts and by whoever looks, not by requests: a resolver has no deadline.
+Further servers of a cluster are resolved when they are first heard of; they give addresses, not names.
 """
 
 import logging
-import select
 import socket
 import ssl
 import threading
@@ -57,7 +57,9 @@ class Link:
         self._looker: threading.Thread | None = None
         self._is_closed = False
         # Guards all of the above; nothing that waits for the server is called while it is held.
-        self._free = threading.Condition()
+        self._lock = threading.Lock()
+        self._free = threading.Condition(self._lock)
+        """Told when a connection is free."""
 
     def resolve(self) -> None:
         """Find the server's address.
@@ -79,52 +81,55 @@ class Link:
             TierError: the server is out of order, or every connection was in use until the deadline.
             ServerError: the server answered with an error.
         """
-        self._admit()
         started = self._clock.monotonic()
         wire: Wire | None = None
+        verdict: float | None = None
         try:
             wire = self._take(deadline, storing)
             result = action(wire)
+            verdict = 0.0
+            return result
         except Lost as error:
-            self._note_failure(self._clock.monotonic() - started if isinstance(error, TooLate) else float("inf"))
+            verdict = self._clock.monotonic() - started if isinstance(error, TooLate) else float("inf")
             raise TierError(f"tier {self._options.text}: {error}") from error
         except ServerError as error:
-            self._note_answer(is_good=error.code != "LOADING")
+            verdict = float("inf") if error.code == "LOADING" else 0.0
             raise
         except TierError:
-            raise  # refused by us, or damaged: not the server's health
-        else:
-            self._note_answer(is_good=True)
-            return result
+            raise  # refused by us, or damaged: says nothing about the server, and leaves the connection in step
+        except BaseException:
+            if wire is not None:
+                wire.close()  # nobody knows where in the stream it stands
+            raise
         finally:
-            self._give_back(wire, storing)
+            self._settle(wire, storing, verdict)
 
     def patience_seconds(self) -> float | None:
         """How long to wait for a load before it is asked for a second time; `None`: it is not."""
-        with self._free:
+        with self._lock:
             return self._hedge.wait_seconds()
 
     @contextmanager
     def spare(self) -> Iterator[Wire | None]:
         """An idle connection for a second request, if there is one just now and the budget allows it."""
-        with self._free:
+        with self._lock:
             wire = self._pop_idle() if self._idle and self._hedge.spend() else None
         try:
             yield wire
         finally:
             if wire is not None:
-                with self._free:
+                with self._lock:
                     self._put_back(wire)
 
     def note_load(self, seconds: float, *, hedged: bool, by_second: bool) -> None:
         """A load is over: it sets the patience for the next ones."""
-        with self._free:
+        with self._lock:
             self._hedge.loaded(seconds, hedged=hedged, by_second=by_second)
 
     @property
     def hedges(self) -> tuple[int, int]:
         """Second requests sent, and those that were answered first."""
-        with self._free:
+        with self._lock:
             return self._hedge.num_hedges, self._hedge.num_won
 
     def probe(self, deadline: float) -> None:
@@ -142,7 +147,7 @@ class Link:
 
     def close(self) -> None:
         """Close idle connections, and those in use when they come back. Idempotent."""
-        with self._free:
+        with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
             self._num_open -= len(idle)
@@ -156,14 +161,18 @@ class Link:
     # ------------------------------------------------------------------ breaker
 
     def _admit(self) -> None:
-        with self._free:
-            if self._is_closed:
-                raise OutOfOrder(f"tier {self._options.text}: closed")
-            if self._breaker.passes:
-                return
-            if self._breaker.look(self._clock.monotonic()):
-                self._looker = threading.Thread(target=self._look, name="kv-redis-probe", daemon=True)
-                self._looker.start()
+        """Under the lock.
+
+        Raises:
+            OutOfOrder: closed, or the breaker is open.
+        """
+        if self._is_closed:
+            raise OutOfOrder(f"tier {self._options.text}: closed")
+        if self._breaker.passes:
+            return
+        if self._breaker.look(self._clock.monotonic()):
+            self._looker = threading.Thread(target=self._look, name="kv-redis-probe", daemon=True)
+            self._looker.start()
         raise OutOfOrder(f"tier {self._options.text}: did not answer lately; its breaker is open")
 
     def _look(self) -> None:
@@ -176,36 +185,40 @@ class Link:
             alive = error.code != "LOADING"  # whoever refuses is there; its requests will say what is wrong
         except (Lost, OSError):
             pass
-        with self._free:
+        with self._lock:
             self._breaker.looked(self._clock.monotonic(), alive=alive)
         if alive:
             _log.info("tier %s answers again", self._options.text)
 
-    def _note_answer(self, *, is_good: bool) -> None:
-        with self._free:
-            if is_good:
-                self._breaker.succeeded()
-        if not is_good:
-            self._note_failure(float("inf"))
+    def _settle(self, wire: Wire | None, storing: bool, verdict: float | None) -> None:
+        """An exchange is over.
 
-    def _note_failure(self, waited_seconds: float) -> None:
-        with self._free:
-            self._breaker.failed(self._clock.monotonic(), waited_seconds)
-            if self._breaker.passes:
-                return
-            idle, self._idle = self._idle, []
-            self._num_open -= len(idle)
-        for wire in idle:
-            wire.close()
-        _log.warning("tier %s does not answer; it is left alone for a while", self._options.text)
+        Args:
+            verdict: seconds waited in vain; 0 when the server answered, `None` when it was not asked.
+        """
+        dropped: list[Wire] = []
+        with self._lock:
+            if verdict == 0.0:
+                self._breaker.succeeded()
+            elif verdict is not None and self._breaker.passes:
+                self._breaker.failed(self._clock.monotonic(), verdict)
+                if not self._breaker.passes:
+                    dropped, self._idle = self._idle, []
+                    self._num_open -= len(dropped)
+                    self._free.notify_all()
+                    _log.warning("tier %s does not answer; it is left alone for a while", self._options.text)
+            if wire is not None:
+                self._num_storing -= storing
+                self._put_back(wire)
+        for idle in dropped:
+            idle.close()
 
     # ------------------------------------------------------------------ connections
 
     def _take(self, deadline: float, storing: bool) -> Wire:
-        with self._free:
+        with self._lock:
             while True:
-                if self._is_closed:
-                    raise OutOfOrder(f"tier {self._options.text}: closed")
+                self._admit()
                 if not storing or self._num_storing < self._max_storing:
                     wire = self._pop_idle()
                     if wire is not None or self._num_open < self._options.connections:
@@ -223,7 +236,7 @@ class Link:
         try:
             return self._connect(deadline)
         except BaseException:
-            with self._free:
+            with self._lock:
                 self._num_open -= 1
                 self._num_storing -= storing
                 self._free.notify()
@@ -233,20 +246,11 @@ class Link:
         """An idle connection that is still quiet: one that has something to say was closed, or is out of step."""
         while self._idle:
             wire = self._idle.pop()
-            watcher = select.poll()
-            watcher.register(wire.fileno(), select.POLLIN)
-            if not wire.num_buffered and not watcher.poll(0):
+            if wire.is_quiet():
                 return wire
             wire.close()
             self._num_open -= 1
         return None
-
-    def _give_back(self, wire: Wire | None, storing: bool) -> None:
-        if wire is None:
-            return
-        with self._free:
-            self._num_storing -= storing
-            self._put_back(wire)
 
     def _put_back(self, wire: Wire) -> None:
         if self._is_closed or not self._breaker.passes:

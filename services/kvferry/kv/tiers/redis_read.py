@@ -29,6 +29,7 @@ class ObjectRead:
         self._tail = memoryview(bytearray(2))
         self._opener = opener
         self._frame_bytes = HEADER_BYTES + num_bytes
+        self._expected_line = b"$%d" % self._frame_bytes
         self._opening: Opening | None = None
         self._has_length = False
         self._is_whole = False
@@ -100,24 +101,27 @@ class ObjectRead:
 
     def _read_head(self, deadline: float | None) -> bool:
         """The line with the length, and the header."""
+        wire = self.wire
         while not self._has_length:
-            line = self.wire.take_line()
+            line = wire.take_line() if wire.num_buffered else None
             if line is not None:
                 self._check_length(line)
                 self._has_length = True
-            elif self.wire.buffered(deadline) is None:
+            elif wire.buffered(deadline) is None:
                 return False
-        while self.wire.num_buffered < HEADER_BYTES:
-            if self.wire.buffered(deadline) is None:
+        while wire.num_buffered < HEADER_BYTES:
+            if wire.buffered(deadline) is None:
                 return False
         try:
-            self._opening = self._opener(bytes(self.wire.take(HEADER_BYTES)))
+            self._opening = self._opener(bytes(wire.take(HEADER_BYTES)))
         except Exception:
-            self.wire.close()  # its pages are on their way, and nobody wants to read them
+            wire.close()  # its pages are on their way, and nobody wants to read them
             raise
         return True
 
     def _check_length(self, line: bytes) -> None:
+        if line == self._expected_line:
+            return
         if line[:1] == b"-":
             raise ServerError(line[1:].decode("ascii", "replace"))
         if line[:1] != b"$":

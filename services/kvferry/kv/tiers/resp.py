@@ -5,6 +5,7 @@ before each read and no copy after it. Every length is bounded before anything i
 in the stream is lost, so the connection is closed; a reply that was too slow can never be taken for the next one.
 """
 
+import select
 import socket
 import ssl
 import struct
@@ -74,8 +75,9 @@ class Wire:
         self._view = memoryview(self._buffer)
         self._start = 0
         self._end = 0
-        self._armed_at = float("-inf")
-        self._armed_for = float("inf")
+        self._armed_seconds = float("inf")
+        """The kernel's timeout for each call, as set last."""
+        self._watcher: select.poll | None = None
         self.is_closed = False
         self.is_patient = False
         """Whether a timeout is only news (`NotYet`) and not the end of the connection."""
@@ -90,6 +92,13 @@ class Wire:
     def can_hedge(self) -> bool:
         """Whether it can be waited for beside another: what TLS has decrypted already is seen by no poll."""
         return not self._is_tls
+
+    def is_quiet(self) -> bool:
+        """Whether nothing waits to be read: what does is the connection's end, or out of step."""
+        if self._watcher is None:
+            self._watcher = select.poll()
+            self._watcher.register(self._socket.fileno(), select.POLLIN)
+        return self._start == self._end and not self._watcher.poll(0)
 
     def close(self) -> None:
         """Idempotent."""
@@ -155,16 +164,16 @@ class Wire:
         """
         if self._start:
             rest = self._end - self._start
-            self._view[:rest] = bytes(self._view[self._start : self._end])
+            if rest:
+                self._view[:rest] = bytes(self._view[self._start : self._end])
             self._start, self._end = 0, rest
         if self._end == len(self._buffer):
             raise self.broken("a line without end")
         try:
             if deadline is not None:
                 self._arm(deadline)
-            room = self._view[self._end :]
-            flags = 0 if self._is_tls else _AT_ONCE if deadline is None else 0
-            count = self._socket.recv_into(room, 0, flags)
+            flags = _AT_ONCE if deadline is None and not self._is_tls else 0
+            count = self._socket.recv_into(self._view[self._end :], 0, flags)
         except (BlockingIOError, TimeoutError) as error:
             if deadline is None:
                 return None
@@ -260,20 +269,19 @@ class Wire:
 
     def _arm(self, deadline: float) -> None:
         """Give the next call the time that is left."""
-        now = self._clock.monotonic()
-        left = deadline - now
+        left = deadline - self._clock.monotonic()
         if left <= 0:
             raise self._lost(TimeoutError())
         if self._is_tls:
             self._socket.settimeout(left)
             return
-        if now - self._armed_at < _ARM_AGAIN_SECONDS and abs(self._armed_for - deadline) < _ARM_AGAIN_SECONDS:
-            return  # the timeout set a moment ago is right to within that moment
+        if abs(left - self._armed_seconds) < _ARM_AGAIN_SECONDS:
+            return
         seconds = int(left)
         value = struct.pack("@ll", seconds, max(1, int((left - seconds) * 1e6)))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
-        self._armed_at, self._armed_for = now, deadline
+        self._armed_seconds = left
 
     def _lost(self, error: OSError | None) -> Lost | NotYet:
         is_late = isinstance(error, BlockingIOError | TimeoutError)
@@ -287,6 +295,8 @@ class Wire:
 
 def after(views: list[memoryview], count: int) -> list[memoryview]:
     """What is left of the views after `count` bytes."""
+    if len(views) == 1:
+        return [views[0][count:]] if count < len(views[0]) else []
     for i, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[i + 1 :]]

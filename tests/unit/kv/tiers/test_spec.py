@@ -6,7 +6,7 @@ import pytest
 
 from kvferry.core.errors import UsageError
 from kvferry.kv.tiers.disk import disk_options
-from kvferry.kv.tiers.redis_options import redis_options, remedy
+from kvferry.kv.tiers.redis_options import ACL_RULE, redis_options, remedy
 from kvferry.kv.tiers.spec import parse_tier
 
 
@@ -115,3 +115,13 @@ def test_what_a_disk_url_may_not_say(url: str, expected: str) -> None:
 
 def test_errors_that_nobody_foresaw_show_their_code_alone() -> None:
     assert remedy("BUSY") == "Redis answered with BUSY"
+
+
+def test_what_is_no_url_at_all() -> None:
+    for text in ("", "dram", "/var/cache", "://x"):
+        with pytest.raises(UsageError, match="is not a tier"):
+            parse_tier(text)
+
+
+def test_the_documented_redis_user_is_the_one_that_errors_name() -> None:
+    assert f"user worker {ACL_RULE}" in (Path(__file__).parents[4] / "docs" / "tiers.md").read_text("utf-8")
