@@ -12,6 +12,7 @@ _COMMANDS = {
     "worker": ("kvferry.cli.worker", "One worker process."),
     "gateway": ("kvferry.cli.gateway", "One gateway process."),
     "bench": ("kvferry.cli.bench", "Measurements, each against its bound."),
+    "doctor": ("kvferry.cli.doctor", "What this machine can do, and when loading KV pays."),
     "explain": ("kvferry.cli.explain", "Why this replica, why this source of KV, where the time went."),
     "model": ("kvferry.cli.model", "List, fetch and inspect models."),
 }

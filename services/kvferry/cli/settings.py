@@ -116,6 +116,12 @@ STACK = (
     *TIERS,
 )
 
+DOCTOR = (
+    MODEL,
+    *(s for s in ENGINE if s.name in {"dtype", "threads"}),
+    *(s for s in TIERS if s.name in {"tier", "tier_object_tokens"}),
+)
+
 EXPLAIN = (
     Setting("http", "127.0.0.1:8000", "HOST:PORT of the gateway that served the request."),
     Setting("api_key", "", "API key of the request's tenant.", is_secret=True),

@@ -90,6 +90,8 @@ class LLM:
             limits=limits or SchedulerLimits(),
             tenant_secret=one_secret(b"offline"),
         )
+        self.block_bytes = shape.block_bytes
+        """Of one page."""
         self.dtype = str(chosen).removeprefix("torch.")
         """Of computation and KV."""
 

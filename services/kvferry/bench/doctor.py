@@ -1,0 +1,221 @@
+"""What this machine can do, and what follows: from which prompt length on loading KV is cheaper than computing it.
+
+Rates are measured now, with the model's own pages and objects; the verdict is the workers' own (`kv.price`).
+"""
+
+import os
+import platform
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from shutil import which
+
+from kvferry.bench import bounds, transfer
+from kvferry.bench.sampling import alternate
+from kvferry.core.clock import Clock
+from kvferry.core.errors import KvferryError
+from kvferry.core.ids import BlockHash, RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.llm import LLM
+from kvferry.engine.messages import EngineRequest
+from kvferry.kv import registry
+from kvferry.kv.connector import ReadError
+from kvferry.kv.price import Piece, PriceBook
+from kvferry.kv.tiering import ObjectKey
+from kvferry.kv.tiers.registry import open_tiers
+from kvferry.kv.tiers.tier import Tier, TierError
+
+_INSTRUCTION_SETS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_bf16",
+    "asimd",
+    "bf16",
+)
+_COPY_BYTES = 64 << 20
+_ROUNDS = 5
+_TIER_SECONDS = 30.0
+_MOST_TOKENS = 1 << 15
+_SIZES = (1, 8, 32)
+"""Storage objects, or as many tokens' pages, at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One place KV can be loaded from, as measured."""
+
+    name: str
+    trip_ms: float
+    gbps: float
+    break_even_tokens: int | None
+    """The shortest prompt that is cheaper loaded than computed; `None`: none up to 32,768 tokens."""
+    note: str = ""
+
+
+def machine() -> list[Finding]:
+    """Cores, instruction sets, memory, accelerators, packages, programs."""
+    info = _cpuinfo()
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return [
+        Finding("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all"),
+        Finding("processor", info.get("model name", platform.machine())),
+        Finding("instructions", " ".join(f for f in _INSTRUCTION_SETS if f in flags) or "none of those looked for"),
+        Finding("memory", f"{memory / 2**30:.1f} GiB"),
+        Finding("gpu", _gpu()),
+        Finding("nixl", _nixl()),
+        Finding("redis-server", which("redis-server") or "not on the path; needed only to run one here"),
+        Finding("encryption", _package("cryptography", "kvferry[encryption]")),
+    ]
+
+
+def copy_rate(clock: Clock) -> Finding:
+    """One thread's copy in memory."""
+    with bounds.memory_copy(_COPY_BYTES) as copy:
+        seconds = alternate({"copy": copy}, rounds=_ROUNDS, clock=clock)["copy"].median
+    return Finding("memory copy", f"{_COPY_BYTES / seconds / 1e9:.1f} GB/s, one thread")
+
+
+def teach_compute(llm: LLM, prices: PriceBook, clock: Clock) -> Finding:
+    """Compute prompts of several lengths on this machine; what it says of prefill."""
+    rates: list[str] = []
+    for length in (32, 128, 512):
+        for round_ in range(2):
+            tokens = [(7 * i + 13 * length + round_) % 200 + 1 for i in range(length)]
+            begun = clock.monotonic()
+            _run(llm, tokens)
+            seconds = clock.monotonic() - begun
+        prices.observe_compute(0, length, seconds)
+        rates.append(f"{length}: {length / seconds:.0f}")
+    return Finding("prefill", "tokens/s by prompt length: " + ", ".join(rates))
+
+
+def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Clock) -> list[Source]:
+    """Every transport that runs here, between two processes of this machine."""
+    found: list[Source] = []
+    for name in registry.names():
+        label = f"{name} (this host)"
+        try:
+            most = _SIZES[-1] * 4
+            with transfer.pages_of_another_process(name, most, block_bytes) as (ours, peer):
+
+                def read(count: int) -> Callable[[], None]:
+                    return lambda: transfer.read_pages(ours, peer, range(count), clock)
+
+                _teach(prices, label, {4 * size * block_bytes: read(4 * size) for size in _SIZES}, clock)
+        except (KvferryError, ReadError) as error:
+            found.append(Source(label, 0.0, 0.0, None, note=f"left out: {error}"))
+            continue
+        found.append(_source(prices, label, block_bytes / block_tokens))
+    return found
+
+
+def tiers(urls: Sequence[str], object_bytes: int, object_tokens: int, prices: PriceBook, clock: Clock) -> list[Source]:
+    """Every tier of these URLs; objects of random names are stored and read.
+
+    Raises:
+        UsageError: a URL is wrong, or the tier cannot be reached.
+    """
+    found: list[Source] = []
+    for tier in open_tiers(urls, object_bytes=object_bytes, secret=secrets.token_bytes(32), clock=clock):
+        try:
+            keys = [ObjectKey(BlockHash(secrets.token_bytes(32)), "doctor") for _ in range(_SIZES[-1])]
+            content = memoryview(secrets.token_bytes(object_bytes))
+            for key in keys:
+                tier.store(key, [content], _TIER_SECONDS)
+
+            actions = {size * object_bytes: _loads(tier, keys[:size], object_bytes) for size in _SIZES}
+            _teach(prices, tier.name, actions, clock)
+            found.append(_source(prices, tier.name, object_bytes / object_tokens))
+        except TierError as error:
+            found.append(Source(tier.name, 0.0, 0.0, None, note=f"left out: {error}"))
+        finally:
+            tier.close()
+    return found
+
+
+def _loads(tier: Tier, keys: Sequence[ObjectKey], object_bytes: int) -> Callable[[], None]:
+    into = memoryview(bytearray(object_bytes))
+
+    def load() -> None:
+        for key in keys:
+            tier.load(key, [into], _TIER_SECONDS)
+
+    return load
+
+
+def _teach(prices: PriceBook, label: str, actions: dict[int, Callable[[], None]], clock: Clock) -> None:
+    timed = alternate({str(size): action for size, action in actions.items()}, rounds=_ROUNDS, clock=clock)
+    for _ in range(3):
+        for size in actions:
+            prices.observe_load(label, size, timed[str(size)].median)
+
+
+def _source(prices: PriceBook, label: str, token_bytes: float) -> Source:
+    def load(tokens: int) -> float:
+        return prices.load_seconds([Piece(label, tokens, round(tokens * token_bytes))])
+
+    trip, large = load(0), load(_MOST_TOKENS)
+    wins = (n for n in range(1, _MOST_TOKENS) if load(n) < prices.compute_seconds(0, n))
+    return Source(
+        name=label,
+        trip_ms=1e3 * trip,
+        gbps=_MOST_TOKENS * token_bytes / max(large - trip, 1e-9) / 1e9,
+        break_even_tokens=next(wins, None),
+    )
+
+
+def _run(llm: LLM, tokens: list[int]) -> None:
+    name = RequestId(f"doctor-{secrets.token_hex(4)}")
+    llm.engine.add(EngineRequest(name, tokens, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)))
+    while llm.engine.has_work:
+        llm.engine.step()
+
+
+def _cpuinfo() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines[:40])
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none"
+    return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+
+
+def _nixl() -> str:
+    found = _package("nixl-cu13", "kvferry[nixl]")
+    if found.startswith("not installed"):
+        return found
+    import nixl_cu13._api as nixl_api
+
+    agent = nixl_api.nixl_agent("kvferry-doctor", nixl_api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    return f"{found}, backends {' '.join(sorted(agent.get_plugin_list()))}"
+
+
+def _package(name: str, extra: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return f"not installed; pip install '{extra}'"

@@ -1,0 +1,71 @@
+"""`kvferry doctor`: what this machine can do, and from which prompt length on loading KV pays."""
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from kvferry.cli.options import Values, print_json, with_settings
+from kvferry.cli.settings import DOCTOR
+from kvferry.core.clock import SystemClock
+
+if TYPE_CHECKING:
+    from kvferry.bench.doctor import Source
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@with_settings(DOCTOR)
+def command(values: Values, *, as_json: bool) -> None:
+    """Look at this machine: cores, instruction sets, memory, GPU, NIXL; and measure it.
+
+    \b
+      kvferry doctor
+      kvferry doctor --tier "dram://?size=1GiB" --tier "disk:///var/cache/kvferry?size=4GiB"
+      kvferry doctor --tier redis://10.0.0.5:6379/0 --json
+
+    The last column is the verdict: prompts shorter than that are computed, longer ones are loaded. Nothing of it needs
+    to be configured; workers find it out by themselves, for their own links and under their own load.
+    """
+    from kvferry.bench import doctor
+    from kvferry.engine.llm import LLM
+    from kvferry.kv.price import PriceBook
+    from kvferry.kv.tiers.registry import check_tiers
+
+    check_tiers(values["tier"])
+    clock = SystemClock()
+
+    def say(text: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"  {text} ...", err=True)
+
+    say("looking around")
+    findings = [*doctor.machine(), doctor.copy_rate(clock)]
+    say("loading the model and computing prompts")
+    llm = LLM(values["model"], dtype=values["dtype"], kv_bytes=256 << 20, threads=values["threads"])
+    prices = PriceBook()
+    findings.append(doctor.teach_compute(llm, prices, clock))
+    block_bytes, block_tokens = llm.block_bytes, llm.engine.allocator.block_tokens
+    say("moving pages")
+    sources = doctor.transports(block_bytes, block_tokens, prices, clock)
+    say("asking the tiers")
+    object_tokens = values["tier_object_tokens"]
+    object_bytes = object_tokens // block_tokens * block_bytes
+    sources += doctor.tiers(values["tier"], object_bytes, object_tokens, prices, clock)
+    if as_json:
+        found = {f.name.replace(" ", "_").replace("-", "_"): f.value for f in findings}
+        print_json({"machine": found, "sources": [asdict(s) for s in sources]})
+        return
+    for finding in findings:
+        click.echo(f"{finding.name:<14} {finding.value}")
+    click.echo(f"\n{'KV from':<20} {'round trip':>12} {'rate':>12}   pays from")
+    for source in sources:
+        click.echo(_line(source))
+
+
+def _line(source: "Source") -> str:
+    if source.note:
+        return f"{source.name:<20} {source.note}"
+    wins = "never" if source.break_even_tokens is None else f"{source.break_even_tokens} tokens"
+    return f"{source.name:<20} {source.trip_ms:>9.2f} ms {source.gbps:>7.2f} GB/s   {wins}"
