@@ -16,6 +16,8 @@ from blake3 import blake3
 
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import Incarnation, TicketId, WorkerId
+from kvferry.kv.layout import Description, KvLayout, described
+from kvferry.kv.relayout import Relayout, plan
 
 _MAGIC = b"kvt1"
 _KEY_CONTEXT = "kvferry 2026-11 ticket key"
@@ -50,6 +52,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     reads finds by the epochs whether they were still what the ticket says."""
     readers: int = 1
     """How many may read under the offer, each with its own `reader` number from 0 on."""
+    layout: Description = ()
+    """What `fingerprint` is the fingerprint of, for readers with another layout; empty: equal ones only."""
 
     @property
     def id(self) -> TicketId:
@@ -118,6 +122,34 @@ class Keyring:
         return blake3(_MAGIC + key_id + body, key=self._keys[key_id]).digest()
 
 
+def plan_for(fingerprint: bytes, description: Sequence[object], target: KvLayout) -> Relayout | None:
+    """How to read pages of the layout with this fingerprint and description into ours; `None`: byte for byte.
+
+    Raises:
+        TicketRejected: TICKET_LAYOUT, and no copy makes ours of it, or what it is was not said.
+    """
+    if fingerprint == target.fingerprint:
+        return None
+    if not description:
+        raise _other_layout(fingerprint, target.fingerprint, "and nothing more is said of it")
+    try:
+        source = described(description)
+    except ValueError as error:
+        raise _other_layout(fingerprint, target.fingerprint, f"and what is said of it makes none: {error}") from error
+    if source.fingerprint != fingerprint:
+        raise _other_layout(fingerprint, target.fingerprint, "and what is said of it is of another")
+    return plan(source, target)
+
+
+def _other_layout(theirs: bytes, ours: bytes, why: str) -> TicketRejected:
+    return TicketRejected(
+        f"the KV layout {theirs.hex()} is not this worker's {ours.hex()}, {why}; "
+        "give both workers the same model, dtype and block size, or the same version of this program",
+        reason="TICKET_LAYOUT",
+        field="fingerprint",
+    )
+
+
 def check_ticket(
     ticket: Ticket,
     *,
@@ -126,8 +158,12 @@ def check_ticket(
     tenant: str,
     tokens: Sequence[int],
     now_wall: float,
+    layout: KvLayout | None = None,
 ) -> None:
     """Whether a genuine ticket fits this request on this worker.
+
+    Args:
+        layout: this worker's; with it, a ticket for pages that are held may be of another one if a copy can be planned.
 
     Raises:
         TicketRejected: it does not; `reason` is one of TICKET_LAYOUT, TICKET_TENANT, TICKET_TOKENS,
@@ -138,11 +174,10 @@ def check_ticket(
         return TicketRejected(message, reason=reason, field="ticket")
 
     if ticket.fingerprint != fingerprint:
-        raise reject(
-            "TICKET_LAYOUT",
-            f"the ticket's KV layout {ticket.fingerprint.hex()} is not this worker's {fingerprint.hex()}; "
-            "prefill and decode must run the same model, dtype and block size",
-        )
+        if layout is None or not ticket.held:
+            raise _other_layout(ticket.fingerprint, fingerprint, "and only equal ones are read like this")
+        made = plan_for(ticket.fingerprint, ticket.layout, layout)
+        block_tokens = block_tokens if made is None else made.source.block_tokens
     if ticket.tenant != tenant:
         raise reject("TICKET_TENANT", "the ticket belongs to another tenant")
     if not ticket.num_tokens < len(tokens) or len(ticket.block_ids) != -(-ticket.num_tokens // block_tokens):

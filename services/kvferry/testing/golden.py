@@ -81,16 +81,27 @@ def tickets() -> dict[str, object]:
         epochs=(1, 1 << 40),
         expires_wall=1_700_000_000.5,
     )
+    layout = KvLayout("digest", "bfloat16", 32, 2, 128, 16, head_start=4, total_kv_heads=8)
+    of_a_share = msgspec.structs.replace(ticket, fingerprint=layout.fingerprint, layout=layout.description)
     return {
         "body": msgspec.msgpack.encode(ticket).hex(),
         "sealed": Keyring([b"golden key, 16 bytes or more"]).seal(ticket).hex(),
+        "body_with_layout": msgspec.msgpack.encode(of_a_share).hex(),
     }
 
 
 def layouts() -> dict[str, object]:
     """Fingerprints of layouts."""
-    cases = [KvLayout("digest", "float32", 30, 3, 64, 16), KvLayout("digest", "bfloat16", 32, 8, 128, 16)]
-    return {"cases": [{**msgspec.to_builtins(c), "fingerprint": c.fingerprint.hex()} for c in cases]}
+    cases = [
+        KvLayout("digest", "float32", 30, 3, 64, 16),
+        KvLayout("digest", "bfloat16", 32, 8, 128, 16),
+        KvLayout("digest", "bfloat16", 32, 2, 128, 16, head_start=4, total_kv_heads=8),
+    ]
+    return {
+        "cases": [
+            {**msgspec.to_builtins(c), "fingerprint": c.fingerprint.hex(), "family": c.family.hex()} for c in cases
+        ]
+    }
 
 
 def tier_frames() -> dict[str, object]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import TicketRejected
 from kvferry.kv.layout import KvLayout
-from kvferry.kv.ticket import Keyring, Ticket, check_ticket, digest_tokens
+from kvferry.kv.ticket import Keyring, Ticket, check_ticket, digest_tokens, plan_for
 
 TOKENS = list(range(40))
 LAYOUT = KvLayout("digest", "float32", 2, 3, 4, 16)
@@ -147,9 +147,51 @@ def test_a_ticket_of_the_first_form_still_opens_as_one_that_is_held_for_one_read
     )
     ticket = Keyring([b"golden key, 16 bytes or more"]).open(sealed)
     assert (ticket.num_tokens, ticket.epochs) == (17, (1, 1 << 40))
-    assert (ticket.held, ticket.readers) == (True, 1)
+    assert (ticket.held, ticket.readers, ticket.layout) == (True, 1, ())
 
 
 def test_a_ticket_for_no_reader_contradicts_itself() -> None:
     with pytest.raises(TicketRejected, match="contradicts"):
         KEYS.open(KEYS.seal(a_ticket(readers=0)))
+
+
+OTHER = KvLayout("digest", "bfloat16", 2, 3, 4, 32)
+
+
+def other_ticket(**changes: object) -> Ticket:
+    """39 tokens in blocks of 32, as bfloat16."""
+    whole = {"fingerprint": OTHER.fingerprint, "layout": OTHER.description, "block_ids": (4, 7), "epochs": (1, 2)}
+    return a_ticket(**{**whole, **changes})
+
+
+def test_a_ticket_of_a_layout_that_can_be_converted_passes_where_that_is_done() -> None:
+    check(KEYS.open(KEYS.seal(other_ticket())), layout=LAYOUT)
+    check(a_ticket(), layout=LAYOUT)
+    made = plan_for(OTHER.fingerprint, OTHER.description, LAYOUT)
+    assert made is not None
+    assert (made.source, made.target) == (OTHER, LAYOUT)
+    assert plan_for(LAYOUT.fingerprint, (), LAYOUT) is None
+
+
+@pytest.mark.parametrize(
+    ("ticket", "layout", "why"),
+    [
+        (other_ticket(), None, "only equal ones"),
+        (other_ticket(held=False), LAYOUT, "only equal ones"),
+        (other_ticket(layout=()), LAYOUT, "nothing more is said"),
+        (other_ticket(layout=(9, "x")), LAYOUT, "makes none"),
+        (other_ticket(layout=LAYOUT.description), LAYOUT, "of another"),
+        (other_ticket(), KvLayout("digest", "float32", 3, 3, 4, 16), "differ in num_layers: the source has 2"),
+        (other_ticket(), KvLayout("else", "float32", 2, 3, 4, 16), "differ in model_digest"),
+    ],
+)
+def test_a_ticket_of_a_layout_that_cannot_is_refused(ticket: Ticket, layout: KvLayout | None, why: str) -> None:
+    with pytest.raises(TicketRejected, match=why) as caught:
+        check(ticket, layout=layout, fingerprint=(layout or LAYOUT).fingerprint)
+    assert caught.value.reason == "TICKET_LAYOUT"
+
+
+def test_a_converted_ticket_s_extent_is_counted_in_its_own_blocks() -> None:
+    with pytest.raises(TicketRejected) as caught:
+        check(other_ticket(block_ids=(4, 7, 9), epochs=(1, 2, 3)), layout=LAYOUT)
+    assert caught.value.reason == "TICKET_EXTENT"

@@ -1,0 +1,196 @@
+"""The planned copy: how pages of one layout become pages of another, decided once per pair of layouts.
+
+    source, 16 a block    |  0 .. 15 | 16 .. 31 | 32 .. 47 | 48 ..      tokens of a prompt, by position
+    target, 24 a block    |   0 .. 23    |   24 .. 47    | 48 ..
+
+A move is the overlap of one source block with one target block: all layers, K and V, the target's heads, a run of
+tokens, in one strided copy that converts the element type on its way. Block size, element type and the share of the
+KV heads may differ; whatever else differs means other numbers, not another order of them, and is refused by name.
+
+Widening is exact. Narrowing rounds to the nearest, ties to even. float16 has no room for what float32 and bfloat16 can
+hold; a value too large for it ends the copy, because KV with an infinity in it is worse than none.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import TicketRejected
+from kvferry.kv.layout import DTYPE_BYTES, KvLayout
+
+_STORED: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
+"""How numpy holds each type; bfloat16 as its bits, the upper half of a float32's."""
+_CONVERT_ELEMENTS = 1 << 16
+"""Converted at a time, so that what lies between stays in a core's cache."""
+
+Pages = npt.NDArray[np.uint8]
+"""[pages, block_bytes]"""
+
+
+class DoesNotFit(ArithmeticError):
+    """A value is too large for the target's element type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """The plan for one pair of layouts; `plan` makes it."""
+
+    source: KvLayout
+    target: KvLayout
+
+    def source_blocks(self, first: int, count: int, num_tokens: int) -> range:
+        """Which blocks of a prompt of `num_tokens` tokens hold, at the source, the tokens of the target's blocks
+        first .. first+count-1."""
+        size, theirs = self.target.block_tokens, self.source.block_tokens
+        start, stop = first * size, min((first + count) * size, num_tokens)
+        return range(start // theirs, -(-stop // theirs)) if start < stop else range(0)
+
+    def pieces(self, blocks: range, most_bytes: int) -> list[range]:
+        """`blocks` of the source in runs that take at most `most_bytes` each.
+
+        Raises:
+            ValueError: not one page does.
+        """
+        step = most_bytes // self.source.block_bytes
+        if not step:
+            raise ValueError(f"a page of the peer takes {self.source.block_bytes} bytes, {most_bytes} are the most")
+        return [blocks[i : i + step] for i in range(0, len(blocks), step)]
+
+    def convert(
+        self,
+        pages: memoryview,
+        blocks: range,
+        targets: Pages,
+        local: Sequence[int],
+        first: int,
+        num_tokens: int,
+    ) -> None:
+        """Copy what source pages hold of the target's blocks first .. first+len(local)-1; nothing else is written.
+
+        Args:
+            pages: the source's `blocks`, side by side.
+            blocks: their positions in the prompt.
+            targets: [num_blocks, block_bytes], all pages of the target.
+            local: where each of its blocks is among them.
+            num_tokens: where the prompt ends, inside its last block.
+
+        Raises:
+            DoesNotFit: a value is too large for the target's type.
+        """
+        given = self._view(np.frombuffer(pages, np.uint8, len(blocks) * self.source.block_bytes), self.source)
+        wanted = self._view(targets, self.target)
+        begin = self.target.head_start - self.source.head_start
+        heads = slice(begin, begin + self.target.num_kv_heads)
+        for i, theirs, j, ours in self._moves(blocks, first, len(local), num_tokens):
+            self._move(given[i, :, :, heads, theirs], wanted[local[j], :, :, :, ours])
+
+    def _moves(self, blocks: range, first: int, count: int, num_tokens: int) -> Iterator[tuple[int, slice, int, slice]]:
+        """(source page, its slots, target block, its slots), for each overlap, in order of position."""
+        theirs, ours = self.source.block_tokens, self.target.block_tokens
+        start = max(blocks.start * theirs, first * ours)
+        end = min(blocks.stop * theirs, (first + count) * ours, num_tokens)
+        while start < end:
+            i, j = start // theirs, start // ours
+            stop = min((i + 1) * theirs, (j + 1) * ours, end)
+            yield (
+                i - blocks.start,
+                slice(start - i * theirs, stop - i * theirs),
+                j - first,
+                slice(start - j * ours, stop - j * ours),
+            )
+            start = stop
+
+    def _move(self, given: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic]) -> None:
+        """[layers, 2, heads, tokens, dim] into the same shape."""
+        if self.source.dtype == self.target.dtype:
+            wanted[...] = given
+            return
+        layers = max(1, _CONVERT_ELEMENTS * len(given) // given.size)
+        for i in range(0, len(given), layers):
+            wanted[i : i + layers] = _converted(given[i : i + layers], self.source.dtype, self.target.dtype)
+
+    @staticmethod
+    def _view(pages: Pages, layout: KvLayout) -> npt.NDArray[np.generic]:
+        """[pages, layers, 2, heads, tokens, dim]"""
+        shape = (-1, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+        return pages.view(_STORED[layout.dtype]).reshape(shape)
+
+
+@lru_cache(maxsize=256)
+def plan(source: KvLayout, target: KvLayout) -> Relayout:
+    """How pages of `source` become pages of `target`.
+
+    Raises:
+        TicketRejected: they cannot; `field` is the layout's, the message has both values and what to do.
+    """
+    for field, remedy in _MUST_BE_EQUAL.items():
+        theirs, ours = getattr(source, field), getattr(target, field)
+        if theirs != ours:
+            raise _impossible(field, theirs, ours, remedy)
+    for layout in (source, target):
+        if layout.dtype not in DTYPE_BYTES:
+            raise _impossible("dtype", source.dtype, target.dtype, f"use one of {', '.join(DTYPE_BYTES)} on both")
+    totals = [layout.total_kv_heads or layout.num_kv_heads for layout in (source, target)]
+    if totals[0] != totals[1]:
+        raise _impossible("total_kv_heads", totals[0], totals[1], _MUST_BE_EQUAL["model_digest"])
+    if target.heads.start < source.heads.start or target.heads.stop > source.heads.stop:
+        theirs, ours = (f"{r.start} to {r.stop - 1}" for r in (source.heads, target.heads))
+        raise _impossible("num_kv_heads", theirs, ours, "read from a worker that has all heads that are needed")
+    return Relayout(source, target)
+
+
+_MUST_BE_EQUAL = {
+    "model_digest": "prefill and decode must run the same model files",
+    "num_layers": "prefill and decode must run the same model files",
+    "head_dim": "prefill and decode must run the same model files",
+}
+
+
+def _impossible(field: str, theirs: object, ours: object, remedy: str) -> TicketRejected:
+    return TicketRejected(
+        f"KV layouts differ in {field}: the source has {theirs}, the reader {ours}, and no copy mends that; {remedy}",
+        reason="TICKET_LAYOUT",
+        field=field,
+    )
+
+
+def _converted(given: npt.NDArray[np.generic], source: str, target: str) -> npt.NDArray[np.generic]:
+    wide = _widened(given) if source == "bfloat16" else given.astype(np.float32)
+    if target == "bfloat16":
+        return _rounded(wide)
+    if target == "float32":
+        return wide
+    try:
+        with np.errstate(over="raise"):
+            return wide.astype(np.float16)
+    except FloatingPointError:
+        raise DoesNotFit("the peer's KV has values that float16 cannot hold") from None
+
+
+def _widened(bits: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
+    wide = bits.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)
+
+
+def _rounded(wide: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """To the nearest bfloat16, ties to even; what is no number stays none."""
+    bits = wide.view(np.uint32)
+    odd = bits >> 16
+    odd &= 1
+    odd += 0x7FFF
+    odd += bits
+    odd >>= 16
+    result = odd.astype(np.uint16)
+    nan = np.isnan(wide)
+    if nan.any():
+        result[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x0040
+    return result
