@@ -15,6 +15,16 @@ def test_connector(name: str, check: connector_suite.Callable[[connector_suite.R
         check(rig)
 
 
+@pytest.mark.parametrize("size", connector_suite.PAGE_SIZES)
+@pytest.mark.parametrize("check", connector_suite.RAW_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("name", registry.names())
+def test_pages_of_another_size(
+    name: str, check: connector_suite.Callable[[connector_suite.Rig], None], size: int
+) -> None:
+    with connector_suite.rig(name, size, connector_suite.FEWER_BLOCKS) as rig:
+        check(rig)
+
+
 def test_an_unknown_connector_is_refused_with_the_known_names() -> None:
     with pytest.raises(UsageError, match="known are memory, nixl, shm, tcp"):
         registry.open_transport("pigeon", new_incarnation())

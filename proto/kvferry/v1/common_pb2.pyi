@@ -316,3 +316,53 @@ class WorkerIdentity(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerIdentity: _TypeAlias = WorkerIdentity  # noqa: Y015
+
+@_typing.final
+class KvLayout(_message.Message):
+    """What the bytes of a worker's KV pages mean. Unequal ones can be read if a copy from one into the other can be planned."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    HEAD_START_FIELD_NUMBER: _builtins.int
+    TOTAL_KV_HEADS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    model_digest: _builtins.str
+    dtype: _builtins.str
+    """float32, bfloat16, float16"""
+    num_layers: _builtins.int
+    num_kv_heads: _builtins.int
+    """that are here"""
+    head_dim: _builtins.int
+    block_tokens: _builtins.int
+    head_start: _builtins.int
+    """the first of them, numbered as in the model"""
+    total_kv_heads: _builtins.int
+    """of the model; 0: all are here"""
+    version: _builtins.int
+    """of what no field shows"""
+    def __init__(
+        self,
+        *,
+        model_digest: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        num_layers: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        block_tokens: _builtins.int = ...,
+        head_start: _builtins.int = ...,
+        total_kv_heads: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "head_start", b"head_start", "model_digest", b"model_digest", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "total_kv_heads", b"total_kv_heads", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015

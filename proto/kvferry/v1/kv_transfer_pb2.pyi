@@ -28,6 +28,7 @@ class DescribeRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     CONNECTOR_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
     """of the peer asked"""
     connector: _builtins.str
@@ -35,6 +36,10 @@ class DescribeRequest(_message.Message):
     """the reader's layout"""
     @_builtins.property
     def reader(self) -> _common_pb2.WorkerIdentity: ...
+    @_builtins.property
+    def layout(self) -> _common_pb2.KvLayout:
+        """that the fingerprint is of; unset: only an equal one will do"""
+
     def __init__(
         self,
         *,
@@ -42,10 +47,11 @@ class DescribeRequest(_message.Message):
         incarnation: _builtins.str = ...,
         connector: _builtins.str = ...,
         fingerprint: _builtins.bytes = ...,
+        layout: _common_pb2.KvLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["reader", b"reader"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connector", b"connector", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "layout", b"layout", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -58,21 +64,27 @@ class DescribeResponse(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     address: _builtins.bytes
     """the connector's own; plain integers and strings, never code"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
+    @_builtins.property
+    def layout(self) -> _common_pb2.KvLayout:
+        """that the fingerprint is of"""
+
     def __init__(
         self,
         *,
         identity: _common_pb2.WorkerIdentity | None = ...,
         fingerprint: _builtins.bytes = ...,
         address: _builtins.bytes = ...,
+        layout: _common_pb2.KvLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fingerprint", b"fingerprint", "identity", b"identity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fingerprint", b"fingerprint", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

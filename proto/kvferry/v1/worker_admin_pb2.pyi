@@ -52,12 +52,13 @@ class StatusResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
+    FAMILY_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill, decode, both"""
     model: _builtins.str
     model_digest: _builtins.str
     fingerprint: _builtins.bytes
-    """of the KV layout; only equal ones can exchange blocks"""
+    """of the KV layout; equal ones exchange blocks byte for byte"""
     connector: _builtins.str
     ready: _builtins.bool
     """a token was really produced"""
@@ -68,6 +69,8 @@ class StatusResponse(_message.Message):
     """of computation and KV"""
     domain: _builtins.str
     """only workers with equal domains can read each other's pages over `connector`"""
+    family: _builtins.bytes
+    """of the KV layout: equal ones can be converted; empty: unknown"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -93,10 +96,11 @@ class StatusResponse(_message.Message):
         dtype: _builtins.str = ...,
         tiers: _abc.Iterable[Global___TierStatus] | None = ...,
         domain: _builtins.str = ...,
+        family: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "model_digest", b"model_digest", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "model_digest", b"model_digest", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,7 +41,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Let the transport copy `Attempt.remote` into `Attempt.local`; answer `progress`, `arrived` or `broken`."""
+    """Let the transport copy `Attempt.remote` into `Attempt.local`, converting if need be; answer `progress`, `arrived`
+    or `broken`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +101,30 @@ class Attempt:
         block_bytes: int,
         times: TransferTimes,
         now: float,
+        blocks: range | None = None,
     ) -> None:
         """
         Args:
-            first_block: position in the ticket of the block that goes into `targets[0]`.
+            first_block: position in the prompt of the block that goes into `targets[0]`.
             connector: what this side reads over.
+            block_bytes: of one of the peer's pages.
+            blocks: positions of the peer's blocks that are needed, where its layout is not ours; `None`: the targets'.
 
         Raises:
             InvariantBroken: the ticket has no such blocks.
         """
         ticket = source.ticket
-        span = slice(first_block, first_block + len(targets))  # by position: block i of the prompt is block i there
+        needed = range(first_block, first_block + len(targets)) if blocks is None else blocks
+        span = slice(needed.start, needed.stop)  # by position: block i of the prompt is block i there
         self.source = source
         self.remote = list(ticket.block_ids[span])
         self.local = list(targets)
         self.state = TRANSFER_MACHINE.initial
         self._promised = list(ticket.epochs[span])
-        if not len(self.remote) == len(self.local) == len(self._promised):
+        if not len(self.remote) == len(needed) == len(self._promised):
             raise InvariantBroken(f"ticket {ticket.ticket_id} has no blocks {span}")
         self._connector = connector
-        self._num_bytes = block_bytes * len(self.local)
+        self._num_bytes = block_bytes * len(self.remote)
         self._times = times
         self._begun = now
         self._limit = now + times.queue_seconds

@@ -9,6 +9,7 @@
     engine   decode             KvLoader.start             engine holds them, the transport may *write* them
     fetcher  decode             PeerControl.claim          the prefill side keeps its pages under a lease
     fetcher  decode             Transport.read             as before; nothing may be reused
+                                (read_raw, where layouts differ: the transport writes `staging`, we write the pages)
     fetcher  decode             Transport.read_epochs      after the data; equal epochs prove it
     fetcher  decode             PeerControl.finish         the prefill side's pages are free
     engine   decode             LoadOutcome                writers end; the sequence runs, or computes
@@ -24,6 +25,7 @@ from typing import Protocol, runtime_checkable
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation, RequestId, TicketId, WorkerId
+from kvferry.kv.layout import KvLayout
 from kvferry.kv.ticket import Ticket
 
 
@@ -128,7 +130,20 @@ class Transport(Protocol):
         """Start copying the peer's pages into ours, pairwise. The pages of `local` must have a writer counted.
 
         Raises:
-            ReadError: the peer is not connected, or an id is out of its range.
+            ReadError: the peer is not connected, its pages have another size, or an id is out of its range.
+        """
+        ...
+
+    def staging(self, num_bytes: int) -> memoryview:
+        """Writable memory that `read_raw` can land in, for as long as the transport lives: ask once, use it again."""
+        ...
+
+    def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
+        """Start copying the peer's pages, of whatever size they are, side by side into `into`: the beginning of what
+        `staging` gave, exactly as long as these pages. Nobody may use it until the read is quiet.
+
+        Raises:
+            ReadError: the peer is not connected, an id is out of its range, or `into` does not fit.
         """
         ...
 
@@ -156,8 +171,8 @@ class PeerControl(Protocol):
     does not answer. `reader` says which of the ticket's readers asks.
     """
 
-    def describe(self, peer: Peer, connector: str, fingerprint: bytes, timeout: float) -> bytes:
-        """The peer's transport address, if its layout is ours."""
+    def describe(self, peer: Peer, connector: str, layout: KvLayout, timeout: float) -> bytes:
+        """The peer's transport address, if its pages are like ours, which `layout` describes, or can be converted."""
         ...
 
     def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:

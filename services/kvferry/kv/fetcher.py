@@ -32,6 +32,9 @@ from kvferry.kv.connector import (
     Transport,
 )
 from kvferry.kv.layout import KvLayout
+from kvferry.kv.relayout import Relayout
+from kvferry.kv.staged import StagedRead, StagingPlaces, raw_reader
+from kvferry.kv.ticket import plan_for
 from kvferry.kv.transfers import TransferState, TransferTimes
 
 _log = logging.getLogger(__name__)
@@ -39,6 +42,8 @@ _log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.005
 _DRAIN_PAUSE_SECONDS = 0.05
+_PLACE_BYTES = 8 << 20
+"""Of staging, for one job; more if not even four of our own pages would fit."""
 
 
 @dataclass(slots=True)
@@ -49,6 +54,11 @@ class _Job:
     peer: Peer
     started: float
     cancelled: threading.Event = field(default_factory=threading.Event)
+    first_block: int = 0
+    relayout: Relayout | None = None
+    """How the peer's pages become ours; `None`: they are alike."""
+    place: memoryview | None = None
+    """Its place in staging, until the transport is quiet."""
     read: Read | None = None
     pause: float = _FIRST_PAUSE_SECONDS
 
@@ -66,9 +76,11 @@ class Fetcher:
         clock: Clock,
         times: TransferTimes | None = None,
         max_parallel: int = 4,
+        pages: memoryview | None = None,
     ) -> None:
         """
         Args:
+            pages: the engine's, for what must be converted; `None`: only pages like ours are read.
             listener: hears outcomes, on a fetcher thread.
             max_parallel: transfers at a time; more only share the same link.
         """
@@ -78,6 +90,9 @@ class Fetcher:
         self._listener = listener
         self._clock = clock
         self._times = times or TransferTimes()
+        self._pages = pages
+        place_bytes = max(_PLACE_BYTES, 4 * layout.block_bytes)
+        self._staging = StagingPlaces(lambda size: transport.staging(size), place_bytes, 2 * max_parallel)
         self._pool = ThreadPoolExecutor(max_parallel, thread_name_prefix="kv-fetch")
         self._jobs: dict[int, _Job] = {}
         self._connected: set[str] = set()
@@ -98,16 +113,19 @@ class Fetcher:
         if not isinstance(source, FetchSource):
             raise InvariantBroken(f"a fetch needs a ticket, not {type(source).__name__}")
         ticket, now = source.ticket, self._clock.monotonic()
+        relayout = plan_for(ticket.fingerprint, ticket.layout, self._layout)
         attempt = Attempt(
             source,
             first_block,
             targets,
             connector=self._transport.name,
-            block_bytes=self._layout.block_bytes,
+            block_bytes=(relayout.source if relayout else self._layout).block_bytes,
             times=self._times,
             now=now,
+            blocks=relayout.source_blocks(first_block, len(targets), ticket.num_tokens) if relayout else None,
         )
-        made = _Job(job, request_id, attempt, Peer(*ticket.peer, ticket.control_address), now)
+        peer = Peer(*ticket.peer, ticket.control_address)
+        made = _Job(job, request_id, attempt, peer, now, first_block=first_block, relayout=relayout)
         with self._lock:
             self._jobs[job] = made
         self._pool.submit(self._run, made)
@@ -170,7 +188,7 @@ class Fetcher:
                     return attempt.refused(error)
                 return attempt.claimed(lease, self._clock.monotonic())
             case effects.StartRead():
-                job.read = self._transport.read(peer, attempt.remote, attempt.local)
+                job.read = self._start_read(job)
             case effects.ReadEpochs(timeout):
                 return attempt.epochs(self._transport.read_epochs(peer, attempt.remote, timeout))
             case effects.Renew(timeout):
@@ -180,12 +198,35 @@ class Fetcher:
             case effects.Report(failure):
                 self._report(job, failure)
             case effects.Quiet():
+                if job.place is not None:
+                    self._staging.give_back(job.place)
+                    job.place = None
                 with self._lock:
                     del self._jobs[job.number]
                 self._listener(PagesQuiet(job.number))
             case effects.Finish(done, timeout):
                 self._tell(job, "hand-off not confirmed", lambda: self._finish(job, timeout, done=done))
         return []
+
+    def _start_read(self, job: _Job) -> Read:
+        attempt, relayout = job.attempt, job.relayout
+        if relayout is None:
+            return self._transport.read(job.peer, attempt.remote, attempt.local)
+        if self._pages is None:
+            raise ReadError("this worker converts no pages of other layouts")
+        num_tokens = attempt.source.ticket.num_tokens
+        blocks = relayout.source_blocks(job.first_block, len(attempt.local), num_tokens)
+        job.place = self._staging.take()
+        return StagedRead(
+            relayout,
+            blocks,
+            num_tokens,
+            start=raw_reader(self._transport, job.peer, blocks, attempt.remote),
+            place=job.place,
+            pages=self._pages,
+            first=job.first_block,
+            local=attempt.local,
+        )
 
     def _poll(self, job: _Job) -> Effects:
         """Look at the read once, and wait for news of it, each time a little longer."""
@@ -241,7 +282,7 @@ class Fetcher:
             former = self._lives.get(peer.worker_id)
         if former is not None:  # it restarted; its old pages would stay mapped for ever
             self._forget(former)
-        address = self._control.describe(peer, self._transport.name, self._layout.fingerprint, timeout)
+        address = self._control.describe(peer, self._transport.name, self._layout, timeout)
         self._transport.connect(peer, address)
         # A first read may have to set up connections (tens to hundreds of ms over NIXL); it has a control message's
         # time here, where a transfer's own deadline would give it up.

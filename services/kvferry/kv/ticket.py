@@ -122,23 +122,32 @@ class Keyring:
         return blake3(_MAGIC + key_id + body, key=self._keys[key_id]).digest()
 
 
-def plan_for(fingerprint: bytes, description: Sequence[object], target: KvLayout) -> Relayout | None:
+def layout_of(fingerprint: bytes, description: Sequence[object], own: KvLayout) -> KvLayout:
+    """The layout of somebody whose fingerprint is not ours, if the description that came with it is its own.
+
+    Raises:
+        TicketRejected: TICKET_LAYOUT; there is none, or it makes no sense.
+    """
+    if not description:
+        raise _other_layout(fingerprint, own.fingerprint, "and nothing more is said of it")
+    try:
+        found = described(description)
+    except ValueError as error:
+        raise _other_layout(fingerprint, own.fingerprint, f"and what is said of it makes none: {error}") from error
+    if found.fingerprint != fingerprint:
+        raise _other_layout(fingerprint, own.fingerprint, "and what is said of it is of another")
+    return found
+
+
+def plan_for(fingerprint: bytes, description: Sequence[object], own: KvLayout) -> Relayout | None:
     """How to read pages of the layout with this fingerprint and description into ours; `None`: byte for byte.
 
     Raises:
-        TicketRejected: TICKET_LAYOUT, and no copy makes ours of it, or what it is was not said.
+        TicketRejected: TICKET_LAYOUT; no copy makes ours of it, or what it is was not said.
     """
-    if fingerprint == target.fingerprint:
+    if fingerprint == own.fingerprint:
         return None
-    if not description:
-        raise _other_layout(fingerprint, target.fingerprint, "and nothing more is said of it")
-    try:
-        source = described(description)
-    except ValueError as error:
-        raise _other_layout(fingerprint, target.fingerprint, f"and what is said of it makes none: {error}") from error
-    if source.fingerprint != fingerprint:
-        raise _other_layout(fingerprint, target.fingerprint, "and what is said of it is of another")
-    return plan(source, target)
+    return plan(layout_of(fingerprint, description, own), own)
 
 
 def _other_layout(theirs: bytes, ours: bytes, why: str) -> TicketRejected:

@@ -1,6 +1,7 @@
 """What every transport must do; run it over yours. The peer is a real other process where the transport allows.
 
-Each check takes a `Rig`: our transport with its memory, and a peer whose pages it can read.
+Each check takes a `Rig`: our transport with its memory, and a peer whose pages it can read. CHECKS are for a peer whose
+pages are as long as ours, RAW_CHECKS for one with any of PAGE_SIZES and more pages than FEWER_BLOCKS of ours.
 """
 
 import multiprocessing
@@ -19,6 +20,8 @@ from kvferry.kv.registry import open_transport
 
 NUM_BLOCKS = 32
 BLOCK_BYTES = 4096
+PAGE_SIZES = (BLOCK_BYTES, 1536, 6144)
+FEWER_BLOCKS = 12
 SETUP = TransportSetup(secrets=(b"of the pool" * 4,))
 _DEADLINE_SECONDS = 20.0
 _FROZEN_SECONDS = 4.0
@@ -37,6 +40,8 @@ class Rig:
     """`fill block byte`, `bump block`, `die`, `freeze`, `thaw`: what the peer does, or what is done to it."""
     can_freeze: bool = True
     """Whether the peer is another process."""
+    peer_bytes: int = BLOCK_BYTES
+    """Of one of the peer's pages."""
 
     def read(self, remote: list[int], local: list[int]) -> None:
         """Read and wait.
@@ -44,39 +49,51 @@ class Rig:
         Raises:
             ReadError: as the transport says.
         """
-        read = self.transport.read(self.peer, remote, [BlockId(b) for b in local])
-        pause = threading.Event()
-        for _ in range(int(_DEADLINE_SECONDS / 0.001)):
-            if read.poll():
-                assert read.is_quiet()
-                return
-            pause.wait(0.001)
-        raise AssertionError("the read neither completed nor failed")
+        _complete(self.transport.read(self.peer, remote, [BlockId(b) for b in local]))
+
+    def read_raw(self, remote: list[int], staging: memoryview) -> None:
+        """Read pages side by side into the beginning of `staging` and wait.
+
+        Raises:
+            ReadError: as the transport says.
+        """
+        _complete(self.transport.read_raw(self.peer, remote, staging[: len(remote) * self.peer_bytes]))
 
     def page(self, block: int) -> bytes:
         """One of our pages."""
         return bytes(self.memory.pages[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
 
-def pattern(block: int) -> bytes:
+def pattern(block: int, size: int = BLOCK_BYTES) -> bytes:
     """What the peer's pages hold at first: every byte depends on its page and its place."""
-    return bytes((block * 7 + i // 64 + i) % 251 for i in range(BLOCK_BYTES))
+    return bytes((block * 7 + i // 64 + i) % 251 for i in range(size))
+
+
+def _complete(read: Read) -> None:
+    pause = threading.Event()
+    for _ in range(int(_DEADLINE_SECONDS / 0.001)):
+        if read.poll():
+            assert read.is_quiet()
+            return
+        pause.wait(0.001)
+    raise AssertionError("the read neither completed nor failed")
 
 
 class _PeerSide:
     """The peer's transport and what the rig tells it to do."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, block_bytes: int) -> None:
         self.incarnation = new_incarnation()
         self.transport = open_transport(name, self.incarnation, SETUP)
-        self.memory = self.transport.allocate(NUM_BLOCKS, BLOCK_BYTES)
+        self.size = block_bytes
+        self.memory = self.transport.allocate(NUM_BLOCKS, block_bytes)
         for block in range(NUM_BLOCKS):
-            self.memory.pages[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = pattern(block)
+            self.memory.pages[block * block_bytes : (block + 1) * block_bytes] = pattern(block, block_bytes)
             self.memory.epochs[block] = 100 + block
 
     def fill(self, block: int, byte: int) -> None:
         self.memory.epochs[block] += 1
-        self.memory.pages[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = bytes([byte]) * BLOCK_BYTES
+        self.memory.pages[block * self.size : (block + 1) * self.size] = bytes([byte]) * self.size
 
     def bump(self, block: int) -> None:
         self.memory.epochs[block] += 1
@@ -85,8 +102,8 @@ class _PeerSide:
         self.transport.close()
 
 
-def _peer_process(name: str, pipe: Connection) -> None:
-    side = _PeerSide(name)
+def _peer_process(name: str, block_bytes: int, pipe: Connection) -> None:
+    side = _PeerSide(name, block_bytes)
     pipe.send((side.incarnation, side.transport.address()))
     with suppress(EOFError):
         while True:
@@ -96,13 +113,13 @@ def _peer_process(name: str, pipe: Connection) -> None:
 
 
 @contextmanager
-def rig(name: str) -> Iterator[Rig]:
+def rig(name: str, peer_bytes: int = BLOCK_BYTES, own_blocks: int = NUM_BLOCKS) -> Iterator[Rig]:
     """A rig over the transport `name`; `memory` has its peer in this process, all others in another."""
     ours = open_transport(name, new_incarnation(), SETUP)
     process: BaseProcess | None = None
     pipe: Connection | None = None
     if name == "memory":
-        side = _PeerSide(name)
+        side = _PeerSide(name, peer_bytes)
         incarnation, address = side.incarnation, side.transport.address()
 
         def command(method: str, *arguments: int) -> object:
@@ -110,7 +127,7 @@ def rig(name: str) -> Iterator[Rig]:
     else:
         spawn = multiprocessing.get_context("spawn")
         pipe, far_end = spawn.Pipe()
-        process = spawn.Process(target=_peer_process, args=(name, far_end), daemon=True)
+        process = spawn.Process(target=_peer_process, args=(name, peer_bytes, far_end), daemon=True)
         process.start()
         far_end.close()
         assert pipe.poll(_DEADLINE_SECONDS), "the peer did not start"
@@ -132,9 +149,9 @@ def rig(name: str) -> Iterator[Rig]:
             return pipe.recv()
 
     try:
-        memory = ours.allocate(NUM_BLOCKS, BLOCK_BYTES)
+        memory = ours.allocate(own_blocks, BLOCK_BYTES)
         peer = Peer(WorkerId("peer"), Incarnation(incarnation), "nowhere:0")
-        yield Rig(ours, memory, peer, address, command, can_freeze=process is not None)
+        yield Rig(ours, memory, peer, address, command, process is not None, peer_bytes)
     finally:
         ours.close()
         if process is not None and pipe is not None:
@@ -219,29 +236,37 @@ def check_connecting_twice_and_forgetting(rig: Rig) -> None:
 
 def check_a_dead_peer_gives_right_data_or_an_error(rig: Rig) -> None:
     """Never a hang, never other data; memory that outlives its process may still be read."""
-    rig.transport.connect(rig.peer, rig.address)
-    rig.read([1], [1])
-    rig.command("die")
-    try:
-        rig.read([6], [6])
-    except ReadError:
-        return
-    assert rig.page(6) == pattern(6)
+    _survives_death(rig, lambda b: rig.read([b], [b]), rig.page)
 
 
 def check_a_frozen_peer_gives_right_data_or_silence(rig: Rig) -> None:
     """A read from a peer that answers nothing is right or late, never wrong; once quiet, it never writes again, though
     the peer wakes up."""
+    _survives_frost(rig, lambda b: rig.transport.read(rig.peer, [b], [BlockId(b)]), rig.page)
+
+
+def _survives_death(rig: Rig, read: Callable[[int], None], landed: Callable[[int], bytes]) -> None:
+    rig.transport.connect(rig.peer, rig.address)
+    read(1)
+    rig.command("die")
+    try:
+        read(6)
+    except ReadError:
+        return
+    assert landed(6) == pattern(6, rig.peer_bytes)
+
+
+def _survives_frost(rig: Rig, start: Callable[[int], Read], landed: Callable[[int], bytes]) -> None:
     if not rig.can_freeze:
         return
     rig.transport.connect(rig.peer, rig.address)
-    rig.read([1], [1])
+    _complete(start(1))
     rig.command("freeze")
-    read = rig.transport.read(rig.peer, [6], [BlockId(6)])
+    read = start(6)
     failed = _settle(read, lambda: False, _FROZEN_SECONDS)
     if not failed and read.is_quiet():
-        assert rig.page(6) == pattern(6)
-    was_quiet, before = read.is_quiet(), rig.page(6)
+        assert landed(6) == pattern(6, rig.peer_bytes)
+    was_quiet, before = read.is_quiet(), landed(6)
     rig.command("thaw")
     _settle(read, read.is_quiet, _DEADLINE_SECONDS)
     assert read.is_quiet(), "a read ends when its peer lives"
@@ -249,10 +274,10 @@ def check_a_frozen_peer_gives_right_data_or_silence(rig: Rig) -> None:
         pause = threading.Event()
         for _ in range(20):  # whatever was on its way has had time to land
             pause.wait(0.01)
-            assert rig.page(6) == before
+            assert landed(6) == before
     rig.transport.connect(rig.peer, rig.address)
-    rig.read([7], [7])
-    assert rig.page(7) == pattern(7)
+    _complete(start(7))
+    assert landed(7) == pattern(7, rig.peer_bytes)
 
 
 def _settle(read: Read, until: Callable[[], bool], seconds: float) -> bool:
@@ -276,6 +301,66 @@ def check_closing_twice(rig: Rig) -> None:
     rig.transport.close()
 
 
+def check_raw_pages_arrive_side_by_side(rig: Rig) -> None:
+    """In the order asked for, neighbours or not, and nothing beyond them; the same place can be used again."""
+    rig.transport.connect(rig.peer, rig.address)
+    size = rig.peer_bytes
+    staging = rig.transport.staging(8 * size + 7)
+    ours = bytes(rig.memory.pages)
+    for remote in ([3, 4, 5, 9, 31, 2, 1, 0], [30], [7, 7, 6]):
+        staging[:] = b"\xaa" * len(staging)
+        rig.read_raw(remote, staging)
+        assert bytes(staging[: len(remote) * size]) == b"".join(pattern(b, size) for b in remote)
+        assert set(staging[len(remote) * size :]) == {0xAA}
+    assert bytes(rig.memory.pages) == ours
+
+
+def check_raw_reads_have_places_of_their_own(rig: Rig) -> None:
+    """Two at a time, each into its own staging."""
+    rig.transport.connect(rig.peer, rig.address)
+    places = [rig.transport.staging(2 * rig.peer_bytes) for _ in range(2)]
+    reads = [rig.transport.read_raw(rig.peer, [4 + i, 8 + i], place) for i, place in enumerate(places)]
+    for i, read in enumerate(reads):
+        _complete(read)
+        assert bytes(places[i]) == pattern(4 + i, rig.peer_bytes) + pattern(8 + i, rig.peer_bytes)
+
+
+def check_raw_reads_that_do_not_fit_are_refused(rig: Rig) -> None:
+    """Before anything moves; so is a read from page to page when pages differ in size."""
+    size = rig.peer_bytes
+    staging = rig.transport.staging(2 * size)
+    _refused(lambda: rig.read_raw([0], staging))
+    rig.transport.connect(rig.peer, rig.address)
+    staging[:] = b"\xaa" * len(staging)
+    ours = bytes(rig.memory.pages)
+    for remote, length in (([NUM_BLOCKS], size), ([-1], size), ([0], 2 * size), ([0, 1], size), ([0], size - 1)):
+        _refused(lambda remote=remote, length=length: rig.transport.read_raw(rig.peer, remote, staging[:length]))  # type: ignore[misc]
+    if size != BLOCK_BYTES:
+        _refused(lambda: rig.read([0], [0]))
+    assert set(staging) == {0xAA}
+    assert bytes(rig.memory.pages) == ours
+
+
+def check_more_epochs_than_pages_of_our_own(rig: Rig) -> None:
+    """A peer's smaller blocks may be more than we have."""
+    rig.transport.connect(rig.peer, rig.address)
+    asked = [*range(NUM_BLOCKS - 1, -1, -1)]
+    assert rig.transport.read_epochs(rig.peer, asked, 5.0) == [100 + block for block in asked]
+
+
+def check_a_dead_peer_gives_right_raw_data_or_an_error(rig: Rig) -> None:
+    """As for pages."""
+    staging = rig.transport.staging(rig.peer_bytes)
+    _survives_death(rig, lambda b: rig.read_raw([b], staging), lambda _: bytes(staging))
+
+
+def check_a_frozen_peer_gives_right_raw_data_or_silence(rig: Rig) -> None:
+    """As for pages; each read has its own place, because a late one may still write its own."""
+    size = rig.peer_bytes
+    places = {block: rig.transport.staging(size) for block in (1, 6, 7)}
+    _survives_frost(rig, lambda b: rig.transport.read_raw(rig.peer, [b], places[b]), lambda b: bytes(places[b]))
+
+
 CHECKS: tuple[Callable[[Rig], None], ...] = (
     check_pages_arrive_exactly,
     check_epochs_follow_the_peer,
@@ -286,4 +371,13 @@ CHECKS: tuple[Callable[[Rig], None], ...] = (
     check_a_dead_peer_gives_right_data_or_an_error,
     check_a_frozen_peer_gives_right_data_or_silence,
     check_closing_twice,
+)
+
+RAW_CHECKS: tuple[Callable[[Rig], None], ...] = (
+    check_raw_pages_arrive_side_by_side,
+    check_raw_reads_have_places_of_their_own,
+    check_raw_reads_that_do_not_fit_are_refused,
+    check_more_epochs_than_pages_of_our_own,
+    check_a_dead_peer_gives_right_raw_data_or_an_error,
+    check_a_frozen_peer_gives_right_raw_data_or_silence,
 )

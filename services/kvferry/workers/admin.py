@@ -53,6 +53,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             dtype=own.layout.dtype,
             load=self._load(),
             tiers=self._tier_statuses(),
+            family=own.layout.family,
         )
 
     async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Context) -> worker_admin_pb2.DrainResponse:

@@ -138,6 +138,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 tenant=request.tenant,
                 tokens=tokens,
                 now_wall=self._context.clock.wall(),
+                layout=self._context.layout,
             )
         except TicketRejected as error:
             if error.reason != "TICKET_EXPIRED":

@@ -61,6 +61,7 @@ class OfferDesk:
             epochs=export.epochs,
             expires_wall=self._clock.wall() + self._times.offer_seconds,
             readers=readers,
+            layout=self._context.layout.description,
         )
         self._transport.attend(True)
         self._give_back(self._book.offer(ticket.id, number, self._clock.monotonic(), readers=readers))

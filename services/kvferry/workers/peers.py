@@ -8,9 +8,11 @@ import grpc
 
 from kvferry.core.ids import TicketId
 from kvferry.kv.connector import Peer
+from kvferry.kv.layout import KvLayout
 from kvferry.rpc.channel import open_blocking_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.v1 import common_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
+from kvferry.workers.layouts import check_peer_pages, layout_to_wire
 
 _MAX_CHANNELS = 256
 """More peers than that do not hand over to one worker at a time; the oldest connection goes."""
@@ -28,11 +30,16 @@ class GrpcPeerControl:
         self._channels: dict[str, grpc.Channel] = {}
         self._lock = threading.Lock()  # guards _channels; opening a channel does not block
 
-    def describe(self, peer: Peer, connector: str, fingerprint: bytes, timeout: float) -> bytes:
+    def describe(self, peer: Peer, connector: str, layout: KvLayout, timeout: float) -> bytes:
         request = kv_transfer_pb2.DescribeRequest(
-            reader=self._identity(), incarnation=peer.incarnation, connector=connector, fingerprint=fingerprint
+            reader=self._identity(),
+            incarnation=peer.incarnation,
+            connector=connector,
+            fingerprint=layout.fingerprint,
+            layout=layout_to_wire(layout),
         )
         answer = self._call(peer, "Describe", request, timeout)
+        check_peer_pages(answer.fingerprint, answer.layout, layout)
         return bytes(answer.address)
 
     def claim(self, peer: Peer, ticket_id: TicketId, attempt: int, timeout: float, *, reader: int = 0) -> float:

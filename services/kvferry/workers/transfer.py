@@ -12,6 +12,7 @@ from kvferry.kv.offers import check_incarnation
 from kvferry.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from kvferry.workers.context import WorkerContext
 from kvferry.workers.following import Following
+from kvferry.workers.layouts import check_equal, check_reader, layout_to_wire
 from kvferry.workers.offer_desk import OfferDesk
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -30,7 +31,7 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         self, request: kv_transfer_pb2.DescribeRequest, context: Context
     ) -> kv_transfer_pb2.DescribeResponse:
         check_incarnation(request.incarnation, self._context.incarnation)
-        self._check_fingerprint(request.fingerprint)
+        check_reader(request.fingerprint, request.layout, self._context.layout)
         if request.connector != self._context.connector:
             raise TicketRejected(
                 f"this worker offers over {self._context.connector!r}, not {request.connector!r}",
@@ -41,6 +42,7 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
             identity=self._context.identity,
             fingerprint=self._context.layout.fingerprint,
             address=self._transport.address(),
+            layout=layout_to_wire(self._context.layout),
         )
 
     async def Claim(self, request: kv_transfer_pb2.ClaimRequest, context: Context) -> kv_transfer_pb2.ClaimResponse:
@@ -63,15 +65,6 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         self, request: kv_transfer_pb2.FollowRequest, context: Context
     ) -> AsyncIterator[kv_transfer_pb2.FollowResponse]:
         check_incarnation(request.incarnation, self._context.incarnation)
-        self._check_fingerprint(request.fingerprint)
+        check_equal(request.fingerprint, self._context.layout)
         async for told in self._following.follow(request.ticket_id):
             yield kv_transfer_pb2.FollowResponse(block_ids=told.blocks, epochs=told.epochs, names=told.names)
-
-    def _check_fingerprint(self, theirs: bytes) -> None:
-        mine = self._context.layout.fingerprint
-        if theirs != mine:
-            raise TicketRejected(
-                f"KV layouts differ: mine is {mine.hex()}, the reader's {theirs.hex()}",
-                reason="TICKET_LAYOUT",
-                field="fingerprint",
-            )

@@ -99,7 +99,9 @@ class WorkerUnit:
         self._desk = OfferDesk(self.context, self._keyring, config.offers, built.transport)
         self._control = GrpcPeerControl(lambda: self.context.identity)
         self._tiers: TierStack | None = None
-        self._fetcher = Fetcher(built.transport, self._control, built.layout, self._loop.post, clock=clock)
+        self._fetcher = Fetcher(
+            built.transport, self._control, built.layout, self._loop.post, clock=clock, pages=built.memory.pages
+        )
         self._running: _Running | None = None
         self._stopped = threading.Event()
 

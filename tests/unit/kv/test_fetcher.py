@@ -48,7 +48,7 @@ class Script:
             raise self.fail[name]
 
     # the peer
-    def describe(self, peer: Peer, connector: str, fingerprint: bytes, timeout: float) -> bytes:
+    def describe(self, peer: Peer, connector: str, layout: KvLayout, timeout: float) -> bytes:
         self.described += 1
         self._step("describe")
         return b"address"
@@ -341,3 +341,119 @@ def test_the_deadline_follows_the_bytes() -> None:
 
 def test_peer_identity_travels_in_the_ticket() -> None:
     assert a_ticket().peer == ("w", Incarnation("i"))
+
+
+OTHER = KvLayout("digest", "float32", 1, 1, 4, 6)
+"""12 tokens in two blocks."""
+
+
+class Raw(Script):
+    """Whose peer has pages of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[memoryview] = []
+        self.epochs = {5: 50, 6: 60}
+
+    def staging(self, num_bytes: int) -> memoryview:
+        self.places.append(memoryview(bytearray(num_bytes)))
+        return self.places[-1]
+
+    def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
+        self._step("read")
+        self.reads.append((list(remote), [len(into)]))
+        into[:] = b"\x01" * len(into)
+        return self
+
+
+def other_ticket() -> Ticket:
+    return Ticket(
+        "t",
+        "w",
+        "i",
+        "peer:1",
+        "scripted",
+        OTHER.fingerprint,
+        "",
+        b"",
+        12,
+        (5, 6),
+        (50, 60),
+        0.0,
+        layout=OTHER.description,
+    )
+
+
+def start_raw(script: Raw, pages: bytearray, *, max_parallel: int = 1) -> Fetcher:
+    fetcher = Fetcher(
+        script,  # type: ignore[arg-type]
+        script,
+        LAYOUT,
+        script.hear,
+        clock=script.clock,
+        times=TransferTimes(least_seconds=1.0),
+        pages=memoryview(pages),
+        max_parallel=max_parallel,
+    )
+    fetcher.start(1, RequestId("r"), FetchSource(other_ticket(), 1), 1, [BlockId(2), BlockId(0)])
+    return fetcher
+
+
+def test_pages_of_another_layout_are_read_by_position_and_converted() -> None:
+    script, pages = Raw(), bytearray(4 * LAYOUT.block_bytes)
+    fetcher = start_raw(script, pages)
+    got = outcome(script)
+    assert (got.failure, got.num_blocks) == (None, 2)
+    assert script.reads == [([5, 6], [2 * OTHER.block_bytes])], "tokens 4 to 11 are in both of the peer's blocks"
+    size = LAYOUT.block_bytes
+    assert [set(pages[i * size : (i + 1) * size]) for i in range(4)] == [{1}, {0}, {1}, {0}]
+    assert fetcher._staging.num_lent == 0
+    fetcher._pool.shutdown()
+    assert script.finished == [True]
+
+
+def test_the_epochs_of_all_source_blocks_count() -> None:
+    for block in (5, 6):
+        script = Raw()
+        script.epochs[block] += 1
+        fetcher = start_raw(script, bytearray(4 * LAYOUT.block_bytes))
+        assert "reused" in str(outcome(script).failure)
+        assert fetcher._staging.num_lent == 0
+        fetcher._pool.shutdown()
+
+
+def test_a_stalled_read_keeps_its_place_in_staging_until_it_is_quiet() -> None:
+    script, pages = Raw(), bytearray(4 * LAYOUT.block_bytes)
+    script.polls_until_done, script.seconds_per_poll = 1 << 30, 0.4
+    script.quiet.clear()
+    fetcher = start_raw(script, pages)
+    (early,) = script.wait_for(1)
+    assert isinstance(early, LoadOutcome)
+    assert early.failure is not None
+    assert fetcher._staging.num_lent == 1
+    script.polls_until_done, script.seconds_per_poll = 1, 0.0
+    fetcher.start(2, RequestId("s"), FetchSource(other_ticket(), 1), 0, [BlockId(1)])
+    _, other, quiet = script.wait_for(3)
+    assert isinstance(other, LoadOutcome)
+    assert (other.failure, quiet) == (None, PagesQuiet(2))
+    assert len(script.places) == 2, "the stalled one's place may still be written"
+    script.quiet.set()
+    assert script.wait_for(4)[-1] == PagesQuiet(1)
+    assert fetcher._staging.num_lent == 0
+    fetcher._pool.shutdown()
+
+
+def test_a_read_that_breaks_before_it_begins_gives_its_place_back() -> None:
+    script = Raw()
+    script.fail["read"] = ReadError("broken wire")
+    fetcher = start_raw(script, bytearray(4 * LAYOUT.block_bytes))
+    assert outcome(script).failure == "broken wire"
+    assert fetcher._staging.num_lent == 0
+    fetcher._pool.shutdown()
+
+
+def test_a_fetcher_without_pages_converts_nothing() -> None:
+    script = Raw()
+    fetcher = start(script, ticket=other_ticket(), first_block=0, num_blocks=3)
+    assert "converts no pages" in str(outcome(script).failure)
+    fetcher._pool.shutdown()

@@ -88,7 +88,7 @@ def test_heads_that_the_model_lacks_are_refused(start: int, total: int | None) -
     ],
 )
 def test_a_description_that_makes_no_sense_is_refused(description: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match="layout|heads"):
+    with pytest.raises(ValueError, match=r"layout|heads"):
         described(description)
 
 

@@ -9,7 +9,7 @@ import msgspec
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, TransportSetup
-from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, epochs_of
+from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 
 _exposed: dict[str, "MemoryTransport"] = {}
 _guard = threading.Lock()  # guards _exposed; nothing is called while it is held
@@ -57,6 +57,16 @@ class MemoryTransport:
         if source is None or self._pages is None:
             raise ReadError("no pages are allocated")
         copy_pages(source, remote, self._pages, local)
+        return CompletedRead()
+
+    def staging(self, num_bytes: int) -> memoryview:
+        return memoryview(bytearray(num_bytes))
+
+    def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
+        source = self._find(peer)._pages
+        if source is None:
+            raise ReadError("the peer has no pages")
+        copy_raw(source, remote, into)
         return CompletedRead()
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:

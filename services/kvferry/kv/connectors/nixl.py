@@ -57,14 +57,25 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
 class _Remote:
     """Descriptor lists of one connected peer."""
 
-    def __init__(self, agent_name: str, pages: Any, epochs: Any, num_blocks: int) -> None:
+    def __init__(self, agent_name: str, pages: Any, epochs: Any, where: _Address) -> None:
         self.agent_name = agent_name
         self.pages = pages
         self.epochs = epochs
-        self.num_blocks = num_blocks
+        self.num_blocks = where.num_blocks
+        self.block_bytes = where.block_bytes
         self.active = 0
         """Reads not yet quiet; the agent is removed only at zero."""
         self.forgotten = False
+
+
+class _Staging:
+    """Registered memory for pages of other sizes than ours."""
+
+    def __init__(self, memory: memoryview, registration: Any) -> None:
+        self.memory = memory
+        self.registration = registration
+        self.lists: dict[int, Any] = {}
+        """Descriptor lists that cut it into pages, by their size."""
 
 
 class _NixlRead:
@@ -129,6 +140,8 @@ class NixlTransport:
         self._wake = threading.Event()
         self._closed = False
         self._helper: threading.Thread | None = None
+        self._staging: dict[int, _Staging] = {}
+        """By the address of its first byte."""
         self._abandoned: list[object] = []
         """Landing places that a stalled peer may still write, kept alive with their reads."""
 
@@ -161,7 +174,7 @@ class NixlTransport:
             where = msgspec.msgpack.decode(address, type=_Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
-        if where.incarnation != peer.incarnation or self._own is None or where.block_bytes != self._own.block_bytes:
+        if where.incarnation != peer.incarnation or self._own is None or min(where.num_blocks, where.block_bytes) < 1:
             raise ReadError("the peer's address contradicts what is known of the peer")
         with self._lock:
             if peer.incarnation in self._remotes:
@@ -175,31 +188,52 @@ class NixlTransport:
                 epochs = self._prepare(name, where.epochs, where.num_blocks, _EPOCH_BYTES)
             except _NIXL_ERRORS as error:
                 raise ReadError(f"NIXL cannot reach worker {peer.worker_id} ({error})") from error
-            self._remotes[peer.incarnation] = _Remote(name, pages, epochs, where.num_blocks)
+            self._remotes[peer.incarnation] = _Remote(name, pages, epochs, where)
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         if self._own is None or len(remote) != len(local):
             raise ReadError(f"{len(remote)} pages into {len(local)}")
         if local and (min(local) < 0 or max(local) >= self._own.num_blocks):
             raise ReadError(f"a page id is outside our {self._own.num_blocks} pages")
+        with self._lock:
+            remote_pages = self._find(peer)
+        if remote_pages.block_bytes != self._own.block_bytes:
+            raise ReadError(f"the peer's pages have {remote_pages.block_bytes} bytes, ours {self._own.block_bytes}")
         return self._post(peer, "pages", remote, self._own_pages, local)
 
+    def staging(self, num_bytes: int) -> memoryview:
+        memory = memoryview(mmap.mmap(-1, num_bytes))
+        base = _address(memory)
+        with self._lock:
+            registration = self._agent.register_memory([(base, num_bytes, 0, "kvferry-staging")], "DRAM")
+            self._staging[base] = _Staging(memory, registration)
+        return memory
+
+    def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
+        with self._lock:
+            size = self._find(peer).block_bytes
+            base = _address(into) if into else 0
+            place = self._staging.get(base)
+            if place is None or len(into) != len(remote) * size or len(into) > len(place.memory):
+                raise ReadError(
+                    f"{len(remote)} pages of {size} B into {len(into)} B that are no staging or another size"
+                )
+            if size not in place.lists:
+                place.lists[size] = self._prepare("", base, len(place.memory) // size, size)
+        return self._post(peer, "pages", remote, place.lists[size], range(len(remote)))
+
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
-        if self._own is None or len(remote) > self._own.num_blocks:
-            raise ReadError(f"{len(remote)} epochs asked for at once")
+        if self._own is None:
+            raise ReadError("no pages are allocated")
         deadline = self._clock.monotonic() + timeout
         if not self._landing_lock.acquire(timeout=timeout):
             raise ReadError(f"other epoch reads took longer than {timeout:.2f} s")
         try:
-            read = self._post(peer, "epochs", remote, self._own_landing, range(len(remote)))
-            pause = threading.Event()
-            while not read.poll():
-                if self._clock.monotonic() >= deadline:
-                    # The landing place may still be written: nobody may use it again before the read is quiet.
-                    self._abandon_landing(read)
-                    raise ReadError(f"the peer's epochs did not come within {timeout:.2f} s")
-                pause.wait(_POLL_SECONDS)
-            return list(self._landing[: len(remote)])
+            found: list[int] = []
+            most = self._own.num_blocks  # the peer's blocks may be smaller, and more of them make up one prompt
+            for i in range(0, max(1, len(remote)), most):
+                found += self._read_epochs(peer, remote[i : i + most], deadline, timeout)
+            return found
         finally:
             self._landing_lock.release()
 
@@ -224,6 +258,11 @@ class NixlTransport:
                 self._remove_if_quiet(incarnation, remote)
             self._own_pages.release()
             self._own_landing.release()
+            for place in self._staging.values():
+                for prepared in place.lists.values():
+                    prepared.release()
+                self._agent.deregister_memory(place.registration)
+            self._staging.clear()
             self._agent.deregister_memory(self._registration)
             self._own = None
 
@@ -256,9 +295,7 @@ class NixlTransport:
         self, peer: Peer, what: str, remote_ids: Sequence[int], local: Any, local_ids: Sequence[int]
     ) -> _NixlRead:
         with self._lock:
-            remote = self._remotes.get(peer.incarnation)
-            if remote is None or remote.forgotten:
-                raise ReadError(f"worker {peer.worker_id} is not connected")
+            remote = self._find(peer)
             if not remote_ids or min(remote_ids) < 0 or max(remote_ids) >= remote.num_blocks:
                 raise ReadError(f"a page id is outside the peer's {remote.num_blocks} pages")
             theirs = remote.pages if what == "pages" else remote.epochs
@@ -273,6 +310,25 @@ class NixlTransport:
                 raise ReadError(f"NIXL refused to read from worker {peer.worker_id} ({error})") from error
             remote.active += 1
         return _NixlRead(self, peer.incarnation, handle)
+
+    def _find(self, peer: Peer) -> _Remote:
+        """A connected peer; called with `_lock` held."""
+        remote = self._remotes.get(peer.incarnation)
+        if remote is None or remote.forgotten:
+            raise ReadError(f"worker {peer.worker_id} is not connected")
+        return remote
+
+    def _read_epochs(self, peer: Peer, remote: Sequence[int], deadline: float, timeout: float) -> list[int]:
+        """As many as the landing place, which is ours now, has room for."""
+        read = self._post(peer, "epochs", remote, self._own_landing, range(len(remote)))
+        pause = threading.Event()
+        while not read.poll():
+            if self._clock.monotonic() >= deadline:
+                # The landing place may still be written: nobody may use it again before the read is quiet.
+                self._abandon_landing(read)
+                raise ReadError(f"the peer's epochs did not come within {timeout:.2f} s")
+            pause.wait(_POLL_SECONDS)
+        return list(self._landing[: len(remote)])
 
     def _abandon_landing(self, read: _NixlRead) -> None:
         """Give later epoch reads a fresh landing place; the old one stays registered until the process ends."""
@@ -301,6 +357,10 @@ class NixlTransport:
                 self._agent.remove_remote_agent(remote.agent_name)
             except _NIXL_ERRORS as error:
                 _log.info("removing agent %s: %s", remote.agent_name, error)
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
 
 
 def _ids(ids: Sequence[int]) -> npt.NDArray[np.int32]:

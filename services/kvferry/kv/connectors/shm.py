@@ -19,7 +19,7 @@ import msgspec
 
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, TransportSetup
-from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, epochs_of
+from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _EPOCH_BYTES = 8
@@ -104,6 +104,13 @@ class ShmTransport:
         if self._own is None:
             raise ReadError("no pages are allocated")
         copy_pages(self._find(peer).pages, remote, self._own.pages, local)
+        return CompletedRead()
+
+    def staging(self, num_bytes: int) -> memoryview:
+        return memoryview(mmap.mmap(-1, num_bytes))
+
+    def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
+        copy_raw(self._find(peer).pages, remote, into)
         return CompletedRead()
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:

@@ -9,7 +9,7 @@ is cut off, which is what makes it notice.
 import mmap
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import msgspec
@@ -152,10 +152,8 @@ class TcpTransport:
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         own = self._where
-        if own is None or where.incarnation != peer.incarnation or where.num_blocks < 1:
+        if own is None or where.incarnation != peer.incarnation or min(where.num_blocks, where.block_bytes) < 1:
             raise ReadError("the peer's address contradicts what is known of the peer")
-        if where.block_bytes != own.block_bytes:
-            raise ReadError(f"the peer's pages have {where.block_bytes} bytes, ours {own.block_bytes}")
         owner = _Owner(where, wire.connection_key(self._setup.secrets[0], Incarnation(where.incarnation)))
         try:
             owner.give_back(owner.take(_CONNECT_SECONDS))
@@ -168,20 +166,36 @@ class TcpTransport:
         if self._memory is None or self._where is None or len(remote) != len(local):
             raise ReadError(f"{len(remote)} pages into {len(local)}")
         size = self._where.block_bytes
-        if remote and (min(remote) < 0 or max(remote) >= owner.where.num_blocks):
-            raise ReadError(f"a page id is outside the peer's {owner.where.num_blocks} pages")
+        if owner.where.block_bytes != size:
+            raise ReadError(f"the peer's pages have {owner.where.block_bytes} bytes, ours {size}")
         if local and (min(local) < 0 or max(local) >= self._where.num_blocks):
             raise ReadError(f"a page id is outside our {self._where.num_blocks} pages")
-        num_parts = max(1, min(_LINKS_PER_PEER, len(remote) * size // _SPLIT_BYTES))
-        step = -(-len(remote) // num_parts)
         pages = self._memory.pages
+        return self._start(owner, remote, lambda i, j: [pages[a * size : b * size] for a, b in runs(local[i:j])])
+
+    def staging(self, num_bytes: int) -> memoryview:
+        return memoryview(mmap.mmap(-1, num_bytes))
+
+    def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> Read:
+        owner = self._find(peer)
+        size = owner.where.block_bytes
+        if len(into) != len(remote) * size:
+            raise ReadError(f"{len(remote)} pages of {size} B into {len(into)} B")
+        return self._start(owner, remote, lambda i, j: [into[i * size : j * size]])
+
+    def _start(self, owner: _Owner, remote: Sequence[int], places: Callable[[int, int], list[memoryview]]) -> _TcpRead:
+        """Ask for pages; `places(i, j)` says where those that were asked for i-th to before j-th go."""
+        if remote and (min(remote) < 0 or max(remote) >= owner.where.num_blocks):
+            raise ReadError(f"a page id is outside the peer's {owner.where.num_blocks} pages")
+        num_parts = max(1, min(_LINKS_PER_PEER, len(remote) * owner.where.block_bytes // _SPLIT_BYTES))
+        step = -(-len(remote) // num_parts)
         parts = [
             self._readers.submit(
                 _fetch,
                 owner,
                 wire.Op.PAGES,
                 list(remote[i : i + step]),
-                [pages[a * size : b * size] for a, b in runs(local[i : i + step])],
+                places(i, min(i + step, len(remote))),
                 _STALL_SECONDS,
                 self._clock,
             )

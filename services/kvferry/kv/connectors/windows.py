@@ -41,6 +41,18 @@ def copy_pages(source: Pages, remote: Sequence[int], target: Pages, local: Seque
             start = end
 
 
+def copy_raw(source: Pages, remote: Sequence[int], into: memoryview) -> None:
+    """Copy pages side by side.
+
+    Raises:
+        ReadError: `into` is not exactly as long as they are, or a page id is out of range.
+    """
+    size = source.shape[1]
+    if len(into) != len(remote) * size:
+        raise ReadError(f"{len(remote)} pages of {size} B into {len(into)} B")
+    copy_pages(source, remote, as_pages(into, len(remote), size), [BlockId(i) for i in range(len(remote))])
+
+
 def epochs_of(epochs: EpochTable, blocks: Sequence[int]) -> list[int]:
     """The epochs of these pages now.
 

@@ -1,0 +1,154 @@
+"""Staged reads and the places they borrow: bounded, never shared, never reused while something may write."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvferry.core.ids import BlockId, Incarnation, WorkerId
+from kvferry.kv.connector import MeasuredRead, Peer, ReadError
+from kvferry.kv.connectors.windows import CompletedRead
+from kvferry.kv.layout import KvLayout
+from kvferry.kv.relayout import plan
+from kvferry.kv.staged import StagedRead, StagingPlaces, raw_reader
+
+THEIRS = KvLayout("digest", "float32", 1, 1, 2, 2)
+OURS = replace(THEIRS, block_tokens=3)
+PEER = Peer(WorkerId("w"), Incarnation("i"), "peer:1")
+
+
+class Slow:
+    """A peer whose block i holds i+1 in every element; a read of it lands at its second poll."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.fail_at = -1
+        self.value = 0.0
+
+    def read_raw(self, peer: Peer, remote: Sequence[int], into: memoryview) -> "SlowRead":
+        if len(self.asked) == self.fail_at:
+            raise ReadError("broken wire")
+        assert peer is PEER
+        self.asked.append(list(remote))
+        return SlowRead(remote, into, self.value)
+
+
+class SlowRead(CompletedRead):
+    def __init__(self, remote: Sequence[int], into: memoryview, value: float) -> None:
+        self.remote, self.into, self.value, self.polls = remote, into, value, 0
+
+    def poll(self) -> bool:
+        self.polls += 1
+        if self.polls == 2:
+            page = np.frombuffer(self.into, np.float32).reshape(len(self.remote), -1)
+            page[:] = np.asarray(self.remote, np.float32)[:, None] + 1 + self.value
+        return self.polls >= 2
+
+    def is_quiet(self) -> bool:
+        return self.polls >= 2
+
+
+def a_read(transport: Slow, *, place: int, pages: memoryview, ours: KvLayout = OURS) -> StagedRead:
+    """Our blocks 1 and 2 of a prompt of 8 tokens into pages 3 and 0: tokens 3 to 7, in the peer's blocks 1 to 3."""
+    relayout = plan(THEIRS, ours)
+    blocks = relayout.source_blocks(1, 2, 8)
+    assert blocks == range(1, 4)
+    return StagedRead(
+        relayout,
+        blocks,
+        8,
+        start=raw_reader(transport, PEER, blocks, [11, 12, 13]),  # type: ignore[arg-type]
+        place=memoryview(bytearray(place)),
+        pages=pages,
+        first=1,
+        local=[BlockId(3), BlockId(0)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "asked"),
+    [
+        (THEIRS.block_bytes, [[11], [12], [13]]),
+        (2 * THEIRS.block_bytes + 1, [[11, 12], [13]]),
+        (9 * THEIRS.block_bytes, [[11, 12, 13]]),
+    ],
+)
+def test_a_prompt_comes_in_pieces_that_fit_its_place(place: int, asked: list[list[int]]) -> None:
+    transport, pages = Slow(), bytearray(4 * OURS.block_bytes)
+    read = a_read(transport, place=place, pages=memoryview(pages))
+    assert isinstance(read, MeasuredRead)
+    seen = []
+    while not read.poll():
+        seen.append((read.progress(), read.is_quiet()))
+        read.wait(0.0)
+    assert transport.asked == asked
+    assert seen[0] == (0, False)
+    assert (read.progress(), read.is_quiet()) == (len(asked), True)
+    found = np.frombuffer(pages, np.float32).reshape(4, 2, 3, 2)  # pages, K and V, tokens, dim
+    assert found[3, :, :, 0].tolist() == [[12, 13, 13]] * 2
+    assert found[0, :, :, 1].tolist() == [[14, 14, 0]] * 2, "the prompt ends with its 8th token"
+    assert not found[1:3].any()
+
+
+def test_a_page_that_no_place_holds_is_an_error() -> None:
+    with pytest.raises(ReadError, match=f"takes {THEIRS.block_bytes} bytes"):
+        a_read(Slow(), place=THEIRS.block_bytes - 1, pages=memoryview(bytearray(4 * OURS.block_bytes)))
+
+
+@pytest.mark.parametrize("fail_at", [0, 1])
+def test_a_piece_that_cannot_be_read_ends_the_read_which_is_quiet_then(fail_at: int) -> None:
+    transport = Slow()
+    transport.fail_at = fail_at
+    pages = memoryview(bytearray(4 * OURS.block_bytes))
+    if fail_at == 0:
+        with pytest.raises(ReadError, match="broken wire"):
+            a_read(transport, place=THEIRS.block_bytes, pages=pages)
+        return
+    read = a_read(transport, place=THEIRS.block_bytes, pages=pages)
+    assert not read.poll()
+    with pytest.raises(ReadError, match="broken wire"):
+        read.poll()
+    assert read.is_quiet()
+
+
+def test_a_value_that_does_not_fit_ends_the_read() -> None:
+    transport, ours = Slow(), replace(OURS, dtype="float16")
+    transport.value = 1e6
+    read = a_read(transport, place=1 << 10, pages=memoryview(bytearray(4 * ours.block_bytes)), ours=ours)
+    assert not read.poll()
+    with pytest.raises(ReadError, match="float16 cannot hold"):
+        read.poll()
+
+
+def test_places_are_made_when_needed_lent_once_and_bounded() -> None:
+    made: list[int] = []
+
+    def make(size: int) -> memoryview:
+        made.append(size)
+        return memoryview(bytearray(size))
+
+    places = StagingPlaces(make, 64, 2)
+    assert made == []
+    one, other = places.take(), places.take()
+    assert one is not other
+    assert (made, places.num_lent) == ([64, 64], 2)
+    with pytest.raises(ReadError, match="all 2 places"):
+        places.take()
+    places.give_back(one)
+    assert places.take() is one
+    assert made == [64, 64]
+    places.give_back(one)
+    places.give_back(other)
+    assert places.num_lent == 0
+
+
+def test_a_place_that_could_not_be_made_is_not_counted() -> None:
+    def fails(size: int) -> memoryview:
+        raise OSError("no memory")
+
+    places = StagingPlaces(fails, 64, 1)
+    for _ in range(2):
+        with pytest.raises(OSError, match="no memory"):
+            places.take()
+    assert places.num_lent == 0
