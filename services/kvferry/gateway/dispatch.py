@@ -29,7 +29,7 @@ from kvferry.gateway.loss import Lost, raise_if_lost
 from kvferry.gateway.release import DUTIES, MACHINE, Duty, Event, State
 from kvferry.gateway.releases import Releases, Sleep
 from kvferry.gateway.route_notes import route_notes
-from kvferry.gateway.routing import Candidates, Pick, Route, RouteReason, choose, prefix_key
+from kvferry.gateway.routing import Candidates, Pick, Route, RouteReason, choose, prefix_key, readers
 from kvferry.gateway.trip import Ticket, Trip, Verdict, judge
 from kvferry.gateway.turns import Turns
 from kvferry.rpc import wire
@@ -145,7 +145,8 @@ class Dispatcher:
         asked = trip.request
         address = pick.replica.address
         request = calls.prefill_request(trip, self._turns.find(trip, pick))
-        unheard = Ticket(request.ticket_id, b"", address, pick.replica.fingerprint)
+        made_by = pick.replica
+        unheard = Ticket(request.ticket_id, b"", address, made_by.fingerprint, made_by.family)
         trip.time(prefill_worker=pick.replica.worker_id)
         with self._fleet.hold(address) as held, self._head_starts.running(trip, route, request.ticket_id):
             trip.on(Event.CALL_PREFILL)
@@ -166,7 +167,7 @@ class Dispatcher:
         trip.report_kv(wire.kv_reports_from_wire(answer.kv))
         if answer.ticket_id:
             trip.on(Event.OFFER)
-            trip.ticket = Ticket(answer.ticket_id, answer.ticket, address, pick.replica.fingerprint)
+            trip.ticket = replace(unheard, ticket_id=answer.ticket_id, sealed=answer.ticket)
         else:
             trip.on(Event.LOSE)
         event = trip.emit((wire.token_from_wire(answer.first_token),), finish, self._clock.monotonic())
@@ -266,8 +267,10 @@ class Dispatcher:
         asked = trip.request
         skip: RouteReason | None = None
         if trip.ticket is not None:
-            fitting = tuple(d for d in candidates.decode if d.fingerprint == trip.ticket.fingerprint)
+            fitting = readers(candidates.decode, trip.ticket.fingerprint, trip.ticket.family)
             candidates, skip = Candidates(decode=fitting), RouteReason.PAIR
+            if fitting and fitting[0].fingerprint != trip.ticket.fingerprint:
+                skip = RouteReason.CONVERTED
         elif trip.emitted:
             skip = RouteReason.RESUME
         elif len(asked.token_ids) < config.skip_prefill_below_tokens:

@@ -40,6 +40,7 @@ class WorkerView:
     """`None` until it was heard of."""
     incarnation: Incarnation | None = None
     fingerprint: bytes = b""
+    family: bytes = b""
     connector: str = ""
     domain: str = ""
     max_model_tokens: int = 0
@@ -62,8 +63,9 @@ class WorkerView:
         yet; the larger of the two counts."""
         load = max(self.in_flight, self.running + self.waiting)
         worker_id = self.worker_id or WorkerId(self.endpoint.address)
-        pairs_with = b"|".join((self.fingerprint, self.connector.encode(), self.domain.encode()))
-        return Replica(self.endpoint.address, worker_id, pairs_with, load)
+        reach = b"|".join((b"", self.connector.encode(), self.domain.encode()))
+        family = self.family + reach if self.family else b""
+        return Replica(self.endpoint.address, worker_id, self.fingerprint + reach, load, family)
 
 
 class Hold:
@@ -270,6 +272,7 @@ class _Member:
             worker_id=WorkerId(status.identity.worker_id),
             incarnation=Incarnation(status.identity.incarnation),
             fingerprint=status.fingerprint,
+            family=status.family,
             connector=status.connector,
             domain=status.domain,
             max_model_tokens=status.max_model_tokens,

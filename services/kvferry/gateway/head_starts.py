@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import grpc
 
 from kvferry.gateway.fleet import Fleet
-from kvferry.gateway.routing import Route
+from kvferry.gateway.routing import Route, RouteReason
 from kvferry.gateway.trip import Trip
 from kvferry.v1 import common_pb2, decode_pb2
 
@@ -47,6 +47,8 @@ class HeadStarts:
 
     def _request(self, trip: Trip, route: Route, ticket_id: str) -> decode_pb2.PrepareRequest | None:
         asked = trip.request
+        if route.reason is not RouteReason.PAIR:  # blocks are told of by name, and names differ with layouts
+            return None
         if route.prefill is None or not self._least_tokens or len(asked.token_ids) < self._least_tokens:
             return None
         view = self._fleet.view(route.prefill.replica.address)

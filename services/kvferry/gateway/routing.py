@@ -26,9 +26,11 @@ class Replica:
     worker_id: WorkerId
     """Its stable name, which the hash uses, so that a restart on another address keeps its prefixes."""
     fingerprint: bytes
-    """Of its KV layout, its connector and where that reaches; only equal ones exchange blocks."""
+    """Of its KV layout, its connector and where that reaches; equal ones exchange blocks byte for byte."""
     load: int
     """Requests it holds."""
+    family: bytes = b""
+    """Likewise of what no conversion changes: where these are equal, blocks are exchanged converted. Empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,14 @@ class RouteReason(StrEnum):
 
     PAIR = "pair"
     """A prefill and a decode worker with equal layouts."""
+    CONVERTED = "converted"
+    """No such pair; these two have one model, and the decode worker converts the other's blocks."""
     SHORT_PROMPT = "short_prompt"
     """The decode worker computes so short a prompt faster itself."""
     RESUME = "resume"
     """The stream has begun; only a decode worker is needed."""
     AGGREGATED = "aggregated"
-    """No pair exists; a worker of role `both` does it all."""
+    """No pair exists, not even one that converts; a worker of role `both` does it all."""
     NO_PREFILL = "no_prefill"
     """No pair and nobody of role `both`: the decode worker computes the prompt."""
 
@@ -124,16 +128,26 @@ def choose(
         return None if alone is None else Route(None, alone, skip_prefill)
     decodable = {replica.fingerprint for replica in candidates.decode}
     prefill = pick(key, [p for p in candidates.prefill if p.fingerprint in decodable], load_factor)
+    if prefill is None:
+        convertible = [p for p in candidates.prefill if readers(candidates.decode, p.fingerprint, p.family)]
+        prefill = pick(key, convertible, load_factor)
     if prefill is not None:
-        partners = [d for d in candidates.decode if d.fingerprint == prefill.replica.fingerprint]
-        decode = pick(key, partners, load_factor)
-        assert decode is not None  # its fingerprint is among the decodable
-        return Route(prefill, decode, RouteReason.PAIR)
+        partner = prefill.replica
+        decode = pick(key, readers(candidates.decode, partner.fingerprint, partner.family), load_factor)
+        assert decode is not None  # there is a reader, or it would not have been picked
+        equal = decode.replica.fingerprint == partner.fingerprint
+        return Route(prefill, decode, RouteReason.PAIR if equal else RouteReason.CONVERTED)
     aggregated = pick(key, candidates.both, load_factor)
     if aggregated is not None:
         return Route(None, aggregated, RouteReason.AGGREGATED)
     alone = pick(key, candidates.decode, load_factor)
     return None if alone is None else Route(None, alone, RouteReason.NO_PREFILL)
+
+
+def readers(decode: Sequence[Replica], fingerprint: bytes, family: bytes) -> tuple[Replica, ...]:
+    """Who can use blocks from a worker with this fingerprint and family: those that need not convert them, if any."""
+    equal = tuple(replica for replica in decode if replica.fingerprint == fingerprint)
+    return equal or tuple(replica for replica in decode if family and replica.family == family)
 
 
 def _weight(key: bytes, worker_id: WorkerId) -> bytes:

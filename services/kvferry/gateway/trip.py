@@ -59,7 +59,9 @@ class Ticket:
     address: str
     """Of the prefill worker."""
     fingerprint: bytes
-    """Only decode workers with this layout can use it."""
+    """Decode workers with this layout can use it as it is."""
+    family: bytes = b""
+    """Those of this family can convert it; empty: nobody can."""
     deliveries: int = 0
     """How often it was given to a decode worker; numbers the attempts."""
     losses: int = 0

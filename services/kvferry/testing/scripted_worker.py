@@ -83,6 +83,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         self.worker_id = worker_id
         self.offers = offers
         self.fingerprint = b"layout"
+        self.family = b""
         self.model = NAME
         self.ready = True
         self.draining = False
@@ -141,6 +142,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
             role=self.role,
             model=self.model,
             fingerprint=self.fingerprint,
+            family=self.family,
             connector="scripted",
             ready=self.ready,
             draining=self.draining,

@@ -143,6 +143,38 @@ async def test_unlike_layouts_are_never_paired():
         assert fleet.workers.prefill[0].prefills == []
 
 
+async def test_unlike_layouts_of_one_model_are_paired_when_there_are_no_like_ones():
+    async with scripted_fleet(prefill=1, decode=2) as fleet:
+        prefill, (like, unlike) = fleet.workers.prefill[0], fleet.workers.decode
+        for worker in (prefill, like, unlike):
+            worker.family = b"model"
+        unlike.fingerprint = b"other"
+        await fleet.fleet.wait_until(lambda f: [v.family for v in f.views()] == [b"model"] * 3)
+        await fleet.fleet.wait_until(lambda f: f.views()[2].fingerprint == b"other")
+        for _ in range(3):
+            check(await collect(fleet, ask()), ask())
+        assert (len(like.decodes), len(unlike.decodes)) == (3, 0)
+        like.draining = True
+        await fleet.fleet.wait_until(lambda f: not f.views()[1].takes_work)
+        check(await collect(fleet, ask()), ask())
+        assert (len(prefill.prefills), len(unlike.decodes)) == (4, 1)
+        assert unlike.decodes[0].ticket
+        assert unlike.prepared == [], "a head start needs equal layouts"
+
+
+async def test_a_ticket_whose_reader_is_lost_is_converted_by_another():
+    async with scripted_fleet(prefill=1, decode=2) as fleet:
+        prefill, (like, unlike) = fleet.workers.prefill[0], fleet.workers.decode
+        for worker in (prefill, like, unlike):
+            worker.family = b"model"
+        unlike.fingerprint = b"other"
+        await fleet.fleet.wait_until(lambda f: [v.family for v in f.views()] == [b"model"] * 3)
+        await fleet.fleet.wait_until(lambda f: f.views()[2].fingerprint == b"other")
+        like.faults["decode"].append(Fault(Act.FAIL))
+        check(await collect(fleet, ask()), ask())
+        assert (len(prefill.prefills), len(like.decodes), len(unlike.decodes)) == (1, 1, 1)
+
+
 # -- who is lost -------------------------------------------------------------------------------------------------------
 
 

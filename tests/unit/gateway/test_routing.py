@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.ids import WorkerId
-from kvferry.gateway.routing import Candidates, Replica, RouteReason, choose, pick, prefix_key
+from kvferry.gateway.routing import Candidates, Replica, RouteReason, choose, pick, prefix_key, readers
 
 _FACTOR = 1.25
 
 
-def replica(name: str, load: int = 0, fingerprint: bytes = b"f") -> Replica:
-    return Replica(f"{name}:1", WorkerId(name), fingerprint, load)
+def replica(name: str, load: int = 0, fingerprint: bytes = b"f", family: bytes = b"") -> Replica:
+    return Replica(f"{name}:1", WorkerId(name), fingerprint, load, family)
 
 
 _replicas = st.lists(st.integers(0, 50), min_size=1, max_size=12).map(
@@ -118,6 +118,36 @@ def test_only_equal_layouts_are_paired(key, prefill_layouts, decode_layouts):
         assert (chosen.prefill, chosen.reason) == (None, RouteReason.NO_PREFILL)
     else:
         assert chosen is None
+
+
+_layouts = st.sampled_from([(b"f", b"m"), (b"g", b"m"), (b"h", b"n"), (b"i", b""), (b"j", b"")])
+
+
+@given(_keys, st.lists(_layouts, max_size=5), st.lists(_layouts, max_size=5))
+def test_layouts_of_one_family_are_paired_when_no_equal_ones_are_there(key, prefill_layouts, decode_layouts):
+    made = [
+        tuple(replica(f"{role}{i}", fingerprint=f, family=m) for i, (f, m) in enumerate(layouts))
+        for role, layouts in (("p", prefill_layouts), ("d", decode_layouts))
+    ]
+    chosen = route(Candidates(prefill=made[0], decode=made[1], both=_B), key)
+    assert chosen is not None
+    equal = {f for f, _ in prefill_layouts} & {f for f, _ in decode_layouts}
+    alike = {m for _, m in prefill_layouts} & {m for _, m in decode_layouts} - {b""}
+    assert chosen.reason is (RouteReason.PAIR if equal else RouteReason.CONVERTED if alike else RouteReason.AGGREGATED)
+    if chosen.prefill is not None:
+        p, d = chosen.prefill.replica, chosen.decode.replica
+        assert (p.fingerprint == d.fingerprint) == bool(equal)
+        assert equal or p.family == d.family
+
+
+def test_who_reads_a_ticket_need_not_convert_it_if_anybody_does_not():
+    like, alike, other = (
+        replica(n, fingerprint=f, family=m) for n, f, m in [("a", b"f", b"m"), ("b", b"g", b"m"), ("c", b"h", b"n")]
+    )
+    assert readers([other, alike, like], b"f", b"m") == (like,)
+    assert readers([other, alike], b"f", b"m") == (alike,)
+    assert readers([other], b"f", b"m") == ()
+    assert readers([replica("d", fingerprint=b"x")], b"f", b"") == ()
 
 
 _P, _D, _B = (replica("p"),), (replica("d"),), (replica("b"),)
