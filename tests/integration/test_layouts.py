@@ -1,12 +1,18 @@
 """Prefill and decode workers whose pages differ: what can be converted is fetched, what cannot is refused by name."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
+from safetensors.numpy import save_file
 
 from kvferry.engine import LLM, SamplingParams
+from kvferry.kv.layout import KvLayout
+from kvferry.model import tiny
 from kvferry.rpc.wire import sampling_to_wire
 from kvferry.testing.idle import assert_workers_idle
 from kvferry.testing.processes import a_worker
@@ -14,10 +20,14 @@ from kvferry.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
+    kv_transfer_pb2,
     kv_transfer_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
+    worker_admin_pb2,
+    worker_admin_pb2_grpc,
 )
+from kvferry.workers.layouts import layout_to_wire
 
 CALL_SECONDS = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -29,6 +39,7 @@ class Pair:
 
     def __init__(self, channels: list[grpc.Channel], admin: list[str]) -> None:
         self.admin = admin
+        self.worker_admin = worker_admin_pb2_grpc.WorkerAdminStub(channels[2])
         self.prefill = prefill_pb2_grpc.PrefillStub(channels[0])
         self.transfer = kv_transfer_pb2_grpc.KvTransferStub(channels[0])
         self.decode = decode_pb2_grpc.DecodeStub(channels[1])
@@ -40,7 +51,7 @@ class Pair:
         )
 
     def generate(
-        self, prompt: list[int], first: int, ticket: bytes = b"", sampling: SamplingParams = GREEDY
+        self, prompt: list[int], first: int, ticket: bytes = b"", sampling: SamplingParams = GREEDY, tenant: str = ""
     ) -> tuple[list[common_pb2.Token], decode_pb2.Handoff]:
         request = decode_pb2.DecodeRequest(
             request_id="r",
@@ -49,6 +60,7 @@ class Pair:
             sampling=sampling_to_wire(sampling),
             ticket=ticket,
             attempt=1,
+            tenant=tenant,
         )
         messages = list(self.decode.Run(request, timeout=CALL_SECONDS))
         return [token for message in messages for token in message.tokens], messages[0].handoff
@@ -68,7 +80,8 @@ def a_pair(
         a_worker("decode", "--connector", connector, *decode, model=models[1]) as d,
     ):
         heard = [worker.events["listening"] for worker in (p, d)]
-        channels = [grpc.insecure_channel(str(h["grpc"])) for h in heard]
+        addresses = [*(str(h["grpc"]) for h in heard), str(heard[0]["admin"])]
+        channels = [grpc.insecure_channel(address) for address in addresses]
         try:
             yield Pair(channels, [str(h["admin"]) for h in heard])
         finally:
@@ -98,3 +111,121 @@ def test_another_block_size_is_fetched_and_the_tokens_are_one_engines(
         assert (handoff.outcome, handoff.num_cached_tokens, handoff.num_blocks) == (Fetched, 96, -(-24 // ours))
         assert tokens == list(one_engine.generate([again], GREEDY)[0].token_ids)
         assert_workers_idle(pair.admin)
+
+
+NEAR_TIE = 0.1
+"""Nats. Both decode workers compute in bfloat16; one has the prompt's KV from float32, rounded once, the other from
+bfloat16 throughout. Rounding KV moves a value by up to 2^-9 of itself, and logits, spread over a few nats here, by some
+hundredths. Tokens may differ only where the two best ones are closer than that."""
+
+
+@pytest.mark.parametrize(
+    ("connector", "theirs", "ours"),
+    [
+        ("shm", ("float32", 16), ("bfloat16", 32)),
+        ("nixl", ("bfloat16", 32), ("float32", 16)),
+        ("tcp", ("float32", 16), ("float16", 16)),
+    ],
+)
+def test_another_element_type_is_fetched_and_the_tokens_are_the_readers_own_but_for_near_ties(
+    connector: str, theirs: tuple[str, int], ours: tuple[str, int]
+) -> None:
+    flags = [["--dtype", dtype, "--block-tokens", str(size)] for dtype, size in (theirs, ours)]
+    scored = replace(GREEDY, logprobs=2)
+    with a_pair(connector, *flags) as pair:
+        for length in (1, 17, 33, 100):
+            prompt = [(11 * i + length) % 200 for i in range(length)]
+            answer = pair.compute(prompt)
+            fetched, handoff = pair.generate(prompt, answer.first_token.id, answer.ticket, scored)
+            assert handoff.outcome == Fetched, handoff.reason
+            # Tenants share no blocks, so for another one the same worker computes everything itself.
+            computed, own = pair.generate(prompt, answer.first_token.id, sampling=scored, tenant="another")
+            assert (own.outcome, own.num_cached_tokens) == (decode_pb2.Handoff.OUTCOME_NONE, 0)
+            assert_equal_but_for_a_near_tie(fetched, computed)
+        assert_workers_idle(pair.admin)
+
+
+def assert_equal_but_for_a_near_tie(ones: list[common_pb2.Token], others: list[common_pb2.Token]) -> None:
+    for one, other in zip(ones, others, strict=True):
+        if one.id != other.id:  # from here on the two continue other texts
+            best, second = (t.logprob for t in other.top)
+            assert one.id in {t.token_id for t in other.top}
+            assert best - second < NEAR_TIE
+            return
+        print("DIFF", abs(one.logprob - other.logprob))
+        assert abs(one.logprob - other.logprob) < NEAR_TIE
+
+
+@pytest.fixture
+def other_model(tmp_path: Path) -> str:
+    """A folder with a model of three layers."""
+    config = replace(tiny.config(), num_layers=3)
+    folder = tmp_path / "three"
+    folder.mkdir()
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "max_position_embeddings": config.max_model_tokens,
+        "eos_token_id": 258,
+        "bos_token_id": 257,
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+    (folder / "tokenizer.json").write_text(tiny.tokenizer(config)._make().to_str())
+    source = tiny.TinyTensors(config)
+    save_file({name: source.read(name) for name in source.shapes()}, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_a_pair_of_different_models_is_refused_by_name(other_model: str) -> None:
+    with a_pair("shm", [], ["--block-tokens", "32"], ("tiny", other_model)) as pair:
+        prompt = [5] * 20
+        answer = pair.compute(prompt)
+        with pytest.raises(grpc.RpcError) as caught:
+            pair.generate(prompt, answer.first_token.id, answer.ticket)
+        assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+        assert "KV layouts differ in model_digest" in str(caught.value.details())
+        pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=answer.ticket_id), timeout=CALL_SECONDS)
+        assert_workers_idle(pair.admin)
+
+        status = pair.worker_admin.Status(worker_admin_pb2.StatusRequest(), timeout=CALL_SECONDS)
+        own = KvLayout(status.model_digest, "float32", 2, 2, 16, 16)
+        assert (own.fingerprint, own.family) == (status.fingerprint, status.family)
+        told = {}
+        for name, reader in {
+            "equal": own,
+            "block_tokens": replace(own, block_tokens=24, dtype="float16"),
+            "fewer heads": replace(own, num_kv_heads=1, head_start=1, total_kv_heads=2),
+            "num_layers": replace(own, num_layers=3),
+            "head_dim": replace(own, head_dim=8),
+            "model_digest": replace(own, model_digest="else"),
+        }.items():
+            request = kv_transfer_pb2.DescribeRequest(
+                incarnation=status.identity.incarnation,
+                connector="shm",
+                fingerprint=reader.fingerprint,
+                layout=layout_to_wire(reader),
+            )
+            try:
+                answered = pair.transfer.Describe(request, timeout=CALL_SECONDS)
+            except grpc.RpcError as error:
+                told[name] = str(error.details())
+            else:
+                assert answered.layout == layout_to_wire(own)
+        assert sorted(told) == ["head_dim", "model_digest", "num_layers"]
+        assert all(f"KV layouts differ in {name}" in why for name, why in told.items())
+        request.fingerprint = b"?" * 16
+        with pytest.raises(grpc.RpcError) as caught:
+            pair.transfer.Describe(request, timeout=CALL_SECONDS)
+        assert "is of another" in str(caught.value.details())
+        request.ClearField("layout")
+        with pytest.raises(grpc.RpcError) as caught:
+            pair.transfer.Describe(request, timeout=CALL_SECONDS)
+        assert "nothing more is said" in str(caught.value.details())
