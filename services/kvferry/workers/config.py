@@ -18,7 +18,7 @@ class EngineConfig:
     """A catalog name, a `.gguf` file or a folder."""
     dtype: str = "auto"
     """Of computation and KV: `float32`, `bfloat16`, `float16`, or `auto`, the faster one by measurement on this
-    machine. Workers that exchange KV must agree."""
+    machine. Workers that agree exchange KV as it is, others convert it."""
     threads: int = 0
     """Compute threads; 0: as many as there are cores for this process."""
     kv_bytes: int = 1 << 30
