@@ -18,8 +18,6 @@ from kvferry.stack.local_stack import LocalStack
 def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
     """The stack that these settings describe."""
     worker_flags = ["--log-level", values["log_level"]]
-    for tier in values["tier"]:
-        worker_flags += ["--tier", tier]
     for setting in (*settings.ENGINE, *settings.TIERS[1:]):
         if values.is_given(setting.name) and setting.name != "threads":
             worker_flags += [setting.flag, str(values[setting.name])]
@@ -38,6 +36,7 @@ def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
         grpc=grpc,
         cores=len(os.sched_getaffinity(0)),
         threads=values["threads"],
+        tiers=tuple(values["tier"]),
         worker_flags=tuple(worker_flags),
         gateway_flags=tuple(gateway_flags),
         **counts,
