@@ -319,7 +319,7 @@ class Engine:
             if job is None:
                 raise InvariantBroken(f"job {outcome.job} succeeded, and is not running")
             if not is_tier:
-                self._prices.observe_load(job.label, outcome.num_bytes, outcome.seconds)
+                self._prices.observe_load(job.label, outcome.num_bytes, outcome.seconds, place=job.place)
             # A verified read is over as surely as a quiet one; its PagesQuiet then finds nothing left to do.
             self._end_write(outcome.job)
             self.scheduler.loaded(outcome.request_id, job.num_tokens, is_stored=is_tier)
@@ -347,7 +347,7 @@ class Engine:
         if tokens <= 0:
             return True  # nothing to fetch, but the peer will be told
         num_bytes = (self.allocator.blocks_for(remote.num_tokens) - hit) * self._block_bytes
-        decision = self._prices.decide([Piece(remote.label, tokens, num_bytes)], hit * size)
+        decision = self._prices.decide([Piece(remote.label, tokens, num_bytes, remote.place)], hit * size)
         self._note_decision(sequence.request_id, decision)
         return decision.num_loaded > 0
 

@@ -22,7 +22,9 @@ class LoadJob:
     num_tokens: int
     """Positions below this are good once the job is done."""
     label: str
-    """Where it comes from."""
+    """What kind of place it comes from."""
+    place: str = ""
+    """Which of its kind."""
 
 
 @dataclass(frozen=True, slots=True)

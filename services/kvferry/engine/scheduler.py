@@ -318,7 +318,15 @@ class Scheduler:
         sequence.move(SequenceEvent.LOAD)
         self._loading[sequence.request_id] = sequence
         self._loads.append(
-            LoadJob(sequence.request_id, remote.source, first_block, targets, remote.num_tokens, remote.label)
+            LoadJob(
+                sequence.request_id,
+                remote.source,
+                first_block,
+                targets,
+                remote.num_tokens,
+                remote.label,
+                remote.place,
+            )
         )
 
     def _list_full_blocks(self, sequence: Sequence) -> None:
