@@ -104,6 +104,12 @@ GATEWAY = (
     Setting(
         "skip_prefill_below", 0, "Prompts with fewer tokens go to the decode worker at once.", parse=whole(0, 1 << 20)
     ),
+    Setting(
+        "head_start_tokens",
+        1024,
+        "Longer prompts' blocks begin to travel while they are computed; 0: never.",
+        parse=whole(0, 1 << 20),
+    ),
     Setting("max_streams", 1024, "Samples in flight; more are refused with 429.", parse=whole(1, 1 << 20)),
     Setting("request_timeout", 600.0, "Seconds that a request may take.", parse=seconds(1, 86400)),
     DRAIN,
