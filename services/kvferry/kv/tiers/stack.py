@@ -9,8 +9,8 @@ With a DRAM tier everything passes through it: a load from a slower tier lands i
 into the pages from there, so the next reader finds it near, and a prompt that still queues can have its objects fetched
 ahead. A slot that is being filled answers NOT YET: whoever needs it waits for the one read instead of making another.
 
-Small pools of threads, so that none waits for another of its own kind: `fetch` (asks and slow reads), `load` (copies,
-may wait for a fetch), and those of `write_behind`. Every wait ends with the deadline of the load
+Small pools of threads, so that none waits for another of its own kind: `ask`, `fetch` (slow reads), `load` (copies, may
+wait for a fetch), and those of `write_behind`. Every wait ends with the deadline of the load
 it belongs to.
 """
 
@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.1
 """A tier that has not said by then what it has is treated as one that has nothing."""
+_ASKING_THREADS = 2
 _HELD_SHARE = 0.5
 """Of the pages; a copy out of them takes a millisecond, unless everything waits for a slow tier."""
 
@@ -90,6 +91,7 @@ class TierStack:
         self._listener = listener
         self._clock = clock
         self.stats = {t.name: TierStats(t.name) for t in tiers}
+        self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix="tier-ask")
         self._fetching = ThreadPoolExecutor(parallel, thread_name_prefix="tier-fetch")
         self._loading = ThreadPoolExecutor(parallel, thread_name_prefix="tier-load")
         self._behind = WriteBehind(
@@ -115,7 +117,7 @@ class TierStack:
             self._count("dram", hits=run, misses=len(keys) - run)
         if run == len(keys) or not self._slow or self._closing.is_set():
             return TierAnswer(request_id, tuple(sources))
-        self._fetching.submit(self._ask_slow, request_id, list(keys), sources, self._clock.monotonic())
+        self._asking.submit(self._ask_slow, request_id, list(keys), sources, self._clock.monotonic())
         return None
 
     def prefetch(self, request_id: RequestId, source: TierSource) -> None:
@@ -187,7 +189,7 @@ class TierStack:
         with self._lock:
             for job in self._jobs.values():
                 job.cancelled.set()
-        for pool in (self._fetching, self._loading):
+        for pool in (self._asking, self._fetching, self._loading):
             pool.shutdown(wait=False, cancel_futures=True)
         self._behind.close()
         for tier in self.tiers:
