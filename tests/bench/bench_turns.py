@@ -111,6 +111,20 @@ def measure_handoff(length: int, rounds: int) -> list[tuple[str, str, list[float
     return found
 
 
+def measure_head_start(length: int, rounds: int) -> list[tuple[str, str, list[float]]]:
+    """What is left of a hand-off when the prompt is done, with blocks that travelled early and without."""
+    common = ("--connector", "tcp", "--load-policy", "always")
+    with a_stack(*common) as early, a_stack(*common, "--head-start-tokens", "0") as late:
+        found: dict[str, list[float]] = {}
+        for number in range(rounds + 1):
+            for name, client in (("early", early), ("late", late)):
+                (whole,) = client.complete(prompt(200 + number, length), SOME)
+                if number:
+                    found.setdefault(f"hand-off, {name}", []).append(1e3 * whole.timing.handoff_seconds)
+                    found.setdefault(f"blocks left, {name}", []).append(whole.timing.handoff_blocks)
+    return [("tcp", cell, values) for cell, values in found.items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
@@ -126,6 +140,7 @@ def main() -> None:
                 measured = measure_tier(name, url, length, arguments.rounds)
                 cells += [(tier, length, cell, values) for tier, cell, values in measured]
     cells += [(name, 512, cell, values) for name, cell, values in measure_handoff(512, 5 * arguments.rounds)]
+    cells += [(name, 1900, cell, values) for name, cell, values in measure_head_start(1900, 2 * arguments.rounds)]
     rows = [
         Row(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -138,7 +153,7 @@ def main() -> None:
             min=round(min(values), 2),
             max=round(max(values), 2),
             n=len(values),
-            unit="ms",
+            unit="blocks" if cell.startswith("blocks") else "ms",
             load_average=round(os.getloadavg()[0], 2),
         )
         for tier, length, cell, values in cells
@@ -152,7 +167,7 @@ def main() -> None:
         writer.writerows(asdict(row) for row in rows)
     for row in rows:
         spread = f"({row.min} to {row.max}, {row.n})"
-        print(f"{row.tier:<6} {row.prompt_tokens:>5} {row.cell:<28} {row.median:>9.2f} ms {spread}")
+        print(f"{row.tier:<6} {row.prompt_tokens:>5} {row.cell:<28} {row.median:>9.2f} {row.unit} {spread}")
 
 
 if __name__ == "__main__":

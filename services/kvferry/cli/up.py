@@ -26,6 +26,8 @@ def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
     if "drain_seconds" in has:
         worker_flags += ["--drain-seconds", str(values["drain_seconds"])]
         gateway_flags += ["--drain-seconds", str(values["drain_seconds"])]
+    if "head_start_tokens" in has:
+        gateway_flags += ["--head-start-tokens", str(values["head_start_tokens"])]
     if "api_keys_file" in has and values["api_keys_file"]:
         gateway_flags += ["--api-keys-file", values["api_keys_file"]]
     counts = {name: values[name] for name in ("prefill", "decode", "both") if name in has}
