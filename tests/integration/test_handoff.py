@@ -161,6 +161,19 @@ def test_a_released_offer_is_computed_instead(pair: Pair, one_engine: LLM) -> No
     assert_workers_idle(pair.admin)
 
 
+def test_a_ticket_serves_once(pair: Pair, one_engine: LLM) -> None:
+    prompt = [(3 * i) % 190 for i in range(37)]
+    answer = pair.run_prefill(prompt, GREEDY)
+    expected = list(one_engine.generate([prompt], GREEDY)[0].token_ids)[1:]
+    tokens, handoff, _ = pair.run_decode(prompt, answer.first_token.id, answer.ticket, GREEDY)
+    assert (tokens, handoff.outcome) == (expected, decode_pb2.Handoff.OUTCOME_FETCHED)
+    tokens, handoff, _ = pair.run_decode(prompt, answer.first_token.id, answer.ticket, GREEDY)
+    assert tokens == expected
+    assert (handoff.outcome, handoff.num_blocks) == (decode_pb2.Handoff.OUTCOME_RECOMPUTED, 0)
+    assert "TICKET_GONE" in handoff.reason
+    assert_workers_idle(pair.admin)
+
+
 def test_a_ticket_sealed_with_another_key_is_refused(pair: Pair) -> None:
     answer = pair.run_prefill([4] * 18, GREEDY)
     ticket = Keyring([TEST_KEYS["KVFERRY_TICKET_KEY"].encode()]).open(answer.ticket)

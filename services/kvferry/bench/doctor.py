@@ -3,6 +3,7 @@
 Rates are measured now, with the model's own pages and objects; the verdict is the workers' own (`kv.price`).
 """
 
+import logging
 import os
 import platform
 import secrets
@@ -210,6 +211,7 @@ def _nixl() -> str:
         return found
     import nixl_cu13._api as nixl_api
 
+    logging.getLogger("nixl").setLevel(logging.WARNING)
     agent = nixl_api.nixl_agent("kvferry-doctor", nixl_api.nixl_agent_config(enable_prog_thread=False, backends=[]))
     return f"{found}, backends {' '.join(sorted(agent.get_plugin_list()))}"
 

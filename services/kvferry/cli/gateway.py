@@ -39,6 +39,7 @@ def command(values: Values) -> None:
             block_tokens=values["block_tokens"],
             prefix_blocks=values["prefix_blocks"],
             skip_prefill_below_tokens=values["skip_prefill_below"],
+            head_start_tokens=values["head_start_tokens"],
         ),
         retry=RetryConfig(request_timeout_seconds=values["request_timeout"]),
         max_streams=values["max_streams"],

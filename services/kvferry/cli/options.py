@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +18,8 @@ LOGGING = (
     Setting("log_json", False, "Log lines of JSON instead of text.", parse=boolean),
 )
 
+_PASSWORD = re.compile(r"://[^/@\s]*@")
+"""Of a URL."""
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
@@ -38,6 +41,7 @@ class Values:
         """Print every value with where it came from."""
         for name, found in self.resolved.items():
             value = "(hidden)" if found.setting.is_secret and found.value else found.value
+            value = _PASSWORD.sub("://(hidden)@", str(value))
             click.echo(f"{name:<24} {value!s:<32} {found.source}")
 
 

@@ -13,6 +13,12 @@ CONNECTOR = Setting(
 )
 HTTP = Setting("http", "127.0.0.1:8000", "HOST:PORT of the OpenAI-compatible API; port 0 takes a free one.")
 GRPC = Setting("grpc", "127.0.0.1:9000", "HOST:PORT of the gRPC API; port 0 takes a free one.")
+HEAD_START = Setting(
+    "head_start_tokens",
+    1024,
+    "Longer prompts' blocks begin to travel while they are computed; 0: never.",
+    parse=whole(0, 1 << 20),
+)
 DRAIN = Setting("drain_seconds", 30.0, "Seconds that running requests may go on after SIGTERM.", parse=seconds(0, 3600))
 API_KEYS = Setting("api_keys_file", "", "File with lines of `key tenant`; without it everybody may ask.")
 
@@ -104,6 +110,7 @@ GATEWAY = (
     Setting(
         "skip_prefill_below", 0, "Prompts with fewer tokens go to the decode worker at once.", parse=whole(0, 1 << 20)
     ),
+    HEAD_START,
     Setting("max_streams", 1024, "Samples in flight; more are refused with 429.", parse=whole(1, 1 << 20)),
     Setting("request_timeout", 600.0, "Seconds that a request may take.", parse=seconds(1, 86400)),
     DRAIN,
@@ -135,5 +142,6 @@ UP = (
     HTTP,
     GRPC,
     API_KEYS,
+    HEAD_START,
     DRAIN,
 )

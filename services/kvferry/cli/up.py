@@ -18,8 +18,6 @@ from kvferry.stack.local_stack import LocalStack
 def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
     """The stack that these settings describe."""
     worker_flags = ["--log-level", values["log_level"]]
-    for tier in values["tier"]:
-        worker_flags += ["--tier", tier]
     for setting in (*settings.ENGINE, *settings.TIERS[1:]):
         if values.is_given(setting.name) and setting.name != "threads":
             worker_flags += [setting.flag, str(values[setting.name])]
@@ -28,6 +26,8 @@ def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
     if "drain_seconds" in has:
         worker_flags += ["--drain-seconds", str(values["drain_seconds"])]
         gateway_flags += ["--drain-seconds", str(values["drain_seconds"])]
+    if "head_start_tokens" in has:
+        gateway_flags += ["--head-start-tokens", str(values["head_start_tokens"])]
     if "api_keys_file" in has and values["api_keys_file"]:
         gateway_flags += ["--api-keys-file", values["api_keys_file"]]
     counts = {name: values[name] for name in ("prefill", "decode", "both") if name in has}
@@ -38,6 +38,7 @@ def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
         grpc=grpc,
         cores=len(os.sched_getaffinity(0)),
         threads=values["threads"],
+        tiers=tuple(values["tier"]),
         worker_flags=tuple(worker_flags),
         gateway_flags=tuple(gateway_flags),
         **counts,

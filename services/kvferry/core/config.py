@@ -1,8 +1,10 @@
 """The process's surroundings: environment variables, the settings file, the cache folder. Their only reader."""
 
 import os
+import secrets
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from kvferry.core.errors import UsageError
@@ -63,3 +65,23 @@ def read_secret_file(path: Path, field: str) -> bytes:
     if not secret:
         raise UsageError(f"{path} is empty; write a secret of at least 16 bytes into it", field=field)
     return secret
+
+
+def lasting_secret(name: str) -> str:
+    """A secret of this user on this machine, drawn when it is first asked for and the same ever after.
+
+    Raises:
+        UsageError: its file can be neither read nor made.
+    """
+    path = cache_dir() / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):
+            os.link(fresh, path)  # whole or not at all, whoever comes first
+        fresh.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot keep a secret in {path} ({error.strerror})", field=name) from error
+    return read_secret_file(path, name).decode()

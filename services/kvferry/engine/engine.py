@@ -312,17 +312,18 @@ class Engine:
         if self._ahead.ended(outcome.job, is_good=outcome.failure is None):
             return
         job = self._jobs.get(outcome.job)
-        is_tier = job is not None and isinstance(job.source, TierSource)
+        is_tier = job is not None and isinstance(job.remote.source, TierSource)
         for part in outcome.parts:
             self._prices.observe_load(part.source, part.num_bytes, part.seconds)
         if outcome.failure is None:
             if job is None:
                 raise InvariantBroken(f"job {outcome.job} succeeded, and is not running")
             if not is_tier:
-                self._prices.observe_load(job.label, outcome.num_bytes, outcome.seconds)
+                remote = job.remote
+                self._prices.observe_load(remote.label, outcome.num_bytes, outcome.seconds, place=remote.place)
             # A verified read is over as surely as a quiet one; its PagesQuiet then finds nothing left to do.
             self._end_write(outcome.job)
-            self.scheduler.loaded(outcome.request_id, job.num_tokens, is_stored=is_tier)
+            self.scheduler.loaded(outcome.request_id, job.remote.num_tokens, is_stored=is_tier)
         elif job is not None and is_tier and outcome.num_blocks:
             self._end_write(outcome.job)  # a tier's reads are over when it says how they went
             here = (job.first_block + outcome.num_blocks) * self.allocator.block_tokens
@@ -347,7 +348,7 @@ class Engine:
         if tokens <= 0:
             return True  # nothing to fetch, but the peer will be told
         num_bytes = (self.allocator.blocks_for(remote.num_tokens) - hit) * self._block_bytes
-        decision = self._prices.decide([Piece(remote.label, tokens, num_bytes)], hit * size)
+        decision = self._prices.decide([Piece(remote.label, tokens, num_bytes, remote.place)], hit * size)
         self._note_decision(sequence.request_id, decision)
         return decision.num_loaded > 0
 
@@ -358,7 +359,9 @@ class Engine:
         return [] if self._tiers is None else self._tiers.held
 
     def _start(self, job: LoadJob) -> None:
-        loader = self._tiers.tiers if self._tiers is not None and isinstance(job.source, TierSource) else self._loader
+        loader = (
+            self._tiers.tiers if self._tiers is not None and isinstance(job.remote.source, TierSource) else self._loader
+        )
         if loader is None:
             raise InvariantBroken("a load was planned without a loader")
         number = self._next_job
@@ -375,7 +378,7 @@ class Engine:
             return
         self._jobs[number] = job
         self.allocator.pool.begin_write(job.targets)
-        loader.start(number, job.request_id, job.source, job.first_block, job.targets)
+        loader.start(number, job.request_id, job.remote.source, job.first_block, job.targets)
 
 
 def one_secret(secret: bytes, tenants: Mapping[str, bytes] | None = None) -> Callable[[str], bytes]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.engine.sequence import RemoteKv
 from kvferry.kv.tiering import ObjectKey
 
 
@@ -16,13 +17,10 @@ class LoadJob:
     """
 
     request_id: RequestId
-    source: object
+    remote: RemoteKv
+    """Where from; positions below its `num_tokens` are good once the job is done."""
     first_block: int
     targets: tuple[BlockId, ...]
-    num_tokens: int
-    """Positions below this are good once the job is done."""
-    label: str
-    """Where it comes from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,9 +317,7 @@ class Scheduler:
         targets = tuple(sequence.table.blocks[first_block:last])
         sequence.move(SequenceEvent.LOAD)
         self._loading[sequence.request_id] = sequence
-        self._loads.append(
-            LoadJob(sequence.request_id, remote.source, first_block, targets, remote.num_tokens, remote.label)
-        )
+        self._loads.append(LoadJob(sequence.request_id, remote, first_block, targets))
 
     def _list_full_blocks(self, sequence: Sequence) -> None:
         size = self.allocator.block_tokens

@@ -70,7 +70,9 @@ class RemoteKv:
     source: object
     """What the loader needs (an opened ticket, the keys of storage objects)."""
     label: str = "peer"
-    """Where it is, for prices and reports."""
+    """What kind of place it is in, for reports."""
+    place: str = ""
+    """Which of its kind: each peer has prices of its own."""
     first_token: int = 0
     """Positions before this cannot be loaded: they were in the local cache when the source was asked."""
 

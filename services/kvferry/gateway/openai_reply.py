@@ -164,7 +164,8 @@ def kv_line(timing: Timing) -> str:
             f"expected load {1e3 * r.expected_load_seconds:.1f} ms, compute {1e3 * r.expected_compute_seconds:.1f} ms, "
             f"loaded {r.blocks_loaded} blocks in {1e3 * r.load_seconds:.1f} ms" + (f" ({r.failure})" * bool(r.failure))
         )
-    return "; ".join(told).encode("ascii", "replace").decode() or "computed"
+    line = "".join(c if c.isascii() and c.isprintable() else "?" for c in "; ".join(told))
+    return line or "computed"
 
 
 def timing_object(timing: Timing) -> dict[str, Any]:

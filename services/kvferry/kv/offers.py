@@ -57,6 +57,7 @@ OFFER_MACHINE = Machine(
         (OfferState.OFFERED, OfferEvent.DONE): OfferState.FREED,
         (OfferState.OFFERED, OfferEvent.RELEASE): OfferState.FREED,
         (OfferState.OFFERED, OfferEvent.EXPIRE): OfferState.FREED,
+        (OfferState.CLAIMED, OfferEvent.CLAIM): OfferState.CLAIMED,
         (OfferState.CLAIMED, OfferEvent.RENEW): OfferState.CLAIMED,
         (OfferState.CLAIMED, OfferEvent.DONE): OfferState.FREED,
         (OfferState.CLAIMED, OfferEvent.FAIL): OfferState.OFFERED,
@@ -144,7 +145,7 @@ class OfferBook(Generic[P]):
         return []
 
     def claim(self, ticket_id: TicketId, attempt: int, now: float, *, reader: int = 0) -> float:
-        """Start the lease; its length in seconds. Claiming again with the same attempt extends it.
+        """Start the lease; its length in seconds. The same attempt may claim again; a later one takes the lease over.
 
         Raises:
             TicketRejected: the offer is gone, was not made for this reader, or another attempt holds its place.
@@ -153,6 +154,12 @@ class OfferBook(Generic[P]):
         if place.state is OfferState.CLAIMED and place.attempt == attempt:
             place.lease(OfferEvent.RENEW, now + self.times.lease_seconds)
         elif place.state is OfferState.OFFERED and attempt > place.ended:
+            place.attempt = attempt
+            place.lease(OfferEvent.CLAIM, now + self.times.lease_seconds)
+        elif place.state is OfferState.CLAIMED and place.attempt is not None and attempt > place.attempt:
+            # The gateway delivers a ticket anew only when it has given the former reader up. That one may still read;
+            # its late words are of an attempt that has ended, and epochs prove what it has read.
+            place.ended = max(place.ended, place.attempt)
             place.attempt = attempt
             place.lease(OfferEvent.CLAIM, now + self.times.lease_seconds)
         elif place.state is OfferState.OFFERED:

@@ -25,6 +25,7 @@ _PRIOR_SECONDS_PER_TOKEN = 1e-3
 _PRIOR_SECONDS_PER_PAIR = 1e-8
 
 _CHUNK_TOKENS = 512
+_MAX_PLACES = 1024
 _PROBE_EVERY = 32
 _PROBE_WITHIN = 4.0
 
@@ -66,6 +67,8 @@ class Piece:
     source: str
     num_tokens: int
     num_bytes: int
+    place: str = ""
+    """Which one of the sources of this kind, if they differ: a peer's name."""
 
 
 class PriceBook:
@@ -73,13 +76,14 @@ class PriceBook:
 
     def __init__(self, policy: LoadPolicy = LoadPolicy.PRICE) -> None:
         self.policy = policy
-        self._loads: dict[str, RecentFit] = {}
+        self._loads: dict[tuple[str, str], RecentFit] = {}
+        """By source and place."""
         self._compute = RecentFit((_PRIOR_STEP_SECONDS, _PRIOR_SECONDS_PER_TOKEN, _PRIOR_SECONDS_PER_PAIR))
         self._losses: dict[str, int] = {}
 
-    def observe_load(self, source: str, num_bytes: int, seconds: float) -> None:
+    def observe_load(self, source: str, num_bytes: int, seconds: float, *, place: str = "") -> None:
         """A load that succeeded took this long, waiting for its turn included."""
-        self._load_fit(source).observe((1.0, float(num_bytes)), seconds)
+        self._load_fit(source, place).observe((1.0, float(num_bytes)), seconds)
 
     def observe_compute(self, first_token: int, num_tokens: int, seconds: float) -> None:
         """A step computed positions first_token .. first_token+num_tokens-1 of one prompt, and took this long."""
@@ -87,10 +91,11 @@ class PriceBook:
 
     def load_seconds(self, pieces: Sequence[Piece]) -> float:
         """What loading these should take: one round trip for each source, and the bytes."""
-        totals: dict[str, int] = {}
+        totals: dict[tuple[str, str], int] = {}
         for piece in pieces:
-            totals[piece.source] = totals.get(piece.source, 0) + piece.num_bytes
-        return sum(self._load_fit(source).seconds((1.0, float(size))) for source, size in totals.items())
+            key = piece.source, piece.place
+            totals[key] = totals.get(key, 0) + piece.num_bytes
+        return sum(self._load_fit(*key).seconds((1.0, float(size))) for key, size in totals.items())
 
     def compute_seconds(self, first_token: int, num_tokens: int) -> float:
         """What computing these positions adds. The step that computes the token after them runs in any case."""
@@ -140,11 +145,13 @@ class PriceBook:
             is_forced=is_forced,
         )
 
-    def _load_fit(self, source: str) -> RecentFit:
-        fit = self._loads.get(source)
+    def _load_fit(self, source: str, place: str) -> RecentFit:
+        fit = self._loads.get((source, place))
         if fit is None:
+            if len(self._loads) >= _MAX_PLACES:
+                self._loads.pop(next(iter(self._loads)))  # a peer that is back is learned anew
             fit = RecentFit((_PRIOR_TRIP_SECONDS, _PRIOR_SECONDS_PER_BYTE))
-            self._loads[source] = fit
+            self._loads[source, place] = fit
         return fit
 
 

@@ -30,6 +30,8 @@ class StackConfig:
     """Cores that all workers share."""
     threads: int = 0
     """Compute threads of each worker; 0: chosen by role, see `compute_threads`."""
+    tiers: tuple[str, ...] = ()
+    """URLs of the workers' tiers, nearest first."""
     worker_flags: Sequence[str] = ()
     """Passed on to every worker: `--dtype`, `--kv-memory`, ..."""
     gateway_flags: Sequence[str] = ()
@@ -73,6 +75,8 @@ def worker_specs(config: StackConfig, secrets: Mapping[str, str]) -> list[Proces
 
     is_alone = config.prefill + config.decode + config.both == 1
     environment = {**secrets, "GOMP_SPINCOUNT": _SPIN_ALONE if is_alone else _SPIN_SHARED}
+    if config.tiers:  # not as flags, which other users can read: a URL may hold a password
+        environment["KVFERRY_TIER"] = ",".join(url.replace(",", "%2C") for url in config.tiers)
 
     def worker(name: str, role: str, *more: str) -> ProcessSpec:
         fixed = ("worker", "--role", role, "--model", config.model, "--connector", config.connector)

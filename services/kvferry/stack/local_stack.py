@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.client import AsyncClient
 from kvferry.core.clock import Clock
+from kvferry.core.config import lasting_secret
 from kvferry.core.errors import KvferryError, Unavailable, UsageError
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.health import wait_serving
@@ -73,7 +74,10 @@ class LocalStack:
         """
         for name, address in (("http", self._config.http), ("grpc", self._config.grpc)):
             check_free(name, address)  # before anything is started that would have to be stopped again
-        keys = {"KVFERRY_TICKET_KEY": secrets.token_hex(32), "KVFERRY_TENANT_KEY": secrets.token_hex(32)}
+        # What outlives this stack in a tier is found again only under the same names.
+        outlives = any(not url.startswith("dram:") for url in self._config.tiers)
+        tenant_key = lasting_secret("tenant.key") if outlives else secrets.token_hex(32)
+        keys = {"KVFERRY_TICKET_KEY": secrets.token_hex(32), "KVFERRY_TENANT_KEY": tenant_key}
         specs = worker_specs(self._config, keys)
         self.workers = [SupervisedProcess(s, clock=self._clock, on_death=self._on_death) for s in specs]
         self._say(f"starting {len(self.workers)} workers")

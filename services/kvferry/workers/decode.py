@@ -91,7 +91,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             # A ticket for one is the sample's own; one for several was made for the samples of one prompt.
             reader = request.sample_index if handoff.ticket.readers > 1 else 0
             source = FetchSource(handoff.ticket, request.attempt, reader)
-            remote = RemoteKv(handoff.ticket.num_tokens, source, PEER)
+            remote = RemoteKv(handoff.ticket.num_tokens, source, PEER, handoff.ticket.worker_id)
         stream = self._context.loop.submit(
             EngineRequest(
                 request_id=sequence_id(request.request_id, request.sample_index),

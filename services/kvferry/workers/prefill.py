@@ -88,7 +88,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         except TicketRejected as error:
             _log.info("an earlier turn is of no use: %s", error.message, extra={"request_id": request.request_id})
             return None
-        return None if ticket.held else RemoteKv(ticket.num_tokens, FetchSource(ticket, 0), PEER)
+        if ticket.held:
+            return None
+        return RemoteKv(ticket.num_tokens, FetchSource(ticket, 0), PEER, ticket.worker_id)
 
     def _answer(
         self,

@@ -57,13 +57,17 @@ def test_a_failed_attempt_leaves_the_offer_for_the_next_one() -> None:
     assert book.finish(T, 2, 3.0, done=True) == ["pages"]
 
 
-def test_a_second_reader_is_refused_while_the_first_reads() -> None:
+def test_a_later_attempt_takes_the_lease_over_and_an_earlier_one_never() -> None:
     book = a_book()
     book.claim(T, 1, 0.0)
     assert book.claim(T, 1, 1.0) == 30, "the same attempt may ask again"
-    with pytest.raises(TicketRejected) as caught:
-        book.claim(T, 2, 1.0)
-    assert caught.value.reason == "TICKET_TAKEN"
+    assert book.claim(T, 2, 20.0) == 30, "the first reader was given up"
+    for late in (lambda: book.claim(T, 1, 21.0), lambda: book.renew(T, 1, 21.0)):
+        with pytest.raises(TicketRejected):
+            late()
+    assert book.finish(T, 1, 22.0, done=True) == [], "a late word of the first reader frees nothing"
+    assert book.expire(49.0) == [], "the lease is the second one's"
+    assert book.finish(T, 2, 49.0, done=True) == ["pages"]
 
 
 def test_a_release_during_a_read_waits_for_the_reader_or_a_moment() -> None:

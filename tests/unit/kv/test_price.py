@@ -119,6 +119,19 @@ def test_far_worse_ways_are_left_alone() -> None:
     assert not any(book.decide([Piece("disk", 64, 64 * TOKEN_BYTES)], 0).num_loaded for _ in range(100))
 
 
+def test_each_peer_has_prices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.kv.price._MAX_PLACES", 2)
+    book = PriceBook()
+    for _ in range(10):
+        book.observe_compute(0, 256, 0.1)
+        book.observe_load("peer", 10_000_000, 0.005, place="near")
+        book.observe_load("peer", 10_000_000, 5.0, place="far")
+    assert book.decide([Piece("peer", 256, 10_000_000, "near")], 0).num_loaded == 256
+    assert book.decide([Piece("peer", 256, 10_000_000, "far")], 0).num_loaded == 0
+    assert book.decide([Piece("peer", 256, 10_000_000, "unknown")], 0).source == "peer", "the oldest made room"
+    assert len(book._loads) == 2
+
+
 def test_always_means_always() -> None:
     book = PriceBook(LoadPolicy.ALWAYS)
     book.observe_load("disk", 1000, 99.0)

@@ -1,44 +1,42 @@
 """All tiers of one worker as one: asked in order, loaded from the nearest, stored to each.
 
     pages <--copy--> DRAM arena <--read, write behind--> disk, Redis, in the order given
-      ^                                                     |
-      +---------------- without a DRAM tier ---------------+
+      ^ |                                                   ^ |
+      | +------ copy to a buffer, write behind -------------+ |    without a DRAM tier
+      +-------------------------------------------------------+
 
 With a DRAM tier everything passes through it: a load from a slower tier lands in a slot of the arena and is copied
 into the pages from there, so the next reader finds it near, and a prompt that still queues can have its objects fetched
 ahead. A slot that is being filled answers NOT YET: whoever needs it waits for the one read instead of making another.
 
-Three small pools of threads, so that none waits for another of its own kind: `ask` and `fetch` (slow reads), `load`
-(copies, may wait for a fetch), `store`. Every wait ends with the deadline of the load it belongs to.
+Small pools of threads, so that none waits for another of its own kind: `ask`, `fetch` (slow reads), `load` (copies, may
+wait for a fetch), and those of `write_behind`. Every wait ends with the deadline of the load
+it belongs to.
 """
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.kv.connector import LoadListener, LoadOutcome, LoadPart, PagesQuiet
-from kvferry.kv.tiering import StoreDone, TierAnswer, TierSource
+from kvferry.kv.tiering import TierAnswer, TierSource
 from kvferry.kv.tiers.dram import DramTier
 from kvferry.kv.tiers.stats import TierStats
 from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
+from kvferry.kv.tiers.write_behind import WriteBehind
 
 _log = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.1
 """A tier that has not said by then what it has is treated as one that has nothing."""
-_STORE_SECONDS = 10.0
-_MAX_STORES = 256
-"""Stores that wait or run; more are dropped, since a prompt computed once can be computed again."""
-_REMEMBERED = 4096
-_HELD_SHARE_MEMORY = 0.5
-_HELD_SHARE_SLOW = 0.125
+_ASKING_THREADS = 2
+_HELD_SHARE = 0.5
+"""Of the pages; a copy out of them takes a millisecond, unless everything waits for a slow tier."""
 
 
 @dataclass(slots=True)
@@ -93,24 +91,23 @@ class TierStack:
         self._listener = listener
         self._clock = clock
         self.stats = {t.name: TierStats(t.name) for t in tiers}
+        self._asking = ThreadPoolExecutor(_ASKING_THREADS, thread_name_prefix="tier-ask")
         self._fetching = ThreadPoolExecutor(parallel, thread_name_prefix="tier-fetch")
         self._loading = ThreadPoolExecutor(parallel, thread_name_prefix="tier-load")
-        self._storing = ThreadPoolExecutor(2, thread_name_prefix="tier-store")
+        self._behind = WriteBehind(
+            self._memory, tuple(self._slow.values()), block_bytes * object_blocks, listener, self._count
+        )
         self._jobs: dict[int, _Job] = {}
         self._wanted: dict[BlockHash, set[RequestId]] = {}
         """Who waits for an object that is queued to be fetched ahead."""
-        self._offered: OrderedDict[BlockHash, None] = OrderedDict()
-        """Names lately given to `store`: asked for again they would only be found there."""
-        self._num_stores = 0
-        self._lock = threading.Lock()  # guards the five above and `stats`; nothing that waits is called inside
+        self._lock = threading.Lock()  # guards the two above and `stats`; nothing that waits is called inside
         self._closing = threading.Event()
 
     # ------------------------------------------------------------------ the engine's thread
 
     @property
     def held_share(self) -> float:
-        # A copy into memory holds pages for a millisecond; a slow tier might hold them until the deadline.
-        return _HELD_SHARE_SLOW if self._memory is None else _HELD_SHARE_MEMORY
+        return _HELD_SHARE
 
     def ask(self, request_id: RequestId, keys: Sequence[ObjectKey]) -> TierAnswer | None:
         near = [Presence.NO] * len(keys) if self._memory is None else self._memory.ask(keys)
@@ -120,7 +117,7 @@ class TierStack:
             self._count("dram", hits=run, misses=len(keys) - run)
         if run == len(keys) or not self._slow or self._closing.is_set():
             return TierAnswer(request_id, tuple(sources))
-        self._fetching.submit(self._ask_slow, request_id, list(keys), sources, self._clock.monotonic())
+        self._asking.submit(self._ask_slow, request_id, list(keys), sources, self._clock.monotonic())
         return None
 
     def prefetch(self, request_id: RequestId, source: TierSource) -> None:
@@ -168,22 +165,10 @@ class TierStack:
     def wants(self, key: ObjectKey) -> bool:
         if self._memory is not None:
             return self._memory.lookup([key], 0.0)[0] is Presence.NO
-        with self._lock:
-            return key.name not in self._offered
+        return not self._behind.was_given(key)
 
     def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:
-        with self._lock:
-            self._offered[key.name] = None
-            if len(self._offered) > _REMEMBERED:
-                self._offered.popitem(last=False)
-            dropped = self._num_stores >= _MAX_STORES or self._closing.is_set()
-            if not dropped:
-                self._num_stores += 1
-        if dropped:
-            self._count(self.tiers[0].name, dropped=1)
-            self._listener(StoreDone(job))
-        else:
-            self._storing.submit(self._store, job, key, [self._page(b) for b in pages])
+        self._behind.store(job, key, [self._page(b) for b in pages])
 
     def cancel(self, request_id: RequestId) -> None:
         with self._lock:
@@ -196,7 +181,7 @@ class TierStack:
     @property
     def num_active(self) -> int:
         with self._lock:
-            return len(self._jobs) + self._num_stores
+            return len(self._jobs) + self._behind.num_active
 
     def close(self) -> None:
         """Every job gives up, queued stores are dropped, the tiers are closed. Does not wait for a read in flight."""
@@ -204,8 +189,9 @@ class TierStack:
         with self._lock:
             for job in self._jobs.values():
                 job.cancelled.set()
-        for pool in (self._fetching, self._loading, self._storing):
+        for pool in (self._asking, self._fetching, self._loading):
             pool.shutdown(wait=False, cancel_futures=True)
+        self._behind.close()
         for tier in self.tiers:
             tier.close()
 
@@ -345,42 +331,6 @@ class TierStack:
             )
         )
         self._listener(PagesQuiet(job.number))
-
-    # ------------------------------------------------------------------ stores
-
-    def _store(self, job: int, key: ObjectKey, parts: list[memoryview]) -> None:
-        held = True
-        try:
-            if self._closing.is_set():
-                return
-            with ExitStack() as stack:
-                if self._memory is not None:
-                    if self._memory.store(key, parts, 0.0):
-                        self._count("dram", stores=1, bytes_stored=sum(map(len, parts)))
-                    if self._memory.lookup([key], 0.0)[0] is Presence.YES and self._slow:
-                        try:  # from here on the copy in memory is read, and the pages are free
-                            parts = [stack.enter_context(self._memory.reading(key.name))]
-                            held = False
-                            self._listener(StoreDone(job))
-                        except TierMiss:
-                            pass  # evicted at once: read the pages a little longer
-                for tier in self._slow.values():
-                    self._store_slow(tier, key, parts)
-        except Exception:
-            _log.exception("a store failed")
-        finally:
-            with self._lock:
-                self._num_stores -= 1
-            if held:
-                self._listener(StoreDone(job))
-
-    def _store_slow(self, tier: Tier, key: ObjectKey, parts: Sequence[memoryview]) -> None:
-        try:
-            if tier.store(key, parts, _STORE_SECONDS):
-                self._count(tier.name, stores=1, bytes_stored=sum(map(len, parts)))
-        except TierError as error:
-            self._count(tier.name, failures=1)
-            _log.info("not stored in %s: %s", tier.name, error)
 
     # ------------------------------------------------------------------ small things
 

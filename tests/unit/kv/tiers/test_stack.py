@@ -318,7 +318,7 @@ def test_a_stack_of_nothing_or_upside_down_is_refused(slow: ScriptedTier) -> Non
 
 
 def test_too_many_stores_are_dropped_and_counted(slow: ScriptedTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.kv.tiers.stack._MAX_STORES", 0)
+    monkeypatch.setattr("kvferry.kv.tiers.write_behind._MAX_STORES", 0)
     bench = Bench(slow)
     tokens, _ = bench.run("first", PROMPT)
     assert tokens == expected_tokens(PROMPT, 4)

@@ -1,0 +1,73 @@
+"""`kvferry bench transfer` and `kvferry doctor` as users run them: what they say makes sense, however fast it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvferry.testing.processes import running
+
+SECONDS = 120.0
+
+
+def output_of(*arguments: str, status: int = 0) -> str:
+    with running(*arguments) as process:
+        assert process.process.stdout is not None
+        text = process.process.stdout.read().decode()
+        assert process.process.wait(SECONDS) == status
+    return text
+
+
+def test_transfers_are_measured_against_their_bounds(tmp_path: Path) -> None:
+    names = ("memory", "shm", "tcp", "nixl")
+    flags = [flag for name in names for flag in ("--transport", name)]
+    report = tmp_path / "rows.json"
+    sizes = ("--blocks", "1", "--blocks", "4", "--block-size", "64KiB", "--rounds", "3")
+    text = output_of("bench", "transfer", *flags, *sizes, "--json", str(report))
+    summary = json.loads(text.splitlines()[-1])
+    assert [row["transport"] for row in summary] == list(names)
+    found = json.loads(report.read_text())
+    assert found["summary"] == summary
+    assert len(found["runs"]) == 3 * len(names), "one block, four blocks, four scattered ones"
+    for row in found["runs"]:
+        assert row["gbps"] > 0
+        assert row["bound_gbps"] > 0
+        assert row["ms_least"] <= row["ms"] <= row["ms_most"]
+
+
+def test_the_doctor_says_from_where_loading_pays(tmp_path: Path) -> None:
+    tiers = ("--tier", "dram://?size=8MiB", "--tier", f"disk://{tmp_path}/kv?size=64MiB")
+    text = output_of("doctor", "--model", "tiny", "--dtype", "float32", *tiers, "--json")
+    found = json.loads(text.splitlines()[-1])
+    assert "cores" in found["machine"]
+    assert "prefill" in found["machine"]
+    by_name = {source["name"]: source for source in found["sources"]}
+    assert {"dram", "disk", "shm (this host)", "tcp (this host)"} <= set(by_name)
+    for name in ("dram", "disk", "shm (this host)"):
+        assert by_name[name]["gbps"] > 0
+        assert by_name[name]["note"] == ""
+    human = output_of("doctor", "--model", "tiny", "--dtype", "float32", *tiers)
+    assert "pays from" in human
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("bench", "transfer", "--transport", "pigeon"), "there is no transport 'pigeon'"),
+        (("bench", "transfer", "--block-size", "much"), "not a size"),
+        (("doctor", "--tier", "pigeon://x"), "there is no tier pigeon"),
+        (("doctor", "--tier", "redis://127.0.0.1:1/0"), "redis://127.0.0.1:1/0"),
+        (("doctor", "--tier", "redis://u:secret@127.0.0.1:1/0"), "redis://127.0.0.1:1/0"),
+        (("up", "--tier", "redis://u:secret@127.0.0.1:1/0?ttl=soon"), "ttl"),
+        (("up", "--tier", "disk:///tmp/x"), "size"),
+    ],
+)
+def test_wrong_usage_is_one_clear_line(
+    arguments: tuple[str, ...], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with running(*arguments) as process:
+        assert process.process.wait(SECONDS) in {1, 2}
+    shown = capfd.readouterr().err
+    assert says in shown
+    assert "secret" not in shown
+    assert "Traceback" not in shown
