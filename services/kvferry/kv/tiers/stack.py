@@ -14,7 +14,6 @@ Three small pools of threads, so that none waits for another of its own kind: `a
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.kv.connector import LoadListener, LoadOutcome, LoadPart, PagesQuiet
 from kvferry.kv.tiering import StoreDone, TierAnswer, TierSource
 from kvferry.kv.tiers.dram import DramTier
+from kvferry.kv.tiers.lately import Lately
 from kvferry.kv.tiers.stats import TierStats
 from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
 
@@ -99,8 +99,7 @@ class TierStack:
         self._jobs: dict[int, _Job] = {}
         self._wanted: dict[BlockHash, set[RequestId]] = {}
         """Who waits for an object that is queued to be fetched ahead."""
-        self._offered: OrderedDict[BlockHash, None] = OrderedDict()
-        """Names lately given to `store`: asked for again they would only be found there."""
+        self._lately = Lately(_REMEMBERED)
         self._num_stores = 0
         self._lock = threading.Lock()  # guards the five above and `stats`; nothing that waits is called inside
         self._closing = threading.Event()
@@ -169,16 +168,14 @@ class TierStack:
         if self._memory is not None:
             return self._memory.lookup([key], 0.0)[0] is Presence.NO
         with self._lock:
-            return key.name not in self._offered
+            return key.name not in self._lately
 
     def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:
         with self._lock:
-            self._offered[key.name] = None
-            if len(self._offered) > _REMEMBERED:
-                self._offered.popitem(last=False)
             dropped = self._num_stores >= _MAX_STORES or self._closing.is_set()
             if not dropped:
                 self._num_stores += 1
+                self._lately.begin(key.name)
         if dropped:
             self._count(self.tiers[0].name, dropped=1)
             self._listener(StoreDone(job))
@@ -221,6 +218,10 @@ class TierStack:
                     break
                 answers[name] = tier.lookup(keys, left)
                 self._count(name, hits=sum(a is Presence.YES for a in answers[name]))
+            if len(answers) == len(self._slow):
+                nowhere = [k.name for i, k in enumerate(keys) if all(a[i] is Presence.NO for a in answers.values())]
+                with self._lock:
+                    self._lately.miss(nowhere)
             near = [Presence.NO] * len(keys) if self._memory is None else self._memory.lookup(keys, 0.0)
             for i in range(len(sources), len(keys)):
                 where = next((n for n, a in answers.items() if a[i] is not Presence.NO), None)
@@ -268,6 +269,8 @@ class TierStack:
             self._slow[where].load(key, into, left)
         except TierError:
             self._count(where, failures=1)
+            with self._lock:
+                self._lately.miss([key.name])
             raise
         seconds = self._clock.monotonic() - begun
         self._count(where, loads=1, bytes_loaded=sum(map(len, into)), seconds=seconds)
@@ -349,7 +352,7 @@ class TierStack:
     # ------------------------------------------------------------------ stores
 
     def _store(self, job: int, key: ObjectKey, parts: list[memoryview]) -> None:
-        held = True
+        held, kept = True, False
         try:
             if self._closing.is_set():
                 return
@@ -364,23 +367,25 @@ class TierStack:
                             self._listener(StoreDone(job))
                         except TierMiss:
                             pass  # evicted at once: read the pages a little longer
-                for tier in self._slow.values():
-                    self._store_slow(tier, key, parts)
+                kept = all([self._store_slow(tier, key, parts) for tier in self._slow.values()])
         except Exception:
             _log.exception("a store failed")
         finally:
             with self._lock:
                 self._num_stores -= 1
+                self._lately.end(key.name, is_there=kept)
             if held:
                 self._listener(StoreDone(job))
 
-    def _store_slow(self, tier: Tier, key: ObjectKey, parts: Sequence[memoryview]) -> None:
+    def _store_slow(self, tier: Tier, key: ObjectKey, parts: Sequence[memoryview]) -> bool:
         try:
             if tier.store(key, parts, _STORE_SECONDS):
                 self._count(tier.name, stores=1, bytes_stored=sum(map(len, parts)))
         except TierError as error:
             self._count(tier.name, failures=1)
             _log.info("not stored in %s: %s", tier.name, error)
+            return False
+        return True
 
     # ------------------------------------------------------------------ small things
 
