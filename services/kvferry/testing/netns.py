@@ -43,12 +43,13 @@ class Link:
 
     def shape(self, megabits: float) -> None:
         """At most so many million bits a second, each way; a queue of a twentieth of a second."""
-        limits = ("root", "tbf", "rate", f"{round(megabits * 1000)}kbit", "burst", "32kb", "latency", "50ms")
+        burst = max(4, round(0.6 * megabits))  # kB: a few packets, and what falls due between two ticks of the kernel
+        limits = ("root", "tbf", "rate", f"{round(megabits * 1000)}kbit", "burst", f"{burst}kb", "latency", "50ms")
         self._both_ends(*limits)
 
     def lose_everything(self) -> None:
         """The interfaces stay up, and nothing arrives."""
-        self._both_ends("root", "netem", "loss", "100%")
+        self._both_ends("root", "pfifo", "limit", "0")  # a queue of no packets; not every kernel has netem
 
     def down(self) -> None:
         """The end here is down: whoever sends is told at once, or waits, as the kernel likes."""

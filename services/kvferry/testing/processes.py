@@ -73,9 +73,9 @@ def running(
 
 
 @contextmanager
-def a_worker(role: str, *arguments: str, model: str = "tiny", prefix: Sequence[str] = ()) -> Iterator[RunningProcess]:
+def a_worker(role: str, *arguments: str, model: str = "tiny") -> Iterator[RunningProcess]:
     """A worker that is ready: the tiny model in float32, one thread, loading whatever it can, unless told otherwise."""
     engine = ("--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--load-policy", "always")
-    with running("worker", "--role", role, "--model", model, *engine, *arguments, prefix=prefix) as worker:
+    with running("worker", "--role", role, "--model", model, *engine, *arguments) as worker:
         worker.wait_for("ready")
         yield worker

@@ -1,4 +1,4 @@
-"""Which names were given to be stored of late, so that a prompt asked for again and again is not stored again and again.
+"""Which names were given to be stored of late, so that a prompt that is often asked for is not stored each time.
 
 A name is remembered until it turns out not to be there: its store failed, a lookup or a load found nothing, or so many
 others came since. Without that, what a tier loses (it may lose anything) would stay lost. Pure; its owner locks.

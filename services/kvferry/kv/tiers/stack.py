@@ -352,7 +352,7 @@ class TierStack:
     # ------------------------------------------------------------------ stores
 
     def _store(self, job: int, key: ObjectKey, parts: list[memoryview]) -> None:
-        held, kept = True, False
+        held, kept = True, [False]
         try:
             if self._closing.is_set():
                 return
@@ -367,13 +367,13 @@ class TierStack:
                             self._listener(StoreDone(job))
                         except TierMiss:
                             pass  # evicted at once: read the pages a little longer
-                kept = all([self._store_slow(tier, key, parts) for tier in self._slow.values()])
+                kept = [self._store_slow(tier, key, parts) for tier in self._slow.values()]
         except Exception:
             _log.exception("a store failed")
         finally:
             with self._lock:
                 self._num_stores -= 1
-                self._lately.end(key.name, is_there=kept)
+                self._lately.end(key.name, is_there=all(kept))
             if held:
                 self._listener(StoreDone(job))
 

@@ -40,13 +40,19 @@ class Case:
         return f"{self.group}: {self.fault}"
 
 
-def _of_workers(connector: str, prefill_frozen: float, decode_frozen: float) -> tuple[Case, ...]:
+def _killed(connector: str) -> tuple[Case, ...]:
     return (
         Case(connector, "P is killed", PEER_LOSS),
         Case(connector, "a D of two is killed", DETOUR),
-        Case(connector, f"P is frozen for {prefill_frozen:.0f} s", PEER_LOSS, seconds=prefill_frozen),
-        Case(connector, f"a D of two is frozen for {decode_frozen:.0f} s", DETOUR, seconds=decode_frozen),
     )
+
+
+def _prefill_frozen(connector: str, seconds: float) -> Case:
+    return Case(connector, f"P is frozen for {seconds:.0f} s", PEER_LOSS, seconds=seconds)
+
+
+def _decode_frozen(connector: str, seconds: float) -> Case:
+    return Case(connector, f"a D of two is frozen for {seconds:.0f} s", DETOUR, seconds=seconds)
 
 
 def _of_redis(tiers: str) -> tuple[Case, ...]:
@@ -57,14 +63,19 @@ def _of_redis(tiers: str) -> tuple[Case, ...]:
 
 
 CASES: tuple[Case, ...] = (
-    *_of_workers("shm", 8.0, 20.0),
+    *_killed("shm"),
+    _prefill_frozen("shm", 8.0),
+    _decode_frozen("shm", 20.0),
     Case("shm", "both D are frozen for 8 s", RIGHT_OR_UNAVAILABLE, seconds=8.0, may_fail=True, goes_on=False),
     Case("shm", "P and both D are killed at once", RIGHT_OR_UNAVAILABLE, may_fail=True),
     Case("shm", "P is killed while 50 streams are cancelled", PEER_LOSS),
     Case("shm", "the gateway is killed", "its streams end with `UNAVAILABLE`; then all right", may_fail=True),
     Case("shm", "the gateway is frozen for 8 s", RIGHT_OR_UNAVAILABLE, seconds=8.0, may_fail=True, goes_on=False),
-    *_of_workers("nixl", 20.0, 8.0),
-    *_of_workers("tcp", 8.0, 8.0),
+    *_killed("nixl"),
+    _prefill_frozen("nixl", 20.0),
+    *_killed("tcp"),
+    _prefill_frozen("tcp", 8.0),
+    _decode_frozen("tcp", 8.0),
     *_of_redis("redis"),
     Case("redis", "Redis is restarted at once, empty", A_MISS),
     Case("redis", "bits of every stored value are flipped", f"{A_MISS}; the value is removed"),
