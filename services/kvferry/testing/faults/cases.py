@@ -40,11 +40,12 @@ class Case:
         return f"{self.group}: {self.fault}"
 
 
-def _killed(connector: str) -> tuple[Case, ...]:
-    return (
-        Case(connector, "P is killed", PEER_LOSS),
-        Case(connector, "a D of two is killed", DETOUR),
-    )
+def _prefill_killed(connector: str) -> Case:
+    return Case(connector, "P is killed", PEER_LOSS)
+
+
+def _decode_killed(connector: str) -> Case:
+    return Case(connector, "a D of two is killed", DETOUR)
 
 
 def _prefill_frozen(connector: str, seconds: float) -> Case:
@@ -63,7 +64,8 @@ def _of_redis(tiers: str) -> tuple[Case, ...]:
 
 
 CASES: tuple[Case, ...] = (
-    *_killed("shm"),
+    _prefill_killed("shm"),
+    _decode_killed("shm"),
     _prefill_frozen("shm", 8.0),
     _decode_frozen("shm", 20.0),
     Case("shm", "both D are frozen for 8 s", RIGHT_OR_UNAVAILABLE, seconds=8.0, may_fail=True, goes_on=False),
@@ -71,9 +73,9 @@ CASES: tuple[Case, ...] = (
     Case("shm", "P is killed while 50 streams are cancelled", PEER_LOSS),
     Case("shm", "the gateway is killed", "its streams end with `UNAVAILABLE`; then all right", may_fail=True),
     Case("shm", "the gateway is frozen for 8 s", RIGHT_OR_UNAVAILABLE, seconds=8.0, may_fail=True, goes_on=False),
-    *_killed("nixl"),
+    _prefill_killed("nixl"),
     _prefill_frozen("nixl", 20.0),
-    *_killed("tcp"),
+    _decode_killed("tcp"),
     _prefill_frozen("tcp", 8.0),
     _decode_frozen("tcp", 8.0),
     *_of_redis("redis"),

@@ -77,13 +77,13 @@ def undergo(
                 traffic.until(lambda _: felt(), "the fault is met", SECONDS)
             over = CLOCK.monotonic() if case.seconds else struck
             traffic.until(lambda all_: is_normal(_since(all_, over)), "normal again", case.normal_within + SECONDS)
-            normal = _first_normal(is_normal, _since(traffic.ended[:], over))
+            normal = first_normal(is_normal, _since(traffic.ended[:], over))
         traffic.stop()
     stopped = CLOCK.monotonic()
     assert_workers_idle(addresses, within_seconds=SECONDS)
     idle = CLOCK.monotonic()
     met = [end for end in traffic.ended if end.ended >= struck and end.began <= normal]
-    _check(case, traffic.ended, met)
+    check(case, traffic.ended, met)
     assert normal - over <= case.normal_within, f"normal again after {normal - over:.1f} s"
     return Row(
         name=case.name,
@@ -106,12 +106,21 @@ def _meanwhile(case: Case, ended: Sequence[Ended], struck: float) -> bool:
     return lasted and (not case.goes_on or right >= _NUM_MEANWHILE)
 
 
-def _first_normal(is_normal: IsNormal, since: Sequence[Ended]) -> float:
+def first_normal(is_normal: IsNormal, since: Sequence[Ended]) -> float:
     """When the request ended that made it normal."""
     return next(since[i].ended for i in range(len(since)) if is_normal(since[: i + 1]))
 
 
-def _check(case: Case, ended: Sequence[Ended], met: Sequence[Ended]) -> None:
+def check(case: Case, ended: Sequence[Ended], met: Sequence[Ended]) -> None:
+    """Whether all requests ended as they may.
+
+    Args:
+        ended: all of them.
+        met: those that the fault may have met.
+
+    Raises:
+        AssertionError: one did not.
+    """
     wrong = [end.wrong for end in ended if end.wrong]
     assert not wrong, f"{len(wrong)} wrong, the first: {wrong[0]}"
     errors = [end.error for end in ended if end.error]
