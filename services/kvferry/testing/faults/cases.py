@@ -90,7 +90,10 @@ CASES: tuple[Case, ...] = (
     Case("disk", "the folder is gone for 5 s", "all right; nothing is stored or found", seconds=5.0),
     Case("disk", "the disk is read-only for 5 s", "all right; nothing is stored", seconds=5.0),
     Case(
-        "tcp link", "P's link is 100 times slower", "all right; first tokens as before, KV computed again", seconds=5.0
+        "tcp link",
+        "P's link is 100 times slower",
+        "all right; first tokens do not wait for the KV, which is computed again",
+        seconds=5.0,
     ),
     Case("tcp link", "P's link is down for 6 s", PEER_LOSS, seconds=6.0),
     Case("tcp link", "P's link loses every packet for 12 s", PEER_LOSS, seconds=12.0),

@@ -16,12 +16,12 @@ _HEAD = """# Faults
 Every fault that the hand-off, the gateway and the tiers are made for, done to real processes under running requests:
 four at a time, prompts of 130 to 260 tokens, the tiny model, few pages. In every case each token that a client sees is
 the one engine's; a request that does not end right ends with `UNAVAILABLE`, and only where the table says that it may;
-no request takes longer than {request:.0f} s; {normal:.0f} s after the fault the service uses again what was missing;
-and afterwards no worker holds anything. The tests fail otherwise. These bounds are against hanging; the seconds in the
-table are what one run measured on {machine}, shared with other work, commit {commit}.
+no request takes longer than {request:.0f} s; {normal:.0f} s after the fault at the latest, the service uses again what
+was missing; and afterwards no worker holds anything. The tests fail otherwise. These bounds are against hanging; the
+seconds in the table are what one run measured on {machine}, shared with other work, commit {commit}.
 
 ```sh
-python -m pytest -q tests/faults -k fault      # measures, into build/faults.json
+python -m pytest -q tests/faults -k fault      # measures, into build/faults.json; links need root
 python -m kvferry.testing.faults               # writes this page
 ```
 
@@ -30,7 +30,8 @@ python -m kvferry.testing.faults               # writes this page
 - **normal**: seconds from the end of the fault (of a crash: from the crash) until every worker has taken part in a
   hand-off again, or the tier was loaded from again.
 - **idle**: seconds from the last request's end until every worker had given back everything.
-- **held**: the most that all workers together held at a time, until it was normal.
+- **held**: the most that was seen held at a time, by all workers together, until it was normal; they are looked at ten
+  times a second, and one that is frozen does not say.
 """
 _COLUMNS = ("fault", "expected", "right", "failed", "longest", "normal", "idle", "held at most")
 _STACKS: Mapping[str, str] = {
