@@ -6,7 +6,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,10 +47,16 @@ class RunningProcess:
 
 
 @contextmanager
-def running(*arguments: str, env: Mapping[str, str] | None = None) -> Iterator[RunningProcess]:
-    """`kvferry ARGUMENTS...`, killed at the end if it still runs."""
+def running(
+    *arguments: str, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+) -> Iterator[RunningProcess]:
+    """`kvferry ARGUMENTS...`, killed at the end if it still runs.
+
+    Args:
+        prefix: words before the command's own, of a program that becomes it (`ip netns exec NAME`).
+    """
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvferry.cli.main", *arguments],
+        [*prefix, sys.executable, "-m", "kvferry.cli.main", *arguments],
         stdout=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         bufsize=0,

@@ -1,5 +1,5 @@
-"""Something between a Redis client and the server: a relay whose connections can be made to stall, and a server that
-says whatever a test tells it to.
+"""Something between a Redis client and the server: a relay whose connections can be made to stall or to flip bits, and
+a server that says whatever a test tells it to.
 """
 
 import selectors
@@ -10,13 +10,18 @@ from contextlib import ExitStack, contextmanager, suppress
 
 _JOIN_SECONDS = 10.0
 _TICK_SECONDS = 0.02
+_VALUE_BYTES = 1024
+"""What arrives in a longer piece is part of a value."""
 
 
 class Relay:
     """Passes bytes between clients and one Unix socket; its address is `port`."""
 
     def __init__(self, target: str) -> None:
-        self._target = target
+        self.target = target
+        """Path of the Unix socket that new connections go to."""
+        self.flips = False
+        """Whether one bit of every piece of a value is flipped."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._stalled: set[int] = set()
@@ -55,7 +60,10 @@ class Relay:
         with ExitStack() as stack:
             stack.enter_context(client)
             server = stack.enter_context(socket.socket(socket.AF_UNIX))
-            server.connect(self._target)
+            try:
+                server.connect(self.target)
+            except OSError:  # nobody is there: the client sees its connection end
+                return
             watched = stack.enter_context(selectors.DefaultSelector())
             watched.register(client, selectors.EVENT_READ, server)
             watched.register(server, selectors.EVENT_READ, client)
@@ -68,6 +76,9 @@ class Relay:
                         self.used_last = number
                     try:
                         data = (server if key.fileobj is server else client).recv(1 << 16)
+                        if self.flips and key.fileobj is server and len(data) >= _VALUE_BYTES:
+                            middle = len(data) // 2
+                            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
                         key.data.sendall(data)
                     except OSError:
                         data = b""

@@ -207,6 +207,9 @@ class TierStack:
                     break
                 answers[name] = tier.lookup(keys, left)
                 self._count(name, hits=sum(a is Presence.YES for a in answers[name]))
+            if len(answers) == len(self._slow):
+                found = zip(*answers.values(), strict=True)
+                self._behind.missed(k for k, a in zip(keys, found, strict=True) if set(a) == {Presence.NO})
             near = [Presence.NO] * len(keys) if self._memory is None else self._memory.lookup(keys, 0.0)
             for i in range(len(sources), len(keys)):
                 where = next((n for n, a in answers.items() if a[i] is not Presence.NO), None)
@@ -254,6 +257,7 @@ class TierStack:
             self._slow[where].load(key, into, left)
         except TierError:
             self._count(where, failures=1)
+            self._behind.missed([key])
             raise
         seconds = self._clock.monotonic() - begun
         self._count(where, loads=1, bytes_loaded=sum(map(len, into)), seconds=seconds)

@@ -11,15 +11,14 @@ import logging
 import mmap
 import queue
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from kvferry.core.ids import BlockHash
 from kvferry.kv.connector import LoadListener
 from kvferry.kv.tiering import StoreDone
 from kvferry.kv.tiers.dram import DramTier
+from kvferry.kv.tiers.lately import Lately
 from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
 
 _log = logging.getLogger(__name__)
@@ -61,8 +60,7 @@ class WriteBehind:
         num_buffers = max(_THREADS, min(_MAX_BUFFERS, _BUFFER_BYTES // object_bytes)) if slow else 0
         for _ in range(num_buffers):
             self._buffers.put(memoryview(mmap.mmap(-1, object_bytes)))
-        self._given: OrderedDict[BlockHash, None] = OrderedDict()
-        """Names lately given; given again they would only be found to be there."""
+        self._lately = Lately(_REMEMBERED)
         self._num_active = 0
         self._lock = threading.Lock()  # guards the two above
         self._closing = threading.Event()
@@ -70,17 +68,20 @@ class WriteBehind:
     def was_given(self, key: ObjectKey) -> bool:
         """Whether an object was stored, or tried, a short while ago."""
         with self._lock:
-            return key.name in self._given
+            return key.name in self._lately
+
+    def missed(self, keys: Iterable[ObjectKey]) -> None:
+        """These were asked for and are not there: whoever has them may store them again."""
+        with self._lock:
+            self._lately.miss(key.name for key in keys)
 
     def store(self, job: int, key: ObjectKey, parts: list[memoryview]) -> None:
         """Keep one object; `parts` must stay as they are until `StoreDone`."""
         with self._lock:
-            self._given[key.name] = None
-            if len(self._given) > _REMEMBERED:
-                self._given.popitem(last=False)
             dropped = self._num_active >= _MAX_STORES or self._closing.is_set()
             if not dropped:
                 self._num_active += 1
+                self._lately.begin(key.name)
         if dropped:
             self._count(self._first, dropped=1)
             self._listener(StoreDone(job))
@@ -113,7 +114,7 @@ class WriteBehind:
             _log.exception("a store failed")
         finally:
             self._listener(StoreDone(job))
-        self._ended()
+        self._ended(key, is_there=not self._slow)
 
     def _copied(self, key: ObjectKey, parts: list[memoryview]) -> DramTier | memoryview | None:
         """Where the slow tiers can read it; `None`: they need not."""
@@ -143,28 +144,34 @@ class WriteBehind:
         return None
 
     def _write(self, key: ObjectKey, source: DramTier | memoryview) -> None:
+        is_there = False
         try:
             if isinstance(source, memoryview):
-                self._write_to_each(key, source)
+                is_there = self._write_to_each(key, source)
             else:
                 with suppress(TierMiss), source.reading(key.name) as content:  # evicted already: it is too late
-                    self._write_to_each(key, content)
+                    is_there = self._write_to_each(key, content)
         except Exception:
             _log.exception("a store failed")
         finally:
             if isinstance(source, memoryview):
                 self._buffers.put(source)
-            self._ended()
+            self._ended(key, is_there=is_there)
 
-    def _write_to_each(self, key: ObjectKey, content: memoryview) -> None:
+    def _write_to_each(self, key: ObjectKey, content: memoryview) -> bool:
+        """Whether all of them have it now."""
+        kept = 0
         for tier in self._slow:
             try:
                 if not self._closing.is_set() and tier.store(key, [content], _STORE_SECONDS):
                     self._count(tier.name, stores=1, bytes_stored=len(content))
+                kept += 1
             except TierError as error:
                 self._count(tier.name, failures=1)
                 _log.info("not stored in %s: %s", tier.name, error)
+        return kept == len(self._slow)
 
-    def _ended(self) -> None:
+    def _ended(self, key: ObjectKey, *, is_there: bool) -> None:
         with self._lock:
             self._num_active -= 1
+            self._lately.end(key.name, is_there=is_there)

@@ -207,6 +207,30 @@ def test_an_object_is_stored_once(bench: Bench, slow: ScriptedTier) -> None:
     assert sum(stats.stores for stats in bench.stack.stats.values()) >= 3
 
 
+@pytest.mark.parametrize("how", ["a lookup", "a load", "a failed store"])
+def test_what_a_tier_lost_is_stored_again(how: str, slow: ScriptedTier) -> None:
+    """It may lose anything: a server that is restarted, what expires, what turns out damaged and is removed."""
+    bench = Bench(slow)
+    slow.broken = how == "a failed store"
+    bench.run("first", PROMPT)
+    slow.broken = False
+    bench.forget_pages()
+    if how == "a lookup":
+        slow.objects.clear()
+    elif how == "a load":
+        slow.num_loads, slow.fail_loads = 0, 2
+        bench.run("damaged", PROMPT)
+        slow.objects.clear()
+        bench.forget_pages()
+    bench.run("computed", PROMPT)
+    assert len(slow.objects) >= 2
+    bench.forget_pages()
+    again, loads = bench.run("again", PROMPT)
+    assert again == expected_tokens(PROMPT, 4)
+    assert [(o.failure, o.num_blocks) for o in loads] == [(None, 4)]
+    bench.close()
+
+
 def test_a_local_hit_inside_an_object_is_kept(bench: Bench) -> None:
     bench.run("first", PROMPT)
     bench.forget_pages()

@@ -1,0 +1,31 @@
+"""docs/faults.md is the output of a run over exactly the cases that there are."""
+
+from collections import Counter
+
+from kvferry.testing.faults import page
+from kvferry.testing.faults.cases import CASES, GROUPS, Case
+from kvferry.testing.faults.trial import Row
+
+
+def test_the_page_has_the_cases_of_the_code() -> None:
+    """Else: `python -m pytest tests/faults -k fault`, as root, then `python -m kvferry.testing.faults`."""
+    assert page.promised(page.PAGE.read_text("utf-8")) == [(c.group, c.fault, c.expected) for c in CASES]
+
+
+def test_cases_have_names_of_their_own_and_known_stacks() -> None:
+    assert max(Counter(case.name for case in CASES).values()) == 1
+    assert [group for group in GROUPS if any(case.group == group for case in CASES)] == list(GROUPS)
+    assert {case.group for case in CASES} == set(GROUPS)
+
+
+def test_a_page_says_what_was_measured() -> None:
+    rows = {case.name: _row(case) for case in CASES}
+    text = page.render(page.Results("a machine", "abc", rows))
+    assert page.promised(text) == [(c.group, c.fault, c.expected) for c in CASES]
+    assert "| 7 | 1 | 2.5 | 3.0 | 0.0 | 4 tickets |" in text
+    assert "on a machine" in text
+    assert text.count("\na note\n") == len(CASES)
+
+
+def _row(case: Case) -> Row:
+    return Row(case.name, 7, 1, 2.5, 3.0, 0.0, {"tickets": 4}, "a note")
