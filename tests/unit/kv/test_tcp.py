@@ -190,13 +190,18 @@ def test_large_reads_use_two_connections_and_land_in_place(monkeypatch: pytest.M
         assert [reader._memory.pages[b * BLOCK] for b in range(4)] == [4, 1, 2, 3]
 
 
-def test_pages_of_another_size_are_refused_at_pairing() -> None:
+def test_pages_of_another_size_are_read_into_staging_only() -> None:
     with a_transport() as (owner, peer):
         other = TcpTransport(new_incarnation(), POOL, SystemClock())
         other.allocate(2, 2 * BLOCK)
-        with pytest.raises(ReadError, match="512 bytes, ours 1024"):
+        try:
             other.connect(peer, owner.address())
-        other.close()
+            with pytest.raises(ReadError, match="512 bytes, ours 1024"):
+                other.read(peer, [0], [BlockId(0)])
+            read = other.read_raw(peer, [1, 0], other.staging(2 * BLOCK))
+            wait(read.poll)
+        finally:
+            other.close()
 
 
 def test_neighbours_are_one_piece() -> None:
