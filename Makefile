@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 export PYTHONSAFEPATH := 1
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-turns explore test-gpu test-cluster coverage clean
+.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns explore test-gpu test-cluster coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,9 @@ bench: $(READY) ## the benchmarks; rows appended to tests/bench/results/*.csv
 
 explore: $(READY) ## every state of the hand-off's small worlds, and the same broken on purpose (ARGS="--faults 2"); docs/explorer.md
 	@$(BIN)/python -m kvferry.testing.explorer $(ARGS)
+
+bench-transfer: $(READY) ## every connector against its bound; rows appended to tests/bench/results/transfer.csv
+	@$(BIN)/python tests/bench/bench_transfer.py $(ARGS)
 
 bench-turns: $(READY) redis ## a prompt that left the pages, from each tier and computed again; tests/bench/results/turns.csv
 	@$(BIN)/python tests/bench/bench_turns.py $(ARGS)

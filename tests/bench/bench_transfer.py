@@ -1,0 +1,50 @@
+"""`kvferry bench transfer` with its rows kept: every connector against its bound, several times over.
+
+make bench-transfer                     rows appended to tests/bench/results/transfer.csv
+"""
+
+import argparse
+import csv
+import os
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvferry.bench import transfer
+from kvferry.core.clock import SystemClock
+from kvferry.kv import registry
+from kvferry.testing.machine import commit, cpu_name
+
+RESULTS = Path(__file__).parent / "results" / "transfer.csv"
+BLOCK_BYTES = 360 << 10
+"""A page of the embedded model in bfloat16."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--times", type=int, default=3)
+    arguments = parser.parse_args()
+    place = {"commit": commit(), "cpu": cpu_name()}
+    rows: list[dict[str, object]] = []
+    for _ in range(arguments.times):
+        for name in registry.names():
+            for count, scattered in ((1, False), (8, False), (8, True), (64, False), (64, True)):
+                run = transfer.measure(
+                    name, count, BLOCK_BYTES, scattered=scattered, rounds=arguments.rounds, clock=SystemClock()
+                )
+                date = datetime.now(UTC).isoformat(timespec="seconds")
+                load = {"load_average": round(os.getloadavg()[0], 2)}
+                rows.append({"date": date, **place, **asdict(run), **load})
+                share = 100 * run.share_of_bound
+                print(f"{name:<7} {count:>3} {scattered!s:<5} {run.gbps:6.2f} GB/s  {share:5.1f} %", flush=True)
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        if is_new:
+            writer.writeheader()
+        writer.writerows({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+
+
+if __name__ == "__main__":
+    main()
