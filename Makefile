@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 export PYTHONSAFEPATH := 1
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers explore test-gpu test-cluster coverage clean
+.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers explore faults test-gpu test-cluster coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,10 @@ bench: $(READY) ## the benchmarks; rows appended to tests/bench/results/*.csv
 
 explore: $(READY) ## every state of the hand-off's small worlds, and the same broken on purpose (ARGS="--faults 2"); docs/explorer.md
 	@$(BIN)/python -m kvferry.testing.explorer $(ARGS)
+
+faults: $(READY) redis ## every fault, done to real processes, and docs/faults.md written anew (links and disks need root)
+	@$(BIN)/python -m pytest tests/faults/test_fault_*.py $(ARGS)
+	@$(BIN)/python -m kvferry.testing.faults
 
 bench-tiers: $(READY) redis ## Redis and disk as tiers; rows appended to tests/bench/results/tiers.csv
 	@$(BIN)/python tests/bench/bench_tiers.py $(ARGS)
