@@ -8,7 +8,7 @@ from kvferry.testing.faults.trial import Row
 
 
 def test_the_page_has_the_cases_of_the_code() -> None:
-    """Else: `python -m pytest tests/faults -k fault`, as root, then `python -m kvferry.testing.faults`."""
+    """Else: `make faults`, as root."""
     assert page.promised(page.PAGE.read_text("utf-8")) == [(c.group, c.fault, c.expected) for c in CASES]
 
 

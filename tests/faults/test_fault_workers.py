@@ -17,6 +17,8 @@ from kvferry.testing.faults.traffic import Ended, Question, ask
 from kvferry.testing.faults.trial import Felt, Row, undergo, workers_used
 from kvferry.testing.processes import RunningProcess, running
 
+pytestmark = pytest.mark.faults
+
 WAIT_SECONDS = 30.0
 NUM_LEAVING = 50
 FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--load-policy", "always", "--log-level", "error")

@@ -11,7 +11,7 @@ def main() -> int:
     results = page.read()
     missing = [case.name for case in CASES if case.name not in results.rows]
     for name in missing:
-        sys.stderr.write(f"not measured: {name}; run `python -m pytest tests/faults -k fault` as root first\n")
+        sys.stderr.write(f"not measured: {name}; run `make faults` as root\n")
     if missing:
         return 1
     page.PAGE.write_text(page.render(results), "utf-8")

@@ -21,8 +21,7 @@ was missing; and afterwards no worker holds anything. The tests fail otherwise. 
 seconds in the table are what one run measured on {machine}, shared with other work, commit {commit}.
 
 ```sh
-python -m pytest -q tests/faults -k fault      # measures, into build/faults.json; links need root
-python -m kvferry.testing.faults               # writes this page
+make faults    # does it all, and writes this page; as root
 ```
 
 - **right, failed**: requests that were running when the fault began, or began before everything was normal again.
