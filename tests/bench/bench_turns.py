@@ -30,8 +30,10 @@ RESULTS = Path(__file__).parent / "results" / "turns.csv"
 CLOCK = SystemClock()
 SECONDS = 300.0
 PROMPTS = 5
-PAGES = "80MiB"
-"""Some 230 pages: two prompts of 1,024 tokens stay, five do not."""
+PROMPTS_KEPT = 2.3
+"""As many prompts' pages there are; of five prompts none is still there when its turn comes again."""
+TOKEN_BYTES = 23_040
+"""Of the embedded model in bfloat16."""
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 SOME = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -78,7 +80,8 @@ def first_token_ms(client: Client, tokens: list[int]) -> tuple[float, str]:
 
 
 def measure_tier(name: str, url: str, length: int, rounds: int) -> list[tuple[str, str, list[float]]]:
-    common = ("--prefill", "0", "--decode", "0", "--both", "1", "--kv-memory", PAGES)
+    pages = str(int(PROMPTS_KEPT * length * TOKEN_BYTES))
+    common = ("--prefill", "0", "--decode", "0", "--both", "1", "--kv-memory", pages)
     with a_stack(*common, "--tier", url) as with_tier, a_stack(*common) as without:
         for client in (with_tier, without):
             for number in range(PROMPTS):
