@@ -186,14 +186,13 @@ class Engine:
     def step(self) -> StepOutput:
         """Take in what the connector left, plan, compute, book. Does nothing when nothing can run."""
         loads = self._take_in()
+        self._give_away()  # what a peer's pages made whole: `schedule` may preempt it and reuse them
         plan = self.scheduler.schedule()
         for job in self.scheduler.take_loads():
             self._start(job)
         updates = self._run(plan) if plan.scheduled else []
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
-        for whole in self.scheduler.take_stores():
-            if self._tiers is not None:
-                self._tiers.store(whole)
+        self._give_away()
         decisions, self._decisions = self._decisions, []
         changes = self.allocator.index.take_changes()
         progress = self.scheduler.take_progress()
@@ -281,6 +280,11 @@ class Engine:
             raise InvalidRequest("seed is missing; a request with a temperature brings one", field="seed")
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
             raise InvalidRequest(f"token ids must be from 0 to {self._vocab_size - 1}", field="token_ids")
+
+    def _give_away(self) -> None:
+        for whole in self.scheduler.take_stores():
+            if self._tiers is not None:
+                self._tiers.store(whole)
 
     def _run(self, plan: StepPlan) -> list[SequenceUpdate]:
         begun = self._clock.monotonic()

@@ -45,7 +45,8 @@ class _Job:
     request_id: RequestId
     source: TierSource
     into: list[list[memoryview]]
-    """For each object the places of its blocks, in order; blocks that are not wanted go to `scratch`."""
+    """For each object the places of its blocks, in order; blocks that are not wanted have places of their own beside
+    the pages, since a tier may check what it has read where it put it."""
     blocks: list[int]
     """For each object how many of its blocks are wanted."""
     started: float
@@ -141,18 +142,19 @@ class TierStack:
             raise InvariantBroken(f"a tier load needs keys, not {type(source).__name__}")
         size = self.object_blocks
         made = _Job(job, request_id, source, [], [], self._clock.monotonic(), 0)
-        scratch = memoryview(bytearray(self._block_bytes)) if first_block % size else None
+        here = first_block % size  # blocks of the first object that the sequence has; they are read all the same
+        scratch = memoryview(bytearray(here * self._block_bytes))
         first = first_block // size - source.first_object  # objects before it are in the local cache by now
         if first < 0:
             raise InvariantBroken(f"block {first_block} is before object {source.first_object}, the first asked for")
         for index in range(first, len(source.keys)):
             start = (source.first_object + index) * size - first_block
-            wanted = [targets[i] if 0 <= i < len(targets) else None for i in range(start, start + size)]
-            places = [scratch if b is None else self._page(b) for b in wanted]
-            if None in places:
+            if start + size > len(targets):
                 raise InvariantBroken(f"{len(targets)} targets do not cover object {index}")
-            made.into.append([p for p in places if p is not None])
-            made.blocks.append(sum(b is not None for b in wanted))
+            wanted = targets[max(0, start) : start + size]
+            aside = [self._block(scratch, i) for i in range(max(0, -start))]
+            made.into.append([*aside, *(self._block(self._pages, b) for b in wanted)])
+            made.blocks.append(len(wanted))
         made.left = len(made.into)
         made.arrived = [False] * made.left
         with self._lock:
@@ -168,7 +170,7 @@ class TierStack:
         return not self._behind.was_given(key)
 
     def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:
-        self._behind.store(job, key, [self._page(b) for b in pages])
+        self._behind.store(job, key, [self._block(self._pages, b) for b in pages])
 
     def cancel(self, request_id: RequestId) -> None:
         with self._lock:
@@ -338,8 +340,8 @@ class TierStack:
 
     # ------------------------------------------------------------------ small things
 
-    def _page(self, block: int) -> memoryview:
-        return self._pages[block * self._block_bytes : (block + 1) * self._block_bytes]
+    def _block(self, memory: memoryview, index: int) -> memoryview:
+        return memory[index * self._block_bytes : (index + 1) * self._block_bytes]
 
     def _count(self, tier: str, **more: float) -> None:
         with self._lock:

@@ -1,5 +1,6 @@
 """The tiers as one, under the real engine: blocks go down, come back, and a tier that fails costs time only."""
 
+import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,10 +9,11 @@ import pytest
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import InvariantBroken
-from kvferry.core.ids import BlockHash, RequestId
+from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.engine.engine import Engine
 from kvferry.engine.step import StepPlan, StepResult
-from kvferry.kv.connector import LoadOutcome
+from kvferry.kv.connector import LoadOutcome, PagesQuiet
+from kvferry.kv.tiering import TierSource
 from kvferry.kv.tiers.dram import DramTier
 from kvferry.kv.tiers.stack import TierStack
 from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
@@ -251,6 +253,32 @@ def test_a_local_hit_that_is_evicted_after_asking_is_not_mistaken_for_a_load(slo
     tokens, _ = bench.until_idle("again")
     assert tokens == expected_tokens(PROMPT, 4)
     bench.close()
+
+
+def test_a_tier_finds_an_object_as_it_read_it_whatever_is_here_already() -> None:
+    class Checking(ScriptedTier):
+        """Checks what it has read where it put it, as those that store frames do."""
+
+        def load(self, key: ObjectKey, into: Sequence[memoryview], timeout: float) -> None:
+            super().load(key, into, timeout)
+            assert b"".join(into) == self.objects[key.name]
+
+    key = ObjectKey(BlockHash(b"n" * 32), "")
+    pages = memoryview(bytearray(8 * BLOCK_BYTES))
+    tier = Checking(objects={key.name: bytes(range(4 * BLOCK_BYTES))})
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    stack = TierStack([tier], pages, block_bytes=BLOCK_BYTES, object_blocks=4, listener=heard.put, clock=SystemClock())
+    for first in range(4):
+        targets = [BlockId(block) for block in range(4 + first, 8)]
+        stack.start(first, RequestId("r"), TierSource(0, (key,), ("disk",), SECONDS), first, targets)
+        outcome = heard.get(timeout=SECONDS)
+        assert isinstance(outcome, LoadOutcome)
+        assert (outcome.failure, outcome.num_blocks) == (None, 4 - first)
+        assert heard.get(timeout=SECONDS) == PagesQuiet(first)
+    assert pages[4 * BLOCK_BYTES :] == tier.objects[key.name]
+    with pytest.raises(InvariantBroken, match="do not cover"):
+        stack.start(9, RequestId("r"), TierSource(0, (key,), ("disk",), SECONDS), 2, [BlockId(6)])
+    stack.close()
 
 
 def test_another_tenants_blocks_are_not_found(bench: Bench) -> None:
