@@ -53,6 +53,8 @@ class HeadStart:
             async with open_channel(request.prefill_address) as channel:
                 async for news in kv_transfer_pb2_grpc.KvTransferStub(channel).Follow(asked, timeout=_SECONDS):
                     count = len(news.names)
+                    if list(news.names) == names[:count]:
+                        told = 0  # its first blocks: the prompt was preempted there, and begins anew
                     ours = names[told : told + count] == list(news.names)
                     if not ours or not len(news.block_ids) == len(news.epochs) == count:
                         _log.warning(

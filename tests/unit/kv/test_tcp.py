@@ -216,3 +216,49 @@ def wait(holds: Callable[[], bool]) -> None:
             return
         pause.wait(0.001)
     raise AssertionError("not within 5 s")
+
+
+def test_a_stranger_who_trickles_holds_no_place_for_long() -> None:
+    ours, theirs = socket.socketpair()
+
+    class Trickle(ManualClock):
+        """Each look at the clock takes a second, in which one more byte comes."""
+
+        def monotonic(self) -> float:
+            self.advance(1.0)
+            theirs.sendall(b"1")
+            return self.now
+
+    with ours, theirs, pytest.raises(TimeoutError, match="greeting"):
+        wire.greet_as_owner(ours, [b"k" * 32], Trickle(), 2.0)
+
+
+def test_a_failing_accept_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    class Listener:
+        """Out of files at first."""
+
+        def __init__(self, inner: socket.socket) -> None:
+            self.inner, self.failures = inner, 2
+            made.append(self)
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(24, "Too many open files")
+            return self.inner.accept()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
+    create = socket.create_server
+    monkeypatch.setattr(
+        "kvferry.kv.connectors.tcp_server.socket.create_server", lambda *a, **k: Listener(create(*a, **k))
+    )
+    with a_transport() as (owner, peer):
+        monkeypatch.undo()
+        with a_transport() as (reader, _):
+            reader.connect(peer, owner.address())
+            assert reader.read_epochs(peer, [1], 5.0) == [11]
+    assert made

@@ -126,13 +126,14 @@ class TcpTransport:
         self._where: _Address | None = None
         self._server: PageServer | None = None
         self._owners: dict[str, _Owner] = {}
+        self._connecting = threading.Lock()  # guards additions to _owners
         self._readers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="kv-tcp-read")
 
     def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
         pages = memoryview(mmap.mmap(-1, num_blocks * block_bytes))
         memory = PageMemory(pages, memoryview(bytearray(num_blocks * 8)).cast("Q"))
         keys = [wire.connection_key(secret, self._incarnation) for secret in self._setup.secrets]
-        self._server = PageServer(self._setup.listen_host, pages, memory.epochs, block_bytes, keys)
+        self._server = PageServer(self._setup.listen_host, pages, memory.epochs, block_bytes, keys, self._clock)
         host = self._setup.advertise_host or self._setup.listen_host
         self._where = _Address(self._incarnation, host, self._server.port, num_blocks, block_bytes)
         self._memory = memory
@@ -159,7 +160,10 @@ class TcpTransport:
             owner.give_back(owner.take(_CONNECT_SECONDS))
         except OSError as error:
             raise ReadError(f"worker {peer.worker_id} cannot be reached over tcp ({error})") from error
-        self._owners[peer.incarnation] = owner
+        with self._connecting:
+            kept = self._owners.setdefault(peer.incarnation, owner)
+        if kept is not owner:  # another thread was quicker
+            owner.forget()
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         owner = self._find(peer)

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Sequence
 
+from kvferry.core.clock import Clock
 from kvferry.core.epochs import EpochTable
 from kvferry.kv.connectors import tcp_wire as wire
 
@@ -18,6 +19,7 @@ _GREETING_SECONDS = 2.0
 _STALL_SECONDS = 5.0
 """A reader that takes nothing for so long is cut off."""
 _MAX_CONNECTIONS = 512
+_ACCEPT_PAUSE_SECONDS = 0.1
 _BACKLOG = 128
 
 
@@ -25,7 +27,13 @@ class PageServer:
     """Serves one worker's pages until closed."""
 
     def __init__(
-        self, host: str, pages: memoryview, epochs: EpochTable, block_bytes: int, keys: Sequence[bytes]
+        self,
+        host: str,
+        pages: memoryview,
+        epochs: EpochTable,
+        block_bytes: int,
+        keys: Sequence[bytes],
+        clock: Clock,
     ) -> None:
         """
         Args:
@@ -37,16 +45,19 @@ class PageServer:
         """
         self._pages, self._epochs, self._block_bytes = pages, epochs, block_bytes
         self._keys = tuple(keys)
+        self._clock = clock
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self._links: set[socket.socket] = set()
         self._lock = threading.Lock()  # guards _links and _closed; nothing that waits is called inside
         self._closed = False
+        self._ended = threading.Event()
         threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True).start()
 
     def close(self) -> None:
         """Cut every connection. Idempotent; does not wait for the threads, which only read pages."""
+        self._ended.set()
         with self._lock:
             self._closed = True
             links = [self._listener, *self._links]
@@ -55,25 +66,36 @@ class PageServer:
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._ended.is_set():
             try:
                 link, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if not self._ended.is_set():  # too many files are open, say: readers that come later want to be served
+                    _log.warning("cannot take a reader's connection: %s", error)
+                    self._ended.wait(_ACCEPT_PAUSE_SECONDS)
+                continue
             with self._lock:
                 taken = not self._closed and len(self._links) < _MAX_CONNECTIONS
                 if taken:
                     self._links.add(link)
-            if taken:
-                threading.Thread(target=self._serve, args=(link,), name="kv-tcp-serve", daemon=True).start()
-            else:
+            if not taken or not self._start(link):
+                with self._lock:
+                    self._links.discard(link)
                 link.close()
+
+    def _start(self, link: socket.socket) -> bool:
+        try:
+            threading.Thread(target=self._serve, args=(link,), name="kv-tcp-serve", daemon=True).start()
+        except RuntimeError as error:
+            _log.warning("cannot serve a reader: %s", error)
+            return False
+        return True
 
     def _serve(self, link: socket.socket) -> None:
         try:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.settimeout(_GREETING_SECONDS)
-            wire.greet_as_owner(link, self._keys)
+            wire.greet_as_owner(link, self._keys, self._clock, _GREETING_SECONDS)
             while self._answer(link):
                 pass
         except OSError as error:  # includes time-outs and `WireError`

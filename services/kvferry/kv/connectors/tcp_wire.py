@@ -57,16 +57,22 @@ def connection_key(secret: bytes, owner: Incarnation) -> bytes:
     return blake3(secret + b"\x1f" + owner.encode(), derive_key_context=_CONTEXT).digest()
 
 
-def greet_as_owner(link: socket.socket, keys: Sequence[bytes]) -> None:
-    """The owner's part of the greeting; any of its keys will do, so that secrets can be rotated.
+def greet_as_owner(link: socket.socket, keys: Sequence[bytes], clock: Clock, seconds: float) -> None:
+    """The owner's part of the greeting, within `seconds` altogether; any of its keys will do, so that secrets can be
+    rotated.
 
     Raises:
         WireError, TimeoutError: the reader has none of the keys, or does not answer.
     """
     mine = secrets.token_bytes(_NONCE)
     link.sendall(_MAGIC + mine)
-    theirs = receive(link, _NONCE)
-    mac = receive(link, _MAC)
+    deadline = clock.monotonic() + seconds
+    answer = b""
+    while len(answer) < _NONCE + _MAC:
+        answer += receive(link, 1)  # byte by byte, each with a look at the clock: it is short, and may be a stranger's
+        if clock.monotonic() > deadline:
+            raise TimeoutError("the greeting takes too long")
+    theirs, mac = answer[:_NONCE], answer[_NONCE:]
     for key in keys:
         if compare_digest(mac, _mac(key, b"reader", mine, theirs)):
             link.sendall(_mac(key, b"owner", mine, theirs))

@@ -61,12 +61,15 @@ def parse_tier(url: str) -> TierSpec:
     try:
         parts = urlsplit(url)
         port = parts.port
-        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+        pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+        options = dict(pairs)
+        if len(options) < len(pairs):
+            raise ValueError("an option is given twice")
     except ValueError:
         # Never show a password, not even of a URL that cannot be read; the parser's own words quote what they stumble
         # over, which may be a part of it.
         raise UsageError(
-            f"{_without_user(url)!r} is not a tier: host, port or options cannot be read; "
+            f"{_without_user(url)!r} is not a tier: host, port or options cannot be read, or one is given twice; "
             "percent-encode whatever is special in a password",
             field="tier",
         ) from None

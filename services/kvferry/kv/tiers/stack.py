@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.1
 """A tier that has not said by then what it has is treated as one that has nothing."""
+_LATE_SECONDS = 0.2
 _ASKING_THREADS = 2
 _HELD_SHARE = 0.5
 """Of the pages; a copy out of them takes a millisecond, unless everything waits for a slow tier."""
@@ -118,7 +119,12 @@ class TierStack:
             self._count("dram", hits=run, misses=len(keys) - run)
         if run == len(keys) or not self._slow or self._closing.is_set():
             return TierAnswer(request_id, tuple(sources))
-        self._asking.submit(self._ask_slow, request_id, list(keys), sources, self._clock.monotonic())
+        # A lookup that hangs in the kernel (a dead mount) knows no deadline: then what memory has is the answer. Of two
+        # answers the second one finds nobody who waits.
+        late = threading.Timer(_ASK_SECONDS + _LATE_SECONDS, self._listener, [TierAnswer(request_id, tuple(sources))])
+        late.daemon = True
+        late.start()
+        self._asking.submit(self._ask_slow, request_id, list(keys), list(sources), self._clock.monotonic(), late)
         return None
 
     def prefetch(self, request_id: RequestId, source: TierSource) -> None:
@@ -199,7 +205,14 @@ class TierStack:
 
     # ------------------------------------------------------------------ asking and fetching ahead
 
-    def _ask_slow(self, request_id: RequestId, keys: list[ObjectKey], sources: list[str], since: float) -> None:
+    def _ask_slow(
+        self,
+        request_id: RequestId,
+        keys: list[ObjectKey],
+        sources: list[str],
+        since: float,
+        late: threading.Timer,
+    ) -> None:
         """Extend the run tier by tier, then go back to the nearer ones: runs may alternate between tiers."""
         try:
             answers: dict[str, list[Presence]] = {}
@@ -221,6 +234,7 @@ class TierStack:
                 sources.append(where)
         except Exception:
             _log.exception("asking the tiers failed", extra={"request_id": request_id})
+        late.cancel()
         self._listener(TierAnswer(request_id, tuple(sources)))
 
     def _fetch_ahead(self, key: ObjectKey, where: str, seconds: float) -> None:
@@ -252,10 +266,10 @@ class TierStack:
 
     def _read(self, key: ObjectKey, where: str, into: Sequence[memoryview], deadline: float) -> float:
         begun = self._clock.monotonic()
+        left = deadline - begun
+        if left <= 0:
+            raise TierError("no time was left to load it")
         try:
-            left = deadline - begun
-            if left <= 0:
-                raise TierError("no time was left to load it")
             self._slow[where].load(key, into, left)
         except TierError:
             self._count(where, failures=1)
@@ -301,19 +315,27 @@ class TierStack:
         if memory is None:
             self._read(key, where, into, deadline)
             return where
-        left = deadline - self._clock.monotonic()
-        if memory.wait_written(key.name, max(0.0, left)) is Presence.NO:
-            slow = where if where in self._slow else next(iter(self._slow), "")
+        slow = where if where in self._slow else next(iter(self._slow), "")
+        near = memory.lookup([key], 0.0)[0]
+        if near is Presence.YES:
+            slow = "dram"  # fetched ahead, perhaps: it costs what memory costs
+        elif self._when_written(key, deadline) is not Presence.YES:
             if not slow:
                 raise TierMiss("it was evicted before it was read")
-            if not self._into_memory(key, slow, deadline) and memory.lookup([key], 0.0)[0] is Presence.NO:
+            fetched = self._into_memory(key, slow, deadline)
+            if not fetched and self._when_written(key, deadline) is not Presence.YES:
                 self._read(key, slow, into, deadline)  # the arena declined it: straight into the pages
                 return slow
-            where = slow
         begun = self._clock.monotonic()
         memory.load(key, into, 0.0)
         self._count("dram", loads=1, bytes_loaded=sum(map(len, into)), seconds=self._clock.monotonic() - begun)
-        return where
+        return slow
+
+    def _when_written(self, key: ObjectKey, deadline: float) -> Presence:
+        """Where an object stands in memory when nobody writes it any more, or time is up."""
+        if self._memory is None:
+            return Presence.NO
+        return self._memory.wait_written(key.name, max(0.0, deadline - self._clock.monotonic()))
 
     def _note_failure(self, job: _Job, message: str) -> None:
         with self._lock:

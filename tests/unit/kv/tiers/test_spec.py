@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
+from kvferry.kv.tiers import dram
 from kvferry.kv.tiers.disk import disk_options
 from kvferry.kv.tiers.redis_options import ACL_RULE, redis_options, remedy
 from kvferry.kv.tiers.spec import parse_tier
@@ -125,3 +127,14 @@ def test_what_is_no_url_at_all() -> None:
 
 def test_the_documented_redis_user_is_the_one_that_errors_name() -> None:
     assert f"user worker {ACL_RULE}" in (Path(__file__).parents[4] / "docs" / "tiers.md").read_text("utf-8")
+
+
+def test_an_option_given_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="given twice"):
+        parse_tier("dram://?size=1GiB&size=2GiB")
+
+
+@pytest.mark.parametrize("url", ["dram://host?size=1MiB", "dram:///folder?size=1MiB"])
+def test_memory_has_no_host_and_no_path(url: str) -> None:
+    with pytest.raises(UsageError, match="no host"):
+        dram.open_tier(parse_tier(url), object_bytes=1024, secret=b"s" * 16, clock=SystemClock())

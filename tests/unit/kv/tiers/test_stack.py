@@ -37,10 +37,14 @@ class ScriptedTier:
     """Loads after this many fail."""
     hold: threading.Event | None = None
     """Loads wait for it."""
+    hang: threading.Event | None = None
+    """Lookups wait for it, however long."""
     num_loads: int = 0
     broken: bool = False
 
     def lookup(self, keys: Sequence[ObjectKey], timeout: float) -> list[Presence]:
+        if self.hang is not None:
+            self.hang.wait(SECONDS)
         if self.broken:
             raise OSError("a tier must not raise this, but if it does")
         return [Presence.YES if k.name in self.objects else Presence.NO for k in keys]
@@ -131,11 +135,21 @@ class Bench:
             tokens += [u.token.token_id for u in output.updates if u.request_id == name]
             self.engine.check_integrity()
             if self.engine.is_idle:
+                self._settle()
                 return tokens, loads
             if not output.ran:
                 self._wait()
             self._post()
         raise AssertionError(f"not idle: {self.engine.load()}")
+
+    def _settle(self) -> None:
+        """Until what is written behind is written."""
+        pause = threading.Event()
+        for _ in range(int(SECONDS / 0.002)):
+            if not self.stack.num_active:
+                return
+            pause.wait(0.002)
+        raise AssertionError(f"{self.stack.num_active} stores are still under way")
 
     def _wait(self) -> None:
         with self._arrived:
@@ -316,6 +330,17 @@ def test_a_tier_that_is_out_of_order_is_passed_over(slow: ScriptedTier) -> None:
         assert loads == []
         bench.forget_pages()
     assert bench.stack.stats["disk"].failures >= 2
+    bench.close()
+
+
+def test_lookups_that_hang_hold_up_nobody_for_long(slow: ScriptedTier) -> None:
+    bench = Bench(slow)
+    slow.hang = threading.Event()
+    for name in ("a", "b", "c"):  # more than there are threads to ask
+        tokens, loads = bench.run(name, [ord(name) % 7, *PROMPT])
+        assert tokens == expected_tokens([ord(name) % 7, *PROMPT], 4)
+        assert loads == []
+    slow.hang.set()
     bench.close()
 
 
