@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 export PYTHONSAFEPATH := 1
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns explore faults test-faults test-gpu test-cluster coverage clean
+.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns explore faults test-long test-gpu test-cluster coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,8 +49,8 @@ $(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu
 	fi
 	@touch $(READY)
 
-test: $(READY) redis ## every test that needs no GPU and no cluster, but for `make test-faults`
-	@$(BIN)/python -m pytest -m "not gpu and not cluster and not faults" $(ARGS)
+test: $(READY) redis ## every test that needs no GPU and no cluster, but for `make test-long`
+	@$(BIN)/python -m pytest -m "not gpu and not cluster and not long" $(ARGS)
 
 check: $(READY) lint types layers verify ## format, lint, types, layers, generated files fresh
 
@@ -92,10 +92,11 @@ bench-transfer: $(READY) ## every connector against its bound; rows appended to 
 bench-turns: $(READY) redis ## a prompt that left the pages, from each tier and computed again; tests/bench/results/turns.csv
 	@$(BIN)/python tests/bench/bench_turns.py $(ARGS)
 
-test-faults: $(READY) redis ## faults done to running stacks, minutes of them (links and disks need root)
-	@$(BIN)/python -m pytest -m faults tests/faults $(ARGS)
+test-long: $(READY) redis ## thousands of requests for each transport and tier, every fault done to running stacks: minutes (links need root)
+	@$(BIN)/python -m pytest -m long $(ARGS)
 
-faults: test-faults ## the same, and docs/faults.md written anew
+faults: $(READY) redis ## the faults alone, and docs/faults.md written anew
+	@$(BIN)/python -m pytest -m long tests/faults $(ARGS)
 	@$(BIN)/python -m kvferry.testing.faults
 
 bench-tiers: $(READY) redis ## Redis and disk as tiers; rows appended to tests/bench/results/tiers.csv

@@ -19,7 +19,7 @@ from kvferry.testing.faults.traffic import CLOCK, Ended, Question, answered
 from kvferry.testing.faults.trial import Felt, Row, undergo, workers_used
 from kvferry.testing.processes import RunningProcess, running
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.long
 
 WAIT_SECONDS = 60.0
 FAST_MEGABITS, SLOW_MEGABITS = 100.0, 1.0

@@ -23,7 +23,7 @@ from kvferry.testing.processes import RunningProcess, running
 from kvferry.testing.redis_relay import Relay, relay
 from kvferry.testing.redis_server import RedisServer, redis_server
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.long
 
 FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--load-policy", "always", "--log-level", "error")
 ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")

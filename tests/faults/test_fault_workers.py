@@ -17,7 +17,7 @@ from kvferry.testing.faults.traffic import Ended, Question, ask
 from kvferry.testing.faults.trial import Felt, Row, undergo, workers_used
 from kvferry.testing.processes import RunningProcess, running
 
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.long
 
 WAIT_SECONDS = 30.0
 NUM_LEAVING = 50

@@ -24,6 +24,8 @@ from kvferry.testing.idle import assert_workers_idle
 from kvferry.testing.processes import running
 from kvferry.testing.redis_server import redis_server
 
+pytestmark = pytest.mark.long
+
 NUM_REQUESTS = 1000
 AT_ONCE = 24
 SECONDS = 240.0
