@@ -264,7 +264,7 @@ class TierStack:
         memory.commit(key.name)
         return True
 
-    def _read(self, key: ObjectKey, where: str, into: Sequence[memoryview], deadline: float) -> float:
+    def _read(self, key: ObjectKey, where: str, into: Sequence[memoryview], deadline: float) -> None:
         begun = self._clock.monotonic()
         left = deadline - begun
         if left <= 0:
@@ -277,7 +277,6 @@ class TierStack:
             raise
         seconds = self._clock.monotonic() - begun
         self._count(where, loads=1, bytes_loaded=sum(map(len, into)), seconds=seconds)
-        return seconds
 
     # ------------------------------------------------------------------ loads
 
@@ -316,9 +315,9 @@ class TierStack:
             self._read(key, where, into, deadline)
             return where
         slow = where if where in self._slow else next(iter(self._slow), "")
-        near = memory.lookup([key], 0.0)[0]
-        if near is Presence.YES:
-            slow = "dram"  # fetched ahead, perhaps: it costs what memory costs
+        used = slow or "dram"
+        if memory.lookup([key], 0.0)[0] is Presence.YES:
+            used = "dram"  # fetched ahead, perhaps: it costs what memory costs
         elif self._when_written(key, deadline) is not Presence.YES:
             if not slow:
                 raise TierMiss("it was evicted before it was read")
@@ -329,7 +328,7 @@ class TierStack:
         begun = self._clock.monotonic()
         memory.load(key, into, 0.0)
         self._count("dram", loads=1, bytes_loaded=sum(map(len, into)), seconds=self._clock.monotonic() - begun)
-        return slow
+        return used
 
     def _when_written(self, key: ObjectKey, deadline: float) -> Presence:
         """Where an object stands in memory when nobody writes it any more, or time is up."""
