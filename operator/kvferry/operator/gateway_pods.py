@@ -1,0 +1,124 @@
+"""The gateway of a pool: one Deployment, rolled by Kubernetes itself, since any gateway serves any worker."""
+
+from kvferry.operator import names
+from kvferry.operator.pods import child, confined, environment, model_of, model_volume, pod_template, scratch
+from kvferry.operator.spec import Json, Pool
+
+_DRAIN_MARGIN_SECONDS = 15
+_API_KEYS_FOLDER = "/etc/kvferry/api-keys"
+_START_SECONDS = 600
+
+
+def gateway_deployment(pool: Pool, default_image: str) -> Json:
+    """The Deployment of the gateway pods."""
+    marks = {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}
+    labels = names.pool_labels(pool.name, names.ROLE_GATEWAY)
+    template = pod_template(pool, labels, _pod(pool, default_image), pool.spec.gateway.template)
+    return child(
+        pool,
+        "apps/v1",
+        "Deployment",
+        names.role_object(pool.name, names.ROLE_GATEWAY),
+        names.ROLE_GATEWAY,
+        spec={
+            "replicas": pool.spec.gateway.replicas,
+            "selector": {"matchLabels": marks},
+            "revisionHistoryLimit": 2,
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "template": template,
+        },
+    )
+
+
+def _pod(pool: Pool, default_image: str) -> Json:
+    volumes, mounts = scratch()
+    model_volumes, model_mounts = model_volume(pool.spec.model.cache)
+    volumes += model_volumes
+    mounts += model_mounts
+    if pool.spec.gateway.api_keys_secret:
+        volumes.append({"name": "api-keys", "secret": {"secretName": pool.spec.gateway.api_keys_secret}})
+        mounts.append({"name": "api-keys", "mountPath": _API_KEYS_FOLDER, "readOnly": True})
+    drain = pool.spec.drain
+    return {
+        "serviceAccountName": f"{pool.name}-gateway",
+        "terminationGracePeriodSeconds": drain.linger_seconds + drain.seconds + _DRAIN_MARGIN_SECONDS,
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}},
+            }
+        ],
+        "containers": [
+            confined(
+                {
+                    "name": "gateway",
+                    "image": pool.spec.image or default_image,
+                    "imagePullPolicy": pool.spec.image_pull_policy,
+                    "args": _arguments(pool),
+                    "env": environment(pool),
+                    "ports": [
+                        {"name": "http", "containerPort": names.GATEWAY_HTTP},
+                        {"name": "grpc", "containerPort": names.GATEWAY_GRPC},
+                    ],
+                    "resources": pool.spec.gateway.resources or {"requests": {"cpu": "100m", "memory": "256Mi"}},
+                    "volumeMounts": mounts,
+                    **_probes(pool),
+                }
+            )
+        ],
+        "volumes": volumes,
+    }
+
+
+def _arguments(pool: Pool) -> list[str]:
+    spec = pool.spec
+    flags: dict[str, object] = {
+        "pool": f"{pool.namespace}/{pool.name}",
+        "model": model_of(pool),
+        "http": f"0.0.0.0:{names.GATEWAY_HTTP}",
+        "grpc": f"0.0.0.0:{names.GATEWAY_GRPC}",
+        "block-tokens": spec.routing.block_tokens,
+        "prefix-blocks": spec.routing.prefix_blocks,
+        "skip-prefill-below": spec.routing.skip_prefill_below_tokens,
+        "head-start-tokens": spec.routing.head_start_tokens,
+        "max-streams": spec.flow_control.max_streams,
+        "max-held": spec.flow_control.max_held,
+        "hold-seconds": spec.flow_control.hold_seconds,
+        "request-timeout": spec.flow_control.request_timeout_seconds,
+        "linger-seconds": spec.drain.linger_seconds,
+        "drain-seconds": spec.drain.seconds,
+    }
+    if spec.gateway.api_keys_secret:
+        flags["api-keys-file"] = f"{_API_KEYS_FOLDER}/keys"
+    return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def can_sleep(pool: Pool) -> bool:
+    """Whether some role may have no pods, so that requests have to be held."""
+    return any(role.scaling.mode != "Static" and role.scaling.min_replicas == 0 for role in pool.spec.roles)
+
+
+def _probes(pool: Pool) -> Json:
+    # The gateway of a pool that may sleep must be reachable to be woken; Kubernetes takes a stopping pod out anyway.
+    ready = "/health" if can_sleep(pool) else "/ready"
+    return {
+        "startupProbe": {
+            "httpGet": {"path": "/health", "port": "http"},
+            "periodSeconds": 1,
+            "failureThreshold": _START_SECONDS,
+        },
+        "readinessProbe": {
+            "httpGet": {"path": ready, "port": "http"},
+            "periodSeconds": 2,
+            "timeoutSeconds": 5,
+            "failureThreshold": 2,
+        },
+        "livenessProbe": {
+            "httpGet": {"path": "/health", "port": "http"},
+            "periodSeconds": 10,
+            "timeoutSeconds": 10,
+            "failureThreshold": 6,
+        },
+    }
