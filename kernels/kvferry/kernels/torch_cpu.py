@@ -20,7 +20,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """oneDNN's packed layout on a CPU, plain torch elsewhere and for types that oneDNN has not."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return lambda x: F.linear(x, weight, bias)
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return lambda x: F.linear(x, weight, bias)
     # The calls that torch's own compiler makes for frozen weights.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)

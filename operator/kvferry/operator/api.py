@@ -89,15 +89,30 @@ class KubeApi:
         configuration = Configuration()
         try:
             if kubeconfig or context:
-                kube_config.load_kube_config(
+                kube_config.load_kube_config(  # type: ignore[no-untyped-call]
                     config_file=kubeconfig or None, context=context or None, client_configuration=configuration
                 )
             else:
-                kube_config.load_config(client_configuration=configuration)
+                kube_config.load_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         except kube_config.ConfigException as error:
             raise UsageError(f"no way to a Kubernetes API server: {error}", field="kubeconfig") from error
         configuration.connection_pool_maxsize = _CONNECTIONS
         return cls(ApiClient(configuration))
+
+    @property
+    def configuration(self) -> Configuration:
+        """Where the API server is and who we are to it."""
+        found: Configuration = self._client.configuration
+        return found
+
+    @property
+    def authorization(self) -> str:
+        """The Authorization header; empty: certificates speak for us. Tokens of pods are read anew when they change."""
+        for name in ("BearerToken", "authorization"):
+            found = self.configuration.get_api_key_with_prefix(name)
+            if found:
+                return str(found)
+        return ""
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -113,10 +128,10 @@ class KubeApi:
     def list(
         self, api_version: str, kind: str, namespace: str | None, labels: Mapping[str, str] | None = None
     ) -> Iterator[Json]:
-        """All objects of a kind, in one namespace or everywhere, page by page."""
+        """All objects of a kind, in one namespace or everywhere, page by page; an empty label value means any."""
         query = {"limit": str(_PAGE)}
         if labels:
-            query["labelSelector"] = ",".join(f"{k}={v}" for k, v in labels.items())
+            query["labelSelector"] = ",".join(f"{k}={v}" if v else k for k, v in labels.items())
         while True:
             page = self._call("GET", path_of(api_version, kind, namespace), kind, query=query)
             yield from page.get("items") or ()
@@ -165,10 +180,20 @@ class KubeApi:
                 raise
             return self.apply(manifest, manager=manager, subresource=subresource, force=True, dry_run=dry_run)
 
-    def patch(self, api_version: str, kind: str, namespace: str, name: str, change: Mapping[str, Any]) -> Json:
+    def patch(
+        self,
+        api_version: str,
+        kind: str,
+        namespace: str,
+        name: str,
+        change: Mapping[str, Any],
+        *,
+        subresource: str = "",
+        manager: str = names.FIELD_MANAGER,
+    ) -> Json:
         """A merge patch."""
-        path = path_of(api_version, kind, namespace, name)
-        query = {"fieldManager": names.FIELD_MANAGER}
+        path = path_of(api_version, kind, namespace, name) + (f"/{subresource}" if subresource else "")
+        query = {"fieldManager": manager}
         return self._call("PATCH", path, kind, query, change, "application/merge-patch+json")
 
     def create(self, manifest: Mapping[str, Any]) -> Json | None:
@@ -217,11 +242,8 @@ class KubeApi:
         headers = {"Accept": "application/json", "User-Agent": "kvferry-operator"}
         if content_type:
             headers["Content-Type"] = content_type
-        token = configuration.get_api_key_with_prefix("authorization") or configuration.get_api_key_with_prefix(
-            "BearerToken"
-        )
-        if token:
-            headers["Authorization"] = token
+        if self.authorization:
+            headers["Authorization"] = self.authorization
         url = f"{configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
         try:
             # The client's own wrapper decodes and re-encodes; its connection pool has the certificates.
@@ -235,7 +257,10 @@ class KubeApi:
             )
         except urllib3.exceptions.HTTPError as error:
             raise Unavailable(f"the API server does not answer: {error}", reason="API_SERVER_AWAY") from error
-        answer = msgspec.json.decode(response.data) if response.data else {}
+        try:
+            answer = msgspec.json.decode(response.data) if response.data else {}
+        except msgspec.DecodeError:  # "404 page not found": a group that nobody serves
+            answer = {"message": response.data[:200].decode(errors="replace").strip()}
         if response.status >= 400:
             raise _refusal(response.status, answer)
         return answer if isinstance(answer, dict) else {}

@@ -6,7 +6,7 @@ pool can do. A step
 
 - starts new pods of a role up to wanted + maxSurge in all, and no further ahead of the other role than maxSkew;
 - takes an old pod away if it is not ready, or if afterwards the role still has wanted - maxUnavailable ready pods
-  and the shares still add up to 1 - maxUnavailable / wanted.
+  and the shares still add up to 1 - maxUnavailable / wanted, or to no less than they did.
 
 It always ends. Among the old revisions the one that serves least goes first. Let q be the role whose new share is
 the smallest, with its surge in use: taking an old pod from q leaves old share + new share >= 1, so q can always move.
@@ -150,7 +150,9 @@ def _retire(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds])
             costs_nothing = after.ready == before.ready
             enough = after.ready >= before.wanted - bounds[name].unavailable
             rest = [after, *(role for role in roles.values() if role.name != name)]
-            if before.wanted == 0 or costs_nothing or (enough and capacity(rest) >= floor):
+            # Less than the floor there may be from the start, where more pods are wanted than there were.
+            kept = capacity(rest) >= min(floor, capacity(list(roles.values())))
+            if before.wanted == 0 or costs_nothing or (enough and kept):
                 roles[name] = after
                 moved = True
                 break

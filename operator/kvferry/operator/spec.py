@@ -20,7 +20,7 @@ class _Struct(msgspec.Struct, frozen=True, rename="camel"):
     pass
 
 
-class Cache(_Struct):
+class Cache(_Struct, frozen=True):
     """The volume with the model's files."""
 
     mount_path: str = "/models"
@@ -29,7 +29,7 @@ class Cache(_Struct):
     host_path: str | UnsetType = UNSET
 
 
-class Model(_Struct):
+class Model(_Struct, frozen=True):
     """What is served."""
 
     name: str
@@ -40,7 +40,7 @@ class Model(_Struct):
     cache: Cache | None = None
 
 
-class Scaling(_Struct):
+class Scaling(_Struct, frozen=True):
     """Who decides how many pods a role has."""
 
     mode: Literal["Static", "External", "Auto"] = "Static"
@@ -53,7 +53,7 @@ class Scaling(_Struct):
     idle_seconds: int = 600
 
 
-class Engine(_Struct):
+class Engine(_Struct, frozen=True):
     """How a worker's engine is set up."""
 
     kv_memory: str = "1GiB"
@@ -62,7 +62,7 @@ class Engine(_Struct):
     max_sequences: int = 64
 
 
-class Role(_Struct):
+class Role(_Struct, frozen=True):
     """One kind of worker pods."""
 
     name: Literal["prefill", "decode", "combined"]
@@ -79,20 +79,20 @@ class Role(_Struct):
         return min(max(replicas, self.scaling.min_replicas), self.scaling.max_replicas)
 
 
-class Connector(_Struct):
+class Connector(_Struct, frozen=True):
     """How KV travels."""
 
     type: Literal["nixl", "tcp", "shm"] = "nixl"
 
 
-class SecretKey(_Struct):
+class SecretKey(_Struct, frozen=True):
     """An entry of a Secret."""
 
     name: str
     key: str = "url"
 
 
-class Tier(_Struct):
+class Tier(_Struct, frozen=True):
     """One place for KV beyond the pages."""
 
     type: Literal["dram", "disk", "redis"]
@@ -101,7 +101,7 @@ class Tier(_Struct):
     url_secret: SecretKey | None = None
 
 
-class Routing(_Struct):
+class Routing(_Struct, frozen=True):
     """How the gateway chooses pods."""
 
     prefix_blocks: int = 4
@@ -110,7 +110,7 @@ class Routing(_Struct):
     head_start_tokens: int = 1024
 
 
-class FlowControl(_Struct):
+class FlowControl(_Struct, frozen=True):
     """What the gateway admits, holds and refuses."""
 
     max_streams: int = 1024
@@ -119,7 +119,7 @@ class FlowControl(_Struct):
     request_timeout_seconds: int = 600
 
 
-class Rollout(_Struct):
+class Rollout(_Struct, frozen=True):
     """How a change reaches the pods."""
 
     max_surge: Percentage = "25%"
@@ -131,20 +131,20 @@ class Rollout(_Struct):
     history_limit: int = 5
 
 
-class Drain(_Struct):
+class Drain(_Struct, frozen=True):
     """How pods stop."""
 
     seconds: int = 30
     linger_seconds: int = 5
 
 
-class Tenancy(_Struct):
+class Tenancy(_Struct, frozen=True):
     """Who shares what."""
 
     keys_secret: str = ""
 
 
-class Service(_Struct):
+class Service(_Struct, frozen=True):
     """The gateway's Service."""
 
     type: str = "ClusterIP"
@@ -153,7 +153,7 @@ class Service(_Struct):
     annotations: dict[str, str] = {}
 
 
-class Gateway(_Struct):
+class Gateway(_Struct, frozen=True):
     """The pods that clients talk to."""
 
     replicas: int = 1
@@ -164,20 +164,20 @@ class Gateway(_Struct):
     inference_extension: Literal["Off", "Auto"] = "Off"
 
 
-class Observability(_Struct):
+class Observability(_Struct, frozen=True):
     """What is measured by whom."""
 
     pod_monitor: Literal["Off", "Auto"] = "Auto"
     pod_monitor_labels: dict[str, str] = {}
 
 
-class Disruption(_Struct):
+class Disruption(_Struct, frozen=True):
     """What evictions may take away at once."""
 
     max_unavailable: Percentage = "1"
 
 
-class PoolSpec(_Struct):
+class PoolSpec(_Struct, frozen=True):
     """All that is wanted of a pool."""
 
     model: Model
@@ -202,7 +202,7 @@ class PoolSpec(_Struct):
         return next((role for role in self.roles if role.name == name), None)
 
 
-class Pool(_Struct):
+class Pool(_Struct, frozen=True):
     """A pool as the operator works with it."""
 
     namespace: str

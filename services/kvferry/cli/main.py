@@ -11,6 +11,7 @@ _COMMANDS = {
     "up": ("kvferry.cli.up", "The whole stack on this machine, kept running."),
     "worker": ("kvferry.cli.worker", "One worker process."),
     "gateway": ("kvferry.cli.gateway", "One gateway process."),
+    "operator": ("kvferry.cli.operator", "Reconcile InferencePools in Kubernetes, and preview a rollout."),
     "bench": ("kvferry.cli.bench", "Measurements, each against its bound."),
     "doctor": ("kvferry.cli.doctor", "What this machine can do, and when loading KV pays."),
     "explain": ("kvferry.cli.explain", "Why this replica, why this source of KV, where the time went."),

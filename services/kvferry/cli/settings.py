@@ -145,3 +145,15 @@ UP = (
     HEAD_START,
     DRAIN,
 )
+
+OPERATOR = (
+    Setting("namespace", (), "Look after pools here only; repeat for more. Default: everywhere.", is_repeated=True),
+    Setting("image", "", "Of pools that name none; default: kvferry:<this version>."),
+    Setting("kubeconfig", "", "How to reach the cluster; default: the pod's own account, else the usual file."),
+    Setting("lease_namespace", "default", "Namespace of the lease by which one of several operators leads."),
+    Setting("lease_seconds", 15.0, "A silent leader is replaced after so long.", parse=seconds(2, 300)),
+    Setting("identity", "", "Name in the lease; default: the host's."),
+    Setting("health", "0.0.0.0:8080", "HOST:PORT of /healthz, /readyz and /metrics."),
+    Setting("pulse_seconds", 10.0, "How often each watch has to prove that it lives.", parse=seconds(1, 3600)),
+    Setting("workers", 4, "Pools reconciled at the same time.", parse=whole(1, 64)),
+)

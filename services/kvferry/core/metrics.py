@@ -103,6 +103,18 @@ GATEWAY_KV_DECISIONS = Metric(
     ("source", "way"),
 )
 
+OPERATOR_RECONCILE = Metric(
+    "kvferry_operator_reconcile_seconds", Kind.HISTOGRAM, "One pass over one pool.", buckets=_STEP_BUCKETS
+)
+OPERATOR_FAILURES = Metric(
+    "kvferry_operator_failures_total", Kind.COUNTER, "Passes that failed and are tried again.", ("reason",)
+)
+OPERATOR_LEADS = Metric("kvferry_operator_leads", Kind.GAUGE, "1 while this operator holds the lease.")
+OPERATOR_CALLS = Metric(
+    "kvferry_operator_api_calls_total", Kind.COUNTER, "Calls to the API server.", ("method", "kind")
+)
+OPERATOR_QUEUE = Metric("kvferry_operator_queue", Kind.GAUGE, "Pools in line for a pass.")
+
 VLLM_WAITING = Metric("vllm:num_requests_waiting", Kind.GAUGE, "Requests waiting on the workers.", ("model_name",))
 VLLM_RUNNING = Metric("vllm:num_requests_running", Kind.GAUGE, "Requests running on the workers.", ("model_name",))
 VLLM_CACHE_USAGE = Metric(

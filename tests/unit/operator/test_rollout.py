@@ -160,6 +160,25 @@ def test_promises(wanted, rollout, targets, steps, readiness):
     assert all(dict(role.revisions) == {targets[-1]: Count(role.wanted, role.wanted)} for role in roles)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    had=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    wanted=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    rollout=rollouts,
+)
+def test_a_change_of_pods_and_of_numbers_at_once_ends(had, wanted, rollout):
+    roles = [
+        RoleState(name, n, {"a": Count(was, was)})
+        for name, n, was in zip(("prefill", "decode"), wanted, had, strict=True)
+    ]
+    for _ in range(100):
+        if next_step(roles, "b", rollout).done:
+            break
+        roles = apply(roles, "b", rollout, all_ready)
+    assert [role.of("b").ready for role in roles] == list(wanted)
+    assert all(role.total == role.of("b").desired for role in roles)
+
+
 @settings(max_examples=100, deadline=None)
 @given(wanted=st.tuples(st.integers(1, 12), st.integers(1, 12)), rollout=rollouts)
 def test_neither_role_runs_ahead(wanted, rollout):

@@ -1,0 +1,49 @@
+"""What the operator measures of itself."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvferry.core import metrics
+from kvferry.core.metrics import Metric
+from kvferry.operator.api import KubeApi
+from kvferry.operator.facts import Key
+from kvferry.operator.work_queue import WorkQueue
+
+
+class Instruments:
+    """One operator's registry."""
+
+    def __init__(self, api: KubeApi, queue: WorkQueue[Key]) -> None:
+        self.registry = CollectorRegistry()
+
+        def named(metric: Metric) -> tuple[str, str, tuple[str, ...]]:
+            return metric.name, metric.help, metric.labels
+
+        self.reconcile_seconds = Histogram(
+            *named(metrics.OPERATOR_RECONCILE), registry=self.registry, buckets=metrics.OPERATOR_RECONCILE.buckets
+        )
+        self.failures = Counter(*named(metrics.OPERATOR_FAILURES), registry=self.registry)
+        self.leads = Gauge(*named(metrics.OPERATOR_LEADS), registry=self.registry)
+        self.registry.register(_Calls(api, queue))
+
+
+class _Calls(Collector):
+    """Numbers that others count already."""
+
+    def __init__(self, api: KubeApi, queue: WorkQueue[Key]) -> None:
+        self._api = api
+        self._queue = queue
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        calls = CounterMetricFamily(
+            metrics.OPERATOR_CALLS.name, metrics.OPERATOR_CALLS.help, labels=metrics.OPERATOR_CALLS.labels
+        )
+        for counted, n in dict(self._api.num_calls).items():
+            calls.add_metric(counted.split(" "), n)
+        yield calls
+        waiting = GaugeMetricFamily(metrics.OPERATOR_QUEUE.name, metrics.OPERATOR_QUEUE.help)
+        waiting.add_metric([], len(self._queue))
+        yield waiting

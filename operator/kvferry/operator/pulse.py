@@ -1,0 +1,114 @@
+"""Touches objects and waits to hear of it: the shell around `heartbeat`."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import KvferryError
+from kvferry.operator import names
+from kvferry.operator.api import ApiRefusal, KubeApi
+from kvferry.operator.facts import Key, Store
+from kvferry.operator.heartbeat import Heartbeat
+from kvferry.operator.watches import WATCHED
+
+_log = logging.getLogger(__name__)
+_TICK_SECONDS = 0.5
+
+
+class Pulse:
+    """The heartbeats of all watches."""
+
+    def __init__(self, api: KubeApi, store: Store, clock: Clock, period: float) -> None:
+        self._api = api
+        self._store = store
+        self._clock = clock
+        self._beats = {kind: Heartbeat(period) for kind in WATCHED}
+        self._touched: dict[str, tuple[str, str]] = {}
+        self._round = 0
+
+    def saw(self, kind: str, body: Mapping[str, Any], gone: bool) -> None:
+        """An event of a watch; on the event loop."""
+        if gone and self._touched.get(kind) == (body["metadata"]["namespace"], body["metadata"]["name"]):
+            self._beats[kind].unmarked()
+        self._beats[kind].saw(mark_of(kind, body))
+
+    def late(self) -> dict[str, float]:
+        """Watches whose mark did not come back in time, and by how many seconds."""
+        now = self._clock.monotonic()
+        found = {kind: beat.late_seconds(now) for kind, beat in self._beats.items()}
+        return {kind: late for kind, late in found.items() if late > 0}
+
+    async def run(self) -> None:
+        """Touch, until cancelled."""
+        while True:
+            for kind, beat in self._beats.items():
+                if beat.is_due(self._clock.monotonic()):
+                    await self._touch(kind, beat)
+            await asyncio.sleep(_TICK_SECONDS)
+
+    async def _touch(self, kind: str, beat: Heartbeat) -> None:
+        target = self._target(kind)
+        if target is None:
+            return
+        self._touched[kind] = target
+        mark = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        # Before the write: its event may be here before its answer is.
+        beat.marked(mark, self._clock.monotonic())
+        try:
+            await asyncio.to_thread(self._write, kind, *target, mark)
+        except ApiRefusal as refusal:
+            _log.debug("no heartbeat through %s %s/%s: %s", kind, *target, refusal.message)
+            beat.unmarked()
+        except KvferryError as error:
+            _log.warning("no heartbeat: %s", error.message)
+            beat.unmarked()
+
+    def _write(self, kind: str, namespace: str, name: str, mark: str) -> None:
+        group, version, _ = WATCHED[kind]
+        api_version = f"{group}/{version}" if group else version
+        if kind == "InferencePool":
+            # Not an annotation: the object is its owner's, the status is ours.
+            change: dict[str, Any] = {"status": {"operatorObservedAt": mark}}
+            self._api.patch(
+                api_version, kind, namespace, name, change, subresource="status", manager=f"{names.FIELD_MANAGER}-pulse"
+            )
+        else:
+            change = {"metadata": {"annotations": {names.ANNOTATION_SEEN: mark}}}
+            self._api.patch(api_version, kind, namespace, name, change)
+
+    def _target(self, kind: str) -> tuple[str, str] | None:
+        """An object of this kind, another one each time, so that no pool's history fills with marks."""
+        keys = self._store.pools()
+        if not keys:
+            return None
+        self._round += 1
+        for i in range(len(keys)):
+            key = keys[(self._round + i) % len(keys)]
+            name = self._name(kind, key)
+            if name:
+                return key.namespace, name
+        return None
+
+    def _name(self, kind: str, key: Key) -> str:
+        facts = self._store.facts(key)
+        if facts.body is None or "deletionTimestamp" in facts.body["metadata"]:
+            return ""
+        match kind:
+            case "InferencePool":
+                return key.pool
+            case "Deployment":
+                return next((name for name, d in facts.deployments.items() if not d.deleting), "")
+            case "PoolRoleScaler":
+                return next((names.role_object(key.pool, role) for role in facts.scalers), "")
+            case _:
+                return next(iter(facts.services), "")
+
+
+def mark_of(kind: str, body: Mapping[str, Any]) -> str:
+    """The mark that an object carries; empty: none."""
+    if kind == "InferencePool":
+        return str((body.get("status") or {}).get("operatorObservedAt") or "")
+    return str((body["metadata"].get("annotations") or {}).get(names.ANNOTATION_SEEN) or "")

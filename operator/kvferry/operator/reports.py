@@ -1,0 +1,112 @@
+"""Asks each pool's gateway what its workers are and hold; the operator's only look past the API server."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import aiohttp
+import msgspec
+
+from kvferry.core.clock import Clock
+from kvferry.operator import names
+from kvferry.operator.facts import FleetReport, Key, PoolFacts, Store
+
+_log = logging.getLogger(__name__)
+_TIMEOUT_SECONDS = 2.0
+_MAX_BYTES = 4 << 20
+_AT_ONCE = 32
+_TICK_SECONDS = 0.5
+_QUICK_SECONDS = 2.0
+_SLOW_SECONDS = 15.0
+_WINDOW_SECONDS = 300.0
+
+
+class Reports:
+    """Keeps the store's fleet reports fresh: often where a decision waits for them, rarely elsewhere."""
+
+    def __init__(self, store: Store, clock: Clock, nudge: Callable[[Key], None]) -> None:
+        """
+        Args:
+            nudge: called with a pool about which something new was learnt.
+        """
+        self._store = store
+        self._clock = clock
+        self._nudge = nudge
+        self._asked_at: dict[Key, float] = {}
+        self._totals: dict[Key, deque[tuple[float, Mapping[str, int]]]] = {}
+        self._gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def run(self) -> None:
+        """Ask, until cancelled."""
+        timeout = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as asking:
+            while True:
+                now = self._clock.monotonic()
+                keys = self._store.pools()
+                for gone in self._asked_at.keys() - set(keys):
+                    del self._asked_at[gone]
+                    self._totals.pop(gone, None)
+                for key in keys:
+                    facts = self._store.facts(key)
+                    address = address_of(key, facts)
+                    if address and now - self._asked_at.get(key, float("-inf")) >= _period(facts):
+                        self._asked_at[key] = now
+                        asking.create_task(self._ask(session, key, address))
+                await asyncio.sleep(_TICK_SECONDS)
+
+    async def _ask(self, session: aiohttp.ClientSession, key: Key, address: str) -> None:
+        async with self._gate:
+            before = self._store.facts(key).report
+            try:
+                async with session.get(f"http://{address}/fleet") as answer:
+                    raw = await answer.content.read(_MAX_BYTES)
+                    body = msgspec.json.decode(raw) if answer.status == 200 else None
+                report = None if body is None else FleetReport.of(self._clock.monotonic(), body)
+            except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, TypeError, ValueError) as error:
+                _log.debug("pool %s: no word from its gateway at %s: %s", key, address, error)
+                report = None
+        if report is not None:
+            report = FleetReport(report.at, report.workers, report.held, self._recent(key, report))
+        elif before is not None and self._clock.monotonic() - before.at < 2 * _SLOW_SECONDS:
+            return  # one answer missed is no news
+        self._store.take_report(key, report)
+        if _news(before) != _news(report):
+            self._nudge(key)
+
+    def _recent(self, key: Key, report: FleetReport) -> dict[str, int]:
+        """Hand-offs of the last minutes. A counter that went back belongs to another gateway process: begin anew."""
+        seen = self._totals.setdefault(key, deque())
+        if seen and any(report.handoffs.get(outcome, 0) < n for outcome, n in seen[-1][1].items()):
+            seen.clear()
+        seen.append((report.at, report.handoffs))
+        while len(seen) > 2 and report.at - seen[1][0] > _WINDOW_SECONDS:
+            seen.popleft()
+        first = seen[0][1]
+        return {outcome: n - first.get(outcome, 0) for outcome, n in report.handoffs.items()}
+
+
+def address_of(key: Key, facts: PoolFacts) -> str:
+    """`host:port` of the pool's gateway; empty while none of its pods is ready."""
+    gateway = facts.deployments.get(names.role_object(key.pool, names.ROLE_GATEWAY))
+    service = facts.services.get(key.pool)
+    if gateway is None or gateway.ready < 1 or service is None or not service.address or not service.http_port:
+        return ""
+    host = f"[{service.address}]" if ":" in service.address else service.address
+    return f"{host}:{service.http_port}"
+
+
+def _period(facts: PoolFacts) -> float:
+    body = facts.body or {}
+    auto = any((role.get("scaling") or {}).get("mode") == "Auto" for role in body["spec"].get("roles") or ())
+    conditions = (body.get("status") or {}).get("conditions") or ()
+    settled = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+    return _SLOW_SECONDS if settled and not auto else _QUICK_SECONDS
+
+
+def _news(report: FleetReport | None) -> object:
+    """What of a report changes conditions; loads do not, the autoscaler looks at them on its own beat."""
+    if report is None:
+        return None
+    lost = {outcome: n // 10 for outcome, n in report.handoffs.items()}
+    return frozenset((w.name, w.role, w.takes_work, w.fingerprint, w.model_digest) for w in report.workers), lost
