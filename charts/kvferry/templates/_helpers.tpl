@@ -1,0 +1,79 @@
+{{- define "kvferry.name" -}}
+{{- if contains "kvferry" .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}{{ else }}{{ printf "%s-kvferry" .Release.Name | trunc 50 | trimSuffix "-" }}{{ end }}
+{{- end }}
+
+{{- define "kvferry.account" -}}
+{{- default (printf "%s-operator" (include "kvferry.name" .)) .Values.serviceAccount.name }}
+{{- end }}
+
+{{- define "kvferry.image" -}}
+{{- with .Values.image }}
+{{- if .digest }}{{ .repository }}@{{ .digest }}{{ else }}{{ .repository }}:{{ default $.Chart.AppVersion .tag }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvferry.selector" -}}
+app.kubernetes.io/name: kvferry-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "kvferry.labels" -}}
+{{ include "kvferry.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{/* What the operator may do where it looks after pools. Alphabetical, one rule for each set of verbs. */}}
+{{- define "kvferry.rules" -}}
+- apiGroups: [""]
+  resources: [events, secrets]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, patch]
+- apiGroups: [""]
+  resources: [serviceaccounts]
+  verbs: [create, patch]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [create, delete, list, patch, watch]
+- apiGroups: [apps]
+  resources: [controllerrevisions]
+  verbs: [create, delete, get, list]
+- apiGroups: [apps]
+  resources: [deployments]
+  verbs: [create, delete, list, patch, watch]
+# Held so that it can be given to the gateways.
+- apiGroups: [discovery.k8s.io]
+  resources: [endpointslices]
+  verbs: [get, list, watch]
+- apiGroups: [inference.networking.k8s.io]
+  resources: [inferencepools]
+  verbs: [create, delete, patch]
+- apiGroups: [kvferry.dev]
+  resources: [inferencepools]
+  verbs: [list, watch]
+- apiGroups: [kvferry.dev]
+  resources: [inferencepools/status, poolrolescalers/status]
+  verbs: [patch]
+- apiGroups: [kvferry.dev]
+  resources: [poolrolescalers]
+  verbs: [create, delete, get, list, patch, watch]
+# Held so that it can be given to the gateways of pools that may sleep.
+- apiGroups: [kvferry.dev]
+  resources: [poolrolescalers/scale]
+  verbs: [get, patch]
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [create, delete, patch]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [create, delete, patch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [create, delete, patch]
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [rolebindings, roles]
+  verbs: [create, patch]
+{{- end }}
