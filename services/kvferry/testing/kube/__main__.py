@@ -2,12 +2,13 @@
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import click
 
 from kvferry.core.errors import KvferryError, UsageError
-from kvferry.testing.kube import assets, box, cluster, host_image, recipes
+from kvferry.testing.kube import assets, box, cluster, host_image, python_image, recipes
 from kvferry.testing.kube.cluster import NodeWish
 
 _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
@@ -70,6 +71,16 @@ def sh(folder: Path, words: tuple[str, ...]) -> None:
 def build(sets: tuple[str, ...]) -> None:
     """Build binaries that are missing; all sets unless some are named."""
     click.echo(assets.find(sets or recipes.SETS, say=_say).folder)
+
+
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--scratch", type=click.Path(path_type=Path), default=Path("build/image"), show_default=True)
+def image(out: Path, scratch: Path) -> None:
+    """Write the image of kvferry as an OCI archive."""
+    name = f"kvferry:{version('kvferry')}"
+    digest = python_image.write(out, scratch, name, _say)
+    click.echo(f"{out}: {name} {digest}, {out.stat().st_size >> 20} MiB")
 
 
 def _say(text: str) -> None:

@@ -15,7 +15,7 @@ from kvferry.testing.kube.control_plane import Place
 
 _CALL_SECONDS = 60.0
 _START_SECONDS = 30.0
-_MOST_BOXES = 40
+MOST_BOXES = 40
 _TOOLS = ("ip", "unshare", "nsenter", "setpriv", "mount", "sysctl", "nft", "conntrack", "containerd", "ctr", "runc")
 
 # kubelet insists on these and would write them; inside the box each is a file of its own.
@@ -161,12 +161,12 @@ def run(*words: object) -> str:
 
 def _claim() -> Box:
     """The first number that nobody has. The cgroup is the claim: making a folder fails for all but one."""
-    for number in range(1, _MOST_BOXES + 1):
+    for number in range(1, MOST_BOXES + 1):
         box = Box(number)
         if not Path("/sys/class/net", box.near).exists() and box.cgroups.claim():
             return box
     raise Unavailable(
-        f"{_MOST_BOXES} nodes run on this machine already; end some with `python -m kvferry.testing.kube down`"
+        f"{MOST_BOXES} nodes run on this machine already; end some with `python -m kvferry.testing.kube down`"
     )
 
 

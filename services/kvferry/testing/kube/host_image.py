@@ -12,7 +12,7 @@ from kvferry.testing.machine import ROOT
 
 NAME = "localhost/kvferry-host:1"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
-_ACCOUNTS = {
+ACCOUNTS = {
     "etc/passwd": f"root:x:0:0:root:/root:/bin/false\nnonroot:x:{NONROOT}:{NONROOT}:nonroot:/tmp:/bin/false\n",
     "etc/group": f"root:x:0:\nnonroot:x:{NONROOT}:\n",
     "etc/nsswitch.conf": "hosts: files dns\n",
@@ -53,7 +53,7 @@ def entries(mounts: Iterable[Path]) -> list[Entry]:
         places |= {str(one).lstrip("/") for one in (path, *path.parents)}
     places.discard("")
     made = [Entry(place, 0o1777 if place == "tmp" else 0o755) for place in sorted(places)]
-    made += [Entry(name, 0o644, data=text.encode()) for name, text in _ACCOUNTS.items()]
+    made += [Entry(name, 0o644, data=text.encode()) for name, text in ACCOUNTS.items()]
     made += [Entry(name.lstrip("/"), 0o644, source=Path(name)) for name in _COPIED if Path(name).is_file()]
     made += [Entry(name.lstrip("/"), target=str(Path(name).readlink())) for name in _SYSTEM if Path(name).is_symlink()]
     return made
