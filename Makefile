@@ -7,9 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PYTHONSAFEPATH := 1
+NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack iproute2 procps
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns explore faults test-long test-gpu test-cluster coverage clean
+.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns explore faults test-long test-gpu test-cluster cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,8 +111,31 @@ coverage: $(READY) ## branch coverage by the unit tests; fails where a pure modu
 test-gpu: $(READY) ## the tests marked gpu
 	@$(BIN)/python -m pytest -m gpu $(ARGS) || test $$? -eq 5 # 5: none is marked so yet
 
-test-cluster: $(READY) ## the tests marked cluster
-	@$(BIN)/python -m pytest -m cluster $(ARGS) || test $$? -eq 5 # 5: none is marked so yet
+test-cluster: $(READY) node-tools ## a real Kubernetes on this machine: built once with Go (minutes), then the tests marked cluster and node
+	@$(BIN)/python -m kvferry.testing.kube build control node
+	@$(BIN)/python -m pytest -m "cluster or node" $(ARGS)
+
+cluster-up: $(READY) node-tools ## the same cluster to look at, in build/cluster (ARGS="--models DIR")
+	@$(BIN)/python -m kvferry.testing.kube up build/cluster --node $(ARGS)
+
+cluster-down: $(READY) ## end it
+	@$(BIN)/python -m kvferry.testing.kube down build/cluster
+
+image: $(READY) ## build/image/kvferry.tar: an OCI archive with kvferry and all that it needs, made without a daemon
+	@$(BIN)/python -m kvferry.testing.kube image build/image/kvferry.tar
+
+# Never a reason to fail: without them the tests of the node are skipped, and say why.
+node-tools: ## containerd and what else a node needs, from the distribution, where we may install it
+	@have() { test -e /usr/lib/cni/bridge && for tool in containerd runc nft conntrack ip sysctl; do command -v $$tool >/dev/null || return 1; done; }; \
+	if have; then exit 0; fi; \
+	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+	  echo "installing $(NODE_PACKAGES), for a node of the tests' cluster"; \
+	  get() { timeout 300 env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $(NODE_PACKAGES) >/dev/null 2>&1; }; \
+	  get || { timeout 120 apt-get update -qq >/dev/null 2>&1 && get; } || true; \
+	  { systemctl disable --now containerd || service containerd stop; } >/dev/null 2>&1 || true; \
+	fi; \
+	have || echo "no node: as root, apt-get install $(NODE_PACKAGES)"
 
 clean: ## remove the environment and all build output
+	@if test -e build/cluster/state.json && test -x $(BIN)/python; then $(BIN)/python -m kvferry.testing.kube down build/cluster; fi
 	@rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
