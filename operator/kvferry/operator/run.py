@@ -27,6 +27,7 @@ from kvferry.operator.surroundings import EXTENSION_POOL, POD_MONITOR
 from kvferry.operator.work_queue import WorkQueue
 
 _log = logging.getLogger(__name__)
+LEASE = "kvferry-operator"
 _DEFINITIONS_SECONDS = 5.0
 _INSTALLED_SECONDS = 30.0
 _CENSUS_SECONDS = (5.0, 600.0)
@@ -43,7 +44,7 @@ class OperatorConfig:
     """Where pools are looked after; empty: everywhere."""
     own_namespace: str = "default"
     """Where its lease is."""
-    lease_name: str = "kvferry-operator"
+    lease_name: str = LEASE
     identity: str = ""
     lease: LeaseTimes = field(default_factory=LeaseTimes)
     health_address: str = "0.0.0.0:8080"
@@ -60,6 +61,22 @@ async def run_operator(config: OperatorConfig, api: KubeApi, *, clock: Clock | N
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     return await operator.run(stop)
+
+
+async def leader_of(api: KubeApi, namespace: str, timeout: float, name: str = LEASE) -> str:
+    """Who renews the lease; empty: nobody did within `timeout` seconds, or it cannot be read."""
+    renewed = ""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            while True:
+                lease = await asyncio.to_thread(api.get, "coordination.k8s.io/v1", "Lease", namespace, name)
+                spec = (lease or {}).get("spec") or {}
+                # Seen to change, rather than compared with this machine's clock.
+                if spec.get("holderIdentity") and renewed and spec.get("renewTime") != renewed:
+                    return str(spec["holderIdentity"])
+                renewed = spec.get("renewTime") or ""
+                await asyncio.sleep(_DEFINITIONS_SECONDS / 10)
+    return ""
 
 
 class Operator:

@@ -49,6 +49,28 @@ def run(values: Values) -> None:
     raise SystemExit(asyncio.run(run_operator(config, KubeApi.connect(values["kubeconfig"]))))
 
 
+@command.command("check")
+@with_settings(settings.OPERATOR_CHECK)
+def check(values: Values) -> None:
+    """See that the definitions are there and that an operator leads; what `helm test` runs.
+
+    \b
+      kvferry operator check --lease-namespace kvferry
+    """
+    from kvferry.core.errors import Unavailable
+    from kvferry.operator.api import KubeApi
+    from kvferry.operator.run import leader_of
+
+    deadline = values["timeout"]
+    holder = asyncio.run(leader_of(KubeApi.connect(values["kubeconfig"]), values["lease_namespace"], deadline))
+    if not holder:
+        raise Unavailable(
+            f"no operator leads: the lease in namespace {values['lease_namespace']} has had no living holder for "
+            f"{deadline:.0f} s; see the logs of the operator's pods"
+        )
+    click.echo(f"{holder} leads")
+
+
 @command.command("plan")
 @click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))

@@ -157,3 +157,8 @@ OPERATOR = (
     Setting("pulse_seconds", 10.0, "How often each watch has to prove that it lives.", parse=seconds(1, 3600)),
     Setting("workers", 4, "Pools reconciled at the same time.", parse=whole(1, 64)),
 )
+
+OPERATOR_CHECK = (
+    *(s for s in OPERATOR if s.name in {"kubeconfig", "lease_namespace"}),
+    Setting("timeout", 60.0, "Seconds to wait for it.", parse=seconds(1, 3600)),
+)
