@@ -81,6 +81,8 @@ class DispatchConfig:
 class FleetConfig:
     """Which workers there are and how they are watched."""
 
+    pool: str = ""
+    """`namespace/name` of the pool whose workers these are; empty: they are listed here."""
     prefill: tuple[Endpoint, ...] = ()
     decode: tuple[Endpoint, ...] = ()
     both: tuple[Endpoint, ...] = ()

@@ -8,7 +8,8 @@ from prometheus_client.registry import Collector
 
 from kvferry.core import metrics
 from kvferry.core.metrics import Kind, Metric
-from kvferry.gateway.fleet import Fleet, WorkerView
+from kvferry.gateway.fleet import Fleet
+from kvferry.gateway.member import WorkerView
 from kvferry.gateway.routing import choose
 
 MetricFamily = CounterMetricFamily | GaugeMetricFamily
