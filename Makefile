@@ -42,10 +42,10 @@ $(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu
 	@quiet=--quiet; if test -t 2; then quiet=; fi; \
 	if test -x $(BIN)/uv; then \
 	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet -r requirements.lock && \
-	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet --no-deps --no-build-isolation --reinstall-package kvferry -e '.[nixl,redis,encryption]'; \
+	  VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install $$quiet --no-deps --no-build-isolation --reinstall-package kvferry -e '.[nixl,redis,encryption,operator]'; \
 	else \
 	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps -r requirements.lock && \
-	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps --no-build-isolation -e '.[nixl,redis,encryption]'; \
+	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps --no-build-isolation -e '.[nixl,redis,encryption,operator]'; \
 	fi
 	@touch $(READY)
 
@@ -78,7 +78,7 @@ verify: $(READY) ## generated files are what the sources say
 	@$(BIN)/python -m kvferry.testing.golden verify
 
 lock: $(READY) ## resolve the dependencies anew into requirements.lock (ARGS="--upgrade")
-	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra nixl --extra redis --extra encryption --group dev pyproject.toml -o requirements.lock $(ARGS)
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra nixl --extra redis --extra encryption --extra operator --group dev pyproject.toml -o requirements.lock $(ARGS)
 
 bench: $(READY) ## the benchmarks; rows appended to tests/bench/results/*.csv
 	@$(BIN)/python tests/bench/bench_line.py $(ARGS)
