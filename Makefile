@@ -50,7 +50,7 @@ $(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu
 	@touch $(READY)
 
 test: $(READY) redis ## every test that needs no GPU and no cluster, but for `make test-long`
-	@$(BIN)/python -m pytest -m "not gpu and not cluster and not long" $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not cluster and not node and not scale and not long" $(ARGS)
 
 check: $(READY) lint types layers verify ## format, lint, types, layers, generated files fresh
 

@@ -1,0 +1,170 @@
+"""etcd, kube-apiserver, kube-controller-manager and kube-scheduler: their flags, and starting them in order."""
+
+import json
+import secrets
+import socket
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.testing.kube import certificates
+from kvferry.testing.kube.api import Api
+from kvferry.testing.kube.assets import Assets
+from kvferry.testing.kube.children import Children
+
+_START_SECONDS = 120.0
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a control plane listens, and which addresses its cluster gives out."""
+
+    address: str
+    api_port: int
+    etcd_port: int
+    peer_port: int
+    service_cidr: str
+    pod_cidr: str
+    bind_address: str = _LOOPBACK
+    prefix: tuple[str, ...] = ()
+    """Before each command's words: where it runs."""
+
+    @property
+    def url(self) -> str:
+        """Of the API server."""
+        return f"https://{self.address}:{self.api_port}"
+
+    @property
+    def first_service(self) -> str:
+        """The address that the API server has as a Service."""
+        return self.service_cidr.partition("/")[0].rpartition(".")[0] + ".1"
+
+
+def loopback() -> Place:
+    """Free ports of this machine. Nothing answers at the cluster's own addresses: there is no node."""
+    with ExitStack() as held:
+        made = [held.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(3)]
+        api, etcd, peer = (one.getsockname()[1] for one in made)
+    return Place(_LOOPBACK, api, etcd, peer, "10.96.0.0/24", "10.244.0.0/16")
+
+
+def prepare(folder: Path, place: Place, children: Children) -> Api:
+    """Certificates, the admin's token and the kubeconfig; nothing runs yet."""
+    pki = folder / "pki"
+    certificates.make_all(pki, {_LOOPBACK, place.address, place.first_service}, children.clock)
+    token = secrets.token_hex(16)
+    _private(pki / "tokens.csv", f'{token},admin,admin,"system:masters"\n')
+    kubeconfig = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "kvferry",
+        "clusters": [
+            {"name": "kvferry", "cluster": {"server": place.url, "certificate-authority": str(pki / "ca.crt")}}
+        ],
+        "users": [{"name": "admin", "user": {"token": token}}],
+        "contexts": [{"name": "kvferry", "context": {"cluster": "kvferry", "user": "admin"}}],
+    }
+    _private(folder / "kubeconfig", json.dumps(kubeconfig, indent=1) + "\n")
+    return Api(place.url, token, pki / "ca.crt", children.clock)
+
+
+def start(folder: Path, place: Place, assets: Assets, children: Children, api: Api) -> None:
+    """All four; back when the API answers and pods can be made.
+
+    Raises:
+        Unavailable: one of them ended, or they took too long.
+    """
+    commands = {
+        "etcd": etcd_flags(folder, place),
+        "kube-apiserver": apiserver_flags(folder, place),
+        # These two wait for the API server themselves.
+        "kube-controller-manager": controller_manager_flags(folder, place),
+        "kube-scheduler": scheduler_flags(folder),
+    }
+    for name, flags in commands.items():
+        children.spawn(name, [*place.prefix, assets.path(name), *flags])
+
+    def meanwhile() -> None:
+        for name in commands:
+            children.check(name)
+
+    api.wait("/readyz", seconds=_START_SECONDS, meanwhile=meanwhile)
+    # The controller manager makes it, and no pod is admitted before.
+    api.wait("/api/v1/namespaces/default/serviceaccounts/default", seconds=_START_SECONDS, meanwhile=meanwhile)
+
+
+def etcd_flags(folder: Path, place: Place) -> list[str]:
+    """Data that nobody keeps need not reach the disk."""
+    client, peer = f"http://{_LOOPBACK}:{place.etcd_port}", f"http://{_LOOPBACK}:{place.peer_port}"
+    return [
+        f"--data-dir={folder}/etcd",
+        "--unsafe-no-fsync",
+        "--log-level=warn",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+    ]
+
+
+def apiserver_flags(folder: Path, place: Place) -> list[str]:
+    """With the aggregation layer, so that a test can serve an API of its own through it."""
+    pki = folder / "pki"
+    return [
+        f"--etcd-servers=http://{_LOOPBACK}:{place.etcd_port}",
+        f"--bind-address={place.bind_address}",
+        f"--advertise-address={place.address}",
+        f"--secure-port={place.api_port}",
+        f"--service-cluster-ip-range={place.service_cidr}",
+        f"--tls-cert-file={pki}/api.crt",
+        f"--tls-private-key-file={pki}/api.key",
+        f"--token-auth-file={pki}/tokens.csv",
+        "--authorization-mode=RBAC",
+        "--allow-privileged=true",
+        "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+        f"--service-account-key-file={pki}/accounts.key",
+        f"--service-account-signing-key-file={pki}/accounts.key",
+        f"--requestheader-client-ca-file={pki}/front-proxy-ca.crt",
+        f"--requestheader-allowed-names={certificates.FRONT_PROXY}",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-username-headers=X-Remote-User",
+        f"--proxy-client-cert-file={pki}/front-proxy.crt",
+        f"--proxy-client-key-file={pki}/front-proxy.key",
+        "--kubelet-preferred-address-types=InternalIP",
+        "--enable-priority-and-fairness=false",
+        "--profiling=false",
+    ]
+
+
+def controller_manager_flags(folder: Path, place: Place) -> list[str]:
+    """Autoscalers look every two seconds; the default limits on calls would slow tests."""
+    pki = folder / "pki"
+    return [
+        *scheduler_flags(folder),
+        f"--root-ca-file={pki}/ca.crt",
+        f"--service-account-private-key-file={pki}/accounts.key",
+        f"--cluster-cidr={place.pod_cidr}",
+        "--allocate-node-cidrs=true",
+        "--node-cidr-mask-size=24",
+        "--horizontal-pod-autoscaler-sync-period=2s",
+    ]
+
+
+def scheduler_flags(folder: Path) -> list[str]:
+    """Also the controller manager's: one of a kind, heard by nobody."""
+    return [
+        f"--kubeconfig={folder}/kubeconfig",
+        "--leader-elect=false",
+        "--secure-port=0",
+        "--kube-api-qps=500",
+        "--kube-api-burst=1000",
+        "--profiling=false",
+    ]
+
+
+def _private(path: Path, text: str) -> None:
+    path.touch(0o600)
+    path.write_text(text, "utf-8")

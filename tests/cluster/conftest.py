@@ -1,0 +1,65 @@
+"""A cluster for the session and a namespace for each test; a failed test tells what the cluster saw."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kubernetes import client, config
+
+from kvferry.testing.kube import assets, cluster
+from kvferry.testing.kube.cluster import Cluster
+
+
+class Kube:
+    """A running cluster as a test sees it."""
+
+    def __init__(self, running: Cluster) -> None:
+        self.cluster = running
+        self.kubeconfig: Path = running.kubeconfig
+        self.client: client.ApiClient = config.new_client_from_config(config_file=str(running.kubeconfig))
+
+    def kubectl(self, *words: object, input: str | None = None, seconds: float = 120.0) -> str:  # noqa: A002
+        """What it said; raises with its complaint."""
+        return self.cluster.kubectl(*words, stdin=input, seconds=seconds)
+
+
+_PHASES = pytest.StashKey[bool]()
+_USED: list[Kube] = []
+
+
+@pytest.fixture(scope="session")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    """A control plane: no nodes, so pods stay pending."""
+    found = assets.find(["control"])
+    with cluster.running(tmp_path_factory.mktemp("kube"), found) as running:
+        made = Kube(running)
+        _USED.append(made)
+        yield made
+        _USED.remove(made)
+        made.client.close()
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A fresh one, in the cluster that the test uses; deleted without waiting."""
+    used: Kube = request.getfixturevalue("kube_node" if "kube_node" in request.fixturenames else "kube")
+    name = f"test-{secrets.token_hex(4)}"
+    used.kubectl("create", "namespace", name)
+    yield name
+    if request.node.stash.get(_PHASES, False):
+        print(f"--- events in {name}\n{used.kubectl('get', 'events', '-n', name, '--sort-by=.lastTimestamp')}")
+    used.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.failed and report.when in ("setup", "call"):
+        item.stash[_PHASES] = True
+        for used in _USED:
+            for name, tail in used.cluster.logs():
+                report.sections.append((f"log of {name}", tail))
+    return report
