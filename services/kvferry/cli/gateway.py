@@ -7,7 +7,7 @@ import click
 
 from kvferry.cli import settings
 from kvferry.cli.options import Values, with_settings
-from kvferry.cli.supervised import announce, follow_parent
+from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
 
 
@@ -24,6 +24,7 @@ def command(values: Values) -> None:
     With --pool the workers are whoever the pool has in its cluster, from moment to moment. While it has none, requests
     wait, and the pool's roles that allow it are woken from 0 replicas to 1.
     """
+    leave_on_signals()
     follow_parent()
     from kvferry.gateway.config import (
         Endpoint,

@@ -170,7 +170,7 @@ class SliceCache:
             return False
         if version:
             self.version = str(version)
-        return kind != "BOOKMARK"
+        return bool(kind != "BOOKMARK")
 
     def places(self) -> tuple[Place, ...]:
         """See `places_of`."""
