@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kubernetes import client, config
 
-from kvferry.testing.kube import assets, cluster
-from kvferry.testing.kube.cluster import Cluster
+from kvferry.testing.kube import assets, box, cluster, host_image
+from kvferry.testing.kube.cluster import Cluster, NodeWish
 
 
 class Kube:
@@ -30,16 +31,44 @@ _PHASES = pytest.StashKey[bool]()
 _USED: list[Kube] = []
 
 
+@contextmanager
+def _seen_by_tests(folder: Path, wish: NodeWish | None) -> Iterator[Kube]:
+    found = assets.find(["control", "node"] if wish is not None else ["control"])
+    with cluster.running(folder, found, wish=wish) as running:
+        made = Kube(running)
+        _USED.append(made)
+        try:
+            yield made
+        finally:
+            _USED.remove(made)
+            made.client.close()
+
+
 @pytest.fixture(scope="session")
 def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
     """A control plane: no nodes, so pods stay pending."""
-    found = assets.find(["control"])
-    with cluster.running(tmp_path_factory.mktemp("kube"), found) as running:
-        made = Kube(running)
-        _USED.append(made)
+    with _seen_by_tests(tmp_path_factory.mktemp("kube"), None) as made:
         yield made
-        _USED.remove(made)
-        made.client.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that containers of the runtime `host` see at the same path; put what they need into it."""
+    folder = tmp_path_factory.mktemp("models")
+    folder.chmod(0o755)  # pytest's are for their owner alone, and containers are somebody else
+    return folder
+
+
+@pytest.fixture(scope="session")
+def kube_node(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Kube]:
+    """A cluster with a node, and the image of the runtime `host` loaded."""
+    if reason := box.why_not():
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("node")
+    wish = NodeWish(host_image.folders([models]))
+    with _seen_by_tests(folder, wish) as made:
+        made.cluster.load(host_image.write(folder / "host.tar", wish.host_folders))
+        yield made
 
 
 @pytest.fixture

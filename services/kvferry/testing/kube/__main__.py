@@ -1,12 +1,15 @@
 """`python -m kvferry.testing.kube`: a local Kubernetes to look at by hand."""
 
+import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import click
 
-from kvferry.core.errors import KvferryError
-from kvferry.testing.kube import assets, cluster, recipes
+from kvferry.core.errors import KvferryError, UsageError
+from kvferry.testing.kube import assets, box, cluster, host_image, python_image, recipes
+from kvferry.testing.kube.cluster import NodeWish
 
 _FOLDER = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 
@@ -18,14 +21,25 @@ def main() -> None:
 
 @main.command()
 @_FOLDER
-def up(folder: Path) -> None:
+@click.option("--node", is_flag=True, help="With a node that runs pods (needs root).")
+@click.option(
+    "--models", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Seen by host containers."
+)
+def up(folder: Path, node: bool, models: Path | None) -> None:
     """Start a cluster that stays until `down`."""
-    found = assets.find(["control"], say=_say)
-    made = cluster.up(folder, found, lasting=True)
+    wish = None
+    if node:
+        if reason := box.why_not():
+            raise UsageError(reason, field="--node")
+        wish = NodeWish(host_image.folders([models] if models else []))
+    found = assets.find(["control", "node"] if node else ["control"], say=_say)
+    made = cluster.up(folder, found, wish=wish, lasting=True)
+    if wish is not None:
+        made.load(host_image.write(made.folder / "host.tar", wish.host_folders))
     for stage, seconds in made.children.state.seconds.items():
         _say(f"{seconds:6.2f} s  {stage}")
     click.echo(f"export KUBECONFIG={made.kubeconfig}")
-    click.echo(f"{found.path('kubectl')} get namespaces")
+    click.echo(f"{found.path('kubectl')} get {'nodes' if node else 'namespaces'}")
 
 
 @main.command()
@@ -36,10 +50,37 @@ def down(folder: Path) -> None:
 
 
 @main.command()
+@_FOLDER
+@click.argument("archive", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+def load(folder: Path, archive: Path) -> None:
+    """Give the node an image, from an OCI archive."""
+    cluster.attach(folder, assets.find([])).load(archive)
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@_FOLDER
+@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED)
+def sh(folder: Path, words: tuple[str, ...]) -> None:
+    """Run a command on the node."""
+    enter = cluster.attach(folder, assets.find([])).box.enter
+    os.execvp(enter[0], [*enter, *words])  # noqa: S606
+
+
+@main.command()
 @click.argument("sets", nargs=-1, type=click.Choice(recipes.SETS))
 def build(sets: tuple[str, ...]) -> None:
     """Build binaries that are missing; all sets unless some are named."""
     click.echo(assets.find(sets or recipes.SETS, say=_say).folder)
+
+
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--scratch", type=click.Path(path_type=Path), default=Path("build/image"), show_default=True)
+def image(out: Path, scratch: Path) -> None:
+    """Write the image of kvferry as an OCI archive."""
+    name = f"kvferry:{version('kvferry')}"
+    digest = python_image.write(out, scratch, name, _say)
+    click.echo(f"{out}: {name} {digest}, {out.stat().st_size >> 20} MiB")
 
 
 def _say(text: str) -> None:

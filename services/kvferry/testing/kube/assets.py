@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -14,7 +13,7 @@ from pathlib import Path
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.config import cache_dir, child_environment, environment
 from kvferry.core.errors import Unavailable, UsageError
-from kvferry.testing.kube import recipes
+from kvferry.testing.kube import recipes, toolchain
 from kvferry.testing.kube.recipes import Build, Recipes
 
 _BUILD_SECONDS = 3600.0
@@ -75,7 +74,7 @@ def missing(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def _build_missing(known: Recipes, sets: Sequence[str], folder: Path, clock: Clock, say: Say) -> None:
-    go = _toolchain()
+    go = toolchain.find(known.go)
     start = clock.monotonic()
 
     def progress(text: str) -> None:
@@ -106,16 +105,6 @@ def _build(known: Recipes, build: Build, go: str, folder: Path) -> None:
             raise Unavailable(f"`go build` of {', '.join(build.binaries)} failed with {done.returncode}:\n{tail}")
         for name in build.binaries:
             os.replace(Path(made) / name, folder / name)  # whole or not at all
-
-
-def _toolchain() -> str:
-    found = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
-    if found is None:
-        raise Unavailable(
-            "no Go toolchain to build Kubernetes with: put `go` 1.24 or newer on PATH, "
-            "or set KUBEBUILDER_ASSETS to a folder that has the binaries"
-        )
-    return found
 
 
 @contextmanager

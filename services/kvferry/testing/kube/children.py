@@ -30,8 +30,8 @@ class BoxState(msgspec.Struct, frozen=True):
     """The node's namespaces."""
 
     number: int
-    outer: Process
     inner: Process | None = None
+    """Its first process; none yet while it starts."""
 
 
 class State(msgspec.Struct):

@@ -1,18 +1,20 @@
 """A whole cluster in one folder: up, attach, down."""
 
+import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import KvferryError, Unavailable, UsageError
-from kvferry.testing.kube import control_plane
+from kvferry.testing.kube import box, control_plane, node
 from kvferry.testing.kube.assets import Assets
 from kvferry.testing.kube.children import Children, State, log_tail
+from kvferry.testing.kube.runtime import Runtime
 
 _CALL_SECONDS = 120.0
 
@@ -42,9 +44,25 @@ class Cluster:
             raise Unavailable(f"kubectl {' '.join(map(str, words))}: {done.stderr.strip()}")
         return done.stdout
 
+    @property
+    def box(self) -> box.Box:
+        """The node's.
+
+        Raises:
+            UsageError: the cluster has no node.
+        """
+        state = self.children.state.box
+        if state is None:
+            raise UsageError(f"the cluster in {self.folder} has no node; start it with --node", field="DIR")
+        return box.attached(state)
+
+    def load(self, archive: Path) -> None:
+        """Give the node an image, from an OCI archive."""
+        Runtime(self.box).load(archive)
+
     def end(self) -> None:
-        """End its processes; the folder stays."""
-        self.children.end_all()
+        """End its processes, and its node with all that it made; the folder stays."""
+        _end(self.children)
 
     def logs(self) -> Iterator[tuple[str, str]]:
         """The last lines of each process's log."""
@@ -52,11 +70,22 @@ class Cluster:
             yield path.stem, log_tail(self.folder, path.stem)
 
 
-def up(folder: Path, assets: Assets, *, lasting: bool = False, clock: Clock | None = None) -> Cluster:
+@dataclass(frozen=True, slots=True)
+class NodeWish:
+    """That the cluster has a node."""
+
+    host_folders: Sequence[Path] = ()
+    """What containers of the runtime `host` see of this machine."""
+
+
+def up(
+    folder: Path, assets: Assets, *, wish: NodeWish | None = None, lasting: bool = False, clock: Clock | None = None
+) -> Cluster:
     """Start a cluster; a failed start leaves its logs and nothing else.
 
     Args:
         folder: new or empty; everything of the cluster lives there.
+        wish: for a node; else pods stay pending.
         lasting: it outlives this process.
 
     Raises:
@@ -64,32 +93,57 @@ def up(folder: Path, assets: Assets, *, lasting: bool = False, clock: Clock | No
         Unavailable: it does not start.
     """
     folder = _empty(folder)
-    clock = clock or SystemClock()
-    start = clock.monotonic()
-    children = Children(folder, State(), clock, lasting)
-    place = control_plane.loopback()
-    children.state.url = place.url
-
-    def reached(stage: str) -> None:
-        children.state.seconds[stage] = round(clock.monotonic() - start, 2)
-
+    children = Children(folder, State(), clock or SystemClock(), lasting)
     try:
-        api = control_plane.prepare(folder, place, children)
-        reached("certificates")
-        control_plane.start(folder, place, assets, children, api)
-        reached("control plane")
-        children.state.write(folder)
+        _start(folder, assets, children, wish)
     except BaseException:
         with suppress(KvferryError):  # the first failure is the one to tell
-            children.end_all()
+            _end(children)
         raise
     return Cluster(folder, assets, children)
 
 
+def _start(folder: Path, assets: Assets, children: Children, wish: NodeWish | None) -> None:
+    start = children.clock.monotonic()
+
+    def reached(stage: str) -> None:
+        children.state.seconds[stage] = round(children.clock.monotonic() - start, 2)
+
+    home = None
+    place = control_plane.loopback()
+    if wish is not None:
+        home = box.start(folder, children)
+        place = home.place
+        reached("box")
+    children.state.url = place.url
+    api = control_plane.prepare(folder, place, children)
+    control_plane.start(folder, place, assets, children)
+    reached("processes")
+    if wish is not None and home is not None:  # while the API server starts
+        node.start_runtime(folder, home, assets, children, wish.host_folders)
+        reached("containerd")
+    control_plane.wait(children, api)
+    reached("control plane")
+    if home is not None:
+        node.start(folder, home, assets, children, api)
+        Cluster(folder, assets, children).kubectl("apply", "-f", "-", stdin=json.dumps(node.runtime_class()))
+        reached("node")
+    children.state.write(folder)
+
+
+def _end(children: Children) -> None:
+    if children.state.box is not None:
+        box.stop(children.state.box, children)
+    else:
+        children.end_all()
+
+
 @contextmanager
-def running(folder: Path, assets: Assets, *, clock: Clock | None = None) -> Iterator[Cluster]:
+def running(
+    folder: Path, assets: Assets, *, wish: NodeWish | None = None, clock: Clock | None = None
+) -> Iterator[Cluster]:
     """A cluster until the block ends, however it or this process ends."""
-    cluster = up(folder, assets, clock=clock)
+    cluster = up(folder, assets, wish=wish, clock=clock)
     try:
         yield cluster
     finally:
@@ -114,7 +168,7 @@ def down(folder: Path, *, clock: Clock | None = None) -> None:
         Unavailable: something does not end.
     """
     folder = folder.resolve()
-    Children(folder, State.read(folder), clock or SystemClock()).end_all()
+    _end(Children(folder, State.read(folder), clock or SystemClock()))
     shutil.rmtree(folder)
 
 

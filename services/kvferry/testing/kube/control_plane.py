@@ -14,6 +14,7 @@ from kvferry.testing.kube.children import Children
 
 _START_SECONDS = 120.0
 _LOOPBACK = "127.0.0.1"
+_NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +70,27 @@ def prepare(folder: Path, place: Place, children: Children) -> Api:
     return Api(place.url, token, pki / "ca.crt", children.clock)
 
 
-def start(folder: Path, place: Place, assets: Assets, children: Children, api: Api) -> None:
-    """All four; back when the API answers and pods can be made.
-
-    Raises:
-        Unavailable: one of them ended, or they took too long.
-    """
+def start(folder: Path, place: Place, assets: Assets, children: Children) -> None:
+    """All four; nothing is awaited. Two of them wait for the API server themselves."""
     commands = {
         "etcd": etcd_flags(folder, place),
         "kube-apiserver": apiserver_flags(folder, place),
-        # These two wait for the API server themselves.
         "kube-controller-manager": controller_manager_flags(folder, place),
         "kube-scheduler": scheduler_flags(folder),
     }
     for name, flags in commands.items():
         children.spawn(name, [*place.prefix, assets.path(name), *flags])
 
+
+def wait(children: Children, api: Api) -> None:
+    """Until the API answers and pods can be made.
+
+    Raises:
+        Unavailable: one of the four ended, or they took too long.
+    """
+
     def meanwhile() -> None:
-        for name in commands:
+        for name in _NAMES:
             children.check(name)
 
     api.wait("/readyz", seconds=_START_SECONDS, meanwhile=meanwhile)

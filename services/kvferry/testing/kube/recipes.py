@@ -44,6 +44,8 @@ class Recipes:
     version: str
     fingerprint: str
     """Of every file that says what is built."""
+    go: str
+    """Toolchain to fetch where there is none."""
     environment: Mapping[str, str]
     builds: tuple[Build, ...]
 
@@ -73,7 +75,8 @@ def read(folder: Path = BUILD) -> Recipes:
         stamps = {k: v.format(**words) for k, v in said["stamps"].get(one.get("stamps"), {}).items()}
         return Build(one["set"], one["module"], tuple(one["packages"]), one.get("output"), stamps)
 
-    return Recipes(version, _fingerprint(folder), said["environment"], tuple(build(one) for one in said["build"]))
+    builds = tuple(build(one) for one in said["build"])
+    return Recipes(version, _fingerprint(folder), said["go"], said["environment"], builds)
 
 
 def _fingerprint(folder: Path) -> str:
