@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from kvferry.core.config import environment
 from kvferry.core.errors import UsageError
 from kvferry.gateway.config import PoolName
 from kvferry.gateway.discovery import POOL_LABEL
@@ -101,7 +102,9 @@ class PoolApi:
             try:
                 library.config.load_incluster_config(client_configuration=configuration)
             except library.config.ConfigException:
-                library.config.load_kube_config(client_configuration=configuration)
+                # Said here, since the library reads the variable only once, when it is imported.
+                file = environment().get("KUBECONFIG") or None
+                library.config.load_kube_config(config_file=file, client_configuration=configuration)
         except Exception as error:  # also what YAML, files and certificates raise
             raise UsageError(
                 f"no credentials for the cluster: there is no service account, and no kubeconfig ({_short(error)}); "
