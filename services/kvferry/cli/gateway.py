@@ -7,7 +7,8 @@ import click
 
 from kvferry.cli import settings
 from kvferry.cli.options import Values, with_settings
-from kvferry.cli.supervised import announce, follow_parent
+from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
+from kvferry.core.errors import UsageError
 
 
 @click.command("gateway")
@@ -18,9 +19,23 @@ def command(values: Values) -> None:
     \b
       kvferry gateway --prefill 10.0.0.5:9100/9101 --decode 10.0.0.6:9100/9101 --http 0.0.0.0:8000
       kvferry gateway --both 127.0.0.1:9100/9101
+      kvferry gateway --pool chat/smollm --http 0.0.0.0:8000 --linger-seconds 5
+
+    With --pool the workers are whoever the pool has in its cluster, from moment to moment. While it has none, requests
+    wait, and the pool's roles that allow it are woken from 0 replicas to 1.
     """
+    leave_on_signals()
     follow_parent()
-    from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig, RetryConfig, RoutingConfig
+    from kvferry.gateway.config import (
+        Endpoint,
+        FleetConfig,
+        GatewayConfig,
+        HoldConfig,
+        HttpConfig,
+        PoolName,
+        RetryConfig,
+        RoutingConfig,
+    )
     from kvferry.gateway.serve import Listening, run_gateway
     from kvferry.model.source import open_model
     from kvferry.rpc.model_text import text_model_of
@@ -28,8 +43,21 @@ def command(values: Values) -> None:
     def endpoints(role: str) -> tuple[Endpoint, ...]:
         return tuple(Endpoint.parse(text) for text in values[role])
 
+    listed = [f"--{role}" for role in ("prefill", "decode", "both") if values[role]]
+    if values["pool"] and listed:
+        raise UsageError(
+            f"--pool and {', '.join(listed)} exclude each other: either a pool says who the workers are, or you do",
+            field="pool",
+        )
     config = GatewayConfig(
-        fleet=FleetConfig(endpoints("prefill"), endpoints("decode"), endpoints("both")),
+        fleet=FleetConfig(
+            pool=PoolName.parse(values["pool"]) if values["pool"] else None,
+            prefill=endpoints("prefill"),
+            decode=endpoints("decode"),
+            both=endpoints("both"),
+        ),
+        hold=HoldConfig(max_held=values["max_held"], seconds=values["hold_seconds"]),
+        linger_seconds=values["linger_seconds"],
         http=HttpConfig(
             address=values["http"],
             api_keys_file=Path(values["api_keys_file"]) if values["api_keys_file"] else None,

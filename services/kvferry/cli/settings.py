@@ -19,6 +19,28 @@ HEAD_START = Setting(
     "Longer prompts' blocks begin to travel while they are computed; 0: never.",
     parse=whole(0, 1 << 20),
 )
+LINGER = Setting(
+    "linger_seconds",
+    0.0,
+    "Seconds that new requests are still taken after SIGTERM while readiness says no, until all have heard of it.",
+    parse=seconds(0, 600),
+)
+POOL = Setting(
+    "pool",
+    "",
+    "NAMESPACE/NAME of an InferencePool whose workers to serve with, instead of listed ones; with the service account "
+    "of the pod, or KUBECONFIG.",
+)
+HOLD = (
+    Setting(
+        "max_held",
+        256,
+        "With --pool: samples that wait for a pool without workers; more get 429.",
+        parse=whole(0, 1 << 16),
+    ),
+    Setting("hold_seconds", 60.0, "With --pool: seconds that one waits; then it gets 503.", parse=seconds(0, 3600)),
+)
+METRICS = Setting("metrics", "", "HOST:PORT of a page of Prometheus metrics, at /metrics; without it there is none.")
 DRAIN = Setting("drain_seconds", 30.0, "Seconds that running requests may go on after SIGTERM.", parse=seconds(0, 3600))
 API_KEYS = Setting("api_keys_file", "", "File with lines of `key tenant`; without it everybody may ask.")
 
@@ -84,6 +106,7 @@ WORKER = (
     Setting("decode_admin", "127.0.0.1:0", "The same for the decode engine of role split."),
     Setting("advertise_host", "", "Host under which other workers reach this one; default: the one it listens on."),
     Setting("worker_id", "", "Stable name; default: the advertised address."),
+    METRICS,
     *ENGINE,
     *TIERS,
     *SECRETS,
@@ -102,6 +125,8 @@ GATEWAY = (
     Setting("prefill", (), "HOST:PORT[/ADMIN_PORT] of a prefill worker; repeat for more.", is_repeated=True),
     Setting("decode", (), "HOST:PORT[/ADMIN_PORT] of a decode worker; repeat for more.", is_repeated=True),
     Setting("both", (), "HOST:PORT[/ADMIN_PORT] of a worker of role both; repeat for more.", is_repeated=True),
+    POOL,
+    *HOLD,
     HTTP,
     GRPC,
     API_KEYS,
@@ -113,6 +138,7 @@ GATEWAY = (
     HEAD_START,
     Setting("max_streams", 1024, "Samples in flight; more are refused with 429.", parse=whole(1, 1 << 20)),
     Setting("request_timeout", 600.0, "Seconds that a request may take.", parse=seconds(1, 86400)),
+    LINGER,
     DRAIN,
 )
 

@@ -8,7 +8,7 @@ import click
 
 from kvferry.cli import settings
 from kvferry.cli.options import Values, with_settings
-from kvferry.cli.supervised import announce, follow_parent
+from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core import config as surroundings
 from kvferry.core.errors import UsageError
 
@@ -38,6 +38,7 @@ def command(values: Values) -> None:
       kvferry worker --role both --listen 127.0.0.1:9100
       KVFERRY_TICKET_KEY=... kvferry worker --role prefill --connector nixl --listen 10.0.0.5:9100
     """
+    leave_on_signals()
     follow_parent()
     # Imported here: these load torch, which `--help` and wrong flags need not wait for.
     from kvferry.engine.scheduler import SchedulerLimits
@@ -71,6 +72,7 @@ def command(values: Values) -> None:
         advertise_host=values["advertise_host"],
         connector=values["connector"],
         worker_id=values["worker_id"],
+        metrics=values["metrics"],
         ticket_secrets=tuple(tickets),
         tenant_secret=tenants[0],
         offers=OfferTimes(offer_seconds=values["offer_seconds"], lease_seconds=values["lease_seconds"]),

@@ -81,12 +81,36 @@ GATEWAY_HANDOFF_SECONDS = Metric(
     buckets=_STEP_BUCKETS,
 )
 GATEWAY_WORKERS = Metric(
-    "kvferry_gateway_workers", Kind.GAUGE, "Configured workers, by whether they take work.", ("role", "state")
+    "kvferry_gateway_workers", Kind.GAUGE, "Workers of the fleet, by whether they take work.", ("role", "state")
 )
+
+GATEWAY_STALE = Metric(
+    "kvferry_gateway_fleet_stale",
+    Kind.GAUGE,
+    "1 while the source of the list of workers fails, so that the last known ones are used.",
+)
+GATEWAY_HELD = Metric("kvferry_gateway_held", Kind.GAUGE, "Samples that wait for the pool to have a worker.")
+GATEWAY_WAKES = Metric("kvferry_gateway_wakes_total", Kind.COUNTER, "Roles of the pool set from 0 replicas to 1.")
+
+_WORKER = ("worker",)
+WORKER_READY = Metric("kvferry_worker_ready", Kind.GAUGE, "1 while it takes new requests.", _WORKER)
+WORKER_RUNNING = Metric("kvferry_worker_running", Kind.GAUGE, "Sequences in the running batch.", _WORKER)
+WORKER_WAITING = Metric("kvferry_worker_waiting", Kind.GAUGE, "Sequences that wait for room.", _WORKER)
+WORKER_LOADING = Metric("kvferry_worker_loading", Kind.GAUGE, "Sequences that wait for KV from elsewhere.", _WORKER)
+WORKER_BLOCKS = Metric("kvferry_worker_blocks", Kind.GAUGE, "KV pages.", _WORKER)
+WORKER_BLOCKS_FREE = Metric("kvferry_worker_free_blocks", Kind.GAUGE, "KV pages free or evictable.", _WORKER)
+WORKER_EXPORTS = Metric("kvferry_worker_exports", Kind.GAUGE, "Prompts whose pages are kept for others.", _WORKER)
+WORKER_EXPORTED_BLOCKS = Metric(
+    "kvferry_worker_exported_blocks", Kind.GAUGE, "KV pages that exports keep from being used anew.", _WORKER
+)
+WORKER_OFFERED = Metric("kvferry_worker_tickets_offered", Kind.GAUGE, "Tickets that nobody has claimed yet.", _WORKER)
+WORKER_CLAIMED = Metric("kvferry_worker_tickets_claimed", Kind.GAUGE, "Tickets that somebody reads.", _WORKER)
+WORKER_TRANSFERS = Metric("kvferry_worker_transfers", Kind.GAUGE, "Reads of KV in flight.", _WORKER)
+WORKER_OPEN_CALLS = Metric("kvferry_worker_open_calls", Kind.GAUGE, "Calls in flight.", _WORKER)
 
 _TIER = ("worker", "tier")
 WORKER_QUARANTINED = Metric(
-    "kvferry_worker_quarantined_blocks", Kind.GAUGE, "Pages that a transport may still write.", ("worker",)
+    "kvferry_worker_quarantined_blocks", Kind.GAUGE, "Pages that a transport may still write.", _WORKER
 )
 TIER_HELD = Metric("kvferry_tier_held_bytes", Kind.GAUGE, "Bytes that a tier holds.", _TIER)
 TIER_HITS = Metric("kvferry_tier_hits_total", Kind.COUNTER, "Storage objects asked for that were there.", _TIER)
@@ -119,6 +143,9 @@ VLLM_WAITING = Metric("vllm:num_requests_waiting", Kind.GAUGE, "Requests waiting
 VLLM_RUNNING = Metric("vllm:num_requests_running", Kind.GAUGE, "Requests running on the workers.", ("model_name",))
 VLLM_CACHE_USAGE = Metric(
     "vllm:kv_cache_usage_perc", Kind.GAUGE, "Share of the workers' KV blocks in use, 0 to 1.", ("model_name",)
+)
+VLLM_CACHE_CONFIG = Metric(
+    "vllm:cache_config_info", Kind.GAUGE, "How the KV cache is cut.", ("model_name", "block_size", "num_gpu_blocks")
 )
 
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

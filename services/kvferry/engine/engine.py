@@ -228,6 +228,7 @@ class Engine:
             blocks_free=pool.num_free,
             blocks_quarantined=pool.num_quarantined,
             exports=len(self._exports),
+            exported_blocks=sum(map(len, self._exports.values())),
             transfers=len(self._jobs) + len(self._ahead),
             stores=len(self._stores_held()),
         )

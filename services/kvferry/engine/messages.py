@@ -41,6 +41,8 @@ class EngineLoad:
     blocks_free: int
     blocks_quarantined: int
     exports: int
+    exported_blocks: int
+    """Those that exports hold, shared ones counted for each."""
     transfers: int
     """Reads from peers and tiers in flight, those made ahead included."""
     stores: int

@@ -1,5 +1,6 @@
 """Settings of one gateway process, built by the command line and passed down in the smallest part that is needed."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,35 @@ class Endpoint:
         if not host or not port.isdecimal() or (slash and not admin_port.isdecimal()):
             raise UsageError(f"{text!r} is not a worker's address; write host:port or host:port/admin_port")
         return cls(address, f"{host}:{admin_port}" if slash else address)
+
+
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolName:
+    """Which pool of a cluster."""
+
+    namespace: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> "PoolName":
+        """`namespace/name`.
+
+        Raises:
+            UsageError: it is not.
+        """
+        namespace, _, name = text.partition("/")
+        if not _DNS_LABEL.fullmatch(namespace) or not _DNS_LABEL.fullmatch(name):
+            raise UsageError(
+                f"{text!r} is not a pool; write NAMESPACE/NAME, both of lower case letters, digits and hyphens",
+                field="pool",
+            )
+        return cls(namespace, name)
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +111,8 @@ class DispatchConfig:
 class FleetConfig:
     """Which workers there are and how they are watched."""
 
+    pool: PoolName | None = None
+    """The pool in a cluster whose workers these are; `None`: they are listed here."""
     prefill: tuple[Endpoint, ...] = ()
     decode: tuple[Endpoint, ...] = ()
     both: tuple[Endpoint, ...] = ()
@@ -95,6 +127,16 @@ class FleetConfig:
     One costs nothing but a detour of new requests; giving up running ones costs their computing anew."""
     max_backoff_seconds: float = 2.0
     """Between two looks at a worker that does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldConfig:
+    """What becomes of requests that find a pool without workers."""
+
+    max_held: int = 256
+    """Samples that wait for a worker; more are refused with 429."""
+    seconds: float = 60.0
+    """How long one waits; about what it takes to start a pod that has its model at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,5 +166,10 @@ class GatewayConfig:
     retry: RetryConfig = field(default_factory=RetryConfig)
     max_streams: int = 1024
     """Samples in flight; more are refused with 429 and a time to come back."""
+    hold: HoldConfig = field(default_factory=HoldConfig)
+    """Used only where the workers are a pool's."""
+    linger_seconds: float = 0.0
+    """How long new requests are still taken after SIGTERM, while readiness already says no: until whoever sends them
+    here has heard of it."""
     drain_seconds: float = 30.0
-    """How long running streams may go on after SIGTERM."""
+    """How long running streams may go on after that."""

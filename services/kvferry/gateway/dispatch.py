@@ -32,6 +32,7 @@ from kvferry.gateway.route_notes import route_notes
 from kvferry.gateway.routing import Candidates, Pick, Route, RouteReason, choose, prefix_key, readers
 from kvferry.gateway.trip import Ticket, Trip, Verdict, judge
 from kvferry.gateway.turns import Turns
+from kvferry.gateway.waiting_room import WaitingRoom
 from kvferry.rpc import wire
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.text import Usage
@@ -54,6 +55,7 @@ class Dispatcher:
         config: DispatchConfig,
         *,
         instruments: Instruments | None = None,
+        room: WaitingRoom | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         """
@@ -62,6 +64,7 @@ class Dispatcher:
             clock: for deadlines and timings; requests' `arrived` and `deadline` are readings of it.
             config: routing, retries and bounds.
             instruments: `None`: counted for nobody.
+            room: where samples wait for a pool's first worker; `None`: they wait only for one that may be back soon.
             sleep: waits between attempts.
         """
         self._fleet = fleet
@@ -70,6 +73,7 @@ class Dispatcher:
         self._retry = config.retry
         self._max_streams = config.max_streams
         self._instruments = instruments or Instruments()
+        self._room = room
         self._sleep = sleep
         self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
         self.journal = Journal()
@@ -322,14 +326,22 @@ class Dispatcher:
         Raises:
             KvferryError: nobody came, or nobody can.
         """
-        if not self._fleet.may_recover():
+        if self._room is not None:
+            if not await self._room.wait(lambda: self._can_route(trip), self._remaining(trip)):
+                self._remaining(trip)
+                self._refuse(trip, self._room.gave_up())
+        elif not self._fleet.may_recover():
             self._refuse(trip, error)
-        try:
-            async with asyncio.timeout(min(self._retry.first_worker_seconds, self._remaining(trip))):
-                await self._fleet.wait_until(lambda _: self._choose(trip, frozenset()) is not None)
-        except TimeoutError:
-            self._refuse(trip, error)
+        else:
+            try:
+                async with asyncio.timeout(min(self._retry.first_worker_seconds, self._remaining(trip))):
+                    await self._fleet.wait_until(lambda _: self._can_route(trip))
+            except TimeoutError:
+                self._refuse(trip, error)
         trip.failed(error, None)
+
+    def _can_route(self, trip: Trip) -> bool:
+        return self._choose(trip, frozenset()) is not None
 
     async def _pause(self, trip: Trip) -> None:
         elsewhere = self._choose(trip, frozenset(trip.excluded)) is not None

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,7 +30,9 @@ T = TypeVar("T")
 _JSON = "application/json"
 _DEBUG_HEADER = "x-kvferry-kv"
 """Sent with any value, it comes back with where the prompt's KV came from and what each way would have cost."""
-_KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics"})
+_KNOWN_PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", "/metrics", "/fleet"}
+)
 
 
 class BodyTooLarge(InvalidRequest):
@@ -78,6 +80,8 @@ class HttpSide:
     readiness: Callable[[], tuple[bool, Sequence[str]]]
     """Whether a request would be served, and what there is to say about it."""
     journal: Journal
+    report: Callable[[], Mapping[str, object]] = dict
+    """The fleet, for an operator."""
 
     def app(self) -> ASGIApp:
         """The ASGI application."""
@@ -90,6 +94,7 @@ class HttpSide:
             Route("/health", self._health, methods=["GET"]),
             Route("/ready", self._ready, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/fleet", self._fleet, methods=["GET"]),
         ]
         handlers: dict[Any, Any] = {
             KvferryError: _on_error,
@@ -148,6 +153,9 @@ class HttpSide:
 
     async def _metrics(self, _request: Request) -> Response:
         return Response(generate_latest(self.instruments.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _fleet(self, _request: Request) -> Response:
+        return Response(openai_reply.encode(self.report()), media_type=_JSON)
 
 
 class _Generate:

@@ -3,7 +3,7 @@
 import asyncio
 
 from kvferry.core.errors import KvferryError, Unavailable
-from kvferry.gateway.fleet import Hold
+from kvferry.gateway.member import Hold
 
 
 class Lost(Exception):

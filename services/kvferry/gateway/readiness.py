@@ -8,8 +8,12 @@ from prometheus_client.registry import Collector
 
 from kvferry.core import metrics
 from kvferry.core.metrics import Kind, Metric
-from kvferry.gateway.fleet import Fleet, WorkerView
+from kvferry.gateway.fleet import Fleet
+from kvferry.gateway.holding import Holding
+from kvferry.gateway.member import WorkerView
+from kvferry.gateway.membership import Knowledge, Membership
 from kvferry.gateway.routing import choose
+from kvferry.gateway.waking import Waker
 
 MetricFamily = CounterMetricFamily | GaugeMetricFamily
 
@@ -58,6 +62,28 @@ class FleetCollector(Collector):
             quarantined.add_metric([view.endpoint.address], view.blocks_quarantined)
         yield quarantined
         yield from _tiers(views)
+
+
+class PoolCollector(Collector):
+    """How the pool is followed, held for and woken, when somebody scrapes."""
+
+    def __init__(
+        self, membership: Membership, holding: Holding, waker: Waker | None, registry: CollectorRegistry
+    ) -> None:
+        self._membership = membership
+        self._holding = holding
+        self._waker = waker
+        registry.register(self)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        is_stale = self._membership.state.state in (Knowledge.STALE, Knowledge.UNKNOWN)
+        for metric, value in ((metrics.GATEWAY_STALE, float(is_stale)), (metrics.GATEWAY_HELD, self._holding.num_held)):
+            gauge = _gauge(metric)
+            gauge.add_metric((), value)
+            yield gauge
+        wakes = CounterMetricFamily(metrics.GATEWAY_WAKES.name, metrics.GATEWAY_WAKES.help)
+        wakes.add_metric((), 0 if self._waker is None else self._waker.num_wakes)
+        yield wakes
 
 
 _TIER_FIELDS: tuple[tuple[Metric, str], ...] = (

@@ -68,6 +68,9 @@ class Releases:
         for last in (False,) * (_TRIES - 1) + (True,):
             try:
                 await self._fleet.prefill(ticket.address).Release(request, timeout=self._timeout_seconds)
+            except KeyError:  # the worker left, and its offers with it
+                self._instruments.releases.labels("lost").inc()
+                return
             except grpc.aio.AioRpcError as error:
                 if last:
                     _log.warning(

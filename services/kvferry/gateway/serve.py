@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import uvicorn
@@ -16,10 +16,17 @@ from kvferry.core.errors import UsageError
 from kvferry.gateway.api_keys import ApiKeys
 from kvferry.gateway.config import DispatchConfig, GatewayConfig
 from kvferry.gateway.dispatch import Dispatcher
+from kvferry.gateway.endpoint_slices import EndpointSlices
 from kvferry.gateway.fleet import Fleet
+from kvferry.gateway.fleet_report import fleet_report
+from kvferry.gateway.holding import Holding
 from kvferry.gateway.http_side import HttpSide
 from kvferry.gateway.instruments import Instruments
-from kvferry.gateway.readiness import FleetCollector, can_serve, notes
+from kvferry.gateway.membership import Knowledge, Membership
+from kvferry.gateway.pool_api import PoolApi
+from kvferry.gateway.readiness import FleetCollector, PoolCollector, can_serve, notes
+from kvferry.gateway.waiting_room import WaitingRoom
+from kvferry.gateway.waking import Waker
 from kvferry.rpc.inference import inference_service
 from kvferry.rpc.server import RpcServer, start_server
 from kvferry.rpc.text_model import TextModel
@@ -53,7 +60,7 @@ async def run_gateway(
     clock: Clock | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`; then refuse new work, finish running streams, and return.
+    """Serve until SIGTERM, SIGINT or `stop`; then say so, linger, refuse new work, finish running streams, and return.
 
     Args:
         config: all settings.
@@ -63,7 +70,7 @@ async def run_gateway(
         stop: ends the gateway when set; signals are only caught when it is `None`.
 
     Raises:
-        UsageError: an address cannot be bound or the API keys cannot be read.
+        UsageError: an address cannot be bound, the API keys cannot be read, or the pool's cluster cannot be asked.
     """
     gateway = await Gateway.start(config, model, clock or SystemClock())
     try:
@@ -73,6 +80,7 @@ async def run_gateway(
             await stop.wait()
         else:
             await _signalled()
+        await gateway.linger(config.linger_seconds)
         _log.info("draining for up to %g s", config.drain_seconds)
     finally:
         await gateway.stop()
@@ -81,32 +89,41 @@ async def run_gateway(
 class Gateway:
     """A running gateway; `start` makes it, `stop` drains it."""
 
-    def __init__(self, config: GatewayConfig, model: TextModel, clock: Clock) -> None:
+    def __init__(self, config: GatewayConfig, model: TextModel, clock: Clock, pool: PoolApi | None = None) -> None:
         self._config = config
+        self._pool = pool
         self._draining = False
         self.instruments = Instruments()
         self.fleet = Fleet(config.fleet, model.name)
         FleetCollector(self.fleet, model.name, self.instruments.registry)
+        self.membership = Membership(self.fleet, None if pool is None else EndpointSlices(pool, clock))
+        self._holding = Holding(config.hold, str(config.fleet.pool))
+        self._waker = None if pool is None else Waker(pool, self._holding, clock)
+        PoolCollector(self.membership, self._holding, self._waker, self.instruments.registry)
         self.dispatcher = Dispatcher(
             self.fleet,
             clock,
             DispatchConfig(config.routing, config.retry, config.max_streams),
             instruments=self.instruments,
+            room=None if pool is None else WaitingRoom(self.fleet, self._holding, self._waker),
         )
         keys = ApiKeys.load(config.http.api_keys_file)
         self.service = TextService(
             self.dispatcher, model, clock, context_tokens=self.fleet.context_tokens, tenant_of=keys.tenant_of
         )
-        self.http_side = HttpSide(self.service, config.http, self.instruments, self._readiness, self.dispatcher.journal)
+        self.http_side = HttpSide(
+            self.service, config.http, self.instruments, self._readiness, self.dispatcher.journal, self._report
+        )
 
     @classmethod
     async def start(cls, config: GatewayConfig, model: TextModel, clock: Clock) -> "Gateway":
         """Bind both ports, then begin to watch the workers.
 
         Raises:
-            UsageError: an address cannot be bound or the API keys cannot be read.
+            UsageError: an address cannot be bound, the API keys cannot be read, or the pool's cluster cannot be asked.
         """
-        gateway = cls(config, model, clock)
+        name = config.fleet.pool
+        gateway = cls(config, model, clock, None if name is None else await asyncio.to_thread(PoolApi.connect, name))
         gateway._rpc = await start_server(config.grpc_address, [inference_service(gateway.service)])
         try:
             gateway._http = await _HttpServer.start(gateway.http_side.app(), config)
@@ -115,6 +132,9 @@ class Gateway:
             raise
         gateway.listening = Listening(gateway._http.address, gateway._rpc.address)
         gateway.fleet.start()
+        gateway._following = [asyncio.create_task(gateway.membership.run(), name="membership")]
+        if gateway._waker is not None:
+            gateway._following.append(asyncio.create_task(gateway._waker.run(), name="waker"))
         gateway._health = asyncio.create_task(gateway._follow_readiness(), name="readiness")
         return gateway
 
@@ -122,26 +142,61 @@ class Gateway:
     _rpc: RpcServer
     _http: "_HttpServer"
     _health: asyncio.Task[None]
+    _following: list[asyncio.Task[None]]
+
+    async def linger(self, seconds: float) -> None:
+        """Say that this gateway is not ready, and serve on for so long."""
+        self._draining = True
+        await self._stop_tasks([self._health])
+        await self._rpc.set_ready(False)
+        if seconds:
+            _log.info("lingering for %g s", seconds)
+            await asyncio.sleep(seconds)
 
     async def stop(self) -> None:
         """Readiness off, no new work, running streams to their end or the grace's, then everything closed."""
-        self._draining = True
-        self._health.cancel()
-        await asyncio.gather(self._health, return_exceptions=True)
+        await self.linger(0)
         await asyncio.gather(self._rpc.stop(self._config.drain_seconds), self._http.stop())
         await self.dispatcher.wait_idle()
+        await self._stop_tasks(self._following)
         await self.fleet.stop()
+        if self._pool is not None:
+            self._pool.close()
+
+    async def _stop_tasks(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def _would_take(self) -> bool:
+        """Whether a request is welcome. One for a pool without workers is: it is held, and wakes the pool."""
+        if self._pool is not None:
+            return self.membership.state.state is not Knowledge.UNKNOWN
+        return can_serve(self.fleet)
 
     def _readiness(self) -> tuple[bool, Sequence[str]]:
         if self._draining:
             return False, ["this gateway drains"]
-        return can_serve(self.fleet), notes(self.fleet)
+        found = [*self.membership.notes(), *notes(self.fleet)]
+        if self._pool is not None and not can_serve(self.fleet):
+            found.append(f"pool {self._pool.pool} has no worker that takes requests; {self._holding.num_held} wait")
+        return self._would_take, found
+
+    def _report(self) -> Mapping[str, object]:
+        return fleet_report(
+            self.fleet.views(),
+            pool=str(self._config.fleet.pool or ""),
+            held=self._holding.num_held,
+            source=self.membership.state,
+            wake_trouble="" if self._waker is None else self._waker.trouble,
+        )
 
     async def _follow_readiness(self) -> None:
         """Keep `grpc.health.v1.Health` saying what /ready says."""
         ready = False
         while True:
-            await self.fleet.wait_until(lambda fleet, was=ready: can_serve(fleet) != was)  # type: ignore[misc]
+            await self.fleet.wait_until(lambda _, was=ready: self._would_take != was)  # type: ignore[misc]
             ready = not ready
             await self._rpc.set_ready(ready)
             _log.info("requests would %sbe served", "" if ready else "not ")

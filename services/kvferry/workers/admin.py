@@ -1,6 +1,7 @@
 """The `WorkerAdmin` service: what the worker is, what it holds, and how it is told to stop taking work."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -23,12 +24,21 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
     """One engine's operation."""
 
     def __init__(
-        self, context: WorkerContext, desk: OfferDesk, calls: OpenCalls, tiers: TierStack | None = None
+        self,
+        context: WorkerContext,
+        desk: OfferDesk,
+        calls: OpenCalls,
+        tiers: TierStack | None = None,
+        *,
+        on_drain: Callable[[], Awaitable[None]],
     ) -> None:
         """
         Args:
             calls: of the server that takes work, not of the one that serves this.
+            on_drain: called once, when new work begins to be refused.
         """
+        self._on_drain = on_drain
+        self._is_hastened = False
         self._tiers = tiers
         self._context = context
         self._desk = desk
@@ -37,6 +47,10 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
     async def Status(
         self, request: worker_admin_pb2.StatusRequest, context: Context
     ) -> worker_admin_pb2.StatusResponse:
+        return self.status()
+
+    def status(self) -> worker_admin_pb2.StatusResponse:
+        """What the worker is and holds now."""
         own = self._context
         return worker_admin_pb2.StatusResponse(
             identity=own.identity,
@@ -66,13 +80,19 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Refuse new work, wait for running work and offers to end; whether they did in time."""
-        self._context.draining = True
+        if not self._context.draining:
+            self._context.draining = True
+            await self._on_drain()
         deadline = self._context.clock.monotonic() + timeout_seconds
         while not self._is_idle():
-            if self._context.clock.monotonic() >= deadline:
+            if self._is_hastened or self._context.clock.monotonic() >= deadline:
                 return False
             await asyncio.sleep(_POLL_SECONDS)
         return True
+
+    def hasten(self) -> None:
+        """End all draining, now and later, without waiting."""
+        self._is_hastened = True
 
     def _is_idle(self) -> bool:
         load = self._context.loop.load

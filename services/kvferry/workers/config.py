@@ -45,6 +45,8 @@ class WorkerConfig:
     """How KV travels between workers."""
     worker_id: str = ""
     """Stable name; empty: the advertised address."""
+    metrics: str = ""
+    """`host:port` of a page of metrics; empty: there is none."""
     ticket_secrets: tuple[bytes, ...] = ()
     """Keys that seal tickets, newest first; all workers of a pool share them."""
     tenant_secret: bytes = b""

@@ -119,6 +119,11 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
+    def cut(self, error: KvferryError) -> None:
+        """End all streams with `error`, and refuse new ones; what they hold is given back when the loop stops."""
+        self._failure = self._failure or error
+        self._fail_streams(error)
+
     async def stop(self) -> None:
         """Stop after the step in progress. Streams still open hear `Unavailable`. Idempotent."""
         ending = Unavailable("the worker is shutting down")

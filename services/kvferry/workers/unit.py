@@ -28,6 +28,7 @@ from kvferry.v1 import (
     prefill_pb2_grpc,
     worker_admin_pb2_grpc,
 )
+from kvferry.v1.worker_admin_pb2 import StatusResponse
 from kvferry.workers.admin import AdminService
 from kvferry.workers.build import BuiltEngine, LoadedModel
 from kvferry.workers.config import WorkerConfig
@@ -43,6 +44,8 @@ from kvferry.workers.peers import GrpcPeerControl
 from kvferry.workers.prefill import PrefillService
 from kvferry.workers.transfer import TransferService
 
+LIVENESS = "liveness"
+"""Health's name, on the port of WorkerAdmin, for whether the process lives, whatever it is ready for."""
 _WARM_UP_TOKENS = 2
 _FLUSH_SECONDS = 1.0
 
@@ -104,6 +107,7 @@ class WorkerUnit:
         )
         self._running: _Running | None = None
         self._stopped = threading.Event()
+        self._service: AdminService | None = None
 
     async def start(self) -> None:
         """Bind, serve, and run the engine's thread. Not ready before `warm_up`.
@@ -118,9 +122,13 @@ class WorkerUnit:
         self._loop.start()
         work = await start_server(self._place.listen, self._services())
         host, _, port = work.address.rpartition(":")
-        self.context.address = f"{self._config.advertise_host or host}:{port}"
+        self.context.address = f"{_in_address(self._config.advertise_host or host)}:{port}"
         self.context.worker_id = WorkerId(self._config.worker_id or self.context.address)
-        service = AdminService(self.context, self._desk, work.calls, self._tiers)
+
+        async def not_ready() -> None:
+            await work.set_ready(False)
+
+        service = AdminService(self.context, self._desk, work.calls, self._tiers, on_drain=not_ready)
         try:
             admin = await start_server(
                 self._place.admin,
@@ -134,8 +142,10 @@ class WorkerUnit:
         except KvferryError:
             await work.stop(0)
             raise
+        self._service = service
         self._running = _Running(work, admin, service, [asyncio.create_task(self._desk.run())])
         await admin.set_ready(True)
+        await admin.set_ready(True, LIVENESS)
 
     async def warm_up(self) -> None:
         """Compute and draw real tokens, then take work."""
@@ -151,17 +161,18 @@ class WorkerUnit:
             raise Unavailable("the worker was stopped while it started")
         self.context.ready = True
         populate_in_background(self._built.memory.pages, self._stopped)
-        await self._running.work.set_ready(True)
+        if not self.context.draining:
+            await self._running.work.set_ready(True)
 
     async def stop(self, drain_seconds: float) -> None:
-        """Drain, then end everything. Idempotent."""
+        """Drain, then end everything; what still runs is told to go on elsewhere. Idempotent."""
         self._stopped.set()
         running, self._running = self._running, None
         if running is None:
             return
-        await running.work.set_ready(False)
         self._cache.close()  # its streams never end by themselves
-        await running.admin_service.drain(drain_seconds)
+        if not await running.admin_service.drain(drain_seconds):
+            self._loop.cut(Unavailable("this worker is stopping; ask another", reason="DRAINING"))
         await running.work.stop(_FLUSH_SECONDS)
         for task in running.tasks:
             task.cancel()
@@ -173,6 +184,15 @@ class WorkerUnit:
             self._tiers.close()
         self._built.transport.close()
         self._control.close()
+
+    def hasten(self) -> None:
+        """End the waiting of `stop`, under way or to come."""
+        if self._service is not None:
+            self._service.hasten()
+
+    def status(self) -> StatusResponse:
+        """What it is and holds now, as WorkerAdmin says it."""
+        return StatusResponse() if self._service is None else self._service.status()
 
     @property
     def admin_address(self) -> str:
@@ -229,3 +249,7 @@ class WorkerUnit:
             context_tokens=lambda: self.context.max_model_tokens,
         )
         return [*makers["prefill"], *makers["decode"], pages, feed, inference_service(text)]
+
+
+def _in_address(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

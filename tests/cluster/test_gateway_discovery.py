@@ -1,0 +1,378 @@
+"""A gateway that takes its workers from a real API server: slices come and go, the watch breaks, the pool sleeps."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import urllib3
+
+from kvferry.core.clock import SystemClock
+from kvferry.gateway.config import FleetConfig, GatewayConfig, HoldConfig, HttpConfig, PoolName
+from kvferry.gateway.discovery import News
+from kvferry.gateway.endpoint_slices import EndpointSlices
+from kvferry.gateway.holding import Holding
+from kvferry.gateway.pool_api import ApiTrouble, PoolApi, Watch
+from kvferry.gateway.serve import Gateway
+from kvferry.gateway.waking import Waker
+from kvferry.testing.byte_model import byte_model
+from kvferry.testing.processes import a_worker, running
+from kvferry.testing.scripted_worker import ScriptedWorkers
+
+pytestmark = pytest.mark.cluster
+
+SECONDS = 30.0
+POOL = "chat"
+CLOCK = SystemClock()
+SCALERS = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "poolrolescalers.kvferry.dev"},
+    "spec": {
+        "group": "kvferry.dev",
+        "scope": "Namespaced",
+        "names": {"plural": "poolrolescalers", "singular": "poolrolescaler", "kind": "PoolRoleScaler"},
+        "versions": [
+            {
+                "name": "v1alpha1",
+                "served": True,
+                "storage": True,
+                "subresources": {
+                    "status": {},
+                    "scale": {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas"},
+                },
+                "schema": {
+                    "openAPIV3Schema": {
+                        "type": "object",
+                        "properties": {
+                            "spec": {"type": "object", "properties": {"replicas": {"type": "integer"}}},
+                            "status": {"type": "object", "properties": {"replicas": {"type": "integer"}}},
+                        },
+                    }
+                },
+            }
+        ],
+    },
+}
+
+
+def own_address() -> str:
+    """Of this machine; an API server refuses loopback addresses in slices. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        asked.connect(("192.0.2.1", 9))
+        return str(asked.getsockname()[0])
+
+
+@dataclass
+class Slices:
+    """Those of one pool, made by hand."""
+
+    kube: Any
+    namespace: str
+
+    def put(self, name: str, role: str, address: str, admin: str = "", **conditions: bool) -> None:
+        host, _, port = address.rpartition(":")
+        ports = [{"name": "grpc", "port": int(port), "protocol": "TCP"}]
+        if admin:
+            ports.append({"name": "admin", "port": int(admin.rpartition(":")[2]), "protocol": "TCP"})
+        pod = {"kind": "Pod", "name": name, "namespace": self.namespace}
+        made = {
+            "apiVersion": "discovery.k8s.io/v1",
+            "kind": "EndpointSlice",
+            "metadata": {
+                "name": f"{POOL}-{name}",
+                "namespace": self.namespace,
+                "labels": {"kvferry.dev/pool": POOL, "kvferry.dev/role": role},
+            },
+            "addressType": "IPv4",
+            "ports": ports,
+            "endpoints": [{"addresses": [host], "targetRef": pod, "conditions": conditions}],
+        }
+        self.kube.kubectl("apply", "-f", "-", input=json.dumps(made))
+
+    def remove(self, name: str) -> None:
+        self.kube.kubectl("delete", "endpointslice", f"{POOL}-{name}", "-n", self.namespace)
+
+
+@pytest.fixture
+def slices(kube: Any, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Slices:
+    monkeypatch.setenv("KUBECONFIG", str(kube.kubeconfig))
+    return Slices(kube, namespace)
+
+
+@pytest.fixture
+async def workers() -> AsyncIterator[ScriptedWorkers]:
+    made = ScriptedWorkers(prefill=1, decode=2)
+    for worker in made.all:
+        worker.address = f"{own_address()}:0"
+    async with made:
+        yield made
+        await made.idle()
+
+
+@asynccontextmanager
+async def a_gateway(namespace: str, **settings: Any) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+    config = GatewayConfig(
+        fleet=FleetConfig(PoolName(namespace, POOL), status_interval_seconds=0.02, max_backoff_seconds=0.1),
+        http=HttpConfig(address="127.0.0.1:0"),
+        grpc_address="127.0.0.1:0",
+        drain_seconds=10.0,
+        **settings,
+    )
+    gateway = await Gateway.start(config, byte_model(), CLOCK)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{gateway.listening.http}", timeout=SECONDS) as client:
+            yield gateway, client
+    finally:
+        await gateway.stop()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        for _ in iter(holds, True):
+            await asyncio.sleep(0.01)
+
+
+def ready(gateway: Gateway) -> list[str]:
+    return sorted(view.name for view in gateway.fleet.views() if view.takes_work)
+
+
+ASKED = {"model": "bytes", "prompt": "hello", "max_tokens": 4}
+
+
+async def test_requests_are_held_until_workers_join_and_go_where_the_slices_say(slices, workers):
+    p0, d0, d1 = workers.all
+    async with a_gateway(slices.namespace) as (gateway, client):
+        await until(lambda: gateway.membership.state.detail == "")
+        held = asyncio.create_task(client.post("/v1/completions", json=ASKED))
+        await until(lambda: gateway._holding.num_held == 1)
+        assert (await client.get("/ready")).status_code == 200, "a pool that sleeps is woken by whoever asks here"
+        assert (await client.get("/fleet")).json()["held"] == 1
+        await asyncio.to_thread(slices.put, "p-0", "prefill", p0.address)
+        await asyncio.to_thread(slices.put, "d-0", "decode", d0.address)
+        assert (await held).status_code == 200
+        await until(lambda: ready(gateway) == ["d-0", "p-0"])
+
+        await asyncio.to_thread(slices.put, "d-1", "decode", d1.address)
+        await until(lambda: ready(gateway) == ["d-0", "d-1", "p-0"])
+        await asyncio.to_thread(slices.put, "d-0", "decode", d0.address, terminating=True)
+        await until(lambda: ready(gateway) == ["d-1", "p-0"])
+        told = {worker["name"]: worker for worker in (await client.get("/fleet")).json()["workers"]}
+        assert told["d-0"]["why_not"] == "it is being stopped"
+        await asyncio.to_thread(slices.remove, "d-0")
+        await until(lambda: sorted(view.name for view in gateway.fleet.views()) == ["d-1", "p-0"])
+        before = len(d1.decodes)
+        assert (await client.post("/v1/completions", json=ASKED)).status_code == 200
+        assert len(d1.decodes) == before + 1
+
+
+async def test_a_request_that_nobody_comes_for_is_told_when_to_come_back(slices):
+    async with a_gateway(slices.namespace, hold=HoldConfig(max_held=1, seconds=1.0)) as (gateway, client):
+        first = asyncio.create_task(client.post("/v1/completions", json=ASKED))
+        await until(lambda: gateway._holding.num_held == 1)
+        second = await client.post("/v1/completions", json=ASKED)
+        assert (second.status_code, second.headers["retry-after"]) == (429, "5")
+        answer = await first
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert "had no worker" in answer.text
+
+
+NOWHERE = urllib3.ProxyManager("http://127.0.0.1:9")
+
+
+class Forgotten:
+    """A watch as a server begins and ends it that no longer has the version."""
+
+    def __enter__(self) -> "Forgotten":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        yield {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old resource version"}}
+
+    def stop(self) -> None:
+        pass
+
+
+class Troubled(PoolApi):
+    """Fails as it is told to, once or for a while."""
+
+    answers: tuple[Any, ...] = ()
+    """In a watch's place; errors are raised."""
+    lists = 0
+    last: Watch | None = None
+
+    def break_off(self) -> None:
+        self.good, self._http = self._http, NOWHERE
+        assert self.last is not None
+        self.last.stop()
+
+    def mend(self) -> None:
+        self._http = self.good
+
+    def list_slices(self) -> Any:
+        self.lists += 1
+        return super().list_slices()
+
+    def watch_slices(self, version: str, seconds: float) -> Watch:
+        if self.answers:
+            answer, *rest = self.answers
+            self.answers = tuple(rest)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        self.last = super().watch_slices(version, seconds)
+        return self.last
+
+
+class Heard:
+    """What a source says, as it says it."""
+
+    def __init__(self) -> None:
+        self.news: list[News] = []
+
+    async def follow(self, source: EndpointSlices) -> None:
+        async for news in source.news():
+            self.news.append(news)
+
+    @property
+    def names(self) -> list[str]:
+        known = [news.places for news in self.news if news.places is not None]
+        return [place.name for place in known[-1]] if known else []
+
+
+@asynccontextmanager
+async def following(api: PoolApi, **settings: Any) -> AsyncIterator[Heard]:
+    heard = Heard()
+    task = asyncio.create_task(heard.follow(EndpointSlices(api, CLOCK, **settings)))
+    try:
+        yield heard
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        api.close()
+
+
+async def test_a_version_that_the_server_has_forgotten_is_answered_with_a_list(slices):
+    api = Troubled.connect(PoolName(slices.namespace, POOL))
+    assert isinstance(api, Troubled)
+    api.answers = (Forgotten(), ApiTrouble("too old resource version", 410))
+    async with following(api) as heard:
+        await until(lambda: api.lists == 3 and api.last is not None)
+        await asyncio.to_thread(slices.put, "d-0", "decode", "10.9.9.9:9100")
+        await until(lambda: heard.names == ["d-0"])
+    assert not [news.trouble for news in heard.news if news.trouble], "that is no trouble"
+
+
+async def test_everything_is_listed_anew_every_so_often(slices):
+    api = Troubled.connect(PoolName(slices.namespace, POOL))
+    async with following(api, relist_seconds=1.0):
+        await until(lambda: api.lists >= 3)
+
+
+async def test_a_server_that_is_away_takes_nothing_back_and_is_found_again(slices):
+    api = Troubled.connect(PoolName(slices.namespace, POOL))
+    async with following(api) as heard:
+        await asyncio.to_thread(slices.put, "d-0", "decode", "10.9.9.9:9100")
+        await until(lambda: heard.names == ["d-0"] and api.last is not None)
+        api.break_off()
+        await until(lambda: heard.news[-1].trouble.startswith("the API server cannot be reached"))
+        assert heard.names == ["d-0"]
+        await asyncio.to_thread(slices.put, "d-1", "decode", "10.9.9.8:9100")
+        api.mend()
+        await until(lambda: heard.names == ["d-0", "d-1"] and not heard.news[-1].trouble)
+
+
+async def test_nothing_is_left_of_it_when_its_reader_stops(slices):
+    api = PoolApi.connect(PoolName(slices.namespace, POOL))
+    async with following(api) as heard:
+        await until(lambda: bool(heard.news))
+        assert [t for t in threading.enumerate() if t.name == "endpoint-slices"]
+    assert not [t for t in threading.enumerate() if t.name == "endpoint-slices"]
+
+
+def scaler(role: str, replicas: int, wake: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "kvferry.dev/v1alpha1",
+        "kind": "PoolRoleScaler",
+        "metadata": {"name": f"{POOL}-{role}", "annotations": {"kvferry.dev/wake": wake}},
+        "spec": {"replicas": replicas},
+    }
+
+
+@pytest.fixture
+def scalers(slices: Slices) -> Callable[[str], int]:
+    """prefill and decode asleep, combined asleep for good; how many each has."""
+    kube, namespace = slices.kube, slices.namespace
+    kube.kubectl("apply", "-f", "-", input=json.dumps(SCALERS))
+    kube.kubectl("wait", "--for=condition=Established", "crd/poolrolescalers.kvferry.dev", "--timeout=30s")
+    for role, wake in (("prefill", "true"), ("decode", "true"), ("combined", "false")):
+        kube.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(scaler(role, 0, wake)))
+
+    def replicas(role: str) -> int:
+        path = "jsonpath={.spec.replicas}"
+        return int(kube.kubectl("get", "poolrolescalers", f"{POOL}-{role}", "-n", namespace, "-o", path))
+
+    return replicas
+
+
+async def test_a_held_request_wakes_the_roles_that_may_be_woken(slices, scalers):
+    async with a_gateway(slices.namespace, hold=HoldConfig(seconds=3.0)) as (gateway, client):
+        assert (await client.post("/v1/completions", json=ASKED)).status_code == 503
+        assert gateway._waker is not None
+        assert gateway._waker.num_wakes == 2
+        assert (await client.get("/fleet")).json()["waking"] == {"detail": ""}
+    counts = [await asyncio.to_thread(scalers, role) for role in ("prefill", "decode", "combined")]
+    assert counts == [1, 1, 0]
+
+
+async def test_a_scaler_that_somebody_else_set_meanwhile_is_left_alone(slices, scalers):
+    api = PoolApi.connect(PoolName(slices.namespace, POOL))
+    found = api.scaler("decode")
+    assert found is not None
+    slices.kube.kubectl("scale", "poolrolescalers", f"{POOL}-decode", "-n", slices.namespace, "--replicas=3")
+    with pytest.raises(ApiTrouble) as conflict:
+        api.wake("decode", found["metadata"]["resourceVersion"])
+    assert conflict.value.status == 409
+    assert scalers("decode") == 3
+    assert api.scaler("router") is None
+    api.close()
+
+
+async def test_trouble_with_waking_is_told(slices):
+    api = PoolApi.connect(PoolName(slices.namespace, POOL))
+    holding = Holding(HoldConfig(), "x")
+    waker = Waker(api, holding, CLOCK)
+    with holding.held():
+        await waker.look()
+        assert waker.trouble == ""
+        api._http = NOWHERE
+        await waker.look()
+    assert "cannot be reached" in waker.trouble
+    api.close()
+
+
+async def test_the_whole_gateway_serves_a_pool_of_real_workers(slices):
+    ip = own_address()
+    flags = ("--listen", "0.0.0.0:0", "--admin", "0.0.0.0:0", "--advertise-host", ip, "--worker-id", "c-0")
+    pool = ("--pool", f"{slices.namespace}/{POOL}", "--model", "tiny", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
+    with a_worker("both", *flags) as worker, running("gateway", *pool, "--linger-seconds", "1") as gateway:
+        heard = gateway.wait_for("listening")
+        listening = worker.events["listening"]
+        async with httpx.AsyncClient(base_url=f"http://{heard['http']}", timeout=SECONDS) as client:
+            body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
+            held = asyncio.create_task(client.post("/v1/completions", json=body))
+            slices.put("c-0", "combined", str(listening["grpc"]), str(listening["admin"]))
+            assert (await held).status_code == 200
+            (told,) = (await client.get("/fleet")).json()["workers"]
+            assert (told["name"], told["worker_id"], told["role"], told["takes_work"]) == ("c-0", "c-0", "both", True)
+            assert told["model_digest"]
+        assert gateway.stop() == 0

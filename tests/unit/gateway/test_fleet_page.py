@@ -1,0 +1,51 @@
+"""What a gateway tells operators and load balancers while it serves, lingers and drains."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from kvferry.core.errors import UsageError
+from kvferry.gateway.config import PoolName
+from kvferry.testing.scripted_gateway import scripted_gateway
+
+
+async def test_the_fleet_is_there_for_an_operator():
+    async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+        answer = await client.get("/fleet")
+        page = (await client.get("/metrics")).text
+    fleet = answer.json()
+    assert answer.status_code == 200
+    assert (fleet["pool"], fleet["held"], fleet["source"]["state"]) == ("", 0, "listed")
+    assert [(w["role"], w["takes_work"], w["worker_id"]) for w in fleet["workers"]] == [
+        ("prefill", True, "p0"),
+        ("decode", True, "d0"),
+    ]
+    assert "kvferry_gateway_held 0.0" in page
+    assert "kvferry_gateway_fleet_stale 0.0" in page
+    assert "kvferry_gateway_wakes_total 0.0" in page
+
+
+async def test_while_it_lingers_it_serves_and_says_that_it_is_not_ready():
+    async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+        assert (await client.get("/ready")).status_code == 200
+        lingering = asyncio.create_task(gateway.gateway.linger(30))
+        async with asyncio.timeout(10):
+            while (await client.get("/ready")).status_code != 503:
+                pass
+        body = {"model": "bytes", "prompt": "hi", "max_tokens": 3}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        lingering.cancel()
+        await asyncio.gather(lingering, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "p", "ns/", "/p", "a/b/c", "Ns/p", "ns/p_", "ns/-p", "ns/" + "p" * 64, "ns/p?x=1"]
+)
+def test_what_is_no_pool_is_refused(text):
+    with pytest.raises(UsageError, match="NAMESPACE/NAME"):
+        PoolName.parse(text)
+
+
+def test_a_pools_name_is_read():
+    assert str(PoolName.parse("chat/smollm-2")) == "chat/smollm-2"
