@@ -64,7 +64,7 @@ def _pod(pool: Pool, default_image: str) -> Json:
                     ],
                     "resources": pool.spec.gateway.resources or {"requests": {"cpu": "100m", "memory": "256Mi"}},
                     "volumeMounts": mounts,
-                    **_probes(pool),
+                    **_probes(),
                 }
             )
         ],
@@ -77,6 +77,7 @@ def _arguments(pool: Pool) -> list[str]:
     flags: dict[str, object] = {
         "pool": f"{pool.namespace}/{pool.name}",
         "model": model_of(pool),
+        "served-name": spec.model.name,
         "http": f"0.0.0.0:{names.GATEWAY_HTTP}",
         "grpc": f"0.0.0.0:{names.GATEWAY_GRPC}",
         "block-tokens": spec.routing.block_tokens,
@@ -100,9 +101,7 @@ def can_sleep(pool: Pool) -> bool:
     return any(role.scaling.mode != "Static" and role.scaling.min_replicas == 0 for role in pool.spec.roles)
 
 
-def _probes(pool: Pool) -> Json:
-    # The gateway of a pool that may sleep must be reachable to be woken; Kubernetes takes a stopping pod out anyway.
-    ready = "/health" if can_sleep(pool) else "/ready"
+def _probes() -> Json:
     return {
         "startupProbe": {
             "httpGet": {"path": "/health", "port": "http"},
@@ -110,7 +109,7 @@ def _probes(pool: Pool) -> Json:
             "failureThreshold": _START_SECONDS,
         },
         "readinessProbe": {
-            "httpGet": {"path": ready, "port": "http"},
+            "httpGet": {"path": "/ready", "port": "http"},
             "periodSeconds": 2,
             "timeoutSeconds": 5,
             "failureThreshold": 2,

@@ -142,6 +142,7 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
     flags = {
         "role": names.WORKER_ROLES[role.name],
         "model": model_of(pool),
+        "served-name": spec.model.name,
         "connector": spec.connector.type,
         "listen": f"0.0.0.0:{names.PORT_GRPC}",
         "admin": f"0.0.0.0:{names.PORT_ADMIN}",

@@ -77,4 +77,8 @@ def command(values: Values) -> None:
     def listening(bound: Listening) -> None:
         announce({"event": "listening", "http": bound.http, "grpc": bound.grpc})
 
-    asyncio.run(run_gateway(config, text_model_of(open_model(values["model"])), announce=listening))
+    asyncio.run(
+        run_gateway(
+            config, text_model_of(open_model(values["model"], served_name=values["served_name"])), announce=listening
+        )
+    )

@@ -5,6 +5,7 @@ from kvferry.core.settings import Setting, seconds, size_bytes, whole
 MODEL = Setting(
     "model", "smollm2-135m-instruct", "A known name, a .gguf file, or a folder with safetensors and config.json."
 )
+SERVED_NAME = Setting("served_name", "", "What clients call the model; default: its own name.")
 CONNECTOR = Setting(
     "connector",
     "shm",
@@ -99,6 +100,7 @@ WORKER = (
         choices=("prefill", "decode", "both", "split"),
     ),
     MODEL,
+    SERVED_NAME,
     CONNECTOR,
     Setting("listen", "127.0.0.1:0", "HOST:PORT of the services that take work."),
     Setting("admin", "127.0.0.1:0", "HOST:PORT of WorkerAdmin."),
@@ -122,6 +124,7 @@ WORKER = (
 
 GATEWAY = (
     MODEL,
+    SERVED_NAME,
     Setting("prefill", (), "HOST:PORT[/ADMIN_PORT] of a prefill worker; repeat for more.", is_repeated=True),
     Setting("decode", (), "HOST:PORT[/ADMIN_PORT] of a decode worker; repeat for more.", is_repeated=True),
     Setting("both", (), "HOST:PORT[/ADMIN_PORT] of a worker of role both; repeat for more.", is_repeated=True),

@@ -57,6 +57,7 @@ def command(values: Values) -> None:
         role=role,
         engine=EngineConfig(
             model=values["model"],
+            served_name=values["served_name"],
             dtype=values["dtype"],
             threads=values["threads"],
             kv_bytes=values["kv_memory"],

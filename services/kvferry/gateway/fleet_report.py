@@ -3,7 +3,7 @@
 The fields are a promise, written down in docs/operations.md; they only grow.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvferry.gateway.member import WorkerView
@@ -11,7 +11,13 @@ from kvferry.gateway.membership import SourceState
 
 
 def fleet_report(
-    views: Iterable[WorkerView], *, pool: str, held: int, source: SourceState, wake_trouble: str
+    views: Iterable[WorkerView],
+    *,
+    pool: str,
+    held: int,
+    source: SourceState,
+    wake_trouble: str,
+    handoffs: Mapping[str, int],
 ) -> dict[str, Any]:
     """One JSON object."""
     return {
@@ -19,6 +25,7 @@ def fleet_report(
         "held": held,
         "source": {"state": source.state.value, "detail": source.detail},
         "waking": {"detail": wake_trouble},
+        "handoffs": dict(handoffs),
         "workers": [_worker(view) for view in views],
     }
 

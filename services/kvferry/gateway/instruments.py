@@ -42,6 +42,11 @@ class Instruments:
         if usage.output_tokens:
             self.first_token_seconds.observe(timing.first_token_seconds)
 
+    def handoff_counts(self) -> dict[str, int]:
+        """Hand-offs so far, by outcome."""
+        samples = (sample for family in self.handoffs.collect() for sample in family.samples)
+        return {s.labels["outcome"]: int(s.value) for s in samples if s.name.endswith("_total")}
+
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 

@@ -17,6 +17,8 @@ from kvferry.gateway.discovery import POOL_LABEL
 SCALER_GROUP = "kvferry.dev"
 SCALER_VERSION = "v1alpha1"
 SCALER_PLURAL = "poolrolescalers"
+FIELD_MANAGER = "kvferry-gateway"
+"""The operator takes a number back from this manager without a conflict."""
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 15.0
 _SILENCE_SECONDS = 90.0
@@ -154,7 +156,7 @@ class PoolApi:
             ApiTrouble: see there; status 409: the scaler has changed meanwhile.
         """
         body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": 1}}
-        self._ask("PATCH", f"{self._scaler(role)}/scale", body)
+        self._ask("PATCH", f"{self._scaler(role)}/scale?fieldManager={FIELD_MANAGER}", body)
 
     def _slices(self, query: str) -> str:
         path = f"/apis/discovery.k8s.io/v1/namespaces/{self.pool.namespace}/endpointslices"

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from kvferry.core.errors import UnknownModel
@@ -44,11 +45,14 @@ class ModelSource:
         return self._digest()
 
 
-def open_model(spec: str, *, cache: Path | None = None, progress: Progress | None = None) -> ModelSource:
+def open_model(
+    spec: str, *, served_name: str = "", cache: Path | None = None, progress: Progress | None = None
+) -> ModelSource:
     """Open a model, fetching it first if its name is in the catalog.
 
     Args:
         spec: a name of the catalog, `tiny`, a path ending in `.gguf`, or a Hugging Face folder.
+        served_name: what clients call it; empty: its own name.
         cache: where fetched files are kept; `None`: `core.config.cache_dir()`.
         progress: told how a download comes on.
 
@@ -56,6 +60,13 @@ def open_model(spec: str, *, cache: Path | None = None, progress: Progress | Non
         UnknownModel: `spec` is neither a known name nor an existing path.
         ModelFileError: the files are missing, damaged or not supported.
     """
+    source = _open(spec, cache, progress)
+    if served_name:
+        source.config = replace(source.config, name=served_name)
+    return source
+
+
+def _open(spec: str, cache: Path | None, progress: Progress | None) -> ModelSource:
     if spec == tiny.NAME:
         config = tiny.config()
         tensors = tiny.TinyTensors(config)

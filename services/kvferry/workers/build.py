@@ -55,7 +55,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         KvferryError: it is unknown, damaged, or the settings do not fit it.
     """
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    source = open_model(config.model)
+    source = open_model(config.model, served_name=config.served_name)
     dtype = _dtype(config.dtype, source.config)
     transformer = build_model(source.config, source.tensors, dtype=dtype)
     return LoadedModel(source, transformer, str(dtype).removeprefix("torch."))

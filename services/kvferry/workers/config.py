@@ -16,6 +16,8 @@ class EngineConfig:
 
     model: str
     """A catalog name, a `.gguf` file or a folder."""
+    served_name: str = ""
+    """What clients call the model; empty: its own name."""
     dtype: str = "auto"
     """Of computation and KV: `float32`, `bfloat16`, `float16`, or `auto`, the faster one by measurement on this
     machine. Workers that agree exchange KV as it is, others convert it."""

@@ -268,12 +268,14 @@ async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
         held=2,
         source=Membership(pair.fleet, None).state,
         wake_trouble="not allowed",
+        handoffs={"fetched": 3},
     )
     assert {key: value for key, value in report.items() if key != "workers"} == {
         "pool": "ns/p",
         "held": 2,
         "source": {"state": "listed", "detail": ""},
         "waking": {"detail": "not allowed"},
+        "handoffs": {"fetched": 3},
     }
     assert report["workers"][1] == {
         "name": worker.address,

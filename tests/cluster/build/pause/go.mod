@@ -1,0 +1,3 @@
+module kvferry.invalid/build/pause
+
+go 1.24.0
