@@ -42,7 +42,9 @@ def role_states(this: PoolPass, wanted: Mapping[str, int]) -> list[RoleState]:
     found: dict[str, dict[str, Count]] = {name: {} for name in wanted}
     for facts in this.facts.deployments.values():
         if facts.role in names.WORKER_ROLES and facts.revision and not facts.deleting:
-            found.setdefault(facts.role, {})[facts.revision] = Count(facts.desired, facts.ready if facts.settled else 0)
+            # Its template never changes, so that ready pods are of this revision whatever its controller has seen.
+            count = Count(facts.desired, min(facts.ready, facts.desired))
+            found.setdefault(facts.role, {})[facts.revision] = count
     return [RoleState(name, wanted.get(name, 0), revisions) for name, revisions in found.items()]
 
 

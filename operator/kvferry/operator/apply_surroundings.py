@@ -34,13 +34,17 @@ def apply_surroundings(this: PoolPass) -> None:
     _remove_unwanted(this)
 
 
-def apply_gateway(this: PoolPass) -> int:
-    """The gateway's Deployment; how many of its pods are ready, of the template that is wanted."""
+def apply_gateway(this: PoolPass) -> tuple[int, str]:
+    """The gateway's Deployment; how many of its pods are ready, and what its own rollout still needs."""
     made = gateway_deployment(this.pool, this.default_image)
     found = this.facts.deployments.get(made["metadata"]["name"])
     with this.noting(f"Deployment {made['metadata']['name']}"):
         this.memory.children.apply(made, "" if found is None else str(found.generation))
-    return 0 if found is None else found.ready
+    if found is None:
+        return 0, "gateway: not made yet"
+    wanted = this.pool.spec.gateway.replicas
+    settled = found.settled and found.desired == wanted and found.updated == wanted and found.pods == wanted
+    return found.ready, "" if settled else f"gateway: {min(found.updated, wanted)} of {wanted} pods updated"
 
 
 def _keys(this: PoolPass) -> None:

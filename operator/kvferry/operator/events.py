@@ -23,7 +23,7 @@ _WARNS: Mapping[Condition, str] = {
 }
 """Conditions worth an event, and the status that makes it a warning; a status of it is told in either direction."""
 _WARNING_REASONS = frozenset({"DeadlineExceeded", "RevisionNotFound"})
-_QUIET_REASONS = frozenset({"Observing", "NoGatewayWord", "FewHandoffs", "NoPairYet"})
+_QUIET_REASONS = frozenset({"Observing", "NoGatewayWord", "FewHandoffs", "NoPairYet", "NoWorkerServes", "Asleep"})
 
 
 class Events:

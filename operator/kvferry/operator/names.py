@@ -20,12 +20,11 @@ OWN_MANAGERS = frozenset({FIELD_MANAGER, SEED_MANAGER, AUTOSCALER_MANAGER, GATEW
 LABEL_POOL = f"{GROUP}/pool"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_REVISION = f"{GROUP}/revision"
-ANNOTATION_SEEN = f"{GROUP}/seen-at"
-"""Touched by the heartbeat, to come back through the watch."""
+LABEL_SEEN = f"{GROUP}/seen-at"
+"""Touched by the heartbeat, to come back through the watch. A label: an annotation would be a new generation of a
+Deployment, and every reader would wait for its controller to see it."""
 ANNOTATION_WAKE = f"{GROUP}/wake"
 """On a scaler: `true` lets the gateway write 1 over 0."""
-ANNOTATION_MANIFEST = f"{GROUP}/manifest"
-"""Digest of what was last applied."""
 ANNOTATION_DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 ROLE_GATEWAY = "gateway"

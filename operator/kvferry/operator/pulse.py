@@ -54,7 +54,7 @@ class Pulse:
         if target is None:
             return
         self._touched[kind] = target
-        mark = datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        mark = self._mark(kind)
         # Before the write: its event may be here before its answer is.
         beat.marked(mark, self._clock.monotonic())
         try:
@@ -66,6 +66,12 @@ class Pulse:
             _log.warning("no heartbeat: %s", error.message)
             beat.unmarked()
 
+    def _mark(self, kind: str) -> str:
+        wall = self._clock.wall()
+        if kind == "InferencePool":
+            return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        return f"{wall:.6f}"  # as far as a label's value may go: no colons
+
     def _write(self, kind: str, namespace: str, name: str, mark: str) -> None:
         group, version, _ = WATCHED[kind]
         api_version = f"{group}/{version}" if group else version
@@ -76,7 +82,7 @@ class Pulse:
                 api_version, kind, namespace, name, change, subresource="status", manager=f"{names.FIELD_MANAGER}-pulse"
             )
         else:
-            change = {"metadata": {"annotations": {names.ANNOTATION_SEEN: mark}}}
+            change = {"metadata": {"labels": {names.LABEL_SEEN: mark}}}
             self._api.patch(api_version, kind, namespace, name, change)
 
     def _target(self, kind: str) -> tuple[str, str] | None:
@@ -111,4 +117,4 @@ def mark_of(kind: str, body: Mapping[str, Any]) -> str:
     """The mark that an object carries; empty: none."""
     if kind == "InferencePool":
         return str((body.get("status") or {}).get("operatorObservedAt") or "")
-    return str((body["metadata"].get("annotations") or {}).get(names.ANNOTATION_SEEN) or "")
+    return str((body["metadata"].get("labels") or {}).get(names.LABEL_SEEN) or "")

@@ -24,7 +24,7 @@ from kvferry.operator.children import Children
 from kvferry.operator.events import Events
 from kvferry.operator.facts import Key, PoolFacts
 from kvferry.operator.pool_pass import Memory, PoolPass
-from kvferry.operator.rollout import RoleState, Step, next_step
+from kvferry.operator.rollout import RoleState, next_step
 from kvferry.operator.spec import Json, parse_pool
 from kvferry.operator.status import Observed, first_status, status_of, unreadable_status
 from kvferry.operator.trouble import in_the_way
@@ -105,16 +105,17 @@ class Reconciler:
         step = next_step(roles, revision, rollout)
         if this.rollback is None:
             apply_step(this, roles, step)
-        gateway_ready = apply_gateway(this)
+        gateway_ready, gateway_needs = apply_gateway(this)
         tidy(this, revision, step.done)
         show_scalers(this, roles)
-        stuck, detail = self._stuck(this, roles, step)
+        waiting_for = "; ".join(needs for needs in (step.waiting_for, gateway_needs) if needs)
+        stuck, detail = self._stuck(this, roles, waiting_for)
         status = status_of(
             Observed(
                 pool=this.pool,
                 revision=revision,
                 roles=roles,
-                waiting_for=f"{step.waiting_for} ({detail})" if detail else step.waiting_for,
+                waiting_for=f"{waiting_for} ({detail})" if detail else waiting_for,
                 gateway_desired=this.pool.spec.gateway.replicas,
                 gateway_ready=gateway_ready,
                 report=this.facts.report,
@@ -133,25 +134,25 @@ class Reconciler:
             status["scaling"] = list(log)
         self._events.tell(this.pool, status, this.memory.told)
         self._report(this.key, this.memory, status)
-        return self._again(this, step)
+        return self._again(this, waiting_for)
 
-    def _stuck(self, this: PoolPass, roles: list[RoleState], step: Step) -> tuple[str, str]:
+    def _stuck(self, this: PoolPass, roles: list[RoleState], waiting_for: str) -> tuple[str, str]:
         """What to say once nothing has moved for longer than the deadline, and what pods say that is in the way."""
         memory, deadline = this.memory, this.pool.spec.rollout.progress_deadline_seconds
         progress = (this.pool.generation, *((role.name, role.wanted, tuple(role.revisions.items())) for role in roles))
-        if progress != memory.progress or step.done:
+        if progress != memory.progress or not waiting_for:
             memory.progress, memory.moved_at = progress, this.now
         still = this.now - memory.moved_at
         detail = in_the_way(this) if still >= _LOOK_CLOSER_SECONDS else ""
         if still < deadline:
             return "", detail
-        return f"no progress for {deadline} s: {detail or step.waiting_for}", detail
+        return f"no progress for {deadline} s: {detail or waiting_for}", detail
 
-    def _again(self, this: PoolPass, step: Step) -> float | None:
+    def _again(self, this: PoolPass, waiting_for: str) -> float | None:
         waits = []
         if any(role.scaling.mode == "Auto" for role in this.pool.spec.roles):
             waits.append(_AUTOSCALE_SECONDS)
-        if not step.done:
+        if waiting_for:
             waits.append(_LOOK_CLOSER_SECONDS)
         return min(waits, default=_RESYNC_SECONDS)
 

@@ -34,7 +34,7 @@ class Observed:
     revision: str
     roles: Sequence[RoleState]
     waiting_for: str
-    """Of the rollout; empty: done."""
+    """Of the rollout of roles and gateway; empty: done."""
     gateway_desired: int
     gateway_ready: int
     report: FleetReport | None
