@@ -263,12 +263,12 @@ def _transport(seen: Observed) -> Told:
     total = sum(seen.handoffs.values())
     if total < _MIN_HANDOFFS:
         return "Unknown", "FewHandoffs", f"{total} hand-offs lately, too few to judge"
-    lost = sum(n for outcome, n in seen.handoffs.items() if outcome in {"recomputed", "failed", "partial"})
-    told = f"{lost} of the last {total} hand-offs were computed anew"
+    lost = seen.handoffs.get("failed", 0)
+    told = f"{lost} of the last {total} hand-offs failed and were computed anew"
     if lost / total > _MAX_RECOMPUTED:
         return (
             "True",
-            "HandoffsRecomputed",
+            "HandoffsFail",
             (
                 f"{told}: peers die or the link is slow. `kvferry explain REQUEST_ID` gives a request's reason; "
                 "spec.connector.type tcp rules out the fabric"

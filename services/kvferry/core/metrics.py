@@ -139,6 +139,13 @@ OPERATOR_CALLS = Metric(
 )
 OPERATOR_QUEUE = Metric("kvferry_operator_queue", Kind.GAUGE, "Pools in line for a pass.")
 
+GATEWAY_PEER_LOADS = Metric(
+    "kvferry_gateway_peer_loads_total",
+    Kind.COUNTER,
+    "Hand-offs that were chosen to be fetched, by how that ended (fetched, failed).",
+    ("outcome",),
+)
+
 VLLM_WAITING = Metric("vllm:num_requests_waiting", Kind.GAUGE, "Requests waiting on the workers.", ("model_name",))
 VLLM_RUNNING = Metric("vllm:num_requests_running", Kind.GAUGE, "Requests running on the workers.", ("model_name",))
 VLLM_CACHE_USAGE = Metric(

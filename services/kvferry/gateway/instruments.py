@@ -22,6 +22,7 @@ class Instruments:
         self.releases = self._counter(metrics.GATEWAY_RELEASES)
         self.handoffs = self._counter(metrics.GATEWAY_HANDOFFS)
         self.kv_decisions = self._counter(metrics.GATEWAY_KV_DECISIONS)
+        self.peer_loads = self._counter(metrics.GATEWAY_PEER_LOADS)
         self.prompt_tokens = self._counter(metrics.GATEWAY_PROMPT_TOKENS)
         self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
         self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
@@ -39,12 +40,14 @@ class Instruments:
         self.stream_seconds.observe(timing.total_seconds)
         for report in timing.kv:
             self.kv_decisions.labels(report.source, "load" if report.num_chosen else "compute").inc()
+            if report.source == "peer" and report.num_chosen:
+                self.peer_loads.labels("failed" if report.failure else "fetched").inc()
         if usage.output_tokens:
             self.first_token_seconds.observe(timing.first_token_seconds)
 
-    def handoff_counts(self) -> dict[str, int]:
-        """Hand-offs so far, by outcome."""
-        samples = (sample for family in self.handoffs.collect() for sample in family.samples)
+    def peer_load_counts(self) -> dict[str, int]:
+        """Fetches from peers so far, by how they ended; not those that computing was cheaper than."""
+        samples = (sample for family in self.peer_loads.collect() for sample in family.samples)
         return {s.labels["outcome"]: int(s.value) for s in samples if s.name.endswith("_total")}
 
     def _counter(self, metric: Metric) -> Counter:

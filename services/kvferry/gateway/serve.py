@@ -190,7 +190,7 @@ class Gateway:
             held=self._holding.num_held,
             source=self.membership.state,
             wake_trouble="" if self._waker is None else self._waker.trouble,
-            handoffs=self.instruments.handoff_counts(),
+            handoffs=self.instruments.peer_load_counts(),
         )
 
     async def _follow_readiness(self) -> None:
