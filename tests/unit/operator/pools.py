@@ -1,0 +1,37 @@
+"""Pools for tests, and everything that would be made of one."""
+
+from typing import Any
+
+from kvferry.operator.gateway_pods import gateway_deployment
+from kvferry.operator.spec import Pool, parse_pool
+from kvferry.operator.surroundings import EXTENSION_POOL, POD_MONITOR, scaler, surroundings
+from kvferry.operator.workers import deployments, revision_of
+
+IMAGE = "kvferry:test"
+
+
+def body(**spec: Any) -> dict[str, Any]:
+    """An InferencePool with the fewest words, and those of `spec`."""
+    return {
+        "apiVersion": "kvferry.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": "chat", "namespace": "team", "uid": "u-1", "generation": 1},
+        "spec": {"model": {"name": "m"}, "roles": [{"name": "prefill"}, {"name": "decode"}], **spec},
+    }
+
+
+def pool(**spec: Any) -> Pool:
+    return parse_pool(body(**spec))
+
+
+def made_of(pool: Pool) -> dict[str, dict[str, Any]]:
+    """Every object of a pool by `Kind/name`, where all optional kinds are installed; the revision is called REV."""
+    revision = revision_of(pool, IMAGE)
+    found = [
+        *surroundings(pool, frozenset({POD_MONITOR, EXTENSION_POOL})),
+        *deployments(pool, "REV", IMAGE).values(),
+        gateway_deployment(pool, IMAGE),
+        *(scaler(pool, role, role.replicas) for role in pool.spec.roles),
+    ]
+    named = {f"{made['kind']}/{made['metadata']['name']}": made for made in found}
+    return named | {"revision": {"name": revision}}

@@ -1,0 +1,358 @@
+"""Every field of the definition changes something that can be seen, and is read with the definition's own default."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from tests.unit.operator.definitions import leaves, schema, with_defaults
+from tests.unit.operator.pools import body, made_of, pool
+
+from kvferry.operator.autoscale import History, decide
+from kvferry.operator.facts import FleetReport, WorkerReport
+from kvferry.operator.rollout import Bounds, Count, RoleState, next_step
+from kvferry.operator.spec import Pool, Role, parse_pool
+from kvferry.operator.status import Observed, status_of
+
+SPEC = schema()["properties"]["spec"]
+WORKER = "Deployment/chat-prefill-REV"
+GATEWAY = "Deployment/chat-gateway"
+
+
+def dig(found: Any, path: str) -> Any:
+    """`a.b.0.c` in nested maps and lists."""
+    for part in path.split("."):
+        found = found[int(part)] if isinstance(found, list) else found.get(part)
+        if found is None:
+            return None
+    return found
+
+
+def container(pool: Pool, of: str = WORKER) -> dict[str, Any]:
+    return made_of(pool)[of]["spec"]["template"]["spec"]["containers"][0]
+
+
+def flag(name: str, of: str = WORKER):
+    """The value of a flag of a container."""
+
+    def probe(pool: Pool) -> str:
+        found = [a.partition("=")[2] for a in container(pool, of)["args"] if a.startswith(f"--{name}=")]
+        return found[0] if found else ""
+
+    return probe
+
+
+def at(of: str, path: str):
+    """What an object has at a path; `None` also when there is no such object."""
+    return lambda pool: dig(made_of(pool).get(of, {}), path)
+
+
+def prefill(**fields: Any) -> dict[str, Any]:
+    return {"roles": [{"name": "prefill", **fields}, {"name": "decode"}]}
+
+
+def auto(**scaling: Any) -> dict[str, Any]:
+    return prefill(scaling={"mode": "Auto", "minReplicas": 0, **scaling})
+
+
+def decided(current: int, *, busy: bool = True, watched: float = 10_000.0, wishes: tuple[tuple[float, int], ...] = ()):
+    """What the autoscaler writes for the role prefill: ten requests and 45 of 100 blocks in each pod, or nothing."""
+
+    def probe(pool: Pool) -> int:
+        now = 20_000.0
+        worker = WorkerReport("p", "prefill", takes_work=True, blocks_total=100, blocks_free=100)
+        if busy:
+            worker = WorkerReport("p", "prefill", takes_work=True, running=10, blocks_total=100, blocks_free=55)
+        report = FleetReport(now, (worker,) * current)
+        role = pool.spec.role("prefill")
+        assert role is not None
+        history = History(wishes, busy_at=now - 900, began_at=now - watched)
+        return decide(role, current, current, report, history, now).replicas
+
+    return probe
+
+
+def bounded(replicas: int):
+    def probe(pool: Pool) -> int:
+        role = pool.spec.role("prefill")
+        assert isinstance(role, Role)
+        return role.bounded(replicas)
+
+    return probe
+
+
+def planned(pool: Pool) -> dict[tuple[str, str], int]:
+    roles = [
+        RoleState("prefill", 8, {"old": Count(8, 8), "new": Count(2, 2)}),
+        RoleState("decode", 8, {"old": Count(8, 8), "new": Count(1, 1)}),
+    ]
+    return dict(next_step(roles, "new", pool.spec.rollout).desired)
+
+
+def told(pool: Pool) -> str:
+    report = FleetReport(0.0, (WorkerReport("p", "prefill", takes_work=True, model_digest="ab" * 32),))
+    seen = Observed(pool, "r", [RoleState("prefill", 1, {"r": Count(1, 1)})], "", 1, 1, report)
+    return next(c["reason"] for c in status_of(seen, {}, "now")["conditions"] if c["type"] == "ModelAvailable")
+
+
+def text(what: str):
+    """A field of the spec that the reconcile itself reads; the tests on the API server show its effect."""
+    return lambda pool: dig(msgspec.to_builtins(pool.spec), what)
+
+
+EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    # path: (a spec that sets it, where its effect is seen, what is seen then)
+    "model.name": ({"model": {"name": "other"}}, flag("served-name", GATEWAY), "other"),
+    "model.source": ({"model": {"name": "m", "source": "/models/x"}}, flag("model"), "/models/x"),
+    "model.digest": ({"model": {"name": "m", "digest": "cd" * 16}}, told, "DigestMismatch"),
+    "model.dtype": ({"model": {"name": "m", "dtype": "float32"}}, flag("dtype"), "float32"),
+    "model.maxTokens": ({"model": {"name": "m", "maxTokens": 512}}, flag("max-model-tokens"), "512"),
+    "model.cache.mountPath": (
+        {"model": {"name": "m", "cache": {"mountPath": "/big"}}},
+        lambda pool: {m["name"]: m["mountPath"] for m in container(pool)["volumeMounts"]}.get("models"),
+        "/big",
+    ),
+    "model.cache.readOnly": (
+        {"model": {"name": "m", "cache": {"readOnly": False}}},
+        lambda pool: {m["name"]: m.get("readOnly") for m in container(pool)["volumeMounts"]}.get("models"),
+        False,
+    ),
+    "model.cache.persistentVolumeClaim": (
+        {"model": {"name": "m", "cache": {"persistentVolumeClaim": "c"}}},
+        lambda pool: {v["name"]: v for v in made_of(pool)[WORKER]["spec"]["template"]["spec"]["volumes"]}.get("models"),
+        {"name": "models", "persistentVolumeClaim": {"claimName": "c"}},
+    ),
+    "model.cache.hostPath": (
+        {"model": {"name": "m", "cache": {"hostPath": "/h"}}},
+        lambda pool: {v["name"]: v for v in made_of(pool)[WORKER]["spec"]["template"]["spec"]["volumes"]}.get("models"),
+        {"name": "models", "hostPath": {"path": "/h", "type": "Directory"}},
+    ),
+    "roles[].name": (
+        {"roles": [{"name": "combined"}]},
+        lambda pool: [o for o in made_of(pool) if o.startswith("Deployment/") and "gateway" not in o],
+        ["Deployment/chat-combined-REV"],
+    ),
+    "roles[].replicas": (prefill(replicas=3), at("PoolRoleScaler/chat-prefill", "spec.replicas"), 3),
+    "roles[].scaling.mode": (prefill(scaling={"mode": "External"}), bounded(99), 10),
+    "roles[].scaling.minReplicas": (prefill(scaling={"mode": "External", "minReplicas": 4}), bounded(2), 4),
+    "roles[].scaling.maxReplicas": (prefill(scaling={"mode": "External", "maxReplicas": 5}), bounded(9), 5),
+    "roles[].scaling.kvTarget": (auto(kvTarget=15, requestsTarget=1000), decided(2), 6),
+    "roles[].scaling.requestsTarget": (auto(requestsTarget=5), decided(2), 4),
+    "roles[].scaling.upSeconds": (auto(requestsTarget=5, upSeconds=60), decided(2, wishes=((19_950.0, 2),)), 2),
+    "roles[].scaling.downSeconds": (auto(downSeconds=0), decided(4, wishes=((19_950.0, 4),)), 3),
+    "roles[].scaling.idleSeconds": (auto(idleSeconds=800), decided(1, busy=False), 0),
+    "roles[].engine.kvMemory": (prefill(engine={"kvMemory": "2GiB"}), flag("kv-memory"), "2GiB"),
+    "roles[].engine.threads": (prefill(engine={"threads": 3}), flag("threads"), "3"),
+    "roles[].engine.tokenBudget": (prefill(engine={"tokenBudget": 64}), flag("token-budget"), "64"),
+    "roles[].engine.maxSequences": (prefill(engine={"maxSequences": 7}), flag("max-sequences"), "7"),
+    "roles[].resources": (
+        prefill(resources={"limits": {"nvidia.com/gpu": 1}}),
+        lambda pool: container(pool)["resources"],
+        {"limits": {"nvidia.com/gpu": 1}},
+    ),
+    "roles[].template": (
+        prefill(template={"spec": {"runtimeClassName": "nvidia"}, "metadata": {"labels": {"a": "b"}}}),
+        at(WORKER, "spec.template.spec.runtimeClassName"),
+        "nvidia",
+    ),
+    "connector.type": ({"connector": {"type": "tcp"}}, flag("connector"), "tcp"),
+    "tiers[].type": (
+        {"tiers": [{"type": "disk", "size": "1Gi"}]},
+        lambda pool: {e["name"]: e.get("value") for e in container(pool)["env"]}.get("KVFERRY_TIER"),
+        "disk:///var/cache/tier/0?size=1GiB",
+    ),
+    "tiers[].size": (
+        {"tiers": [{"type": "dram", "size": "8Gi"}]},
+        lambda pool: {e["name"]: e.get("value") for e in container(pool)["env"]}.get("KVFERRY_TIER"),
+        "dram://?size=8GiB",
+    ),
+    "tiers[].url": (
+        {"tiers": [{"type": "redis", "url": "redis://r/0"}]},
+        lambda pool: {e["name"]: e.get("value") for e in container(pool)["env"]}.get("KVFERRY_TIER"),
+        "redis://r/0",
+    ),
+    "tiers[].urlSecret.name": (
+        {"tiers": [{"type": "redis", "urlSecret": {"name": "s"}}]},
+        lambda pool: [e for e in container(pool)["env"] if "TIER" in e["name"]],
+        [
+            {"name": "TIER_0_URL", "valueFrom": {"secretKeyRef": {"name": "s", "key": "url"}}},
+            {"name": "KVFERRY_TIER", "value": "$(TIER_0_URL)"},
+        ],
+    ),
+    "tiers[].urlSecret.key": (
+        {"tiers": [{"type": "redis", "urlSecret": {"name": "s", "key": "k"}}]},
+        lambda pool: [e["valueFrom"]["secretKeyRef"]["key"] for e in container(pool)["env"] if "TIER_0" in e["name"]],
+        ["k"],
+    ),
+    "routing.prefixBlocks": ({"routing": {"prefixBlocks": 9}}, flag("prefix-blocks", GATEWAY), "9"),
+    "routing.blockTokens": ({"routing": {"blockTokens": 32}}, flag("block-tokens"), "32"),
+    "routing.skipPrefillBelowTokens": (
+        {"routing": {"skipPrefillBelowTokens": 5}},
+        flag("skip-prefill-below", GATEWAY),
+        "5",
+    ),
+    "routing.headStartTokens": ({"routing": {"headStartTokens": 0}}, flag("head-start-tokens", GATEWAY), "0"),
+    "flowControl.maxStreams": ({"flowControl": {"maxStreams": 2}}, flag("max-streams", GATEWAY), "2"),
+    "flowControl.maxHeld": ({"flowControl": {"maxHeld": 3}}, flag("max-held", GATEWAY), "3"),
+    "flowControl.holdSeconds": ({"flowControl": {"holdSeconds": 4}}, flag("hold-seconds", GATEWAY), "4"),
+    "flowControl.requestTimeoutSeconds": (
+        {"flowControl": {"requestTimeoutSeconds": 5}},
+        flag("request-timeout", GATEWAY),
+        "5",
+    ),
+    "rollout.maxSurge": ({"rollout": {"maxSurge": "5"}}, lambda pool: Bounds.of(pool.spec.rollout, 8), Bounds(5, 0)),
+    "rollout.maxUnavailable": (
+        {"rollout": {"maxUnavailable": "50%"}},
+        lambda pool: Bounds.of(pool.spec.rollout, 8),
+        Bounds(2, 4),
+    ),
+    "rollout.maxSkew": (
+        {"rollout": {"maxSkew": 1, "maxSurge": "8"}},
+        lambda pool: planned(pool)["prefill", "new"],
+        2,  # no further ahead of decode; 3 with the default
+    ),
+    "rollout.paused": (
+        {"rollout": {"paused": True}},
+        planned,
+        {("prefill", "old"): 8, ("prefill", "new"): 2, ("decode", "old"): 8, ("decode", "new"): 1},
+    ),
+    "rollout.rollbackTo": ({"rollout": {"rollbackTo": "0" * 8}}, text("rollout.rollbackTo"), "0" * 8),
+    "rollout.progressDeadlineSeconds": (
+        {"rollout": {"progressDeadlineSeconds": 7}},
+        at(WORKER, "spec.progressDeadlineSeconds"),
+        7,
+    ),
+    "rollout.historyLimit": ({"rollout": {"historyLimit": 1}}, text("rollout.historyLimit"), 1),
+    "drain.seconds": ({"drain": {"seconds": 90}}, at(WORKER, "spec.template.spec.terminationGracePeriodSeconds"), 105),
+    "drain.lingerSeconds": (
+        {"drain": {"lingerSeconds": 9}},
+        at(GATEWAY, "spec.template.spec.terminationGracePeriodSeconds"),
+        54,
+    ),
+    "tenancy.keysSecret": (
+        {"tenancy": {"keysSecret": "mine"}},
+        lambda pool: [
+            v["secret"]["secretName"]
+            for v in made_of(pool)[WORKER]["spec"]["template"]["spec"]["volumes"]
+            if v["name"] == "keys"
+        ],
+        ["mine"],
+    ),
+    "gateway.replicas": ({"gateway": {"replicas": 3}}, at(GATEWAY, "spec.replicas"), 3),
+    "gateway.apiKeysSecret": (
+        {"gateway": {"apiKeysSecret": "k"}},
+        flag("api-keys-file", GATEWAY),
+        "/etc/kvferry/api-keys/keys",
+    ),
+    "gateway.service.type": (
+        {"gateway": {"service": {"type": "NodePort"}}},
+        at("Service/chat", "spec.type"),
+        "NodePort",
+    ),
+    "gateway.service.httpPort": (
+        {"gateway": {"service": {"httpPort": 81}}},
+        at("Service/chat", "spec.ports.0.port"),
+        81,
+    ),
+    "gateway.service.grpcPort": (
+        {"gateway": {"service": {"grpcPort": 82}}},
+        at("Service/chat", "spec.ports.1.port"),
+        82,
+    ),
+    "gateway.service.annotations": (
+        {"gateway": {"service": {"annotations": {"a": "b"}}}},
+        at("Service/chat", "metadata.annotations"),
+        {"a": "b"},
+    ),
+    "gateway.resources": (
+        {"gateway": {"resources": {"limits": {"cpu": "1"}}}},
+        lambda pool: container(pool, GATEWAY)["resources"],
+        {"limits": {"cpu": "1"}},
+    ),
+    "gateway.template": (
+        {"gateway": {"template": {"spec": {"priorityClassName": "high"}}}},
+        at(GATEWAY, "spec.template.spec.priorityClassName"),
+        "high",
+    ),
+    "gateway.inferenceExtension": (
+        {"gateway": {"inferenceExtension": "Auto"}},
+        at("InferencePool/chat", "apiVersion"),
+        "inference.networking.k8s.io/v1",
+    ),
+    "observability.podMonitor": ({"observability": {"podMonitor": "Off"}}, at("PodMonitor/chat", "kind"), None),
+    "observability.podMonitorLabels": (
+        {"observability": {"podMonitorLabels": {"release": "p"}}},
+        at("PodMonitor/chat", "metadata.labels.release"),
+        "p",
+    ),
+    "networkPolicy": ({"networkPolicy": "Off"}, at("NetworkPolicy/chat-workers", "kind"), None),
+    "disruption.maxUnavailable": (
+        {"disruption": {"maxUnavailable": "30%"}},
+        at("PodDisruptionBudget/chat-decode", "spec.maxUnavailable"),
+        "30%",
+    ),
+    "image": ({"image": "mine:1"}, lambda pool: container(pool, GATEWAY)["image"], "mine:1"),
+    "imagePullPolicy": ({"imagePullPolicy": "Always"}, lambda pool: container(pool)["imagePullPolicy"], "Always"),
+    "imagePullSecrets": (
+        {"imagePullSecrets": ["r"]},
+        at(WORKER, "spec.template.spec.imagePullSecrets"),
+        [{"name": "r"}],
+    ),
+}
+
+OTHERWISE = {"roles[].scaling.upSeconds": auto(requestsTarget=5)}
+"""The spec without the field, where a pool of defaults would not show it."""
+
+CHANGES_WORKERS = {
+    "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "connector.type",
+    "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "rollout.progressDeadlineSeconds", "image",
+    "imagePullPolicy", "imagePullSecrets", "roles[].name", "roles[].resources", "roles[].template",
+}  # fmt: skip
+CHANGES_WORKERS_UNDER = ("model.cache.", "roles[].engine.", "tiers[].")
+
+
+def test_the_table_has_every_field_and_no_other():
+    assert set(EFFECTS) == {path for path, _ in leaves(SPEC)}
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+def test_a_field_changes_what_it_says(path):
+    spec, probe, seen = EFFECTS[path]
+    assert probe(pool(**spec)) == seen
+    assert probe(pool(**OTHERWISE.get(path, {}))) != seen
+
+
+@pytest.mark.parametrize("path", EFFECTS)
+def test_only_what_workers_are_made_from_makes_a_new_revision(path):
+    spec, *_ = EFFECTS[path]
+    if path.startswith("roles[].") and path != "roles[].name":
+        plain = pool(**prefill())
+    else:
+        plain = pool()
+    changed = made_of(pool(**spec))["revision"] != made_of(plain)["revision"]
+    assert changed == (path in CHANGES_WORKERS or path.startswith(CHANGES_WORKERS_UNDER))
+
+
+@pytest.mark.parametrize("spec", [{}, *(spec for spec, *_ in EFFECTS.values())], ids=["nothing", *EFFECTS])
+def test_a_file_reads_as_the_api_server_stores_it(spec):
+    """The defaults of the code are those of the definition."""
+    plain = body(**spec)
+    assert parse_pool(plain) == parse_pool({**plain, "spec": with_defaults(plain["spec"], SPEC)})
+
+
+def test_every_field_is_described():
+    def bare(node: dict[str, Any], path: str) -> list[str]:
+        found = [] if node.get("description") or not path else [path]
+        for name, part in node.get("properties", {}).items():
+            found += bare(part, f"{path}.{name}")
+        if node.get("type") == "array":
+            found += [p for p in bare(node["items"], f"{path}[]") if p != f"{path}[]"]
+        return found
+
+    undescribed = bare(SPEC, "")
+    assert undescribed == [
+        ".roles[].template.metadata",
+        ".roles[].template.metadata.labels",
+        ".roles[].template.metadata.annotations",
+        ".roles[].template.spec",
+        ".roles[].template.spec.restartPolicy",
+    ]  # fmt: skip  a Pod's own, described there
