@@ -78,7 +78,8 @@ def build(sets: tuple[str, ...]) -> None:
 @click.option("--scratch", type=click.Path(path_type=Path), default=Path("build/image"), show_default=True)
 def image(out: Path, scratch: Path) -> None:
     """Write the image of kvferry as an OCI archive."""
-    name = f"kvferry:{version('kvferry')}"
+    # A name without a host would be taken for one of a public registry, also where it is only looked up.
+    name = f"localhost/kvferry:{version('kvferry')}"
     digest = python_image.write(out, scratch, name, _say)
     click.echo(f"{out}: {name} {digest}, {out.stat().st_size >> 20} MiB")
 

@@ -80,13 +80,13 @@ class Box:
         ports = (6443, 2379, 2380)
         return Place(self.address, *ports, self.service_cidr, self.pod_cidr, "0.0.0.0", self.enter)  # noqa: S104
 
-    def run(self, *words: object) -> str:
+    def run(self, *words: object, seconds: float = _CALL_SECONDS) -> str:
         """A command inside; what it said.
 
         Raises:
-            Unavailable: it failed.
+            Unavailable: it failed, or took longer.
         """
-        return run(*self.enter, *words)
+        return run(*self.enter, *words, seconds=seconds)
 
 
 def why_not(cni: Path = CNI_BINARIES) -> str:
@@ -144,14 +144,17 @@ def stop(state: BoxState, children: Children) -> None:
     box.cgroups.remove(children.clock)
 
 
-def run(*words: object) -> str:
+def run(*words: object, seconds: float = _CALL_SECONDS) -> str:
     """A command on this machine; what it said.
 
     Raises:
-        Unavailable: it failed.
+        Unavailable: it failed, or took longer.
     """
     command = list(map(str, words))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_SECONDS, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"`{' '.join(command)}` has not ended after {seconds:.0f} s") from None
     if done.returncode:
         raise Unavailable(
             f"`{' '.join(command)}` failed with {done.returncode}: {(done.stderr or done.stdout).strip()}"

@@ -36,10 +36,13 @@ class Cluster:
         """Run kubectl; what it said.
 
         Raises:
-            Unavailable: it failed; the message has what it complained of.
+            Unavailable: it failed, or took longer; the message has what it complained of.
         """
         command = [str(self.assets.path("kubectl")), f"--kubeconfig={self.kubeconfig}", *map(str, words)]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False)
+        try:
+            done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"kubectl {' '.join(map(str, words))}: no answer after {seconds:.0f} s") from None
         if done.returncode:
             raise Unavailable(f"kubectl {' '.join(map(str, words))}: {done.stderr.strip()}")
         return done.stdout

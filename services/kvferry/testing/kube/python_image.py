@@ -1,6 +1,6 @@
 """The image of kvferry with everything in it: this interpreter, its libraries, the packages it needs, and kvferry.
 
-Three layers, from what changes least: interpreter, packages, kvferry. No shell, no package manager.
+Three layers, from what changes least: interpreter, packages, kvferry. There is no shell.
 """
 
 import compileall
@@ -45,6 +45,7 @@ def write(out: Path, scratch: Path, name: str, say: Say = print) -> str:
     """
     wanted = closure("kvferry", EXTRAS)
     own = wanted.pop(canonicalize_name("kvferry"))
+    wanted |= closure("pip", ())  # `kvferry model` fetches models that are packages
     kept = [found for key, found in sorted(wanted.items()) if not _GPU.match(key)]
     packages, libraries = _stage_packages(scratch, kept, say)
     say("staging the interpreter")

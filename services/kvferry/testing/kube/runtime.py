@@ -16,6 +16,7 @@ SOCKET = "/run/containerd/containerd.sock"
 PAUSE_IMAGE = "localhost/pause:1"
 HOST_RUNTIME = "host"
 _START_SECONDS = 60.0
+_LOAD_SECONDS = 900.0
 _UNUSED = (
     "io.containerd.internal.v1.opt",
     "io.containerd.internal.v1.tracing",
@@ -33,13 +34,13 @@ class Runtime:
 
     box: Box
 
-    def ctr(self, *words: object) -> str:
+    def ctr(self, *words: object, seconds: float) -> str:
         """Its command line, among the images and containers of Kubernetes."""
-        return self.box.run("ctr", "-a", SOCKET, "-n", "k8s.io", *words)
+        return self.box.run("ctr", "-a", SOCKET, "-n", "k8s.io", *words, seconds=seconds)
 
     def load(self, archive: Path) -> None:
         """Import an OCI archive; no registry is asked."""
-        self.ctr("images", "import", archive.resolve())
+        self.ctr("images", "import", archive.resolve(), seconds=_LOAD_SECONDS)
 
 
 def start(folder: Path, box: Box, children: Children, host_folders: Sequence[Path]) -> Runtime:
