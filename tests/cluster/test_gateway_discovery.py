@@ -245,8 +245,8 @@ class Heard:
 
     @property
     def names(self) -> list[str]:
-        known = [news.places for news in self.news if news.places is not None]
-        return [place.name for place in known[-1]] if known else []
+        known = [news.listings for news in self.news if news.listings is not None]
+        return [listing.name for listing in known[-1]] if known else []
 
 
 @asynccontextmanager

@@ -137,9 +137,11 @@ def belongs_to(prompt: list[int], address: str, stack: Stack) -> bool:
     return found is not None and found.replica.address == address
 
 
-async def test_a_stream_survives_its_decode_worker_being_killed(pair, llm):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_stream_survives_its_decode_worker(pair, llm, number):
+    """Killed, or told to end with less time to do so than the stream takes."""
     p, survivor = pair
-    with a_worker("decode", "--connector", "shm") as victim:
+    with a_worker("decode", "--connector", "shm", "--drain-seconds", "0.05") as victim:
         async with a_stack([p], [survivor, victim]) as stack:
             prompts = ([seed, *_PROMPT] for seed in range(200))
             prompt = next(found for found in prompts if belongs_to(found, heard(victim, "grpc"), stack))
@@ -149,7 +151,8 @@ async def test_a_stream_survives_its_decode_worker_being_killed(pair, llm):
                 async for chunk in chunks:
                     tokens += [token.token_id for token in chunk.tokens]
                     if len(tokens) > 5 and victim.process.poll() is None:
-                        victim.stop(signal.SIGKILL)
+                        status = await asyncio.to_thread(victim.stop, number)
+                        assert status == (0 if number == signal.SIGTERM else -number)
             assert tokens == list(llm.generate([prompt], _DRAWN)[0].token_ids)
             assert chunk is not None
             assert chunk.timing is not None

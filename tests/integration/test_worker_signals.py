@@ -198,3 +198,8 @@ def test_a_metrics_port_that_is_taken_is_told() -> None:
         flags = ("--role", "decode", "--model", "tiny", "--kv-memory", "16MiB", "--connector", "shm")
         with running("worker", *flags, "--metrics", taken) as second:
             assert second.process.wait(60) == 2
+
+
+def test_a_worker_that_nobody_could_reach_is_refused() -> None:
+    with running("worker", "--role", "decode", "--model", "tiny", "--listen", "0.0.0.0:0") as worker:
+        assert worker.process.wait(60) == 2

@@ -1,4 +1,4 @@
-"""Who belongs to a pool: from the EndpointSlices of its Services to places of workers. No I/O.
+"""Who belongs to a pool: from the EndpointSlices of its Services to listings of workers. No I/O.
 
 An operator makes one headless Service per role, labelled with pool and role, that publishes addresses before they are
 ready; whether a worker takes requests is its own word. What the slices add is who there is, and who is being stopped.
@@ -15,7 +15,7 @@ POOL_LABEL = "kvferry.dev/pool"
 ROLE_LABEL = "kvferry.dev/role"
 WORK_PORT = "grpc"
 ADMIN_PORT = "admin"
-MAX_PLACES = 2048
+MAX_LISTINGS = 2048
 """More than any pool has; what goes beyond is left out, so that a mistake elsewhere does not take our memory."""
 
 _ROLES = {"prefill": "prefill", "decode": "decode", "combined": "both"}
@@ -25,7 +25,7 @@ _MAX_NAME_CHARS = 253
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Listing:
     """Where one worker is, and what for."""
 
     name: str
@@ -45,7 +45,7 @@ class Place:
 class News:
     """What a source has to say."""
 
-    places: tuple[Place, ...] | None = None
+    listings: tuple[Listing, ...] | None = None
     """Everybody there is; `None`: not known now, so that the last known stay."""
     trouble: str = ""
     """Why it is not known, or may be old; empty: all is well."""
@@ -59,31 +59,31 @@ class Source(Protocol):
         ...
 
 
-def places_of(slices: Iterable[Mapping[str, Any]]) -> tuple[Place, ...]:
+def listings_of(slices: Iterable[Mapping[str, Any]]) -> tuple[Listing, ...]:
     """The workers in EndpointSlice objects, each once, in a fixed order; what cannot be read is left out.
 
     One pod may be in several slices: while slices are rearranged, and with one slice per IP family. It is stopping when
     any of them says so, since no pod ever stops stopping. Two pods at one address are a pod that ended and its
     successor: the one that is not stopping is meant.
     """
-    by_pod: dict[tuple[str, str], tuple[int, Place]] = {}
+    by_pod: dict[tuple[str, str], tuple[int, Listing]] = {}
     for found in slices:
-        for rank, place in _places_in(found):
-            other = by_pod.get((place.name, place.role))
+        for rank, listing in _listings_in(found):
+            other = by_pod.get((listing.name, listing.role))
             if other is None:
-                if len(by_pod) < MAX_PLACES:
-                    by_pod[place.name, place.role] = rank, place
+                if len(by_pod) < MAX_LISTINGS:
+                    by_pod[listing.name, listing.role] = rank, listing
                 continue
-            stopping = place.stopping or other[1].stopping
-            best_rank, best = min(((rank, place), other), key=lambda one: (one[0], one[1].endpoint.address))
-            by_pod[place.name, place.role] = best_rank, replace(best, stopping=stopping)
-    by_address: dict[str, Place] = {}
-    for _, place in sorted(by_pod.values(), key=lambda one: (one[1].stopping, one[1].name, one[1].role)):
-        by_address.setdefault(place.endpoint.address, place)
-    return tuple(sorted(by_address.values(), key=lambda place: (place.role, place.name)))
+            stopping = listing.stopping or other[1].stopping
+            best_rank, best = min(((rank, listing), other), key=lambda one: (one[0], one[1].endpoint.address))
+            by_pod[listing.name, listing.role] = best_rank, replace(best, stopping=stopping)
+    by_address: dict[str, Listing] = {}
+    for _, listing in sorted(by_pod.values(), key=lambda one: (one[1].stopping, one[1].name, one[1].role)):
+        by_address.setdefault(listing.endpoint.address, listing)
+    return tuple(sorted(by_address.values(), key=lambda listing: (listing.role, listing.name)))
 
 
-def _places_in(found: Mapping[str, Any]) -> Iterable[tuple[int, Place]]:
+def _listings_in(found: Mapping[str, Any]) -> Iterable[tuple[int, Listing]]:
     role = _ROLES.get(str(_mapping(_mapping(found.get("metadata")).get("labels")).get(ROLE_LABEL)))
     family = found.get("addressType")
     ports = {
@@ -103,7 +103,7 @@ def _places_in(found: Mapping[str, Any]) -> Iterable[tuple[int, Place]]:
         is_name = isinstance(name, str) and 0 < len(name) <= _MAX_NAME_CHARS
         yield (
             _FAMILIES.index(family),
-            Place(
+            Listing(
                 name=str(name) if is_name else address,
                 role=role,
                 endpoint=Endpoint(address, f"{host}:{ports.get(ADMIN_PORT, ports[WORK_PORT])}"),
@@ -172,9 +172,9 @@ class SliceCache:
             self.version = str(version)
         return bool(kind != "BOOKMARK")
 
-    def places(self) -> tuple[Place, ...]:
-        """See `places_of`."""
-        return places_of(self._slices.values())
+    def listings(self) -> tuple[Listing, ...]:
+        """See `listings_of`."""
+        return listings_of(self._slices.values())
 
 
 class WatchEnded(Exception):

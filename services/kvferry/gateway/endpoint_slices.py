@@ -78,8 +78,8 @@ class _Follower:
 
     def _hear(self, news: News) -> None:
         before = self._latest
-        if news.places is None and before is not None:  # trouble takes nothing back
-            news = News(before.places, news.trouble)
+        if news.listings is None and before is not None:  # trouble takes nothing back
+            news = News(before.listings, news.trouble)
         self._latest = news
         self._said.set()
 
@@ -95,7 +95,7 @@ class _Follower:
                 if not cache.version or begun >= relist_at:
                     cache.replace(self._api.list_slices())
                     relist_at = begun + self._relist_seconds
-                    self._say(News(cache.places()))
+                    self._say(News(cache.listings()))
                 self._follow(cache, relist_at - begun)
             except WatchEnded as ended:
                 _log.info("%s", ended)
@@ -121,10 +121,10 @@ class _Follower:
                     return
             try:
                 if self._in_trouble:
-                    self._say(News(cache.places()))
+                    self._say(News(cache.listings()))
                 for event in watch:
                     if cache.apply(event):
-                        self._say(News(cache.places()))
+                        self._say(News(cache.listings()))
             finally:
                 with self._watching:
                     self._watch = None

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 import grpc
 
 from kvferry.gateway.config import FleetConfig
-from kvferry.gateway.discovery import Place
+from kvferry.gateway.discovery import Listing
 from kvferry.gateway.member import Hold, Member, WorkerView
 from kvferry.gateway.routing import Candidates
 from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2
@@ -36,7 +36,7 @@ class Fleet:
         self._change = asyncio.Event()
         self.num_looks = 0
         """Answers and failures to answer so far, over all workers."""
-        self.follow(static_places(config))
+        self.follow(static_listings(config))
 
     def start(self) -> None:
         """Begin to watch. Needs a running event loop."""
@@ -52,31 +52,31 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def follow(self, places: Iterable[Place]) -> None:
+    def follow(self, listings: Iterable[Listing]) -> None:
         """From now on these are the workers. One that stays listed under the same name, role and address keeps
         everything that is known of it; another name at an old address is another worker."""
-        listed = {place.key: place for place in places}
-        known = {member.place.key: member for member in self._members}
-        addresses = {place.endpoint.address: place.name for place in listed.values()}
+        listed = {listing.key: listing for listing in listings}
+        known = {member.listing.key: member for member in self._members}
+        addresses = {listing.endpoint.address: listing.name for listing in listed.values()}
         for key, member in known.items():
-            place = listed.get(key)
-            if place is not None:
-                member.place, member.has_left = place, False
+            listing = listed.get(key)
+            if listing is not None:
+                member.listing, member.has_left = listing, False
             elif not member.has_left:
-                _log.info("worker %s (%s) left", member.place.name, member.address)
+                _log.info("worker %s (%s) left", member.listing.name, member.address)
                 member.has_left = True
                 member.wake.set()
                 if not self._is_running:
                     self._forget(member)
-            if member.has_left and addresses.get(member.address, member.place.name) != member.place.name:
+            if member.has_left and addresses.get(member.address, member.listing.name) != member.listing.name:
                 member.lose_calls("is gone: its address is another worker's now")
-        for key, place in listed.items():
+        for key, listing in listed.items():
             if key in known:
                 continue
-            member = Member(place, self._model)
+            member = Member(listing, self._model)
             self._members.append(member)
             if self._is_running:
-                _log.info("worker %s (%s) joined", place.name, place.endpoint.address)
+                _log.info("worker %s (%s) joined", listing.name, listing.endpoint.address)
                 self._begin(member)
         self._by_address |= {member.address: member for member in self._members if not member.has_left}
         self._announce()
@@ -146,7 +146,7 @@ class Fleet:
 
     def may_recover(self) -> bool:
         """Whether a worker that can decode, though it may take no requests now, could do so in a moment."""
-        return any(member.place.role != "prefill" and member.may_recover for member in self._members)
+        return any(member.listing.role != "prefill" and member.may_recover for member in self._members)
 
     async def wait_until(self, holds: Callable[["Fleet"], bool]) -> None:
         """Return when `holds(fleet)` does. It is looked at again at every change."""
@@ -204,8 +204,8 @@ class Fleet:
         self._change = asyncio.Event()
 
 
-def static_places(config: FleetConfig) -> Iterator[Place]:
+def static_listings(config: FleetConfig) -> Iterator[Listing]:
     """The workers that a configuration lists."""
     for role, endpoints in (("prefill", config.prefill), ("decode", config.decode), ("both", config.both)):
         for endpoint in endpoints:
-            yield Place(endpoint.address, role, endpoint)
+            yield Listing(endpoint.address, role, endpoint)

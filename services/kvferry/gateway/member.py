@@ -13,7 +13,7 @@ import grpc
 
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.gateway.config import Endpoint
-from kvferry.gateway.discovery import Place
+from kvferry.gateway.discovery import Listing
 from kvferry.gateway.routing import Replica
 from kvferry.rpc.channel import open_channel
 from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2, worker_admin_pb2_grpc
@@ -100,8 +100,8 @@ class Hold:
 class Member:
     """One worker's channel and last word. Changed only on the event loop."""
 
-    def __init__(self, place: Place, model: str) -> None:
-        self.place = place
+    def __init__(self, listing: Listing, model: str) -> None:
+        self.listing = listing
         """As the fleet's source last listed it."""
         self.has_left = False
         """The source lists it no more: it ends with the last of its calls."""
@@ -118,12 +118,12 @@ class Member:
     @property
     def address(self) -> str:
         """Of its work."""
-        return self.place.endpoint.address
+        return self.listing.endpoint.address
 
     def open(self) -> None:
         """Make its channels. Needs a running event loop."""
         # The question "are you there" must not wait behind a full connection, so it has its own.
-        work, admin = open_channel(self.address), open_channel(self.place.endpoint.admin_address)
+        work, admin = open_channel(self.address), open_channel(self.listing.endpoint.admin_address)
         self._channels = [work, admin]
         self.prefill = prefill_pb2_grpc.PrefillStub(work)
         self.decode = decode_pb2_grpc.DecodeStub(work)
@@ -158,20 +158,20 @@ class Member:
             self.why_suspect = ""
         after = self.view().why_not
         if before != after:
-            _log.info("worker %s: %s", self.address, after or f"takes {self.place.role} work")
+            _log.info("worker %s: %s", self.address, after or f"takes {self.listing.role} work")
 
     def view(self) -> WorkerView:
         """It, now."""
-        status, place = self._status, self.place
+        status, listing = self._status, self.listing
         if status is None:
             why_not = self._pool_refusal() or self._why_lost
-            return WorkerView(place.endpoint, place.role, why_not, len(self.held), place.name)
+            return WorkerView(listing.endpoint, listing.role, why_not, len(self.held), listing.name)
         return WorkerView(
-            endpoint=place.endpoint,
-            role=place.role,
+            endpoint=listing.endpoint,
+            role=listing.role,
             why_not=self._refusal(status),
             in_flight=len(self.held),
-            name=place.name,
+            name=listing.name,
             worker_id=WorkerId(status.identity.worker_id),
             incarnation=Incarnation(status.identity.incarnation),
             fingerprint=status.fingerprint,
@@ -202,10 +202,10 @@ class Member:
     def _pool_refusal(self) -> str:
         if self.has_left:
             return "it left the pool"
-        return "it is being stopped" if self.place.stopping else ""
+        return "it is being stopped" if self.listing.stopping else ""
 
     def _settled_refusal(self, status: worker_admin_pb2.StatusResponse) -> str:
-        role = self.place.role
+        role = self.listing.role
         if status.role not in (role, "both"):
             return f"it is a {status.role} worker, configured as {role}"
         if status.model != self._model:

@@ -83,9 +83,9 @@ class Membership:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     def _take(self, news: News) -> None:
-        if news.places is not None:
+        if news.listings is not None:
             self._has_heard = True
-            self._fleet.follow(news.places)
+            self._fleet.follow(news.listings)
         self._hear_trouble(news.trouble)
 
     def _hear_trouble(self, trouble: str) -> None:

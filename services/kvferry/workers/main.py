@@ -11,11 +11,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import NoReturn
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.errors import InvariantBroken
+from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.ids import new_incarnation
 from kvferry.kv.connector import TransportSetup
 from kvferry.workers.build import LoadedModel, build_engine, load_model
@@ -33,6 +35,8 @@ async def run_worker(config: WorkerConfig, places: list[UnitPlace], announce: An
     Raises:
         KvferryError: the model cannot be loaded, an address cannot be bound, a setting is wrong.
     """
+    for place in places:
+        _check_reach(config, place)
     process = _Process(config, announce)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, process.signalled)
@@ -115,12 +119,27 @@ class _Process:
         os._exit(status)
 
 
+def _check_reach(config: WorkerConfig, place: UnitPlace) -> None:
+    host = _host(place)
+    with suppress(ValueError):  # a name
+        if place.role != "both" and not config.advertise_host and ip_address(host).is_unspecified:
+            raise UsageError(
+                f"it listens on {host}, which no other worker can call; name the host that they reach it under with "
+                "--advertise-host",
+                field="advertise_host",
+            )
+
+
+def _host(place: UnitPlace) -> str:
+    return place.listen.rpartition(":")[0].strip("[]")
+
+
 async def _start_unit(
     config: WorkerConfig, place: UnitPlace, model: LoadedModel, clock: Clock, fail: Callable[[BaseException], None]
 ) -> WorkerUnit:
     incarnation = new_incarnation()
     setup = TransportSetup(
-        listen_host=place.listen.rpartition(":")[0].strip("[]"),
+        listen_host=_host(place),
         advertise_host=config.advertise_host.strip("[]"),
         secrets=config.ticket_secrets,
     )

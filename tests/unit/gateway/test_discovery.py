@@ -1,4 +1,4 @@
-"""From EndpointSlices to places of workers."""
+"""From EndpointSlices to listings of workers."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvferry.gateway import discovery
 from kvferry.gateway.config import Endpoint
-from kvferry.gateway.discovery import MAX_PLACES, Place, SliceCache, WatchEnded, places_of
+from kvferry.gateway.discovery import MAX_LISTINGS, Listing, SliceCache, WatchEnded, listings_of
 
 
 def endpoint(ip: str, pod: str | None = None, **conditions: bool) -> dict[str, Any]:
@@ -35,24 +35,26 @@ def a_slice(role: str, *endpoints: dict[str, Any], name: str = "s", **fields: An
 
 
 def test_each_endpoint_is_a_worker_with_its_pods_name_and_both_ports():
-    found = places_of([a_slice("prefill", endpoint("10.0.0.1", "p-0")), a_slice("decode", endpoint("10.0.0.2", "d-0"))])
+    found = listings_of(
+        [a_slice("prefill", endpoint("10.0.0.1", "p-0")), a_slice("decode", endpoint("10.0.0.2", "d-0"))]
+    )
     assert found == (
-        Place("d-0", "decode", Endpoint("10.0.0.2:9100", "10.0.0.2:9101")),
-        Place("p-0", "prefill", Endpoint("10.0.0.1:9100", "10.0.0.1:9101")),
+        Listing("d-0", "decode", Endpoint("10.0.0.2:9100", "10.0.0.2:9101")),
+        Listing("p-0", "prefill", Endpoint("10.0.0.1:9100", "10.0.0.1:9101")),
     )
 
 
 def test_combined_is_what_the_gateway_calls_both():
-    assert [place.role for place in places_of([a_slice("combined", endpoint("10.0.0.1", "c"))])] == ["both"]
+    assert [listing.role for listing in listings_of([a_slice("combined", endpoint("10.0.0.1", "c"))])] == ["both"]
 
 
 @pytest.mark.parametrize("role", ["", "router", "both", "Prefill"])
 def test_a_role_that_we_do_not_know_is_left_out(role):
-    assert places_of([a_slice(role, endpoint("10.0.0.1", "x"))]) == ()
+    assert listings_of([a_slice(role, endpoint("10.0.0.1", "x"))]) == ()
 
 
 def test_addresses_of_ipv6_are_bracketed_and_written_in_one_way():
-    found = places_of([a_slice("decode", endpoint("FD00:0::1", "d"), addressType="IPv6")])
+    found = listings_of([a_slice("decode", endpoint("FD00:0::1", "d"), addressType="IPv6")])
     assert found[0].endpoint == Endpoint("[fd00::1]:9100", "[fd00::1]:9101")
 
 
@@ -60,7 +62,7 @@ def test_a_pod_with_an_address_of_each_family_is_one_worker():
     six = a_slice("decode", endpoint("fd00::1", "d-0"), addressType="IPv6", name="six")
     four = a_slice("decode", endpoint("10.0.0.1", "d-0"), name="four")
     for order in ([six, four], [four, six]):
-        assert [place.endpoint.address for place in places_of(order)] == ["10.0.0.1:9100"]
+        assert [listing.endpoint.address for listing in listings_of(order)] == ["10.0.0.1:9100"]
 
 
 @pytest.mark.parametrize(
@@ -68,22 +70,22 @@ def test_a_pod_with_an_address_of_each_family_is_one_worker():
     [("10.0.0.1", "IPv6"), ("fd00::1", "IPv4"), ("host", "IPv4"), ("", "IPv4"), ("evil.example", "FQDN"), (7, "IPv4")],
 )
 def test_what_is_no_address_of_its_family_is_left_out(address, family):
-    assert places_of([a_slice("decode", endpoint(address, "d"), addressType=family)]) == ()
+    assert listings_of([a_slice("decode", endpoint(address, "d"), addressType=family)]) == ()
 
 
 def test_without_a_work_port_there_is_no_worker_and_without_an_admin_port_there_is_one_port():
-    assert places_of([a_slice("decode", endpoint("10.0.0.1", "d"), ports=[{"name": "admin", "port": 9101}])]) == ()
-    found = places_of([a_slice("decode", endpoint("10.0.0.1", "d"), ports=[{"name": "grpc", "port": 9100}])])
+    assert listings_of([a_slice("decode", endpoint("10.0.0.1", "d"), ports=[{"name": "admin", "port": 9101}])]) == ()
+    found = listings_of([a_slice("decode", endpoint("10.0.0.1", "d"), ports=[{"name": "grpc", "port": 9100}])])
     assert found[0].endpoint == Endpoint("10.0.0.1:9100", "10.0.0.1:9100")
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536, "9100", None, True, 9100.0])
 def test_what_is_no_port_is_none(port):
-    assert places_of([a_slice("decode", endpoint("10.0.0.1", "d"), ports=[{"name": "grpc", "port": port}])]) == ()
+    assert listings_of([a_slice("decode", endpoint("10.0.0.1", "d"), ports=[{"name": "grpc", "port": port}])]) == ()
 
 
 def test_only_a_terminating_endpoint_is_stopping_whatever_else_is_said():
-    found = places_of(
+    found = listings_of(
         [
             a_slice(
                 "decode",
@@ -94,7 +96,7 @@ def test_only_a_terminating_endpoint_is_stopping_whatever_else_is_said():
             )
         ]
     )
-    assert {place.name: place.stopping for place in found} == {
+    assert {listing.name: listing.stopping for listing in found} == {
         "absent": False,
         "starting": False,
         "stopping": True,
@@ -103,28 +105,28 @@ def test_only_a_terminating_endpoint_is_stopping_whatever_else_is_said():
 
 
 def test_an_endpoint_without_a_pod_has_its_address_for_a_name():
-    (place,) = places_of([a_slice("decode", endpoint("10.0.0.1"))])
-    assert place.name == place.endpoint.address
+    (listing,) = listings_of([a_slice("decode", endpoint("10.0.0.1"))])
+    assert listing.name == listing.endpoint.address
 
 
 def test_several_slices_of_a_service_are_one_list_and_a_pod_in_two_of_them_is_one_worker():
     first = a_slice("decode", endpoint("10.0.0.1", "d-0"), endpoint("10.0.0.2", "d-1"), name="a")
     second = a_slice("decode", endpoint("10.0.0.2", "d-1", terminating=True), endpoint("10.0.0.3", "d-2"), name="b")
-    found = places_of([first, second])
-    assert [(place.name, place.stopping) for place in found] == [("d-0", False), ("d-1", True), ("d-2", False)]
-    assert found == places_of([second, first])
+    found = listings_of([first, second])
+    assert [(listing.name, listing.stopping) for listing in found] == [("d-0", False), ("d-1", True), ("d-2", False)]
+    assert found == listings_of([second, first])
 
 
 def test_of_two_pods_at_one_address_the_one_that_is_not_stopping_is_meant():
     old = endpoint("10.0.0.1", "a-old", terminating=True)
     new = endpoint("10.0.0.1", "b-new")
-    assert [place.name for place in places_of([a_slice("decode", old, new)])] == ["b-new"]
+    assert [listing.name for listing in listings_of([a_slice("decode", old, new)])] == ["b-new"]
 
 
 def test_too_many_are_cut_off(monkeypatch):
-    monkeypatch.setattr(discovery, "MAX_PLACES", 3)
+    monkeypatch.setattr(discovery, "MAX_LISTINGS", 3)
     many = [endpoint(f"10.0.0.{i}", f"d-{i}") for i in range(1, 9)]
-    assert len(places_of([a_slice("decode", *many)])) == 3
+    assert len(listings_of([a_slice("decode", *many)])) == 3
 
 
 _PATHS: tuple[tuple[Any, ...], ...] = (
@@ -150,13 +152,13 @@ def test_whatever_is_said_of_one_worker_the_other_is_found(changes):
             inside[path[-1]] = junk
         except (TypeError, KeyError, IndexError):
             continue  # an earlier change took it away
-    found = places_of([spoiled, a_slice("prefill", endpoint("10.0.0.9", "p-0"))])
-    assert "p-0" in {place.name for place in found}
+    found = listings_of([spoiled, a_slice("prefill", endpoint("10.0.0.9", "p-0"))])
+    assert "p-0" in {listing.name for listing in found}
     assert len(found) <= 2
     cache = SliceCache()
     cache.replace({"items": [spoiled, None], "metadata": None})
     cache.apply({"type": "ADDED", "object": spoiled})
-    assert len(cache.places()) <= 1
+    assert len(cache.listings()) <= 1
 
 
 _ENDPOINTS = st.builds(
@@ -177,12 +179,12 @@ _SLICES = st.lists(
 
 @given(_SLICES, st.randoms())
 def test_addresses_and_pods_are_unique_and_the_order_of_slices_does_not_matter(slices, dice):
-    found = places_of(slices)
-    assert len({place.endpoint.address for place in found}) == len(found) <= MAX_PLACES
-    assert len({(place.name, place.role) for place in found}) == len(found)
+    found = listings_of(slices)
+    assert len({listing.endpoint.address for listing in found}) == len(found) <= MAX_LISTINGS
+    assert len({(listing.name, listing.role) for listing in found}) == len(found)
     shuffled = [{**one, "endpoints": dice.sample(one["endpoints"], len(one["endpoints"]))} for one in slices]
     dice.shuffle(shuffled)
-    assert places_of(shuffled) == found
+    assert listings_of(shuffled) == found
 
 
 def event(kind: str, found: dict[str, Any], version: str = "8") -> dict[str, Any]:
@@ -198,19 +200,19 @@ def test_a_watch_goes_on_where_the_list_ended():
     assert cache.version == "5"
     assert cache.apply(event("ADDED", a_slice("prefill", endpoint("10.0.0.2", "p-0"), name="b"), "6"))
     assert cache.apply(event("MODIFIED", a_slice("decode", endpoint("10.0.0.3", "d-1"), name="a"), "7"))
-    assert [place.name for place in cache.places()] == ["d-1", "p-0"]
+    assert [listing.name for listing in cache.listings()] == ["d-1", "p-0"]
     assert cache.apply(event("DELETED", a_slice("prefill", name="b"), "8"))
     assert not cache.apply({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}})
     assert not cache.apply({"type": "SOMETHING", "object": {"metadata": {"resourceVersion": "99"}}})
     assert not cache.apply({"type": "BOOKMARK", "object": {}})
-    assert ([place.name for place in cache.places()], cache.version) == (["d-1"], "9")
+    assert ([listing.name for listing in cache.listings()], cache.version) == (["d-1"], "9")
 
 
 def test_a_list_forgets_what_it_does_not_hold():
     cache = SliceCache()
     cache.replace({"metadata": {"resourceVersion": "5"}, "items": [a_slice("decode", endpoint("10.0.0.1", "d-0"))]})
     cache.replace({"metadata": {"resourceVersion": "6"}, "items": []})
-    assert cache.places() == ()
+    assert cache.listings() == ()
 
 
 @pytest.mark.parametrize(("code", "version"), [(410, ""), (500, "5")])

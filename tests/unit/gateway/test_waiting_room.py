@@ -14,7 +14,7 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway import calls
 from kvferry.gateway.config import DispatchConfig, Endpoint, HoldConfig, PoolName
-from kvferry.gateway.discovery import Place
+from kvferry.gateway.discovery import Listing
 from kvferry.gateway.dispatch import Dispatcher
 from kvferry.gateway.fleet import Fleet
 from kvferry.gateway.holding import Holding
@@ -41,7 +41,7 @@ class Pool:
     dispatcher: Dispatcher
 
     def arrive(self) -> None:
-        self.fleet.follow([Place(w.worker_id, w.role, Endpoint.parse(w.address)) for w in self.workers.all])
+        self.fleet.follow([Listing(w.worker_id, w.role, Endpoint.parse(w.address)) for w in self.workers.all])
 
     async def ask(self, name: str = "r", deadline: float | None = None) -> int:
         sampling = SamplingParams(max_tokens=4, ignore_eos=True, seed=1)
