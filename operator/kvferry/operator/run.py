@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +53,13 @@ class OperatorConfig:
     """Pools reconciled at the same time."""
 
 
-async def run_operator(config: OperatorConfig, api: KubeApi, *, clock: Clock | None = None) -> int:
+Announce = Callable[[Mapping[str, object]], None]
+"""Told `listening` with the health port, then `leading`."""
+
+
+async def run_operator(config: OperatorConfig, api: KubeApi, announce: Announce, *, clock: Clock | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. 1: leadership or a watch was lost."""
-    operator = Operator(config, api, clock or SystemClock())
+    operator = Operator(config, api, clock or SystemClock(), announce)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -82,8 +86,9 @@ async def leader_of(api: KubeApi, namespace: str, timeout: float, name: str = LE
 class Operator:
     """One candidate and, while it leads, the operator."""
 
-    def __init__(self, config: OperatorConfig, api: KubeApi, clock: Clock) -> None:
+    def __init__(self, config: OperatorConfig, api: KubeApi, clock: Clock, announce: Announce) -> None:
         self._config = config
+        self._announce = announce
         self._api = api
         self._clock = clock
         self._store = Store()
@@ -110,6 +115,7 @@ class Operator:
         config = self._config
         self._loop = asyncio.get_running_loop()
         health = await HealthServer.start(config.health_address, self._ill, self._instruments.registry)
+        self._announce({"event": "listening", "health": health.port})
         leader = Leader(
             self._api,
             self._clock,
@@ -136,6 +142,7 @@ class Operator:
         await self._wait_for_definitions()
         await leader.acquire()
         self._leads = True
+        self._announce({"event": "leading", "identity": self._config.identity})
         self._instruments.leads.set(1)
 
     async def _lead(self, leader: Leader, stopping: asyncio.Task[bool]) -> int:

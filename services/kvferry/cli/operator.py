@@ -9,6 +9,7 @@ import click
 
 from kvferry.cli import settings
 from kvferry.cli.options import Values, with_settings
+from kvferry.cli.supervised import announce, follow_parent
 from kvferry.core.errors import UsageError
 
 
@@ -46,7 +47,8 @@ def run(values: Values) -> None:
         pulse_seconds=values["pulse_seconds"],
         workers=values["workers"],
     )
-    raise SystemExit(asyncio.run(run_operator(config, KubeApi.connect(values["kubeconfig"]))))
+    follow_parent()
+    raise SystemExit(asyncio.run(run_operator(config, KubeApi.connect(values["kubeconfig"]), announce)))
 
 
 @command.command("check")
