@@ -1,0 +1,224 @@
+"""What the API server itself says of pools: every bad value is refused by name, with what to do."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.core.errors import Unavailable
+from kvferry.testing.machine import ROOT
+
+DEFINITIONS: Path = ROOT / "charts/kvferry/files/crds"
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def defined(kube) -> Iterator[Any]:
+    kube.kubectl("apply", "--server-side", "-f", DEFINITIONS)
+    kube.kubectl("wait", "--for=condition=Established", "-f", DEFINITIONS, "--timeout=30s")
+    return kube
+
+
+def pool(**spec: Any) -> dict[str, Any]:
+    plain = {"model": {"name": "m"}, "roles": [{"name": "prefill"}, {"name": "decode"}]}
+    return {
+        "apiVersion": "kvferry.dev/v1alpha1",
+        "kind": "InferencePool",
+        "metadata": {"name": "chat"},
+        "spec": {**plain, **spec},
+    }
+
+
+def prefill(**fields: Any) -> dict[str, Any]:
+    return {"roles": [{"name": "prefill", **fields}, {"name": "decode"}]}
+
+
+def tiers(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"tiers": list(entries)}
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": None}, "spec.model"),
+    "no model name": ({"model": {}}, "spec.model.name: Required value"),
+    "empty model name": ({"model": {"name": ""}}, "spec.model.name"),
+    "relative source": ({"model": {"name": "m", "source": "models/x"}}, "absolute path inside the pods"),
+    "digest no hex": ({"model": {"name": "m", "digest": "sha256:xyz"}}, "spec.model.digest"),
+    "unknown dtype": ({"model": {"name": "m", "dtype": "int3"}}, 'supported values: "auto"'),
+    "negative tokens": ({"model": {"name": "m", "maxTokens": -1}}, "greater than or equal to 0"),
+    "two caches": (
+        {"model": {"name": "m", "cache": {"hostPath": "/x", "persistentVolumeClaim": "y"}}},
+        "persistentVolumeClaim or hostPath, not both",
+    ),
+    "relative mount": ({"model": {"name": "m", "cache": {"mountPath": "x"}}}, "spec.model.cache.mountPath"),
+    "no roles": ({"roles": []}, "spec.roles"),
+    "unknown role": ({"roles": [{"name": "encode"}]}, 'supported values: "prefill"'),
+    "prefill alone": ({"roles": [{"name": "prefill"}]}, "needs the roles prefill and decode, or combined"),
+    "decode alone": ({"roles": [{"name": "decode"}]}, "needs the roles prefill and decode, or combined"),
+    "a role twice": ({"roles": [{"name": "combined"}, {"name": "combined"}]}, "Duplicate value"),
+    "negative replicas": (prefill(replicas=-1), "greater than or equal to 0"),
+    "too many replicas": (prefill(replicas=1001), "less than or equal to 1000"),
+    "replicas and Auto": (prefill(replicas=2, scaling={"mode": "Auto"}), "one writer per number"),
+    "replicas and External": (prefill(replicas=2, scaling={"mode": "External"}), "one writer per number"),
+    "unknown scaling": (prefill(scaling={"mode": "Magic"}), 'supported values: "Static"'),
+    "min above max": (
+        prefill(scaling={"mode": "Auto", "minReplicas": 5, "maxReplicas": 2}),
+        "minReplicas is above scaling.maxReplicas",
+    ),
+    "max 0": (prefill(scaling={"mode": "Auto", "maxReplicas": 0}), "greater than or equal to 1"),
+    "kv target of 100": (prefill(scaling={"mode": "Auto", "kvTarget": 100}), "less than or equal to 99"),
+    "target without Auto": (prefill(scaling={"mode": "External", "requestsTarget": 3}), "targets of mode Auto"),
+    "endless window": (prefill(scaling={"mode": "Auto", "downSeconds": 86401}), "downSeconds"),
+    "idle at once": (prefill(scaling={"mode": "Auto", "idleSeconds": 0}), "idleSeconds"),
+    "a size without unit": (prefill(engine={"kvMemory": "much"}), "spec.roles[0].engine.kvMemory"),
+    "negative threads": (prefill(engine={"threads": -2}), "spec.roles[0].engine.threads"),
+    "no token budget": (prefill(engine={"tokenBudget": 0}), "spec.roles[0].engine.tokenBudget"),
+    "no sequences": (prefill(engine={"maxSequences": 0}), "spec.roles[0].engine.maxSequences"),
+    "restart policy": (prefill(template={"spec": {"restartPolicy": "Never"}}), "always started again"),
+    "our own label": (
+        prefill(template={"metadata": {"labels": {"kvferry.dev/pool": "x"}}}),
+        "labels under kvferry.dev/ are the operator's own",
+    ),
+    "unknown connector": ({"connector": {"type": "udp"}}, 'supported values: "nixl"'),
+    "shm between pods": ({"connector": {"type": "shm"}}, "pods need nixl or tcp"),
+    "unknown tier": (tiers({"type": "tape", "size": "1Gi"}), 'supported values: "dram"'),
+    "dram without size": (tiers({"type": "dram"}), "need a size"),
+    "dram with url": (tiers({"type": "dram", "size": "1Gi", "url": "redis://x"}), "the others take neither"),
+    "redis without url": (tiers({"type": "redis"}), "needs url or urlSecret"),
+    "redis with size": (tiers({"type": "redis", "url": "redis://x", "size": "1Gi"}), "maxmemory"),
+    "redis of another scheme": (tiers({"type": "redis", "url": "http://x"}), "begins with redis://"),
+    "a password in the url": (tiers({"type": "redis", "url": "redis://:pw@x/0"}), "put the whole url into a Secret"),
+    "url twice": (
+        tiers({"type": "redis", "url": "redis://x", "urlSecret": {"name": "s"}}),
+        "give url or urlSecret, not both",
+    ),
+    "five tiers": (tiers(*({"type": "dram", "size": "1Gi"} for _ in range(5))), "must have at most 4 items"),
+    "no prefix": ({"routing": {"prefixBlocks": 0}}, "spec.routing.prefixBlocks"),
+    "no block": ({"routing": {"blockTokens": 0}}, "spec.routing.blockTokens"),
+    "negative skip": ({"routing": {"skipPrefillBelowTokens": -1}}, "spec.routing.skipPrefillBelowTokens"),
+    "negative head start": ({"routing": {"headStartTokens": -1}}, "spec.routing.headStartTokens"),
+    "no streams": ({"flowControl": {"maxStreams": 0}}, "spec.flowControl.maxStreams"),
+    "held for days": ({"flowControl": {"holdSeconds": 3601}}, "spec.flowControl.holdSeconds"),
+    "negative held": ({"flowControl": {"maxHeld": -1}}, "spec.flowControl.maxHeld"),
+    "no time": ({"flowControl": {"requestTimeoutSeconds": 0}}, "spec.flowControl.requestTimeoutSeconds"),
+    "surge no number": ({"rollout": {"maxSurge": "some"}}, "spec.rollout.maxSurge"),
+    "nothing may move": ({"rollout": {"maxSurge": "0", "maxUnavailable": "0%"}}, "nothing could move"),
+    "skew 0": ({"rollout": {"maxSkew": 0}}, "spec.rollout.maxSkew"),
+    "no such name of a revision": ({"rollout": {"rollbackTo": "chat-1"}}, "spec.rollout.rollbackTo"),
+    "no deadline": ({"rollout": {"progressDeadlineSeconds": 0}}, "spec.rollout.progressDeadlineSeconds"),
+    "long history": ({"rollout": {"historyLimit": 51}}, "spec.rollout.historyLimit"),
+    "endless drain": ({"drain": {"seconds": 3601}}, "spec.drain.seconds"),
+    "endless linger": ({"drain": {"lingerSeconds": 121}}, "spec.drain.lingerSeconds"),
+    "many gateways": ({"gateway": {"replicas": 101}}, "spec.gateway.replicas"),
+    "unknown service": ({"gateway": {"service": {"type": "ExternalName"}}}, 'supported values: "ClusterIP"'),
+    "no port": ({"gateway": {"service": {"httpPort": 0}}}, "spec.gateway.service.httpPort"),
+    "one port for both": ({"gateway": {"service": {"httpPort": 9000}}}, "httpPort and grpcPort must differ"),
+    "unknown extension": ({"gateway": {"inferenceExtension": "Maybe"}}, "spec.gateway.inferenceExtension"),
+    "unknown monitor": ({"observability": {"podMonitor": "Maybe"}}, "spec.observability.podMonitor"),
+    "unknown policy": ({"networkPolicy": "Open"}, "spec.networkPolicy"),
+    "budget no number": ({"disruption": {"maxUnavailable": "few"}}, "spec.disruption.maxUnavailable"),
+    "unknown pull policy": ({"imagePullPolicy": "Sometimes"}, "spec.imagePullPolicy"),
+    "nine pull secrets": ({"imagePullSecrets": [str(i) for i in range(9)]}, "spec.imagePullSecrets"),
+    "a field of nobody": ({"rolls": []}, 'unknown field "spec.rolls"'),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_value_is_refused_by_name(defined, case):
+    spec, said = BAD[case]
+    with pytest.raises(Unavailable) as refused:
+        defined.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", input=json.dumps(pool(**spec)))
+    assert said in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("c" * 41, "40 characters"), ("1chat", "begin with a letter"), ("a.b", "begin with a letter")]
+)
+def test_a_name_that_no_service_could_have(defined, name, said):
+    named = pool()
+    named["metadata"]["name"] = name
+    with pytest.raises(Unavailable, match=said):
+        defined.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(named))
+
+
+def test_the_model_name_cannot_change(defined, namespace):
+    defined.kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(pool()))
+    with pytest.raises(Unavailable, match="create another pool"):
+        defined.kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(pool(model={"name": "other"})))
+    defined.kubectl(
+        "apply", "-n", namespace, "-f", "-", input=json.dumps(pool(model={"name": "m", "dtype": "float32"}))
+    )
+
+
+def test_the_api_server_stores_the_defaults_that_the_code_has(defined, namespace):
+    from kvferry.operator.spec import parse_pool
+
+    plain = pool()
+    defined.kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(plain))
+    stored = json.loads(defined.kubectl("get", "kvpool", "chat", "-n", namespace, "-o", "json"))
+    assert stored["spec"] != plain["spec"]
+    assert parse_pool(stored).spec == parse_pool(plain).spec
+
+
+def test_a_template_of_300_kilobytes_is_kept_and_can_be_deleted(defined, namespace):
+    big = pool(**prefill(template={"metadata": {"annotations": {"note": "x" * 250_000, "more": "y" * 50_000}}}))
+    defined.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(big))
+    changed = copy.deepcopy(big)
+    changed["spec"]["roles"][0]["replicas"] = 2
+    defined.kubectl(
+        "apply", "--server-side", "--force-conflicts", "-n", namespace, "-f", "-", input=json.dumps(changed)
+    )
+    defined.kubectl("delete", "kvpool", "chat", "-n", namespace, "--timeout=10s")
+
+
+def test_the_status_is_not_the_users(defined, namespace):
+    forged = {**pool(), "status": {"url": "http://elsewhere"}}
+    defined.kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(forged))
+    stored = json.loads(defined.kubectl("get", "kvpool", "chat", "-n", namespace, "-o", "json"))
+    assert "status" not in stored
+
+
+def test_explain_is_a_manual(defined):
+    said = defined.kubectl("explain", "kvpool.spec.rollout")
+    assert "Both roles move together" in said
+    assert "Earlier revisions kept for rollbackTo" in said
+    assert "<no description>" not in defined.kubectl("explain", "kvpool.spec")
+
+
+@pytest.mark.parametrize("replicas", [0, 1000])
+def test_a_scaler_scales(defined, namespace, replicas):
+    scaler = {
+        "apiVersion": "kvferry.dev/v1alpha1",
+        "kind": "PoolRoleScaler",
+        "metadata": {"name": "chat-decode"},
+        "spec": {"pool": "chat", "role": "decode"},
+    }
+    defined.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(scaler))
+    defined.kubectl("scale", "kvscale/chat-decode", "-n", namespace, f"--replicas={replicas}")
+    got = defined.kubectl("get", "kvscale", "chat-decode", "-n", namespace, "-o", "jsonpath={.spec.replicas}")
+    assert got == str(replicas)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"role": "prefill"}, "role cannot change"),
+        ({"pool": "other"}, "pool cannot change"),
+        ({"replicas": 1001}, "less than or equal to 1000"),
+    ],
+)
+def test_a_scaler_stays_what_it_is(defined, namespace, change, said):
+    scaler = {
+        "apiVersion": "kvferry.dev/v1alpha1",
+        "kind": "PoolRoleScaler",
+        "metadata": {"name": "chat-decode"},
+        "spec": {"pool": "chat", "role": "decode"},
+    }
+    defined.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(scaler))
+    with pytest.raises(Unavailable, match=said):
+        defined.kubectl(
+            "patch", "kvscale", "chat-decode", "-n", namespace, "--type=merge", "-p", json.dumps({"spec": change})
+        )
