@@ -12,6 +12,8 @@ from kvferry.operator.status import Problem
 from kvferry.operator.victims import deletion_costs
 from kvferry.operator.workers import deployments, revision_of, with_replicas
 
+_OF_A_ROLE = (("v1", "Service"), ("policy/v1", "PodDisruptionBudget"), (names.API_VERSION, "PoolRoleScaler"))
+
 
 def target_revision(this: PoolPass) -> str:
     """The revision that pods should run, recorded before anything is made from it."""
@@ -80,9 +82,8 @@ def tidy(this: PoolPass, revision: str, done: bool) -> None:
     for role in names.WORKER_ROLES:
         if this.pool.spec.role(role) is None and role in this.facts.scalers:
             name = names.role_object(pool, role)
-            this.api.delete("v1", "Service", place, name)
-            this.api.delete("policy/v1", "PodDisruptionBudget", place, name)
-            this.api.delete(names.API_VERSION, "PoolRoleScaler", place, name)
+            for api_version, kind in _OF_A_ROLE:
+                this.memory.children.remove(api_version, kind, place, name, this.pool.uid)
     if done and this.memory.pruned_for != f"{revision} {this.pool.spec.rollout.history_limit}":
         _prune(this, revision)
 

@@ -50,12 +50,12 @@ def apply_gateway(this: PoolPass) -> tuple[int, str]:
 def _keys(this: PoolPass) -> None:
     """Draw the pool's keys, once; they are never read again, nor written over."""
     pool = this.pool
-    if pool.spec.tenancy.keys_secret or this.memory.keys_for == pool.uid:
+    if pool.spec.tenancy.keys_secret or this.memory.has_keys:
         return
     drawn = {name: base64.b64encode(secrets.token_hex(32).encode()).decode() for name in _KEYS}
     with this.noting(f"Secret {names.keys_secret(pool.name)}"):
         this.api.create(child(pool, "v1", "Secret", names.keys_secret(pool.name), type="Opaque", data=drawn))
-        this.memory.keys_for = pool.uid
+        this.memory.has_keys = True
 
 
 def _emit(this: PoolPass, made: Json) -> None:
@@ -74,12 +74,12 @@ def _remove_unwanted(this: PoolPass) -> None:
     pool, children = this.pool, this.memory.children
     place = pool.namespace
     if pool.spec.network_policy == "Off":
-        children.remove("networking.k8s.io/v1", "NetworkPolicy", place, f"{pool.name}-workers")
+        children.remove("networking.k8s.io/v1", "NetworkPolicy", place, f"{pool.name}-workers", pool.uid)
     if pool.spec.observability.pod_monitor == "Off" and POD_MONITOR in this.installed:
-        children.remove(POD_MONITOR[0], "PodMonitor", place, pool.name)
+        children.remove(POD_MONITOR[0], "PodMonitor", place, pool.name, pool.uid)
     if pool.spec.gateway.inference_extension == "Off":
         if EXTENSION_POOL in this.installed:
-            children.remove(EXTENSION_POOL[0], "InferencePool", place, pool.name)
+            children.remove(EXTENSION_POOL[0], "InferencePool", place, pool.name, pool.uid)
     elif EXTENSION_POOL not in this.installed:
         this.extension = Problem(
             "KindNotInstalled",

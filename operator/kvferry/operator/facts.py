@@ -4,7 +4,7 @@ Thousands of Deployments fit into little memory this way, and a decision cannot 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.core.errors import InvariantBroken
@@ -28,6 +28,8 @@ class DeploymentFacts:
 
     name: str
     uid: str
+    owner: str
+    """The pool's uid."""
     role: str
     revision: str
     """Empty: the gateway's."""
@@ -57,6 +59,7 @@ class DeploymentFacts:
         return cls(
             name=meta["name"],
             uid=meta["uid"],
+            owner=owner_of(body),
             role=labels.get(names.LABEL_ROLE, ""),
             revision=labels.get(names.LABEL_REVISION, ""),
             generation=meta.get("generation", 0),
@@ -76,6 +79,7 @@ class ScalerFacts:
 
     role: str
     uid: str
+    owner: str
     replicas: int
     generation: int
     shown: tuple[int, str]
@@ -88,7 +92,7 @@ class ScalerFacts:
         spec = body["spec"]
         shown = (status.get("replicas", -1), status.get("selector", ""))
         meta = body["metadata"]
-        return cls(spec["role"], meta["uid"], spec.get("replicas", 1), meta.get("generation", 0), shown)
+        return cls(spec["role"], meta["uid"], owner_of(body), spec.get("replicas", 1), meta.get("generation", 0), shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,14 @@ class PoolFacts:
                 return _put(self.services, name, None if gone else ServiceFacts.of(body))
         raise InvariantBroken(f"nobody watches {kind}")
 
+    def owned_by(self, uid: str) -> "PoolFacts":
+        """Without what is left of an earlier pool of the same name, which is on its way out."""
+        return replace(
+            self,
+            deployments={name: d for name, d in self.deployments.items() if d.owner == uid},
+            scalers={role: s for role, s in self.scalers.items() if s.owner == uid},
+        )
+
     def drop(self, kind: str, pool: str, name: str) -> bool:
         """Forget an object by its name; whether it was known."""
         match kind:
@@ -286,6 +298,12 @@ class Store:
         if facts.is_empty:
             del self._pools[key]
         return key, changed
+
+
+def owner_of(body: Mapping[str, Any]) -> str:
+    """The uid of the controller of an object; empty: it has none."""
+    owners = body["metadata"].get("ownerReferences") or ()
+    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
 def _matters(body: Mapping[str, Any] | None) -> tuple[object, ...]:

@@ -22,7 +22,6 @@ def owner(pool: Pool) -> Json:
                 "name": pool.name,
                 "uid": pool.uid,
                 "controller": True,
-                "blockOwnerDeletion": True,
             }
         ]
     }

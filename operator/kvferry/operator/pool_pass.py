@@ -21,13 +21,15 @@ _REPLICAS = ".spec.replicas"
 class Memory:
     """What the reconciles of a pool remember. Losing it costs a few calls, never a decision."""
 
+    uid: str
+    """The pool's; another pool of the same name begins anew."""
     children: Children
     applied_at: float
     """When all objects were last applied whatever was remembered of them."""
     revisions: dict[str, dict[str, Json]] = field(default_factory=dict)
     """Deployments by revision and role, as recorded."""
-    keys_for: str = ""
-    """The uid of the pool whose Secret of keys exists."""
+    has_keys: bool = False
+    """Whether the Secret of keys exists."""
     histories: dict[str, History] = field(default_factory=dict)
     """Of the autoscaler, by role."""
     seeded: dict[str, str] = field(default_factory=dict)

@@ -31,6 +31,7 @@ from kvferry.operator.trouble import in_the_way
 
 _RESYNC_SECONDS = 600.0
 _AUTOSCALE_SECONDS = 2.0
+_REFUSED_SECONDS = 5.0
 _LOOK_CLOSER_SECONDS = 10.0
 """Pods that have not moved for so long are asked why."""
 
@@ -78,7 +79,10 @@ class Reconciler:
         if "deletionTimestamp" in body["metadata"]:
             return None  # the garbage collector has the word; writing now would bring children back
         now = self._clock.monotonic()
-        memory = self._memories.setdefault(key, Memory(Children(self._api, self._applied), now, moved_at=now))
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != body["metadata"]["uid"]:
+            memory = Memory(body["metadata"]["uid"], Children(self._api, self._applied), now, moved_at=now)
+            self._memories[key] = memory
         if now - memory.applied_at > _RESYNC_SECONDS:
             memory.children.forget()
             memory.applied_at = now
@@ -152,6 +156,8 @@ class Reconciler:
         waits = []
         if any(role.scaling.mode == "Auto" for role in this.pool.spec.roles):
             waits.append(_AUTOSCALE_SECONDS)
+        if this.refused is not None:
+            waits.append(_REFUSED_SECONDS)
         if waiting_for:
             waits.append(_LOOK_CLOSER_SECONDS)
         return min(waits, default=_RESYNC_SECONDS)
