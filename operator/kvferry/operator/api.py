@@ -21,6 +21,8 @@ from kvferry.operator.spec import Json
 _TIMEOUT_SECONDS = 15.0
 _PAGE = 500
 _CONNECTIONS = 16
+_BUSY = frozenset({429, 500, 502, 503, 504})
+"""Answers that say nothing about the request; it may be made again."""
 _MANAGER = re.compile(r'conflict(?:s)? with "([^"]+)"')
 
 PLURALS = {
@@ -261,6 +263,8 @@ class KubeApi:
             answer = msgspec.json.decode(response.data) if response.data else {}
         except msgspec.DecodeError:  # "404 page not found": a group that nobody serves
             answer = {"message": response.data[:200].decode(errors="replace").strip()}
+        if response.status in _BUSY:
+            raise Unavailable(f"the API server is busy: {_refusal(response.status, answer).message}")
         if response.status >= 400:
             raise _refusal(response.status, answer)
         return answer if isinstance(answer, dict) else {}

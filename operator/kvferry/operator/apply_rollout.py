@@ -84,18 +84,19 @@ def tidy(this: PoolPass, revision: str, done: bool) -> None:
             name = names.role_object(pool, role)
             for api_version, kind in _OF_A_ROLE:
                 this.memory.children.remove(api_version, kind, place, name, this.pool.uid)
-    if done and this.memory.pruned_for != f"{revision} {this.pool.spec.rollout.history_limit}":
+    if done:
         _prune(this, revision)
 
 
 def _prune(this: PoolPass, revision: str) -> None:
-    live = {facts.revision for facts in this.facts.deployments.values()}
-    needed = frozenset(live | {revision})
+    needed = frozenset({facts.revision for facts in this.facts.deployments.values()} | {revision})
     limit = this.pool.spec.rollout.history_limit
+    if this.memory.pruned_for == (needed, limit):
+        return
     for name in superfluous(_records(this), needed, limit):
         this.api.delete("apps/v1", "ControllerRevision", this.pool.namespace, name)
         this.memory.revisions.pop(name.removeprefix(f"{this.pool.name}-"), None)
-    this.memory.pruned_for = f"{revision} {limit}"
+    this.memory.pruned_for = needed, limit
 
 
 def _records(this: PoolPass) -> list[Json]:

@@ -43,8 +43,9 @@ def apply_gateway(this: PoolPass) -> tuple[int, str]:
     if found is None:
         return 0, "gateway: not made yet"
     wanted = this.pool.spec.gateway.replicas
-    settled = found.settled and found.desired == wanted and found.updated == wanted and found.pods == wanted
-    return found.ready, "" if settled else f"gateway: {min(found.updated, wanted)} of {wanted} pods updated"
+    if found.settled and found.desired == found.updated == found.pods == found.ready == wanted:
+        return found.ready, ""
+    return found.ready, f"gateway: {min(found.updated, found.ready, wanted)} of {wanted} pods updated and ready"
 
 
 def _keys(this: PoolPass) -> None:

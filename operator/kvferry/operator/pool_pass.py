@@ -38,7 +38,8 @@ class Memory:
     progress: tuple[object, ...] = ()
     moved_at: float = 0.0
     """When `progress` last changed."""
-    pruned_for: str = ""
+    pruned_for: tuple[frozenset[str], int] | None = None
+    """The revisions that were needed, and the limit, when superfluous records were last removed."""
     status: Json | None = None
     """As last written."""
     told: dict[str, str] = field(default_factory=dict)

@@ -8,8 +8,11 @@ pool can do. A step
 - takes an old pod away if it is not ready, or if afterwards the role still has wanted - maxUnavailable ready pods
   and the shares still add up to 1 - maxUnavailable / wanted, or to no less than they did.
 
-It always ends. Among the old revisions the one that serves least goes first. Let q be the role whose new share is
-the smallest, with its surge in use: taking an old pod from q leaves old share + new share >= 1, so q can always move.
+Among the old revisions the one that serves least goes first. With one old revision this always ends: let q be the
+role whose new share is the smallest, with its surge in use; taking an old pod from q leaves old share + new share
+>= 1, so q can always move. A change that overtakes another leaves three revisions, whose odd pods without a partner
+can use the surge up; when nothing else can move, the old pod goes whose loss costs the least of the shares, within
+wanted - maxUnavailable of its role all the same.
 A role on its own (combined) is a group of one. Compare LeaderWorkerSet, KEP-846 (DisaggregatedSet), whose planner
 moves roles in proportion; it does not bound the pairs.
 """
@@ -45,6 +48,11 @@ class RoleState:
     def of(self, revision: str) -> Count:
         """The pods at `revision`."""
         return self.revisions.get(revision, Count())
+
+    @property
+    def pods(self) -> Mapping[str, int]:
+        """Pods by revision, where there are any."""
+        return {revision: count.desired for revision, count in self.revisions.items() if count.desired}
 
     @property
     def total(self) -> int:
@@ -119,8 +127,12 @@ def _advance(group: list[RoleState], revision: str, rollout: Rollout) -> list[Ro
     moving = any(count.desired for role in group for rev, count in role.revisions.items() if rev != revision)
     if not moving:
         return [role.with_desired(revision, role.wanted) for role in group]
-    shrunk = _retire(group, revision, bounds)
-    return _start(shrunk, revision, bounds, Fraction(rollout.max_skew, 100))
+    skew = Fraction(rollout.max_skew, 100)
+    after = _start(_retire(group, revision, bounds), revision, bounds, skew)
+    arrived = all(role.of(revision).ready == role.of(revision).desired for role in group)
+    if arrived and [role.pods for role in after] == [role.pods for role in group]:
+        after = _start(_give_way(group, revision, bounds), revision, bounds, skew)
+    return after
 
 
 def _start(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds], skew: Fraction) -> list[RoleState]:
@@ -157,6 +169,18 @@ def _retire(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds])
                 moved = True
                 break
     return [roles[role.name] for role in group]
+
+
+def _give_way(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds]) -> list[RoleState]:
+    """Take the one old pod away that costs the least, so that a standstill ends."""
+    found = []
+    for name, old in _victims(group, revision):
+        role = next(role for role in group if role.name == name)
+        after = role.with_desired(old, role.of(old).desired - 1)
+        if after.ready >= role.wanted - bounds[name].unavailable:
+            rest = [after if other.name == name else other for other in group]
+            found.append((capacity(rest), rest))
+    return max(found, key=lambda entry: entry[0])[1] if found else group
 
 
 def _victims(roles: list[RoleState], revision: str) -> list[tuple[str, str]]:

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 LEASE = "kvferry-operator"
 _DEFINITIONS_SECONDS = 5.0
 _INSTALLED_SECONDS = 30.0
+_RETRY_SECONDS = 0.5
 _CENSUS_SECONDS = (5.0, 600.0)
 """After the first one, and between the later ones."""
 
@@ -60,11 +61,7 @@ Announce = Callable[[Mapping[str, object]], None]
 async def run_operator(config: OperatorConfig, api: KubeApi, announce: Announce, *, clock: Clock | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. 1: leadership or a watch was lost."""
     operator = Operator(config, api, clock or SystemClock(), announce)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return await operator.run(stop)
+    return await operator.run()
 
 
 async def leader_of(api: KubeApi, namespace: str, timeout: float, name: str = LEASE) -> str:
@@ -98,6 +95,7 @@ class Operator:
         self._instruments = Instruments(api, self._queue)
         self._pulse = Pulse(api, self._store, clock, config.pulse_seconds)
         self._leads = False
+        self._stop = asyncio.Event()
         events = Events(api, config.identity, lambda: rfc3339(clock.wall()))
         self._reconciler = Reconciler(
             api,
@@ -110,10 +108,11 @@ class Operator:
 
     _loop: asyncio.AbstractEventLoop
 
-    async def run(self, stop: asyncio.Event) -> int:
-        """Until `stop`, or until something that must not end has ended."""
+    async def run(self) -> int:
+        """Until SIGTERM or SIGINT, or until something that must not end has ended."""
         config = self._config
         self._loop = asyncio.get_running_loop()
+        self._catch_signals()
         health = await HealthServer.start(config.health_address, self._ill, self._instruments.registry)
         self._announce({"event": "listening", "health": health.port})
         leader = Leader(
@@ -124,7 +123,7 @@ class Operator:
             namespace=config.own_namespace,
             name=config.lease_name,
         )
-        stopping = asyncio.create_task(stop.wait(), name="stop")
+        stopping = asyncio.create_task(self._stop.wait(), name="stop")
         try:
             first = asyncio.create_task(self._begin(leader), name="begin")
             await asyncio.wait({first, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -138,6 +137,10 @@ class Operator:
             await leader.give_back()
             await health.stop()
 
+    def _catch_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._stop.set)
+
     async def _begin(self, leader: Leader) -> None:
         await self._wait_for_definitions()
         await leader.acquire()
@@ -149,7 +152,7 @@ class Operator:
         kopf_stop = asyncio.Event()
         await self._look_around()
         # Before anything is decided: half a pool must not be taken for a whole one.
-        await self._census()
+        await self._first_census()
         jobs: set[asyncio.Task[None]] = {
             asyncio.create_task(leader.keep(), name="lease"),
             asyncio.create_task(self._watch(kopf_stop), name="watches"),
@@ -179,6 +182,20 @@ class Operator:
     # -- watching ----------------------------------------------------------------------------------------------------
 
     async def _watch(self, stop: asyncio.Event) -> None:
+        begun = asyncio.Event()
+
+        async def take_back() -> None:
+            # kopf takes the signals when it begins; they are ours, since more than its watches has to end.
+            await begun.wait()
+            self._catch_signals()
+
+        taking = asyncio.create_task(take_back(), name="signals")
+        try:
+            await self._kopf(stop, begun)
+        finally:
+            taking.cancel()
+
+    async def _kopf(self, stop: asyncio.Event, begun: asyncio.Event) -> None:
         await kopf.operator(
             registry=watches.registry(self._saw, self._api),
             settings=watches.settings(64),
@@ -186,6 +203,7 @@ class Operator:
             clusterwide=not self._config.namespaces,
             namespaces=self._config.namespaces,
             stop_flag=stop,
+            ready_flag=begun,
         )
 
     def _saw(self, kind: str, body: Mapping[str, Any], gone: bool) -> None:
@@ -278,6 +296,14 @@ class Operator:
                 key = self._store.drop(kind, namespace, name)
                 if key is not None:
                     self._nudge(key)
+
+    async def _first_census(self) -> None:
+        while True:
+            try:
+                return await self._census()
+            except KvferryError as error:
+                _log.warning("cannot list the pools yet: %s", error.message)
+            await asyncio.sleep(_RETRY_SECONDS)
 
     async def _keep_counting(self) -> None:
         first, later = _CENSUS_SECONDS

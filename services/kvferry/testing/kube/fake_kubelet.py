@@ -1,0 +1,95 @@
+"""Makes pods ready, or not, where there is no node: writes the status that a kubelet would write.
+
+For what an operator decides, not for what pods do: the tests marked `node` have real ones.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from kvferry.core.errors import KvferryError
+from kvferry.operator.api import KubeApi
+from kvferry.operator.spec import Json
+
+_LOOK_SECONDS = 0.1
+_NOW = "2026-01-01T00:00:00Z"
+
+Verdict = Callable[[Mapping[str, Any]], Json | None]
+"""A pod to the status that it gets; `None`: it stays as it is."""
+
+
+def ready(_: Mapping[str, Any]) -> Json:
+    """Running and ready."""
+    return {
+        "phase": "Running",
+        "conditions": [
+            {"type": "PodScheduled", "status": "True", "lastTransitionTime": _NOW},
+            {"type": "Ready", "status": "True", "lastTransitionTime": _NOW},
+        ],
+    }
+
+
+def waiting(reason: str, message: str = "", *, exit_code: int | None = None, last: str = "") -> Json:
+    """Not ready, its container waiting for `reason`; with `exit_code`, after having ended so for `last`."""
+    container: Json = {
+        "name": "worker",
+        "ready": False,
+        "restartCount": 3,
+        "image": "x",
+        "imageID": "x",
+        "state": {"waiting": {"reason": reason, "message": message}},
+    }
+    if exit_code is not None:
+        container["lastState"] = {"terminated": {"exitCode": exit_code, "reason": last}}
+    return {
+        "phase": "Pending",
+        "conditions": [
+            {"type": "PodScheduled", "status": "True", "lastTransitionTime": _NOW},
+            {"type": "Ready", "status": "False", "lastTransitionTime": _NOW},
+        ],
+        "containerStatuses": [container],
+    }
+
+
+class FakeKubelet:
+    """Acts on all pods of one namespace by a verdict that may be changed at any time."""
+
+    def __init__(self, api: KubeApi, namespace: str) -> None:
+        self.verdict: Verdict = ready
+        self._api = api
+        self._namespace = namespace
+        self._given: dict[str, Json] = {}
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while not self._stop.wait(_LOOK_SECONDS):
+            with suppress(KvferryError):  # the namespace may be on its way out
+                for pod in self._api.list("v1", "Pod", self._namespace):
+                    self._act(pod)
+
+    def stop(self) -> None:
+        """End `run`."""
+        self._stop.set()
+
+    def _act(self, pod: Mapping[str, Any]) -> None:
+        meta = pod["metadata"]
+        status = self.verdict(pod)
+        if status is None or "deletionTimestamp" in meta or self._given.get(meta["uid"]) == status:
+            return
+        self._api.patch("v1", "Pod", self._namespace, meta["name"], {"status": status}, subresource="status")
+        self._given[meta["uid"]] = status
+
+
+@contextmanager
+def kubelet(api: KubeApi, namespace: str) -> Iterator[FakeKubelet]:
+    """One at work."""
+    made = FakeKubelet(api, namespace)
+    thread = threading.Thread(target=made.run, name="fake kubelet", daemon=True)
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+        thread.join(10)
