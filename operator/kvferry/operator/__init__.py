@@ -1,4 +1,5 @@
-"""The operator's place: it will reconcile `InferencePool` resources into running workers and gateways.
+"""Reconciles `InferencePool` resources into running workers and gateways (docs/adr/0012-operator.md).
 
-Decisions (what to create, roll, drain) are to be pure; only one module may talk to the Kubernetes API.
+Read `spec`, `facts`, `rollout`, `status`: what is wanted, what is so, the next step, what is said. Then `reconcile`, which
+puts them together, and `run`, the process. Decisions are pure; `api` alone talks to the Kubernetes API.
 """

@@ -32,7 +32,7 @@ from kvferry.operator.trouble import in_the_way
 _RESYNC_SECONDS = 600.0
 _AUTOSCALE_SECONDS = 2.0
 _REFUSED_SECONDS = 5.0
-_LOOK_CLOSER_SECONDS = 10.0
+_LOOK_CLOSER_SECONDS = 5.0
 """Pods that have not moved for so long are asked why."""
 
 Installed = Callable[[], frozenset[tuple[str, str]]]
@@ -156,7 +156,7 @@ class Reconciler:
         waits = []
         if any(role.scaling.mode == "Auto" for role in this.pool.spec.roles):
             waits.append(_AUTOSCALE_SECONDS)
-        if this.refused is not None:
+        if this.refused is not None or this.contested is not None:
             waits.append(_REFUSED_SECONDS)
         if waiting_for:
             waits.append(_LOOK_CLOSER_SECONDS)

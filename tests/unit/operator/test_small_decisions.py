@@ -1,0 +1,290 @@
+"""Leases, heartbeats, victims, overlays, records and previews: small pure decisions, each with its edge."""
+
+import json
+
+import pytest
+from tests.unit.operator.pools import IMAGE, body, pool
+
+from kvferry.core.errors import UsageError
+from kvferry.operator import names
+from kvferry.operator.facts import FleetReport, Key, Store, WorkerReport
+from kvferry.operator.heartbeat import Heartbeat
+from kvferry.operator.lease import LeaseTimes, given_back, may_take, sighted, taken
+from kvferry.operator.overlay import overlay
+from kvferry.operator.preview import preview, read_pool
+from kvferry.operator.revisions import next_number, record, recorded, superfluous
+from kvferry.operator.spec import parse_pool, pods_of
+from kvferry.operator.trouble import troubles
+from kvferry.operator.victims import deletion_costs
+from kvferry.operator.workers import deployments
+
+
+def lease(holder: str, duration: int = 15) -> dict:
+    return {"metadata": {"resourceVersion": "7"}, "spec": {"holderIdentity": holder, "leaseDurationSeconds": duration}}
+
+
+def test_a_lease_is_taken_when_nobody_holds_it_or_its_holder_was_silent_by_our_clock():
+    seen = sighted(None, "7", 100.0)
+    assert may_take(None, "me", None, 0)
+    assert may_take(lease(""), "me", None, 0)
+    assert may_take(lease("me"), "me", None, 0)
+    assert not may_take(lease("you"), "me", None, 0)
+    assert not may_take(lease("you"), "me", seen, 114.9)
+    assert may_take(lease("you"), "me", seen, 115.1)
+    assert sighted(seen, "7", 110.0) is seen
+    assert not may_take(lease("you"), "me", sighted(seen, "8", 114.0), 116.0)
+
+
+def test_a_change_of_holder_is_counted_and_dated():
+    times = LeaseTimes()
+    first = taken(None, "a", times, "1", name="n", namespace="s")
+    assert first["metadata"] == {"name": "n", "namespace": "s"}
+    assert first["spec"]["leaseTransitions"] == 0
+    again = taken(first, "a", times, "2", name="n", namespace="s")
+    assert (again["spec"]["acquireTime"], again["spec"]["renewTime"]) == ("1", "2")
+    other = taken(again, "b", times, "3", name="n", namespace="s")
+    assert (other["spec"]["leaseTransitions"], other["spec"]["acquireTime"]) == (1, "3")
+    assert may_take(given_back(other, "4"), "c", None, 0)
+
+
+def test_a_mark_that_does_not_come_back_makes_a_watch_late():
+    beat = Heartbeat(10.0)
+    assert beat.is_due(0.0)
+    beat.marked("m", 0.0)
+    assert not beat.is_due(50.0)
+    assert beat.late_seconds(10.0) == 0
+    assert beat.late_seconds(12.0) == 2.0
+    beat.saw("another")
+    assert beat.late_seconds(12.0) == 2.0
+    beat.saw("m")
+    assert beat.late_seconds(99.0) == 0
+    assert not beat.is_due(9.0)
+    assert beat.is_due(10.0)
+    beat.marked("n", 10.0)
+    beat.unmarked()
+    assert beat.late_seconds(99.0) == 0
+
+
+def test_the_cheapest_to_lose_is_who_holds_least():
+    report = (
+        WorkerReport("busy", "decode", takes_work=True, running=2, blocks_total=10, blocks_free=5),
+        WorkerReport("warm", "decode", takes_work=True, blocks_total=10, blocks_free=2),
+        WorkerReport("cold", "decode", takes_work=True, blocks_total=10, blocks_free=10),
+        WorkerReport("gone", "decode", takes_work=False, running=9),
+        WorkerReport("other", "decode", takes_work=True),
+    )
+    now = {"busy": 0, "warm": 0, "cold": 0, "gone": 5}
+    assert deletion_costs(report, now) == {"busy": 2005, "warm": 8, "gone": 0}
+
+
+def test_an_overlay_merges_by_name_and_replaces_the_rest():
+    base = {
+        "containers": [{"name": "w", "env": [{"name": "A", "value": "1"}], "args": ["x"]}],
+        "tolerations": [{"key": "a"}],
+        "nodeSelector": {"a": "1"},
+        "hostNetwork": True,
+    }
+    over = {
+        "containers": [
+            {"name": "w", "env": [{"name": "B", "value": "2"}], "args": ["y"]},
+            {"name": "side"},
+            {"image": "i"},
+        ],
+        "tolerations": [{"key": "a"}, {"key": "b"}],
+        "nodeSelector": {"b": "2"},
+        "hostNetwork": None,
+    }
+    assert overlay(base, over) == {
+        "containers": [
+            {"name": "w", "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "args": ["y"]},
+            {"name": "side"},
+            {"image": "i"},
+        ],
+        "tolerations": [{"key": "a"}, {"key": "b"}],
+        "nodeSelector": {"a": "1", "b": "2"},
+    }
+    assert base["hostNetwork"] is True
+
+
+def test_our_labels_win_over_a_template_and_the_rest_is_laid_over():
+    made = deployments(
+        pool(roles=[{"name": "combined", "template": {"metadata": {"labels": {"a": "b", names.LABEL_ROLE: "x"}}}}]),
+        "r",
+        IMAGE,
+    )
+    labels = made["combined"]["spec"]["template"]["metadata"]["labels"]
+    assert (labels["a"], labels[names.LABEL_ROLE]) == ("b", "combined")
+
+
+def test_a_record_gives_back_what_was_recorded_owned_by_the_pool_of_now():
+    before = pool()
+    made = deployments(before, "r", IMAGE)
+    kept = json.loads(json.dumps(record(before, "r", 3, made)))
+    after = parse_pool({**body(), "metadata": {**body()["metadata"], "uid": "u-2"}})
+    assert recorded(after, kept)["prefill"]["spec"] == made["prefill"]["spec"]
+    assert recorded(after, kept)["prefill"]["metadata"]["ownerReferences"][0]["uid"] == "u-2"
+
+
+def test_records_are_numbered_and_the_oldest_spare_ones_go():
+    found = [
+        {"metadata": {"name": f"chat-{n}", "labels": {names.LABEL_REVISION: str(n)}}, "revision": n}
+        for n in (3, 1, 2, 4)
+    ]
+    assert next_number(found) == 5
+    assert next_number([]) == 1
+    assert superfluous(found, frozenset({"4"}), 1) == ["chat-1", "chat-2"]
+    assert superfluous(found, frozenset({"4"}), 9) == []
+
+
+@pytest.mark.parametrize(
+    ("amount", "total", "up", "pods"),
+    [("25%", 4, True, 1), ("25%", 5, True, 2), ("25%", 5, False, 1), ("3", 1, True, 3), ("0%", 9, True, 0)],
+)
+def test_percentages_round_as_deployments_do(amount, total, up, pods):
+    assert pods_of(amount, total, up=up) == pods
+
+
+def test_a_spec_that_does_not_fit_names_the_field():
+    with pytest.raises(UsageError, match=r"replicas"):
+        parse_pool(body(roles=[{"name": "prefill", "replicas": "two"}]))
+
+
+def test_what_pods_say_is_gathered_by_kind():
+    def pod(name: str, **status) -> dict:
+        return {"metadata": {"name": name}, "status": status}
+
+    def waits(reason: str) -> dict:
+        return {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": reason, "message": "m"}}}]}
+
+    ready = pod("r", conditions=[{"type": "Ready", "status": "True"}], **waits("Odd"))
+    leaving = {"metadata": {"name": "l", "deletionTimestamp": "x"}, "status": waits("Odd")}
+    unscheduled = {"type": "PodScheduled", "status": "False", "message": "no room"}
+    pulling = [pod(name, **waits("ErrImagePull")) for name in "ab"]
+    starting = pod("c", **waits("ContainerCreating"))
+    found = troubles([*pulling, starting, pod("d", conditions=[unscheduled]), ready, leaving, pod("e")])
+    assert found == ["a and 1 more: worker waits: ErrImagePull m", "d: cannot be scheduled: no room"]
+
+
+def test_a_preview_tells_the_steps_and_what_is_left():
+    found = preview(pool(), pool(model={"name": "m", "maxTokens": 9}), IMAGE)
+    assert found.restarts
+    assert [step.pods for step in found.steps][-1] == {"prefill": {found.new: 1}, "decode": {found.new: 1}}
+    assert min(step.capacity for step in found.steps) == 1
+    assert "every worker pod is replaced" in found.as_text()
+    assert json.loads(found.as_json())["restarts"] is True
+    assert preview(pool(), pool(), IMAGE).as_text().endswith("nothing to do")
+
+
+def test_a_preview_of_scaling_replaces_nobody():
+    found = preview(pool(), pool(roles=[{"name": "prefill", "replicas": 3}, {"name": "decode"}]), IMAGE)
+    assert not found.restarts
+    assert len(found.steps) == 1
+
+
+def test_a_file_must_hold_one_pool(tmp_path):
+    path = tmp_path / "pool.yaml"
+    path.write_text("kind: Deployment\n")
+    with pytest.raises(UsageError, match="0 objects of kind InferencePool"):
+        read_pool(path)
+    path.write_text("{")
+    with pytest.raises(UsageError):
+        read_pool(path)
+    path.write_text(json.dumps(body()))
+    assert read_pool(path).name == "chat"
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def deployment(name: str = "chat-decode-r", generation: int = 1, **more) -> dict:
+    labels = {names.LABEL_POOL: "chat", names.LABEL_ROLE: "decode", names.LABEL_REVISION: "r"}
+    owners = [{"uid": "u-1", "controller": True}]
+    meta = {"name": name, "namespace": "team", "uid": "d-1", "generation": generation, "labels": labels}
+    return {"metadata": {**meta, "ownerReferences": owners}, "spec": {"replicas": 2}, **more}
+
+
+def scaler(replicas: int = 1, generation: int = 1) -> dict:
+    meta = {"name": "chat-decode", "namespace": "team", "uid": "s", "generation": generation}
+    return {
+        "metadata": {**meta, "labels": {names.LABEL_POOL: "chat"}},
+        "spec": {"pool": "chat", "role": "decode", "replicas": replicas},
+    }
+
+
+def service(version: str = "1") -> dict:
+    meta = {"name": "chat", "namespace": "team", "resourceVersion": version, "labels": {names.LABEL_POOL: "chat"}}
+    return {"metadata": meta, "spec": {"clusterIP": "10.0.0.9", "ports": [{"name": "http", "port": 80}]}}
+
+
+KEY = Key("team", "chat")
+
+
+def test_a_store_tells_news_from_repetition():
+    store = Store()
+    for kind, thing in (
+        ("InferencePool", body()),
+        ("Deployment", deployment()),
+        ("PoolRoleScaler", scaler()),
+        ("Service", service()),
+    ):
+        assert store.take(kind, thing, gone=False) == (KEY, True)
+        assert store.take(kind, thing, gone=False) == (KEY, False)
+    assert store.pools() == [KEY]
+    facts = store.facts(KEY)
+    assert facts.services["chat"].address == "10.0.0.9"
+    status = {**body(), "status": {"operatorObservedAt": "x"}}
+    assert store.take("InferencePool", status, gone=False) == (KEY, False)
+
+
+def test_an_older_word_does_not_undo_a_newer_one():
+    store = Store()
+    store.take("Deployment", deployment(generation=2), gone=False)
+    assert store.take("Deployment", deployment(generation=1), gone=False) == (KEY, False)
+    store.take("PoolRoleScaler", scaler(5, generation=2), gone=False)
+    store.take("PoolRoleScaler", scaler(1, generation=1), gone=False)
+    assert store.facts(KEY).scalers["decode"].replicas == 5
+
+
+def test_what_is_gone_is_forgotten():
+    store = Store()
+    things = {"InferencePool": body(), "Deployment": deployment(), "PoolRoleScaler": scaler(), "Service": service()}
+    for kind, thing in things.items():
+        store.take(kind, thing, gone=False)
+    for kind, thing in things.items():
+        name = thing["metadata"]["name"]
+        assert store.names(kind) == {("team", name)}
+        assert store.drop(kind, "team", name) == KEY
+        assert store.drop(kind, "team", name) is None
+        assert store.names(kind) == set()
+    assert store.facts(KEY).is_empty
+    store.take("Service", service(), gone=False)
+    store.take("Service", service(), gone=True)
+    assert store.facts(KEY).is_empty
+    assert store.take("Service", {"metadata": {"name": "x", "namespace": "y"}}, gone=False) == (None, False)
+    store.take_report(KEY, None)
+
+
+def test_what_an_earlier_pool_of_the_name_left_is_not_counted():
+    store = Store()
+    store.take("Deployment", deployment(), gone=False)
+    assert store.facts(KEY).owned_by("u-1").deployments
+    assert not store.facts(KEY).owned_by("u-2").deployments
+
+
+def test_a_deployment_says_what_stands_in_its_way():
+    conditions = [{"type": "ReplicaFailure", "status": "True", "message": "quota"}]
+    store = Store()
+    store.take("Deployment", deployment(status={"conditions": conditions}), gone=False)
+    assert store.facts(KEY).deployments["chat-decode-r"].stuck == "quota"
+
+
+def test_a_report_is_read_as_far_as_it_goes():
+    said = {
+        "workers": [{"name": "w", "role": "both", "takes_work": True, "tickets_offered": 2, "queue_seconds": None}],
+        "held": 3,
+        "handoffs": {"fetched": 4},
+    }
+    report = FleetReport.of(1.0, said)
+    (worker,) = report.of_role("combined")
+    assert (worker.exports, worker.kv_use, report.held, report.handoffs) == (2, 0.0, 3, {"fetched": 4})
+    assert FleetReport.of(1.0, {}).workers == ()
