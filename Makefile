@@ -112,11 +112,12 @@ test-gpu: $(READY) ## the tests marked gpu
 	@$(BIN)/python -m pytest -m gpu $(ARGS) || test $$? -eq 5 # 5: none is marked so yet
 
 test-cluster: $(READY) node-tools ## a real Kubernetes on this machine: built once with Go (minutes), then the tests marked cluster and node
-	@$(BIN)/python -m kvferry.testing.kube build control node
+	@$(BIN)/python -m kvferry.testing.kube build control node tools
 	@$(BIN)/python -m pytest -m "cluster or node" $(ARGS)
 
-cluster-up: $(READY) node-tools ## the same cluster to look at, in build/cluster (ARGS="--models DIR")
-	@$(BIN)/python -m kvferry.testing.kube up build/cluster --node $(ARGS)
+cluster-up: $(READY) node-tools ## the same cluster to try kvferry on, in build/cluster; docs/try-on-kubernetes.md goes on from it
+	@$(BIN)/python -m kvferry.testing.kube build control node tools >/dev/null
+	@$(BIN)/python -m kvferry.testing.kube up build/cluster --node --model smollm2-135m-instruct $(ARGS)
 
 cluster-down: $(READY) ## end it
 	@$(BIN)/python -m kvferry.testing.kube down build/cluster
