@@ -70,5 +70,5 @@ def script(wanted: list[Fence], ports: dict[str, int]) -> str:
         for written, free in ports.items():
             code = re.sub(rf"(?<=localhost:){written}\b|(?<= ){written}(?=:)", str(free), code)
         body = code if fence.language == "sh" else f"python - <<'PYTHON'\n{code}PYTHON\n"
-        lines += [f"echo '=== {fence.line}'", body]
+        lines += [f"echo; echo '=== {fence.line}'", body]
     return "\n".join(lines)

@@ -63,6 +63,8 @@ def scale_out(pool: PoolOnNode) -> None:
 
 
 def scale_in(pool: PoolOnNode) -> None:
+    if len(pool.pods("decode")) < 2:
+        scale_out(pool)
     victims = set(pool.pods("decode"))
     replicas(pool, "decode", 1)
     pool.wait_ready()
@@ -163,17 +165,17 @@ EVENTS: dict[str, Callable[[PoolOnNode], None]] = {
     "workers killed": worker_killed,
     "a worker pod evicted": evicted,
 }
-SHORT = ("rolling update of both roles", "workers killed")
+SHORT = ("rolling update of both roles", "scale in decode", "workers killed")
 
 
 def undergo(pool: PoolOnNode, asked: list[Question], event: str, say: Callable[[str], None]) -> Row:
     """One event under load; its row."""
     with Load(pool.http, MODEL, asked) as load:
-        load.flows(3)
+        load.flows(2)
         began = CLOCK.monotonic()
         EVENTS[event](pool)
         ready = CLOCK.monotonic()
-        load.flows(6)
+        load.flows(4)
         load_ended = load.ended
     row = table.row(event, load_ended, ready - began)
     say(f"{event}: {table.told(row)}")
@@ -196,6 +198,10 @@ def test_no_request_is_lost(pool: PoolOnNode, asked: list[Question], event: str,
     row = undergo(pool, asked, event, say)
     table.record(row, machine.cpu_name())
     judge(row)
+
+
+def test_the_table_has_the_events_of_this_file() -> None:
+    assert tuple(EVENTS) == table.EVENTS
 
 
 @pytest.mark.parametrize("event", SHORT)

@@ -10,7 +10,7 @@ def main() -> int:
     results = table.read()
     missing = [event for event in table.EVENTS if event not in results.rows]
     for event in missing:
-        sys.stderr.write(f"not measured: {event}; run `make test-cluster` as root\n")
+        sys.stderr.write(f"not measured: {event}; run `make zero-loss` as root\n")
     if missing:
         return 1
     table.PAGE.write_text(table.renewed(table.PAGE.read_text("utf-8"), results), "utf-8")

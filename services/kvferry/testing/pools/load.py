@@ -13,13 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine import LLM
+
+if TYPE_CHECKING:
+    from kvferry.engine import LLM
 
 LANES = 3
 RETRIES = 2
@@ -45,8 +47,6 @@ _TAILS = (
     "When does the last boat leave?",
     "May I bring my bicycle, and what does it cost?",
     "Name three things that can be seen from the deck on a clear day, and say which is the nearest.",
-    "How long does the crossing take?",
-    "Count to ten.",
     "Why is the sea salty?",
     "Tell the shortest story that you know about a captain, a parrot and a lost key.",
 )
@@ -89,7 +89,7 @@ class Ended:
         return self.ended - self.began
 
 
-def questions(engine: LLM) -> list[Question]:
+def questions(engine: "LLM") -> list[Question]:
     """Prompts of 4 to 100 tokens, of which many share their beginning, with one engine's greedy answers."""
     made = [(head + tail, 16 if number % 2 else 32) for head in _HEADS for number, tail in enumerate(_TAILS)]
     found = []
@@ -216,6 +216,6 @@ async def _read(answer: httpx.Response, expected: str) -> tuple[Outcome, str]:
         return (Outcome.CUT if right_so_far else Outcome.WRONG), f"{broken!r} after {len(text)} characters"
     finally:
         await answer.aclose()
-    if text != expected:
-        return Outcome.WRONG, f"{text!r}, not {expected!r}"
-    return (Outcome.RIGHT, "") if whole else (Outcome.CUT, "the stream ended without its end mark")
+    if not whole and expected.startswith(text):
+        return Outcome.CUT, "the stream ended without its end mark"
+    return (Outcome.RIGHT, "") if text == expected else (Outcome.WRONG, f"{text!r}, not {expected!r}")
