@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack iproute2 procps
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns explore faults test-long test-gpu test-cluster cluster-up cluster-down image node-tools coverage clean
+.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns explore faults test-long test-gpu test-cluster zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,7 +94,7 @@ bench-turns: $(READY) redis ## a prompt that left the pages, from each tier and 
 	@$(BIN)/python tests/bench/bench_turns.py $(ARGS)
 
 test-long: $(READY) redis ## thousands of requests for each transport and tier, every fault done to running stacks: minutes (links need root)
-	@$(BIN)/python -m pytest -m long $(ARGS)
+	@$(BIN)/python -m pytest -m "long and not cluster" $(ARGS)
 
 faults: $(READY) redis ## the faults alone, and docs/faults.md written anew
 	@$(BIN)/python -m pytest -m long tests/faults $(ARGS)
@@ -112,11 +112,17 @@ test-gpu: $(READY) ## the tests marked gpu
 	@$(BIN)/python -m pytest -m gpu $(ARGS) || test $$? -eq 5 # 5: none is marked so yet
 
 test-cluster: $(READY) node-tools ## a real Kubernetes on this machine: built once with Go (minutes), then the tests marked cluster and node
-	@$(BIN)/python -m kvferry.testing.kube build control node
-	@$(BIN)/python -m pytest -m "cluster or node" $(ARGS)
+	@$(BIN)/python -m kvferry.testing.kube build control node tools
+	@$(BIN)/python -m pytest -m "(cluster or node) and not long" $(ARGS)
 
-cluster-up: $(READY) node-tools ## the same cluster to look at, in build/cluster (ARGS="--models DIR")
-	@$(BIN)/python -m kvferry.testing.kube up build/cluster --node $(ARGS)
+zero-loss: $(READY) node-tools ## everything that can happen to a pool, under load on a node, and the table of docs/operations.md; minutes, as root
+	@$(BIN)/python -m kvferry.testing.kube build control node tools >/dev/null
+	@$(BIN)/python -m pytest -m long tests/cluster $(ARGS)
+	@$(BIN)/python -m kvferry.testing.pools
+
+cluster-up: $(READY) node-tools ## the same cluster to try kvferry on, in build/cluster; docs/try-on-kubernetes.md goes on from it
+	@$(BIN)/python -m kvferry.testing.kube build control node tools >/dev/null
+	@$(BIN)/python -m kvferry.testing.kube up build/cluster --node --model smollm2-135m-instruct $(ARGS)
 
 cluster-down: $(READY) ## end it
 	@$(BIN)/python -m kvferry.testing.kube down build/cluster

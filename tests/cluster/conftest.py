@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from kubernetes import client, config
 
+from kvferry.core.clock import SystemClock
 from kvferry.testing.kube import assets, box, cluster, host_image
 from kvferry.testing.kube.cluster import Cluster, NodeWish
+from kvferry.testing.pools import on_node
+
+RELEASE = "kvferry"
 
 
 class Kube:
@@ -69,6 +73,35 @@ def kube_node(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterato
     with _seen_by_tests(folder, wish) as made:
         made.cluster.load(host_image.write(folder / "host.tar", wish.host_folders))
         yield made
+
+
+@pytest.fixture(scope="session")
+def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Tells whoever waits at the terminal what was done, and when."""
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+    clock = SystemClock()
+    start = clock.monotonic()
+
+    def tell(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.write_line(f"[{clock.monotonic() - start:6.1f} s] {text}")
+
+    return tell
+
+
+@pytest.fixture(scope="module")
+def operated(kube_node: Kube, say: Callable[[str], None]) -> Iterator[Kube]:
+    """The cluster with a node, the catalog's model on it, and kvferry installed by its chart in namespace `kvferry`."""
+    assets.find(["tools"])  # helm
+    kube_node.cluster.keep_model(on_node.MODEL)
+    install = ("install", RELEASE, on_node.CHART, "-n", RELEASE, "--create-namespace", "--wait", "--timeout=120s")
+    kube_node.cluster.helm(*install, "-f", on_node.VALUES)
+    say("helm install: the operator leads")
+    yield kube_node
+    kube_node.cluster.helm("uninstall", RELEASE, "-n", RELEASE, "--ignore-not-found", "--wait")
+    kube_node.kubectl("delete", "namespace", RELEASE, "--ignore-not-found")
 
 
 @pytest.fixture

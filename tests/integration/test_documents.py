@@ -10,40 +10,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from kvferry.core.config import child_environment
+from kvferry.testing.documents import DOCUMENTS, Fence, fences
+from kvferry.testing.machine import ROOT
 from kvferry.testing.processes import running
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"(<!-- test: (\w+) -->\n)?^```(sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SECONDS = 240
-
-
-@dataclass(frozen=True)
-class Fence:
-    """One runnable block of a document."""
-
-    document: str
-    line: int
-    mark: str
-    language: str
-    code: str
-
-
-def fences() -> list[Fence]:
-    found = []
-    for path in DOCUMENTS:
-        text = path.read_text("utf-8")
-        found += [
-            Fence(str(path.relative_to(ROOT)), text.count("\n", 0, m.start()) + 1, m[2] or "", m[3], m[4])
-            for m in FENCE.finditer(text)
-        ]
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +46,7 @@ def run(fence: Fence, addresses: dict[str, str]) -> None:
 
 
 @pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("fence", fences(), ids=lambda f: f"{f.document}:{f.line}")
+@pytest.mark.parametrize("fence", [f for f in fences() if f.mark != "node"], ids=lambda f: f"{f.document}:{f.line}")
 def test_a_documented_command_works(fence: Fence, stack: dict[str, str]) -> None:
     if fence.mark == "serve":
         assert fence.code.strip() == "kvferry up", "what the fixture runs, but for its ports"

@@ -161,6 +161,8 @@ class FleetReport:
     """Requests that wait for a pool without workers."""
     handoffs: Mapping[str, int] = field(default_factory=dict)
     """By outcome, since the gateway started."""
+    gateway: str = ""
+    """Which process said this."""
 
     @classmethod
     def of(cls, at: float, body: Mapping[str, Any]) -> "FleetReport":
@@ -172,7 +174,7 @@ class FleetReport:
             known["role"] = "combined" if item.get("role") == "both" else str(item.get("role"))
             workers.append(WorkerReport(**known))
         handoffs = {str(k): int(v) for k, v in (body.get("handoffs") or {}).items()}
-        return cls(at, tuple(workers), int(body.get("held") or 0), handoffs)
+        return cls(at, tuple(workers), int(body.get("held") or 0), handoffs, str(body.get("gateway") or ""))
 
     def of_role(self, role: str) -> tuple[WorkerReport, ...]:
         """The workers of one role."""

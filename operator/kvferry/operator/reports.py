@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 
 import aiohttp
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from kvferry.core.clock import Clock
 from kvferry.operator import names
 from kvferry.operator.facts import FleetReport, Key, PoolFacts, Store
+from kvferry.operator.handoffs import RecentHandoffs
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_SECONDS = 2.0
@@ -19,7 +20,6 @@ _AT_ONCE = 32
 _TICK_SECONDS = 0.5
 _QUICK_SECONDS = 2.0
 _SLOW_SECONDS = 15.0
-_WINDOW_SECONDS = 300.0
 
 
 class Reports:
@@ -34,7 +34,7 @@ class Reports:
         self._clock = clock
         self._nudge = nudge
         self._asked_at: dict[Key, float] = {}
-        self._totals: dict[Key, deque[tuple[float, Mapping[str, int]]]] = {}
+        self._recent: dict[Key, RecentHandoffs] = {}
         self._gate = asyncio.Semaphore(_AT_ONCE)
 
     async def run(self) -> None:
@@ -46,7 +46,7 @@ class Reports:
                 keys = self._store.pools()
                 for gone in self._asked_at.keys() - set(keys):
                     del self._asked_at[gone]
-                    self._totals.pop(gone, None)
+                    self._recent.pop(gone, None)
                 for key in keys:
                     facts = self._store.facts(key)
                     address = address_of(key, facts)
@@ -67,23 +67,13 @@ class Reports:
                 _log.debug("pool %s: no word from its gateway at %s: %s", key, address, error)
                 report = None
         if report is not None:
-            report = FleetReport(report.at, report.workers, report.held, self._recent(key, report))
+            recent = self._recent.setdefault(key, RecentHandoffs())
+            report = replace(report, handoffs=recent.take(report.gateway, report.at, report.handoffs))
         elif before is not None and self._clock.monotonic() - before.at < 2 * _SLOW_SECONDS:
             return  # one answer missed is no news
         self._store.take_report(key, report)
         if _news(before) != _news(report):
             self._nudge(key)
-
-    def _recent(self, key: Key, report: FleetReport) -> dict[str, int]:
-        """Hand-offs of the last minutes. A counter that went back belongs to another gateway process: begin anew."""
-        seen = self._totals.setdefault(key, deque())
-        if seen and any(report.handoffs.get(outcome, 0) < n for outcome, n in seen[-1][1].items()):
-            seen.clear()
-        seen.append((report.at, report.handoffs))
-        while len(seen) > 2 and report.at - seen[1][0] > _WINDOW_SECONDS:
-            seen.popleft()
-        first = seen[0][1]
-        return {outcome: n - first.get(outcome, 0) for outcome, n in report.handoffs.items()}
 
 
 def address_of(key: Key, facts: PoolFacts) -> str:

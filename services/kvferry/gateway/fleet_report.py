@@ -13,6 +13,7 @@ from kvferry.gateway.membership import SourceState
 def fleet_report(
     views: Iterable[WorkerView],
     *,
+    gateway: str,
     pool: str,
     held: int,
     source: SourceState,
@@ -21,6 +22,7 @@ def fleet_report(
 ) -> dict[str, Any]:
     """One JSON object."""
     return {
+        "gateway": gateway,
         "pool": pool,
         "held": held,
         "source": {"state": source.state.value, "detail": source.detail},

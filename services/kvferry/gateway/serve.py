@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
+from kvferry.core.ids import new_incarnation
 from kvferry.gateway.api_keys import ApiKeys
 from kvferry.gateway.config import DispatchConfig, GatewayConfig
 from kvferry.gateway.dispatch import Dispatcher
@@ -93,6 +94,7 @@ class Gateway:
         self._config = config
         self._pool = pool
         self._draining = False
+        self._incarnation = new_incarnation()
         self.instruments = Instruments()
         self.fleet = Fleet(config.fleet, model.name)
         FleetCollector(self.fleet, model.name, self.instruments.registry)
@@ -186,6 +188,7 @@ class Gateway:
     def _report(self) -> Mapping[str, object]:
         return fleet_report(
             self.fleet.views(),
+            gateway=self._incarnation,
             pool=str(self._config.fleet.pool or ""),
             held=self._holding.num_held,
             source=self.membership.state,

@@ -33,11 +33,12 @@ class RedisServer:
     socket_path: Path
     folder: Path
     scheme: str = "redis"
+    address: str = "127.0.0.1"
 
     @property
     def tcp(self) -> str:
         """The URL over TCP; `?` starts its options."""
-        return f"{self.scheme}://127.0.0.1:{self.port}"
+        return f"{self.scheme}://{self.address}:{self.port}"
 
     @property
     def unix(self) -> str:
@@ -111,6 +112,7 @@ def redis_server(
     cluster: bool = False,
     slots: tuple[int, int] = ALL_SLOTS,
     port: int | None = None,
+    address: str = "127.0.0.1",
 ) -> Iterator[RedisServer]:
     """A server until the block ends.
 
@@ -120,6 +122,7 @@ def redis_server(
         cluster: a cluster of this one server, or a server to be joined to a cluster.
         slots: which it has, from and to; it is waited for until it serves only if it has all.
         port: take this one, for instance to come back after a crash.
+        address: where it listens, for instance one that pods reach; ask for a password then (`acl`).
 
     Raises:
         AssertionError: there is no redis-server, or it does not start.
@@ -129,7 +132,7 @@ def redis_server(
     folder = Path(tempfile.mkdtemp(prefix="kv-redis-"))  # short: a Unix socket's path has room for 107 bytes
     port = port or free_port()
     settings = {
-        "bind": "127.0.0.1",
+        "bind": address,
         "port": "0" if tls else str(port),
         "unixsocket": str(folder / "s"),
         "dir": str(folder),
@@ -155,7 +158,7 @@ def redis_server(
     process = subprocess.Popen(
         [binary, str(folder / "redis.conf")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=folder
     )
-    server = RedisServer(process, port, folder / "s", folder, "rediss" if tls else "redis")
+    server = RedisServer(process, port, folder / "s", folder, "rediss" if tls else "redis", address)
     try:
         _wait(server, slots if cluster else None)
         yield server

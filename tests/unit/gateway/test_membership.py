@@ -268,6 +268,7 @@ async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
         held=2,
         source=Membership(pair.fleet, None).state,
         wake_trouble="not allowed",
+        gateway="00ff",
         handoffs={"fetched": 3},
     )
     assert {key: value for key, value in report.items() if key != "workers"} == {
@@ -275,6 +276,7 @@ async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
         "held": 2,
         "source": {"state": "listed", "detail": ""},
         "waking": {"detail": "not allowed"},
+        "gateway": "00ff",
         "handoffs": {"fetched": 3},
     }
     assert report["workers"][1] == {

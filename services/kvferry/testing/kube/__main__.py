@@ -25,7 +25,8 @@ def main() -> None:
 @click.option(
     "--models", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Seen by host containers."
 )
-def up(folder: Path, node: bool, models: Path | None) -> None:
+@click.option("--model", help="One of the catalog, put where pools of the node find it.")
+def up(folder: Path, node: bool, models: Path | None, model: str | None) -> None:
     """Start a cluster that stays until `down`."""
     wish = None
     if node:
@@ -36,10 +37,15 @@ def up(folder: Path, node: bool, models: Path | None) -> None:
     made = cluster.up(folder, found, wish=wish, lasting=True)
     if wish is not None:
         made.load(host_image.write(made.folder / "host.tar", wish.host_folders))
+        if model:
+            made.keep_model(model)
     for stage, seconds in made.children.state.seconds.items():
         _say(f"{seconds:6.2f} s  {stage}")
     click.echo(f"export KUBECONFIG={made.kubeconfig}")
-    click.echo(f"{found.path('kubectl')} get {'nodes' if node else 'namespaces'}")
+    click.echo(f"export PATH={found.folder}:$PATH")
+    click.echo(f"kubectl get {'nodes' if node else 'namespaces'}")
+    if model:
+        click.echo("# docs/try-on-kubernetes.md goes on from here")
 
 
 @main.command()

@@ -28,6 +28,8 @@ _SYSCTLS = {
     "kernel/keys/root_maxbytes": 25_000_000,
 }
 CNI_BINARIES = Path("/usr/lib/cni")
+MODELS = "/var/lib/kvferry/models"
+"""The node's folder of model files, for pools that name it as their cache."""
 _INIT = "import os, time\nwhile True:\n  try: os.wait()\n  except ChildProcessError: time.sleep(0.2)\n"
 
 
@@ -199,7 +201,7 @@ def _link(box: Box) -> None:
 
 def _script(folder: Path, box: Box) -> str:
     """What the first process does before it becomes the one that reaps orphans."""
-    places = {"/var/log": "log", "/var/lib/cni": "cni-state", "/var/lib/kubelet": "kubelet-state"}
+    places = {"/var/log": "log", "/var/lib/cni": "cni-state", "/var/lib/kubelet": "kubelet-state", MODELS: "models"}
     lines = ["set -eu", "mount --make-rprivate /", "mount -t proc proc /proc", "mount -t sysfs sysfs /sys"]
     lines += box.cgroups.mounting()
     lines += ["mount -t tmpfs tmpfs /run", "mkdir -p /run/netns /run/lock"]

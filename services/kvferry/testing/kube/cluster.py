@@ -11,6 +11,8 @@ from pathlib import Path
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import KvferryError, Unavailable, UsageError
+from kvferry.model.catalog import embedded
+from kvferry.model.fetch import fetch
 from kvferry.testing.kube import box, control_plane, node
 from kvferry.testing.kube.assets import Assets
 from kvferry.testing.kube.children import Children, State, log_tail
@@ -38,13 +40,25 @@ class Cluster:
         Raises:
             Unavailable: it failed, or took longer; the message has what it complained of.
         """
-        command = [str(self.assets.path("kubectl")), f"--kubeconfig={self.kubeconfig}", *map(str, words)]
+        return self._call("kubectl", words, stdin, seconds)
+
+    def helm(self, *words: object, seconds: float = _CALL_SECONDS) -> str:
+        """Run helm; what it said.
+
+        Raises:
+            Unavailable: as of `kubectl`; or nobody has built it (set `tools`).
+        """
+        return self._call("helm", words, None, seconds)
+
+    def _call(self, tool: str, words: tuple[object, ...], stdin: str | None, seconds: float) -> str:
+        command = [str(self.assets.path(tool)), f"--kubeconfig={self.kubeconfig}", *map(str, words)]
+        said = f"{tool} {' '.join(map(str, words))}"
         try:
             done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
-            raise Unavailable(f"kubectl {' '.join(map(str, words))}: no answer after {seconds:.0f} s") from None
+            raise Unavailable(f"{said}: no answer after {seconds:.0f} s") from None
         if done.returncode:
-            raise Unavailable(f"kubectl {' '.join(map(str, words))}: {done.stderr.strip()}")
+            raise Unavailable(f"{said}: {done.stderr.strip()}")
         return done.stdout
 
     @property
@@ -62,6 +76,18 @@ class Cluster:
     def load(self, archive: Path) -> None:
         """Give the node an image, from an OCI archive."""
         Runtime(self.box).load(archive)
+
+    def keep_model(self, name: str) -> None:
+        """Put a model of the catalog where the node's pods find it as their cache (`box.MODELS`).
+
+        Raises:
+            UnknownModel: the catalog has none of this name.
+            ModelFileError: it cannot be fetched.
+        """
+        file = fetch(embedded(name))
+        kept = self.folder / "models" / "kvferry" / "models" / name / file.name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, kept)  # not a link: pods are not to meet the user's own file
 
     def end(self) -> None:
         """End its processes, and its node with all that it made; the folder stays."""

@@ -1,0 +1,1 @@
+"""Pools on a real node, for tests: applied, awaited, asked, hurt."""

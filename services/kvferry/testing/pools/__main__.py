@@ -1,0 +1,21 @@
+"""Write the table of docs/operations.md from build/zero-loss.json: `python -m kvferry.testing.pools`."""
+
+import sys
+
+from kvferry.testing.pools import table
+
+
+def main() -> int:
+    """The exit status: 1 when an event was not measured yet."""
+    results = table.read()
+    missing = [event for event in table.EVENTS if event not in results.rows]
+    for event in missing:
+        sys.stderr.write(f"not measured: {event}; run `make zero-loss` as root\n")
+    if missing:
+        return 1
+    table.PAGE.write_text(table.renewed(table.PAGE.read_text("utf-8"), results), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""docs/try-on-kubernetes.md, from its first command to its last, on a node."""
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.core.config import child_environment
+from kvferry.testing.documents import Fence, fences
+from kvferry.testing.machine import ROOT
+from kvferry.testing.pools.on_node import CLOCK, MODEL
+
+pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(400)]
+
+SECONDS = 300
+
+
+def test_the_page_leads_from_nothing_to_an_answer_and_back(
+    kube_node: Any, say: Callable[[str], None], tmp_path: Path
+) -> None:
+    kube_node.cluster.keep_model(MODEL)  # as `make cluster-up` does
+    wanted = [fence for fence in fences() if fence.mark == "node"]
+    assert {fence.document for fence in wanted} == {"docs/try-on-kubernetes.md"}
+    binaries = kube_node.cluster.assets.folder
+    env = child_environment(
+        {
+            "KUBECONFIG": str(kube_node.kubeconfig),
+            "PATH": f"{binaries}:{Path(sys.executable).parent}:/usr/bin:/bin",
+            "HOME": str(tmp_path),
+        }
+    )
+    clock = CLOCK
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = {"8000": one.getsockname()[1], "9000": other.getsockname()[1]}
+    began = clock.monotonic()
+    # One shell for all: the port that it forwards in the background serves the blocks after it.
+    shell = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", script(wanted, ports)],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    said = []
+    assert shell.stdout is not None
+    with shell:
+        for line in shell.stdout:
+            said.append(line)
+            if line.startswith("=== "):
+                say(f"page, line {line.split()[1]}, {clock.monotonic() - began:.1f} s after its beginning")
+    text = "".join(said)
+    assert shell.returncode == 0, text
+    assert '"handoff_outcome":"fetched"' in text
+    assert '"error"' not in text, text
+    assert "Ready=True" in text
+
+
+def script(wanted: list[Fence], ports: dict[str, int]) -> str:
+    """All blocks, one after the other; whatever still runs at the end is ended."""
+    lines = ["trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"]
+    for fence in wanted:
+        code = fence.code
+        for written, free in ports.items():
+            code = re.sub(rf"(?<=localhost:){written}\b|(?<= ){written}(?=:)", str(free), code)
+        body = code if fence.language == "sh" else f"python - <<'PYTHON'\n{code}PYTHON\n"
+        lines += [f"echo; echo '=== {fence.line}'", body]
+    return "\n".join(lines)

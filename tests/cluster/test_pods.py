@@ -1,0 +1,164 @@
+"""The chart and the documented pool on a real node: installed, asked, upgraded, removed."""
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from kvferry.client import Client
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine import LLM
+from kvferry.testing.pools import on_node
+from kvferry.testing.pools.on_node import MODEL, PoolOnNode, eventually
+from kvferry.testing.redis_server import RedisServer, redis_server
+
+pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(600)]
+
+QUESTION = [{"role": "user", "content": "What is a ferry? Answer in one sentence, and name a sea that one crosses."}]
+LONG = "The ferry left the harbour before the fog had lifted, and nobody on the pier could say who had steered it. " * 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def alone(operated: Any) -> Callable[[list[int]], list[int]]:
+    """What one engine that does both says to a prompt."""
+    engine = LLM(MODEL, dtype="float32", kv_bytes=64 << 20)
+    return lambda prompt: list(engine.generate([prompt], GREEDY)[0].token_ids)
+
+
+@pytest.fixture
+def pool(operated: Any, namespace: str) -> Iterator[PoolOnNode]:
+    made = PoolOnNode(operated.cluster, namespace)
+    yield made
+    made.kubectl("delete", "kvpool", made.name, "--ignore-not-found")
+
+
+def test_the_documented_pool_answers_with_one_engines_tokens(
+    pool: PoolOnNode, alone: Callable[[list[int]], list[int]], say: Callable[[str], None]
+) -> None:
+    pool.apply()
+    pool.wait_ready()
+    say("docs/examples/pool.yaml is ready, connector nixl")
+    check_answers(pool, alone, "nixl")
+    say("asked by openai and by kvferry.client: one engine's tokens, KV fetched")
+    header, row = pool.kubectl("get", "kvpool").splitlines()
+    assert header.split() == ["NAME", "READY", "PREFILL", "DECODE", "MODEL", "AGE"]
+    assert row.split()[:5] == ["chat", "True", "1/1", "1/1", MODEL]
+    pool.patch({"op": "replace", "path": "/spec/connector/type", "value": "tcp"})
+    pool.wait_ready()
+    say("rolled over to connector tcp")
+    check_answers(pool, alone, "tcp")
+    say("asked again: one engine's tokens, KV fetched")
+
+
+def check_answers(pool: PoolOnNode, alone: Callable[[list[int]], list[int]], connector: str) -> None:
+    """By both clients. A gateway asks its workers twice a second what they are, so that the very first request after
+    a rollout may be computed by the decode pod alone."""
+    with Client(pool.grpc, timeout=60) as client:
+        expected = alone(client.tokenize(QUESTION))
+        handoffs = []
+
+        def fetched() -> bool:
+            chunks = list(client.generate(QUESTION, GREEDY))
+            assert [token.token_id for chunk in chunks for token in chunk.tokens] == expected
+            assert chunks[-1].timing is not None
+            handoffs.append((chunks[-1].timing.handoff_outcome, chunks[-1].timing.connector))
+            return handoffs[-1] == ("fetched", connector)
+
+        eventually(fetched, "KV is fetched", 5.0, lambda: str(handoffs))
+        text = client.detokenize(expected)
+    with OpenAI(base_url=pool.http, api_key="none", timeout=60) as openai:
+        answer = openai.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24)
+    assert answer.choices[0].message.content == text
+
+
+def test_kubectl_explains_every_level(operated: Any) -> None:
+    said = operated.kubectl("explain", "kvpool.spec.roles")
+    assert "Prefill computes prompts, decode" in said
+    assert "engine" in operated.kubectl("explain", "kvpool.spec", "--recursive")
+
+
+def test_pods_share_kv_through_a_redis_that_a_secret_names(pool: PoolOnNode, say: Callable[[str], None]) -> None:
+    near = pool.cluster.box.near_address
+    with redis_server(address=near, acl=["default off", "worker on >secret ~* &* +@all"]) as redis:
+        url = f"redis://worker:secret@{near}:{redis.port}/0"
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "tier"},
+            "data": {"url": base64.b64encode(url.encode()).decode()},
+        }
+        pool.kubectl("apply", "-f", "-", stdin=json.dumps(secret))
+        tiers = [{"type": "redis", "urlSecret": {"name": "tier"}}]
+        pool.apply({"spec": {"tiers": tiers, "connector": {"type": "tcp"}}})
+        pool.wait_ready()
+        assert ask(pool).handoff_outcome == "fetched"
+        eventually(lambda: keys_in(redis) > 0, "blocks have reached Redis", 30)
+        say(f"{keys_in(redis)} blocks in Redis")
+        for role in ("prefill", "decode"):  # new pods know nothing but what Redis has
+            pool.kubectl("delete", "pod", *pool.pods(role), "--wait=false")
+        pool.wait_pods("prefill", 1)
+        pool.wait_pods("decode", 1)
+        pool.wait_ready()
+        eventually(lambda: "redis" in sources(pool), "a new pod loads from Redis", 60)
+        say("new pods have loaded them")
+
+
+def ask(pool: PoolOnNode) -> Any:
+    with Client(pool.grpc, timeout=90) as client:
+        chunks = list(client.generate(LONG, GREEDY))
+    return chunks[-1].timing
+
+
+def sources(pool: PoolOnNode) -> set[str]:
+    return {report.source for report in ask(pool).kv if report.blocks_loaded}
+
+
+def keys_in(redis: RedisServer) -> int:
+    size = redis.ask(b"DBSIZE", user=("worker", "secret"))
+    assert isinstance(size, int)
+    return size
+
+
+def test_the_release_is_tested_and_upgraded(operated: Any, pool: PoolOnNode, say: Callable[[str], None]) -> None:
+    assert "Succeeded" in operated.cluster.helm("test", "kvferry", "-n", "kvferry", "--timeout=60s")
+    say("helm test: an operator leads")
+    upgrade = ("upgrade", "kvferry", on_node.CHART, "-n", "kvferry", "-f", on_node.VALUES, "--wait", "--timeout=120s")
+    changed = ("--set", "operator.replicas=1", "--set", "operator.logLevel=debug", "--set", "operator.leaseSeconds=10")
+    operated.cluster.helm(*upgrade, *changed)
+    say("helm upgrade: other values")
+    arguments = ("get", "deployment", "kvferry-operator", "-n", "kvferry", "-o", "jsonpath={.spec.template.spec}")
+    assert "--lease-seconds=10" in operated.kubectl(*arguments)
+    assert "Succeeded" in operated.cluster.helm("test", "kvferry", "-n", "kvferry", "--timeout=60s")
+    pool.apply()
+    pool.until(lambda found: bool(found.get("status")), "the upgraded operator looks after pools", 60)
+
+
+def test_nothing_is_stuck_when_all_of_it_goes(
+    operated: Any, kube_node: Any, say: Callable[[str], None], alone: Callable[[list[int]], list[int]]
+) -> None:
+    """The last test here: it removes what the others use."""
+    left, gone = PoolOnNode(operated.cluster, "left"), PoolOnNode(operated.cluster, "gone")
+    for one in (left, gone):
+        operated.kubectl("create", "namespace", one.namespace)
+        one.apply({"spec": {"connector": {"type": "tcp"}, "gateway": {"replicas": 1}}})
+    for one in (left, gone):
+        one.wait_ready()
+    say("two pools are ready")
+    gone.kubectl("delete", "kvpool", gone.name, "--timeout=60s")
+    kinds = "deployments,services,poolrolescalers,networkpolicies,poddisruptionbudgets,secrets,controllerrevisions"
+    kinds += ",serviceaccounts,roles,rolebindings"
+    selector = ("-l", "kvferry.dev/pool=chat", "-o", "name")
+    eventually(lambda: gone.kubectl("get", f"{kinds},pods", *selector) == "", "nothing of the pool is left", 90)
+    say("a deleted pool has left nothing")
+    operated.cluster.helm("uninstall", "kvferry", "-n", "kvferry", "--wait", "--timeout=60s")
+    operated.kubectl("delete", "namespace", "kvferry", "--timeout=90s")
+    say("helm uninstall: the operator is gone")
+    check_answers(left, alone, "tcp")
+    assert operated.kubectl("get", "crd", "inferencepools.kvferry.dev", "-o", "name"), "kept, and the pools with it"
+    say("the other pool serves on")
+    operated.kubectl("delete", "namespace", left.namespace, gone.namespace, "--timeout=120s")
+    say("its namespace could be deleted without an operator")
