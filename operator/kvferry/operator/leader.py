@@ -12,6 +12,8 @@ from kvferry.operator.spec import Json
 
 _log = logging.getLogger(__name__)
 _API = "coordination.k8s.io/v1"
+_LOOK_SECONDS = 1.0
+"""A lease that was given back is found within so long."""
 
 
 class LeadershipLost(KvferryError):
@@ -60,7 +62,7 @@ class Leader:
             if news != said:
                 _log.info("%s", news)
                 said = news
-            await asyncio.sleep(self._times.renew / 2)
+            await asyncio.sleep(min(self._times.renew / 2, _LOOK_SECONDS))
 
     async def keep(self) -> None:
         """Renew until cancelled.

@@ -31,7 +31,7 @@ LEASE = "kvferry-operator"
 _DEFINITIONS_SECONDS = 5.0
 _INSTALLED_SECONDS = 30.0
 _FIRST_LOOK_SECONDS = 1.0
-_LAST_PASS_SECONDS = 2.0
+_LAST_PASS_SECONDS = 1.5
 """For passes under way, before the lease is given back."""
 _END_SECONDS = 2.0
 _CENSUS_SECONDS = (5.0, 600.0)
@@ -177,7 +177,8 @@ class Operator:
             return 0
         for job in ended:
             error = None if job.cancelled() else job.exception()
-            _log.error("%s ended, so this operator does: %s", job.get_name(), error or "without a word", exc_info=error)
+            why = error or ("the lease was not renewed in time" if job in workers else "without a word")
+            _log.error("%s ended, so this operator does: %s", job.get_name(), why, exc_info=error)
         return 1
 
     def _jobs(self, stop: asyncio.Event) -> set[asyncio.Task[None]]:
