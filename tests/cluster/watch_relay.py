@@ -1,4 +1,4 @@
-"""Stands between a client and the API server, in plain HTTP to the client, and can let watches of one kind fall silent."""
+"""Stands between a client and the API server, in plain HTTP to the client, and can silence the watches of one kind."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 
 class WatchRelay:
-    """Passes bytes both ways; a connection whose last request is a watch of a stalled kind stays open and says nothing."""
+    """Passes bytes both ways; a connection that watches a stalled kind stays open and says nothing."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self._config = json.loads(kubeconfig.read_text())

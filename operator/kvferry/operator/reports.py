@@ -19,6 +19,8 @@ _AT_ONCE = 32
 _TICK_SECONDS = 0.5
 _QUICK_SECONDS = 2.0
 _SLOW_SECONDS = 15.0
+_MOST_DOUBLINGS = 4
+"""Of the period, one for each answer missed: gateways that cannot be reached must not keep those that can waiting."""
 _WINDOW_SECONDS = 300.0
 
 
@@ -34,6 +36,9 @@ class Reports:
         self._clock = clock
         self._nudge = nudge
         self._asked_at: dict[Key, float] = {}
+        self._asking: set[Key] = set()
+        self._missed: dict[Key, int] = {}
+        """Answers in a row."""
         self._totals: dict[Key, deque[tuple[float, Mapping[str, int]]]] = {}
         self._gate = asyncio.Semaphore(_AT_ONCE)
 
@@ -47,11 +52,15 @@ class Reports:
                 for gone in self._asked_at.keys() - set(keys):
                     del self._asked_at[gone]
                     self._totals.pop(gone, None)
+                    self._missed.pop(gone, None)
                 for key in keys:
                     facts = self._store.facts(key)
                     address = address_of(key, facts)
-                    if address and now - self._asked_at.get(key, float("-inf")) >= _period(facts):
+                    wait = _period(facts) * 2 ** min(self._missed.get(key, 0), _MOST_DOUBLINGS)
+                    due = now - self._asked_at.get(key, float("-inf")) >= wait
+                    if address and due and key not in self._asking:
                         self._asked_at[key] = now
+                        self._asking.add(key)
                         asking.create_task(self._ask(session, key, address))
                 await asyncio.sleep(_TICK_SECONDS)
 
@@ -66,6 +75,8 @@ class Reports:
             except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, TypeError, ValueError) as error:
                 _log.debug("pool %s: no word from its gateway at %s: %s", key, address, error)
                 report = None
+        self._asking.discard(key)
+        self._missed[key] = 0 if report is not None else self._missed.get(key, 0) + 1
         if report is not None:
             report = FleetReport(report.at, report.workers, report.held, self._recent(key, report))
         elif before is not None and self._clock.monotonic() - before.at < 2 * _SLOW_SECONDS:
