@@ -4,7 +4,7 @@ Plain calls instead of the client's typed classes: they would turn manifests int
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -80,6 +80,8 @@ class KubeApi:
         self._client = client
         self.num_calls: dict[str, int] = {}
         """Calls so far by verb and kind, for the metrics and for tests that count them."""
+        self.may_write: Callable[[], bool] = lambda: True
+        """Asked before each write but those of leases, which are written in order to be allowed to."""
 
     @classmethod
     def connect(cls, kubeconfig: str = "", context: str = "") -> "KubeApi":
@@ -238,6 +240,8 @@ class KubeApi:
         body: Mapping[str, Any] | None = None,
         content_type: str = "",
     ) -> Json:
+        if method != "GET" and kind != "Lease" and not self.may_write():
+            raise Unavailable("another operator may lead now", reason="NOT_LEADING")
         counted = f"{method} {kind}"
         self.num_calls[counted] = self.num_calls.get(counted, 0) + 1
         configuration = self._client.configuration

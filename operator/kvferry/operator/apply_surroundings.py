@@ -20,6 +20,9 @@ def apply_surroundings(this: PoolPass) -> None:
     """Everything but Deployments and scalers."""
     _keys(this)
     children = this.memory.children
+    for installable, kind in ((POD_MONITOR, "PodMonitor"), (EXTENSION_POOL, "InferencePool")):
+        if installable not in this.installed:
+            children.forget_kind(kind)
     for made in surroundings(this.pool, this.installed):
         name = made["metadata"]["name"]
         if made["kind"] == "InferencePool":
@@ -68,7 +71,11 @@ def _emit(this: PoolPass, made: Json) -> None:
     except ApiRefusal as refusal:
         this.extension = Problem("Refused", f"InferencePool {name}: {refusal.message}")
     else:
-        this.extension = Problem("Emitted", f"{made['apiVersion']} InferencePool {name} stands for the gateway pods")
+        this.extension = Problem(
+            "Emitted",
+            f"{made['apiVersion']} InferencePool {name} stands for the gateway pods. Any of them takes any request, so "
+            "there is no endpoint picker: its failureMode is FailOpen",
+        )
 
 
 def _remove_unwanted(this: PoolPass) -> None:

@@ -45,6 +45,12 @@ class Children:
         self._ours.clear()
         self._unwanted.clear()
 
+    def forget_kind(self, kind: str) -> None:
+        """The cluster does not know this kind any more, and with it went its objects."""
+        for place in [place for place in self._left if place[0] == kind]:
+            del self._left[place]
+        self._unwanted = {place for place in self._unwanted if place[0] != kind}
+
     def apply(self, manifest: Mapping[str, Any], live: str | None = None) -> bool:
         """Apply `manifest` unless that changes nothing; whether it was done.
 

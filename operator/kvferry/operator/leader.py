@@ -12,6 +12,8 @@ from kvferry.operator.spec import Json
 
 _log = logging.getLogger(__name__)
 _API = "coordination.k8s.io/v1"
+_LOOK_SECONDS = 1.0
+"""A lease that was given back is found within so long."""
 
 
 class LeadershipLost(KvferryError):
@@ -32,6 +34,17 @@ class Leader:
         self._name = name
         self._seen: Sighting | None = None
         self._held: Json | None = None
+        self._renewed = float("-inf")
+        self._fenced = False
+
+    def holds(self) -> bool:
+        """Whether writing is safe: nobody else can have the lease yet. False also after a stop of the whole process,
+        before anything in it has noticed. Any thread may ask."""
+        return not self._fenced and self._clock.monotonic() - self._renewed < self._times.deadline
+
+    def fence(self) -> None:
+        """From now on nothing is to be written."""
+        self._fenced = True
 
     async def acquire(self) -> None:
         """Return when this operator leads."""
@@ -49,7 +62,7 @@ class Leader:
             if news != said:
                 _log.info("%s", news)
                 said = news
-            await asyncio.sleep(self._times.renew / 2)
+            await asyncio.sleep(min(self._times.renew / 2, _LOOK_SECONDS))
 
     async def keep(self) -> None:
         """Renew until cancelled.
@@ -57,18 +70,20 @@ class Leader:
         Raises:
             LeadershipLost: it could not be renewed in time, or somebody else has it.
         """
-        renewed = self._clock.monotonic()
         while True:
             await asyncio.sleep(self._times.renew)
             try:
+                self._in_time()
                 async with asyncio.timeout(self._times.deadline):
                     await asyncio.to_thread(self._renew)
-                renewed = self._clock.monotonic()
             except (Unavailable, TimeoutError) as error:
-                silent = self._clock.monotonic() - renewed
-                _log.warning("the lease was not renewed for %.0f s: %s", silent, error)
-                if silent > self._times.deadline:
-                    raise LeadershipLost(f"the lease could not be renewed for {silent:.0f} s") from error
+                _log.warning("the lease was not renewed: %s", error)
+                self._in_time()
+
+    def _in_time(self) -> None:
+        silent = self._clock.monotonic() - self._renewed
+        if silent > self._times.deadline:
+            raise LeadershipLost(f"the lease has not been renewed for {silent:.0f} s")
 
     async def give_back(self) -> None:
         """Let the next one begin at once. Best effort: the lease would run out anyway."""
@@ -91,6 +106,7 @@ class Leader:
         made = taken(lease, self._me, self._times, self._stamp(), name=self._name, namespace=self._namespace)
         try:
             self._held = self._api.create(made) if lease is None else self._api.replace(made)
+            self._renewed = now
         except ApiRefusal as refusal:
             if refusal.status != 409:
                 raise
@@ -98,9 +114,11 @@ class Leader:
 
     def _renew(self) -> None:
         assert self._held is not None
+        begun = self._clock.monotonic()  # the others count from when it is written, which is later
         made = taken(self._held, self._me, self._times, self._stamp(), name=self._name, namespace=self._namespace)
         try:
             self._held = self._api.replace(made)
+            self._renewed = begun
         except ApiRefusal as refusal:
             if refusal.status not in (404, 409):
                 raise Unavailable(f"the lease was refused: {refusal.message}") from refusal

@@ -88,10 +88,17 @@ class PoolPass:
         owners = ", ".join(sorted(conflict.managers - names.OWN_MANAGERS))
         fields = ", ".join(sorted({c.field for c in conflict.conflicts}))
         if fields == _REPLICAS:
+            kind, _, name = what.partition(" ")
+            instead = (
+                f"Set the role's scaling.mode to External to let {owners} decide"
+                if kind == "PoolRoleScaler"
+                else "Scale the role's PoolRoleScaler instead"
+            )
             self.contested = Problem(
                 "OtherManager",
-                f"{what}: {owners} writes spec.replicas too, so the operator leaves the number alone. Set the role's "
-                f"scaling.mode to External to let {owners} decide, or take that writer away and give the field back",
+                f"{what}: {owners} writes spec.replicas too, so the operator leaves the number alone. {instead}; or, "
+                f"once that writer is gone, give the field back, with your number for N: kubectl patch {kind} "
+                f'{name} --type merge --field-manager {names.FIELD_MANAGER} -p \'{{"spec":{{"replicas":N}}}}\'',
             )
         else:
             self.refused = Problem(

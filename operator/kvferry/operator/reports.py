@@ -20,6 +20,8 @@ _AT_ONCE = 32
 _TICK_SECONDS = 0.5
 _QUICK_SECONDS = 2.0
 _SLOW_SECONDS = 15.0
+_MOST_DOUBLINGS = 4
+"""Of the period, one for each answer missed: gateways that cannot be reached must not keep those that can waiting."""
 
 
 class Reports:
@@ -35,6 +37,9 @@ class Reports:
         self._nudge = nudge
         self._asked_at: dict[Key, float] = {}
         self._recent: dict[Key, RecentHandoffs] = {}
+        self._asking: set[Key] = set()
+        self._missed: dict[Key, int] = {}
+        """Answers in a row."""
         self._gate = asyncio.Semaphore(_AT_ONCE)
 
     async def run(self) -> None:
@@ -47,11 +52,15 @@ class Reports:
                 for gone in self._asked_at.keys() - set(keys):
                     del self._asked_at[gone]
                     self._recent.pop(gone, None)
+                    self._missed.pop(gone, None)
                 for key in keys:
                     facts = self._store.facts(key)
                     address = address_of(key, facts)
-                    if address and now - self._asked_at.get(key, float("-inf")) >= _period(facts):
+                    wait = _period(facts) * 2 ** min(self._missed.get(key, 0), _MOST_DOUBLINGS)
+                    due = now - self._asked_at.get(key, float("-inf")) >= wait
+                    if address and due and key not in self._asking:
                         self._asked_at[key] = now
+                        self._asking.add(key)
                         asking.create_task(self._ask(session, key, address))
                 await asyncio.sleep(_TICK_SECONDS)
 
@@ -66,6 +75,8 @@ class Reports:
             except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, TypeError, ValueError) as error:
                 _log.debug("pool %s: no word from its gateway at %s: %s", key, address, error)
                 report = None
+        self._asking.discard(key)
+        self._missed[key] = 0 if report is not None else self._missed.get(key, 0) + 1
         if report is not None:
             recent = self._recent.setdefault(key, RecentHandoffs())
             report = replace(report, handoffs=recent.take(report.gateway, report.at, report.handoffs))

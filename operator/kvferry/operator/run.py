@@ -30,7 +30,10 @@ _log = logging.getLogger(__name__)
 LEASE = "kvferry-operator"
 _DEFINITIONS_SECONDS = 5.0
 _INSTALLED_SECONDS = 30.0
-_RETRY_SECONDS = 0.5
+_FIRST_LOOK_SECONDS = 1.0
+_LAST_PASS_SECONDS = 1.5
+"""For passes under way, before the lease is given back."""
+_END_SECONDS = 2.0
 _CENSUS_SECONDS = (5.0, 600.0)
 """After the first one, and between the later ones."""
 
@@ -61,7 +64,14 @@ Announce = Callable[[Mapping[str, object]], None]
 async def run_operator(config: OperatorConfig, api: KubeApi, announce: Announce, *, clock: Clock | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. 1: leadership or a watch was lost."""
     operator = Operator(config, api, clock or SystemClock(), announce)
-    return await operator.run()
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    return await operator.run(stop)
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
 
 async def leader_of(api: KubeApi, namespace: str, timeout: float, name: str = LEASE) -> str:
@@ -95,7 +105,6 @@ class Operator:
         self._instruments = Instruments(api, self._queue)
         self._pulse = Pulse(api, self._store, clock, config.pulse_seconds)
         self._leads = False
-        self._stop = asyncio.Event()
         events = Events(api, config.identity, lambda: rfc3339(clock.wall()))
         self._reconciler = Reconciler(
             api,
@@ -108,11 +117,10 @@ class Operator:
 
     _loop: asyncio.AbstractEventLoop
 
-    async def run(self) -> int:
-        """Until SIGTERM or SIGINT, or until something that must not end has ended."""
+    async def run(self, stop: asyncio.Event) -> int:
+        """Until `stop`, or until something that must not end has ended."""
         config = self._config
         self._loop = asyncio.get_running_loop()
-        self._catch_signals()
         health = await HealthServer.start(config.health_address, self._ill, self._instruments.registry)
         self._announce({"event": "listening", "health": health.port})
         leader = Leader(
@@ -123,7 +131,8 @@ class Operator:
             namespace=config.own_namespace,
             name=config.lease_name,
         )
-        stopping = asyncio.create_task(self._stop.wait(), name="stop")
+        self._api.may_write = leader.holds
+        stopping = asyncio.create_task(stop.wait(), name="stop")
         try:
             first = asyncio.create_task(self._begin(leader), name="begin")
             await asyncio.wait({first, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,15 +140,11 @@ class Operator:
                 first.cancel()
                 return 0
             first.result()
-            return await self._lead(leader, stopping)
+            return await self._lead(leader, stop, stopping)
         finally:
             stopping.cancel()
             await leader.give_back()
             await health.stop()
-
-    def _catch_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._stop.set)
 
     async def _begin(self, leader: Leader) -> None:
         await self._wait_for_definitions()
@@ -148,63 +153,56 @@ class Operator:
         self._announce({"event": "leading", "identity": self._config.identity})
         self._instruments.leads.set(1)
 
-    async def _lead(self, leader: Leader, stopping: asyncio.Task[bool]) -> int:
-        kopf_stop = asyncio.Event()
-        await self._look_around()
-        # Before anything is decided: half a pool must not be taken for a whole one.
-        await self._first_census()
-        jobs: set[asyncio.Task[None]] = {
-            asyncio.create_task(leader.keep(), name="lease"),
-            asyncio.create_task(self._watch(kopf_stop), name="watches"),
-            asyncio.create_task(self._pulse.run(), name="pulse"),
-            asyncio.create_task(self._keep_looking_around(), name="installed kinds"),
-            asyncio.create_task(self._keep_counting(), name="census"),
-            asyncio.create_task(Reports(self._store, self._clock, self._nudge).run(), name="reports"),
-            *(asyncio.create_task(self._work(), name=f"worker {i}") for i in range(self._config.workers)),
-        }
-        await asyncio.wait({*jobs, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    async def _lead(self, leader: Leader, stop: asyncio.Event, stopping: asyncio.Task[bool]) -> int:
+        lease = asyncio.create_task(leader.keep(), name="lease")
+        first = asyncio.create_task(self._first_look(), name="first look")
+        await asyncio.wait({lease, first, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        jobs: set[asyncio.Task[None]] = {lease, first}
+        workers: set[asyncio.Task[None]] = set()
+        if first.done() and first.exception() is None:
+            workers = {asyncio.create_task(self._work(), name=f"worker {i}") for i in range(self._config.workers)}
+            jobs = {lease, *workers, *self._jobs(stop)}
+            await asyncio.wait({*jobs, stopping}, return_when=asyncio.FIRST_COMPLETED)
         ended = [job for job in jobs if job.done()]
-        kopf_stop.set()
-        for job in jobs:
-            if job.get_name() != "watches":
-                job.cancel()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
-                await asyncio.gather(*jobs, return_exceptions=True)
+        leader.fence()  # a pass that is under way in a thread ends at its next write
+        self._wake.set()
+        for job in jobs - workers:
+            job.cancel()
+        if workers:
+            await asyncio.wait(workers, timeout=_LAST_PASS_SECONDS)
+        await leader.give_back()
+        await asyncio.wait(jobs, timeout=_END_SECONDS)
         if stopping.done():
             _log.info("stopped")
             return 0
         for job in ended:
             error = None if job.cancelled() else job.exception()
-            _log.error("%s ended, so this operator does: %s", job.get_name(), error or "without a word", exc_info=error)
+            why = error or ("the lease was not renewed in time" if job in workers else "without a word")
+            _log.error("%s ended, so this operator does: %s", job.get_name(), why, exc_info=error)
         return 1
+
+    def _jobs(self, stop: asyncio.Event) -> set[asyncio.Task[None]]:
+        return {
+            asyncio.create_task(self._watch(stop), name="watches"),
+            asyncio.create_task(self._pulse.run(), name="pulse"),
+            asyncio.create_task(self._keep_looking_around(), name="installed kinds"),
+            asyncio.create_task(self._keep_counting(), name="census"),
+            asyncio.create_task(Reports(self._store, self._clock, self._nudge).run(), name="reports"),
+        }
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
     async def _watch(self, stop: asyncio.Event) -> None:
-        begun = asyncio.Event()
-
-        async def take_back() -> None:
-            # kopf takes the signals when it begins; they are ours, since more than its watches has to end.
-            await begun.wait()
-            self._catch_signals()
-
-        taking = asyncio.create_task(take_back(), name="signals")
-        try:
-            await self._kopf(stop, begun)
-        finally:
-            taking.cancel()
-
-    async def _kopf(self, stop: asyncio.Event, begun: asyncio.Event) -> None:
-        await kopf.operator(
+        others = asyncio.all_tasks()
+        tasks = await kopf.spawn_tasks(
             registry=watches.registry(self._saw, self._api),
             settings=watches.settings(64),
             standalone=True,
             clusterwide=not self._config.namespaces,
             namespaces=self._config.namespaces,
-            stop_flag=stop,
-            ready_flag=begun,
         )
+        _stop_on_signals(stop)  # kopf has just taken them for itself, and would end before the lease is given back
+        await kopf.run_tasks(tasks, ignored=others)
 
     def _saw(self, kind: str, body: Mapping[str, Any], gone: bool) -> None:
         self._pulse.saw(kind, body, gone)
@@ -219,7 +217,7 @@ class Operator:
     # -- working -----------------------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        while True:
+        while self._api.may_write():
             now = self._clock.monotonic()
             key = self._queue.take(now)
             if key is None:
@@ -297,14 +295,6 @@ class Operator:
                 if key is not None:
                     self._nudge(key)
 
-    async def _first_census(self) -> None:
-        while True:
-            try:
-                return await self._census()
-            except KvferryError as error:
-                _log.warning("cannot list the pools yet: %s", error.message)
-            await asyncio.sleep(_RETRY_SECONDS)
-
     async def _keep_counting(self) -> None:
         first, later = _CENSUS_SECONDS
         wait = first
@@ -316,6 +306,16 @@ class Operator:
             except KvferryError as error:
                 _log.warning("no census: %s", error.message)
                 wait = first
+
+    async def _first_look(self) -> None:
+        """Before anything is decided: half a pool must not be taken for a whole one."""
+        await self._look_around()
+        while True:
+            try:
+                return await self._census()
+            except KvferryError as error:  # of definitions that have just been installed there is no list yet
+                _log.warning("no first census: %s", error.message)
+                await asyncio.sleep(_FIRST_LOOK_SECONDS)
 
     async def _look_around(self) -> None:
         try:

@@ -182,6 +182,12 @@ def _pod_monitor(pool: Pool) -> Json:
 
 
 def _extension_pool(pool: Pool) -> Json:
+    """Stands for the gateway pods, any of which takes any request, so that nobody has to pick one.
+
+    The definition wants a picker all the same. Named is our own Service, whose gRPC port knows nothing of picking,
+    and FailOpen lets requests through to any pod then. The protocol is left at its default, HTTP/1.1: releases before
+    1.4 do not know the field.
+    """
     return child(
         pool,
         EXTENSION_POOL[0],
@@ -190,6 +196,10 @@ def _extension_pool(pool: Pool) -> Json:
         spec={
             "selector": {"matchLabels": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}},
             "targetPorts": [{"number": names.GATEWAY_HTTP}],
-            "appProtocol": "http",
+            "endpointPickerRef": {
+                "name": pool.name,
+                "port": {"number": pool.spec.gateway.service.grpc_port},
+                "failureMode": "FailOpen",
+            },
         },
     )

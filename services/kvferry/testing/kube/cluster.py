@@ -16,6 +16,7 @@ from kvferry.model.fetch import fetch
 from kvferry.testing.kube import box, control_plane, node
 from kvferry.testing.kube.assets import Assets
 from kvferry.testing.kube.children import Children, State, log_tail
+from kvferry.testing.kube.control_plane import PlaneWish
 from kvferry.testing.kube.runtime import Runtime
 
 _CALL_SECONDS = 120.0
@@ -108,13 +109,20 @@ class NodeWish:
 
 
 def up(
-    folder: Path, assets: Assets, *, wish: NodeWish | None = None, lasting: bool = False, clock: Clock | None = None
+    folder: Path,
+    assets: Assets,
+    *,
+    wish: NodeWish | None = None,
+    plane: PlaneWish | None = None,
+    lasting: bool = False,
+    clock: Clock | None = None,
 ) -> Cluster:
     """Start a cluster; a failed start leaves its logs and nothing else.
 
     Args:
         folder: new or empty; everything of the cluster lives there.
         wish: for a node; else pods stay pending.
+        plane: of the control plane; only without a node.
         lasting: it outlives this process.
 
     Raises:
@@ -124,7 +132,7 @@ def up(
     folder = _empty(folder)
     children = Children(folder, State(), clock or SystemClock(), lasting)
     try:
-        _start(folder, assets, children, wish)
+        _start(folder, assets, children, wish, plane)
     except BaseException:
         with suppress(KvferryError):  # the first failure is the one to tell
             _end(children)
@@ -132,14 +140,14 @@ def up(
     return Cluster(folder, assets, children)
 
 
-def _start(folder: Path, assets: Assets, children: Children, wish: NodeWish | None) -> None:
+def _start(folder: Path, assets: Assets, children: Children, wish: NodeWish | None, plane: PlaneWish | None) -> None:
     start = children.clock.monotonic()
 
     def reached(stage: str) -> None:
         children.state.seconds[stage] = round(children.clock.monotonic() - start, 2)
 
     home = None
-    place = control_plane.loopback()
+    place = control_plane.loopback(plane)
     if wish is not None:
         home = box.start(folder, children)
         place = home.place
@@ -169,10 +177,15 @@ def _end(children: Children) -> None:
 
 @contextmanager
 def running(
-    folder: Path, assets: Assets, *, wish: NodeWish | None = None, clock: Clock | None = None
+    folder: Path,
+    assets: Assets,
+    *,
+    wish: NodeWish | None = None,
+    plane: PlaneWish | None = None,
+    clock: Clock | None = None,
 ) -> Iterator[Cluster]:
     """A cluster until the block ends, however it or this process ends."""
-    cluster = up(folder, assets, wish=wish, clock=clock)
+    cluster = up(folder, assets, wish=wish, plane=plane, clock=clock)
     try:
         yield cluster
     finally:

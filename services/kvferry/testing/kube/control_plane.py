@@ -18,6 +18,16 @@ _NAMES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 
 
 @dataclass(frozen=True, slots=True)
+class PlaneWish:
+    """What a test may want otherwise."""
+
+    service_cidr: str = "10.96.0.0/16"
+    """Where Services get their addresses. In 127.0.0.0/8 a test can answer for one itself."""
+    audit: bool = False
+    """Whether the API server notes who asked for what, in audit.jsonl of the cluster's folder."""
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a control plane listens, and which addresses its cluster gives out."""
 
@@ -30,6 +40,7 @@ class Place:
     bind_address: str = _LOOPBACK
     prefix: tuple[str, ...] = ()
     """Before each command's words: where it runs."""
+    audit: bool = False
 
     @property
     def url(self) -> str:
@@ -42,12 +53,13 @@ class Place:
         return self.service_cidr.partition("/")[0].rpartition(".")[0] + ".1"
 
 
-def loopback() -> Place:
+def loopback(wish: PlaneWish | None = None) -> Place:
     """Free ports of this machine. Nothing answers at the cluster's own addresses: there is no node."""
     with ExitStack() as held:
         made = [held.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(3)]
         api, etcd, peer = (one.getsockname()[1] for one in made)
-    return Place(_LOOPBACK, api, etcd, peer, "10.96.0.0/24", "10.244.0.0/16")
+    wish = wish or PlaneWish()
+    return Place(_LOOPBACK, api, etcd, peer, wish.service_cidr, "10.244.0.0/16", audit=wish.audit)
 
 
 def prepare(folder: Path, place: Place, children: Children) -> Api:
@@ -66,6 +78,15 @@ def prepare(folder: Path, place: Place, children: Children) -> Api:
         "users": [{"name": "admin", "user": {"token": token}}],
         "contexts": [{"name": "kvferry", "context": {"cluster": "kvferry", "user": "admin"}}],
     }
+    if place.audit:
+        # Metadata only: bodies would be secrets. The stage before the answer says nothing that the answer does not.
+        policy = {
+            "apiVersion": "audit.k8s.io/v1",
+            "kind": "Policy",
+            "omitStages": ["RequestReceived"],
+            "rules": [{"level": "Metadata"}],
+        }
+        (folder / "audit-policy.json").write_text(json.dumps(policy), "utf-8")
     _private(folder / "kubeconfig", json.dumps(kubeconfig, indent=1) + "\n")
     return Api(place.url, token, pki / "ca.crt", children.clock)
 
@@ -140,6 +161,11 @@ def apiserver_flags(folder: Path, place: Place) -> list[str]:
         "--kubelet-preferred-address-types=InternalIP",
         "--enable-priority-and-fairness=false",
         "--profiling=false",
+        *(
+            (f"--audit-policy-file={folder}/audit-policy.json", f"--audit-log-path={folder}/audit.jsonl")
+            if place.audit
+            else ()
+        ),
     ]
 
 

@@ -1,0 +1,29 @@
+"""Definitions that others publish, out of their Go modules."""
+
+import json
+import subprocess
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvferry.core.config import child_environment
+from kvferry.testing.kube import recipes, toolchain
+
+FILE = Path(__file__).with_name("neighbours.toml")
+
+
+def definition(name: str) -> dict[str, Any]:
+    """The definition called `name` in neighbours.toml; skips where it cannot be fetched."""
+    wanted = tomllib.loads(FILE.read_text())[name]
+    words = [toolchain.find(recipes.read().go), "mod", "download", "-json", f"{wanted['module']}@{wanted['version']}"]
+    with tempfile.TemporaryDirectory() as empty:
+        done = subprocess.run(words, cwd=empty, env=child_environment({}), capture_output=True, text=True, timeout=250)
+    told = json.loads(done.stdout or "{}")
+    if "Dir" not in told:
+        pytest.skip(f"{wanted['module']} cannot be had: {told.get('Error') or done.stderr.strip()}")
+    assert told["Sum"] == wanted["sum"], f"{wanted['module']} is not what it was"
+    return dict(yaml.safe_load((Path(told["Dir"]) / wanted["path"]).read_text()))

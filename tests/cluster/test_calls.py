@@ -1,0 +1,69 @@
+"""What one change of a pool costs the API server, held to the numbers of docs/performance.md."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.cluster.operators import AnOperator, Kube, a_cluster, a_pool, an_operator, eventually, fake_pods
+
+pytestmark = pytest.mark.cluster
+
+PULSE_SECONDS = 3600
+"""Its touches are counted by themselves."""
+
+
+@pytest.fixture(scope="module")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    with a_cluster(tmp_path_factory.mktemp("kube")) as made:
+        yield made
+
+
+def calls(operator: AnOperator) -> dict[str, float]:
+    prefix = "kvferry_operator_api_calls_total{"
+    numbers = {name.removeprefix(prefix): n for name, n in operator.numbers().items() if name.startswith(prefix)}
+    return {name: n for name, n in numbers.items() if 'kind="Lease"' not in name}
+
+
+def cost(operator: AnOperator, change: Callable[[], None]) -> dict[str, float]:
+    before = calls(operator)
+    change()
+    settled = [calls(operator), {}]
+
+    def still() -> bool:
+        settled[:] = [calls(operator), settled[0]]
+        return settled[0] == settled[1] and operator.numbers()["kvferry_operator_queue"] <= 1
+
+    eventually(still)
+    return {name: n - before.get(name, 0) for name, n in settled[0].items() if n != before.get(name, 0)}
+
+
+def test_what_each_change_costs(kube: Kube) -> None:
+    with (
+        kube.namespace() as namespace,
+        fake_pods(kube, namespace),
+        an_operator(kube.kubeconfig, namespace, "--pulse-seconds", str(PULSE_SECONDS)) as operator,
+    ):
+        # The first pool brings the first pulse and the census with it.
+        kube.apply(a_pool(namespace, "first"))
+        kube.rolled_out(namespace, "first")
+        eventually(lambda: calls(operator).get('kind="Service",method="GET"}', 0) >= 2, "the second census")
+
+        def made() -> None:
+            kube.apply(a_pool(namespace))
+            kube.rolled_out(namespace)
+
+        def edited() -> None:
+            kube.change(namespace, image="kvferry:two")
+            kube.rolled_out(namespace)
+
+        def scaled() -> None:
+            kube.change(namespace, roles=[{"name": "prefill"}, {"name": "decode", "replicas": 2}])
+            kube.rolled_out(namespace)
+
+        told = {
+            name: cost(operator, change) for name, change in (("made", made), ("edited", edited), ("scaled", scaled))
+        }
+        total = {name: sum(found.values()) for name, found in told.items()}
+        print(*(f"{name}: {total[name]:.0f} {found}" for name, found in told.items()), sep="\n")
+        assert total["made"] <= 45
+        assert total["edited"] <= 35
+        assert total["scaled"] <= 14

@@ -1,0 +1,193 @@
+"""One operator writes at any time, another one takes its place, and one that has become deaf says so."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cluster.operators import (
+    API,
+    CLOCK,
+    Kube,
+    a_cluster,
+    a_pool,
+    account_kubeconfig,
+    an_operator,
+    eventually,
+    fake_pods,
+)
+from tests.cluster.watch_relay import a_watch_relay
+
+from kvferry.core.errors import KvferryError
+from kvferry.operator.watches import WATCHED
+from kvferry.testing.kube.children import wait_gone
+from kvferry.testing.kube.control_plane import PlaneWish
+
+pytestmark = pytest.mark.cluster
+
+LEASE_SECONDS = 4
+QUICK = ("--lease-seconds", str(LEASE_SECONDS))
+
+
+@pytest.fixture(scope="module")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    with a_cluster(tmp_path_factory.mktemp("kube"), PlaneWish(audit=True)) as made:
+        yield made
+
+
+@pytest.fixture
+def namespace(kube: Kube) -> Iterator[str]:
+    with kube.namespace() as name:
+        yield name
+
+
+def is_seen(kube: Kube, namespace: str, name: str = "chat") -> bool:
+    return kube.condition(namespace, "RolesReady", name) != {}
+
+
+def test_a_killed_leader_is_replaced_once_its_lease_is_over(kube: Kube, namespace: str) -> None:
+    with (
+        an_operator(kube.kubeconfig, namespace, *QUICK, "--identity", "one") as first,
+        an_operator(kube.kubeconfig, namespace, *QUICK, "--identity", "two", leads=False) as second,
+    ):
+        assert first.process.stop(signal.SIGKILL) == -signal.SIGKILL
+        begun = CLOCK.monotonic()
+        kube.apply(a_pool(namespace))
+        eventually(lambda: is_seen(kube, namespace), seconds=LEASE_SECONDS + 6)
+        took = CLOCK.monotonic() - begun
+        print(f"reconciled {took:.1f} s after the leader was killed, with a lease of {LEASE_SECONDS} s")
+        assert second.process.wait_for("leading", 1)["identity"] == "two"
+        assert second.numbers()["kvferry_operator_leads"] == 1
+
+
+def test_a_leader_that_is_asked_to_stop_hands_over_at_once(kube: Kube, namespace: str) -> None:
+    kube.apply(*(a_pool(namespace, f"chat-{i}") for i in range(5)))
+    with (
+        an_operator(kube.kubeconfig, namespace, "--identity", "one") as first,
+        an_operator(kube.kubeconfig, namespace, "--identity", "two", leads=False) as second,
+    ):
+        eventually(lambda: is_seen(kube, namespace, "chat-0"))
+        first.get("/healthz")
+        begun = CLOCK.monotonic()
+        first.process.process.send_signal(signal.SIGTERM)
+        second.process.wait_for("leading", 10)
+        took = CLOCK.monotonic() - begun
+        assert first.process.stop() == 0
+        print(f"handed over in {took:.1f} s, ended after {CLOCK.monotonic() - begun:.1f} s")
+        assert took < 3
+
+
+def writes(kube: Kube, account: str) -> list[dict[str, Any]]:
+    lines = (kube.cluster.folder / "audit.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines if f":{account}" in line]
+    return [
+        event
+        for event in found
+        if event["user"]["username"].endswith(f":{account}")
+        and event["verb"] in ("create", "update", "patch", "delete")
+        and event["responseStatus"]["code"] < 300
+    ]
+
+
+def test_a_leader_that_was_stopped_for_longer_than_its_lease_writes_nothing_any_more(
+    kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    files = []
+    for account in ("one", "two"):
+        kube.kubectl("create", "serviceaccount", account, "-n", namespace)
+        name = f"{namespace}-{account}"
+        whom = f"--serviceaccount={namespace}:{account}"
+        kube.kubectl("create", "clusterrolebinding", name, "--clusterrole=cluster-admin", whom)
+        files.append(account_kubeconfig(kube, namespace, account, tmp_path / account))
+    with (
+        an_operator(files[0], namespace, *QUICK, "--identity", "one") as first,
+        an_operator(files[1], namespace, *QUICK, "--identity", "two", leads=False) as second,
+    ):
+        kube.apply(*(a_pool(namespace, f"chat-{i}") for i in range(20)))
+        eventually(lambda: is_seen(kube, namespace, "chat-0"))  # and others are under way
+        os.kill(first.pid, signal.SIGSTOP)
+        try:
+            second.process.wait_for("leading", LEASE_SECONDS + 6)
+            for i in range(20):
+                eventually(lambda i=i: is_seen(kube, namespace, f"chat-{i}"))
+        finally:
+            os.kill(first.pid, signal.SIGCONT)
+        assert first.process.process.wait(10) == 1
+        assert second.process.process.poll() is None
+        assert second.get("/healthz")[0] == 200
+    taken = min(e["requestReceivedTimestamp"] for e in writes(kube, "two") if e["objectRef"]["resource"] == "leases")
+    before = [event for event in writes(kube, "one") if event["requestReceivedTimestamp"] < taken]
+    assert len(before) > 20
+    assert len(writes(kube, "two")) > 20
+    assert [event["objectRef"] for event in writes(kube, "one") if event["requestReceivedTimestamp"] >= taken] == []
+
+
+def test_it_goes_on_after_the_api_server_was_away(kube: Kube, namespace: str) -> None:
+    """As under a kubelet: an operator that ends is started again."""
+    with ExitStack() as stack:
+        stack.enter_context(fake_pods(kube, namespace))
+        operator = stack.enter_context(an_operator(kube.kubeconfig, namespace))
+        kube.apply(a_pool(namespace))
+        kube.rolled_out(namespace)
+        children = kube.cluster.children
+        server = children.state.processes["kube-apiserver"]
+        words = Path(f"/proc/{server.pid}/cmdline").read_text().rstrip("\0").split("\0")
+        os.kill(server.pid, signal.SIGKILL)
+        children._ours["kube-apiserver"].wait(10)
+        wait_gone(server, "kube-apiserver", CLOCK)
+        threading.Event().wait(20)
+        children.spawn("kube-apiserver", words)
+        eventually(lambda: answers(kube))
+        if operator.process.process.poll() is not None:
+            assert operator.process.process.returncode == 1
+            operator = stack.enter_context(an_operator(kube.kubeconfig, namespace))
+        begun = CLOCK.monotonic()
+        kube.change(namespace, roles=[{"name": "prefill"}, {"name": "decode", "replicas": 2}])
+        eventually(lambda: scaler_number(kube, namespace) == 2)
+        print(f"reconciled {CLOCK.monotonic() - begun:.1f} s after the API server was back")
+        kube.rolled_out(namespace, seconds=90)  # Kubernetes' own controllers come back in their own time
+        assert kube.pool(namespace)["status"]["roles"][1]["summary"] == "2/2"
+        assert operator.get("/healthz")[0] == 200
+
+
+def scaler_number(kube: Kube, namespace: str) -> int:
+    found = kube.api.get(API, "PoolRoleScaler", namespace, "chat-decode")
+    return found["spec"]["replicas"] if found else 0
+
+
+def answers(kube: Kube) -> bool:
+    try:
+        return kube.kubectl("get", "--raw", "/readyz") == "ok"
+    except KvferryError:
+        return False
+
+
+@pytest.mark.parametrize("kind", list(WATCHED))
+def test_a_watch_that_has_fallen_silent_makes_the_operator_ill(
+    kind: str, kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    pulse = 2.0
+    with ExitStack() as stack:
+        relay = stack.enter_context(a_watch_relay(kube.kubeconfig))
+        file = relay.write_kubeconfig(tmp_path / "kubeconfig")
+        stack.enter_context(fake_pods(kube, namespace))
+        operator = stack.enter_context(an_operator(file, namespace, "--pulse-seconds", str(pulse)))
+        kube.apply(a_pool(namespace))
+        kube.rolled_out(namespace)
+        assert operator.get("/healthz") == (200, "ok\n")
+        relay.stalled = WATCHED[kind][2]
+        begun = CLOCK.monotonic()
+        status, why = eventually(lambda: ill(operator.get("/healthz")), seconds=2 * pulse + 3)
+        print(f"ill {CLOCK.monotonic() - begun:.1f} s after the watch had fallen silent: {why}")
+        assert status == 503
+        assert why.startswith(f"the watch of {kind} is ")
+        assert ";" not in why, "the others are well"
+
+
+def ill(answer: tuple[int, str]) -> tuple[int, str] | None:
+    return answer if answer[0] != 200 else None

@@ -1,0 +1,255 @@
+"""The operator lives on the chart's rights: none is missing, none is idle, and a gateway gets no more than it uses."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.cluster.operators import (
+    API,
+    Kube,
+    a_cluster,
+    a_pool,
+    account_kubeconfig,
+    an_operator,
+    eventually,
+    fake_gateway,
+    fake_pods,
+    minimal_definition,
+    rendered,
+)
+
+from kvferry.core.errors import Unavailable
+from kvferry.gateway.config import PoolName
+from kvferry.gateway.pool_api import ApiTrouble, PoolApi
+from kvferry.operator.surroundings import EXTENSION_POOL, POD_MONITOR
+from kvferry.testing.kube.control_plane import PlaneWish
+
+pytestmark = pytest.mark.cluster
+
+ACCOUNT = "kvferry-operator"
+RIGHTS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+Right = tuple[str, str, str]
+"""API group, resource, verb."""
+ONLY_GIVEN_ON: frozenset[Right] = frozenset(
+    {
+        ("discovery.k8s.io", "endpointslices", "get"),
+        ("discovery.k8s.io", "endpointslices", "list"),
+        ("discovery.k8s.io", "endpointslices", "watch"),
+        ("kvferry.dev", "poolrolescalers", "get"),
+        ("kvferry.dev", "poolrolescalers/scale", "get"),
+        ("kvferry.dev", "poolrolescalers/scale", "patch"),
+    }
+)
+"""Nobody can give a gateway rights that he has not got himself."""
+
+
+@pytest.fixture(scope="module")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    # Services have addresses of this machine, so that a test can be a pool's gateway.
+    with a_cluster(tmp_path_factory.mktemp("kube"), PlaneWish("127.96.0.0/16", audit=True)) as made:
+        yield made
+
+
+@pytest.fixture
+def namespace(kube: Kube) -> Iterator[str]:
+    with kube.namespace() as name:
+        yield name
+
+
+def granted(objects: Sequence[Mapping[str, Any]]) -> set[Right]:
+    return {
+        (group, resource, verb)
+        for one in objects
+        for rule in one.get("rules") or ()
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def audited(kube: Kube, namespace: str) -> list[dict[str, Any]]:
+    """All that the operator's account asked for, of objects."""
+    user = f"system:serviceaccount:{namespace}:{ACCOUNT}"
+    lines = (kube.cluster.folder / "audit.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines if user in line]
+    return [one for one in found if one["user"]["username"] == user and "objectRef" in one]
+
+
+def used(events: Sequence[Mapping[str, Any]]) -> set[Right]:
+    found = set()
+    for event in events:
+        what = event["objectRef"]
+        resource = what["resource"] + (f"/{what['subresource']}" if "subresource" in what else "")
+        found.add((what.get("apiGroup", ""), resource, event["verb"]))
+        if event["verb"] == "patch" and event["responseStatus"]["code"] == 201:
+            # An apply that makes the object needs the right to create it as well.
+            found.add((what.get("apiGroup", ""), resource, "create"))
+    return found
+
+
+def worker(name: str, role: str, load: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "role": role,
+        "takes_work": True,
+        "fingerprint": "f",
+        "in_flight": load,
+        "blocks_total": 100,
+        "blocks_free": 100 - load,
+    }
+
+
+class Life:
+    """A pool that wants everything that a pool can want, one thing after the other."""
+
+    def __init__(self, kube: Kube, namespace: str) -> None:
+        self.kube = kube
+        self.namespace = namespace
+        self.load = 1
+
+    def fleet(self) -> dict[str, Any]:
+        pods = self.kube.api.list("v1", "Pod", self.namespace, {"kvferry.dev/pool": "chat"})
+        found = [(pod["metadata"]["name"], pod["metadata"]["labels"]["kvferry.dev/role"]) for pod in pods]
+        workers = [worker(name, role, self.load + i) for i, (name, role) in enumerate(found) if role != "gateway"]
+        return {"workers": workers, "held": 0, "handoffs": {}}
+
+    def roll(self, **spec: Any) -> None:
+        self.kube.change(self.namespace, **spec)
+        self.kube.rolled_out(self.namespace)
+
+    def there(self, kind: str, name: str = "") -> bool:
+        words = ("get", kind, *([name] if name else []), "-n", self.namespace, "--ignore-not-found", "-o", "name")
+        return bool(self.kube.kubectl(*words).strip())
+
+    def run(self) -> None:
+        kube, namespace = self.kube, self.namespace
+        kube.apply(
+            a_pool(
+                namespace,
+                rollout={"historyLimit": 1, "maxSurge": "100%"},
+                gateway={"inferenceExtension": "Auto", "service": {"httpPort": 18080}},
+            )
+        )
+        service = eventually(lambda: kube.api.get("v1", "Service", namespace, "chat"))
+        with fake_gateway(service["spec"]["clusterIP"], 18080, self.fleet):
+            kube.rolled_out(namespace)
+            eventually(lambda: kube.condition(namespace, "Ready").get("status") == "True")
+            self._scaling()
+            self._revisions()
+            self._removals()
+        kube.kubectl("delete", "kvpool", "chat", "-n", namespace, "--wait=true")
+        eventually(lambda: not self.there("deployments,services,kvscale"))
+
+    def _scaling(self) -> None:
+        self.roll(roles=[{"name": "prefill"}, {"name": "decode", "replicas": 3}])
+        self.roll(roles=[{"name": "prefill"}, {"name": "decode", "replicas": 1}])  # marks the pods that may go
+        auto = {"mode": "Auto", "minReplicas": 0, "maxReplicas": 3, "requestsTarget": 1}
+        self.load = 9
+        self.kube.change(self.namespace, roles=[{"name": "prefill"}, {"name": "decode", "scaling": auto}])
+        eventually(lambda: (self.kube.pool(self.namespace)["status"].get("scaling") or [{}])[0].get("role") == "decode")
+        self.kube.rolled_out(self.namespace)
+
+    def _revisions(self) -> None:
+        first = self.kube.pool(self.namespace)["status"]["revision"]
+        self.roll(image="kvferry:two")
+        self.roll(rollout={"rollbackTo": first})
+        self.roll(rollout={"rollbackTo": ""}, image="kvferry:three")
+        self.roll(image="kvferry:four")  # records beyond the limit go
+        record = f"controllerrevision/chat-{first}"
+        eventually(lambda: not self.there(record))
+
+    def _removals(self) -> None:
+        assert self.there("podmonitors", "chat")
+        assert self.there("inferencepools.inference.networking.k8s.io", "chat")
+        off = {"inferenceExtension": "Off"}
+        self.kube.change(self.namespace, networkPolicy="Off", observability={"podMonitor": "Off"}, gateway=off)
+        eventually(
+            lambda: not self.there("networkpolicies,podmonitors,inferencepools.inference.networking.k8s.io"), "removed"
+        )
+        self.roll(roles=[{"name": "combined"}])
+        eventually(lambda: not self.there("kvscale", "chat-prefill"))
+
+
+@pytest.mark.parametrize("scope", ["cluster", "namespace"])
+def test_what_is_granted_is_what_is_used(scope: str, kube: Kube, namespace: str, tmp_path: Path) -> None:
+    kube.define(minimal_definition(*POD_MONITOR, "PodMonitor"), minimal_definition(*EXTENSION_POOL, "InferencePool"))
+    flags = ["--set", f"operator.namespaces={{{namespace}}}"] if scope == "namespace" else []
+    rights = [one for one in rendered(namespace, *flags) if one["kind"] in RIGHTS]
+    assert any(one["kind"] == "ClusterRole" for one in rights) == (scope == "cluster")
+    for one in rights:
+        one["metadata"].setdefault("namespace", namespace)
+    kube.apply(*rights)
+    account = account_kubeconfig(kube, namespace, ACCOUNT, tmp_path / "kubeconfig")
+    everywhere = ["--everywhere"] if scope == "cluster" else []
+    with ExitStack() as stack:
+        stack.enter_context(fake_pods(kube, namespace))
+        operator = stack.enter_context(an_operator(account, namespace, "--pulse-seconds", "1", *everywhere))
+        Life(kube, namespace).run()
+        assert operator.get("/healthz")[0] == 200
+        assert operator.process.stop() == 0
+    events = audited(kube, namespace)
+    assert [event for event in events if event["responseStatus"]["code"] in (401, 403)] == []
+    assert granted(rights) - used(events) == ONLY_GIVEN_ON
+
+
+def test_a_gateway_may_read_slices_and_wake_what_sleeps(
+    kube: Kube, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps = {"mode": "External", "minReplicas": 0}
+    roles = [{"name": "prefill", "scaling": sleeps}, {"name": "decode", "scaling": sleeps}]
+    with an_operator(kube.kubeconfig, namespace), fake_pods(kube, namespace):
+        kube.apply(a_pool(namespace, roles=roles), a_pool(namespace, "awake"))
+        kube.rolled_out(namespace)
+        kube.rolled_out(namespace, "awake")
+    kube.kubectl("scale", "kvscale/chat-decode", "--replicas=0", "-n", namespace)
+    monkeypatch.setenv("KUBECONFIG", str(account_kubeconfig(kube, namespace, "chat-gateway", tmp_path / "kubeconfig")))
+    gateway = PoolApi.connect(PoolName(namespace, "chat"))
+    listed = gateway.list_slices()
+    assert {slice_["metadata"]["labels"]["kvferry.dev/pool"] for slice_ in listed["items"]} == {"chat"}
+    with gateway.watch_slices(listed["metadata"]["resourceVersion"], 1):
+        pass
+    scaler = gateway.scaler("decode")
+    assert scaler is not None
+    gateway.wake("decode", scaler["metadata"]["resourceVersion"])
+    assert kube.api.get(API, "PoolRoleScaler", namespace, "chat-decode")["spec"]["replicas"] == 1
+    gateway.pool = PoolName(namespace, "awake")
+    with pytest.raises(ApiTrouble) as refusal:
+        gateway.scaler("decode")
+    assert refusal.value.status == 403
+    gateway.close()
+
+    def rules(account: str) -> set[str]:
+        """What an account may, beyond what everybody may."""
+        asked = f"--as=system:serviceaccount:{namespace}:"
+        everybody = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{asked}nobody").splitlines()
+        his = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{asked}{account}").splitlines()
+        return {" ".join(line.split()) for line in set(his) - set(everybody)}
+
+    slices = "endpointslices.discovery.k8s.io [] [] [get list watch]"
+    assert rules("awake-gateway") == {slices}
+    assert rules("chat-gateway") == {
+        slices,
+        *(f"poolrolescalers.kvferry.dev [] [chat-{role}] [get]" for role in ("prefill", "decode")),
+        *(f"poolrolescalers.kvferry.dev/scale [] [chat-{role}] [get patch]" for role in ("prefill", "decode")),
+    }
+    for denied in ("list secrets", "list pods", "patch inferencepools.kvferry.dev", "create rolebindings"):
+        assert not may(kube, namespace, "chat-gateway", *denied.split())
+
+
+def may(kube: Kube, namespace: str, account: str, *words: str) -> bool:
+    asked = f"--as=system:serviceaccount:{namespace}:{account}"
+    try:
+        kube.kubectl("auth", "can-i", *words, "-n", namespace, asked)
+    except Unavailable:
+        return False
+    return True
+
+
+def test_the_rules_are_in_order_so_that_a_change_is_easy_to_read() -> None:
+    (role,) = [one for one in rendered("any") if one["kind"] == "ClusterRole"]
+    assert role["rules"] == sorted(role["rules"], key=lambda rule: (rule["apiGroups"], rule["resources"]))
+    assert all(rule["verbs"] == sorted(rule["verbs"]) for rule in role["rules"]), yaml.safe_dump(role["rules"])
