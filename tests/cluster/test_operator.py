@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,13 +13,17 @@ from typing import Any
 import pytest
 
 from kvferry.core.clock import SystemClock
+from kvferry.core.config import child_environment
 from kvferry.operator.api import KubeApi
+from kvferry.testing.documents import fences
 from kvferry.testing.kube.fake_kubelet import FakeKubelet, kubelet, ready, waiting
 from kvferry.testing.machine import ROOT
 from kvferry.testing.processes import running
 
 DEFINITIONS: Path = ROOT / "charts/kvferry/files/crds"
 PATIENCE = 30.0
+COLLECTED = 90.0
+"""The garbage collector learns of new kinds every half a minute."""
 LOOK = 0.1
 
 pytestmark = pytest.mark.cluster
@@ -82,7 +88,9 @@ class World:
             answer = what()
             if answer:
                 return answer
-            assert self._clock.monotonic() < deadline, f"still {answer!r}; status {json.dumps(self.status())}"
+            assert self._clock.monotonic() < deadline, (
+                f"still {answer!r}; {self.kubectl('get', 'kvpool', '-o', 'json')}"
+            )
             self.kubelet._stop.wait(LOOK)
 
     def settled(self, name: str = "chat") -> Json:
@@ -542,7 +550,7 @@ def test_two_pools_in_a_namespace_do_not_meet(world):
     world.settled("one")
     world.settled("two")
     world.kubectl("delete", "kvpool", "two")
-    world.until(lambda: not [n for n in world.all("deployment") if n.startswith("two")])
+    world.until(lambda: not [n for n in world.all("deployment") if n.startswith("two")], COLLECTED)
     assert len([n for n in world.all("deployment") if n.startswith("one")]) == 3
 
 
@@ -558,7 +566,7 @@ def test_a_pool_that_is_deleted_takes_its_objects_with_it(world, how):
         world.kubelet._stop.wait(1)
         assert len(world.deployments()) == 2
         return
-    world.until(lambda: not world.all("deployment") and not world.all("pod"))
+    world.until(lambda: not world.all("deployment") and not world.all("pod"), COLLECTED)
     world.until(lambda: not world.all("service") and not world.all("poolrolescaler"))
     assert "chat-keys" not in world.all("secret")
 
@@ -570,7 +578,7 @@ def test_a_pool_deleted_in_mid_rollout_is_gone(world):
     world.apply(model={"name": "m", "maxTokens": 95})
     world.until(lambda: len(world.deployments()) == 4)
     world.kubectl("delete", "kvpool", "chat", "--timeout=20s")
-    world.until(lambda: not world.all("deployment"))
+    world.until(lambda: not world.all("deployment"), COLLECTED)
 
 
 def test_another_pool_of_the_same_name_begins_anew(world):
@@ -613,3 +621,47 @@ def test_while_no_operator_runs_pools_can_be_deleted_and_a_new_one_restarts_noth
         after = {n: p["metadata"]["uid"] for n, p in world.all("pod").items() if n.startswith("chat")}
         assert pods.items() <= after.items()
         assert len(after) == len(pods) + 1
+
+
+def test_the_commands_of_the_manual_work(world, tmp_path):
+    """docs/kubernetes.md, in a namespace with the pool that it speaks of."""
+    world.apply()
+    world.settled()
+    mine = tmp_path / "kubeconfig"
+    mine.write_bytes(world.kube.kubeconfig.read_bytes())
+    world.kube.cluster.kubectl(
+        "config", "set-context", "--current", f"--namespace={world.namespace}", f"--kubeconfig={mine}"
+    )
+    path = f"{world.kube.cluster.assets.folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    env = child_environment({"KUBECONFIG": str(mine), "PATH": path})
+    wanted = [fence for fence in fences() if fence.mark == "cluster"]
+    assert len(wanted) == 3
+    for fence in wanted:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", fence.code],
+            env=env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, f"line {fence.line}: {done.stderr}"
+        assert done.stdout
+
+
+def test_a_number_is_given_back_as_the_manual_says(world):
+    world.apply()
+    revision = world.settled()["revision"]
+    world.kubectl("scale", "kvscale/chat-decode", "--replicas=3")
+    world.until(lambda: world.condition("ReplicasContested")[0] == "True")
+    world.kubectl(
+        "patch",
+        "kvscale",
+        "chat-decode",
+        "--type=merge",
+        "--field-manager=kvferry-operator",
+        "-p",
+        '{"spec":{"replicas":2}}',
+    )
+    world.until(lambda: world.condition("ReplicasContested")[0] == "False")
+    world.until(lambda: world.deployments()[f"chat-decode-{revision}"] == 2)

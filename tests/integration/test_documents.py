@@ -46,7 +46,9 @@ def run(fence: Fence, addresses: dict[str, str]) -> None:
 
 
 @pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize("fence", [f for f in fences() if f.mark != "node"], ids=lambda f: f"{f.document}:{f.line}")
+@pytest.mark.parametrize(
+    "fence", [f for f in fences() if f.mark not in ("node", "cluster")], ids=lambda f: f"{f.document}:{f.line}"
+)
 def test_a_documented_command_works(fence: Fence, stack: dict[str, str]) -> None:
     if fence.mark == "serve":
         assert fence.code.strip() == "kvferry up", "what the fixture runs, but for its ports"

@@ -18,7 +18,8 @@ class Fence:
     document: str
     line: int
     mark: str
-    """`serve` starts the stack that others use, `node` is run on a cluster's node; empty: run as it stands."""
+    """`serve` starts the stack that others use; `node` is run on a cluster's node, `cluster` beside an operator; empty:
+    run as it stands."""
     language: str
     code: str
 
