@@ -665,3 +665,17 @@ def test_a_number_is_given_back_as_the_manual_says(world):
     )
     world.until(lambda: world.condition("ReplicasContested")[0] == "False")
     world.until(lambda: world.deployments()[f"chat-decode-{revision}"] == 2)
+
+
+def test_the_doctor_of_clusters_says_what_is_in_the_way(world):
+    world.apply()
+    world.settled()
+    command = ["doctor", "--cluster", "--json", "--kubeconfig", str(world.kube.kubeconfig)]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli.main", *command], capture_output=True, text=True, timeout=60
+    )
+    found = {finding["about"]: finding for finding in json.loads(done.stdout)["cluster"]}
+    assert found["operator"]["told"] == "at-work leads"
+    assert found["definitions"]["verdict"] == "ok"
+    assert (found["nodes"]["verdict"], done.returncode) == ("bad", 1)
+    assert "NoGatewayWord" in found[f"pool {world.namespace}/chat"]["told"]

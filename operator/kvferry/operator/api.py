@@ -26,6 +26,7 @@ _BUSY = frozenset({429, 500, 502, 503, 504})
 _MANAGER = re.compile(r'conflict(?:s)? with "([^"]+)"')
 
 PLURALS = {
+    "Node": "nodes",
     "Pod": "pods",
     "Service": "services",
     "ServiceAccount": "serviceaccounts",
@@ -143,6 +144,10 @@ class KubeApi:
             if not more:
                 return
             query["continue"] = more
+
+    def raw(self, path: str) -> Json:
+        """What the server says at a path."""
+        return self._call("GET", path, "Raw")
 
     def serves(self, api_version: str, plural: str) -> bool:
         """Whether the cluster has this kind now."""

@@ -1,13 +1,14 @@
 """`kvferry doctor`: what this machine can do, and from which prompt length on loading KV pays."""
 
+import asyncio
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
-from kvferry.cli.options import Values, print_json, with_settings
-from kvferry.cli.settings import DOCTOR
+from kvferry.cli.options import EXIT_FAILED, Values, print_json, with_settings
+from kvferry.cli.settings import CLUSTER, DOCTOR
 from kvferry.core.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -16,18 +17,23 @@ if TYPE_CHECKING:
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@with_settings(DOCTOR)
-def command(values: Values, *, as_json: bool) -> None:
-    """Look at this machine: cores, instruction sets, memory, GPU, NIXL; and measure it.
+@click.option("--cluster", is_flag=True, help="Look at a Kubernetes cluster instead of this machine.")
+@with_settings((*DOCTOR, *CLUSTER))
+def command(values: Values, *, as_json: bool, cluster: bool) -> None:
+    """Look at this machine: cores, instruction sets, memory, GPU, NIXL; and measure it. Or at a cluster.
 
     \b
       kvferry doctor
       kvferry doctor --tier "dram://?size=1GiB" --tier "disk:///var/cache/kvferry?size=4GiB"
       kvferry doctor --tier redis://10.0.0.5:6379/0 --json
+      kvferry doctor --cluster --lease-namespace kvferry
 
     The last column is the verdict: prompts shorter than that are computed, longer ones are loaded. Nothing of it needs
     to be configured; workers find it out by themselves, for their own links and under their own load.
     """
+    if cluster:
+        _cluster(values, as_json)
+        return
     from kvferry.bench import doctor
     from kvferry.engine.llm import LLM
     from kvferry.kv.price import PriceBook
@@ -62,6 +68,23 @@ def command(values: Values, *, as_json: bool) -> None:
     click.echo(f"\n{'KV from':<20} {'round trip':>12} {'rate':>12}   pays from")
     for source in sources:
         click.echo(_line(source))
+
+
+def _cluster(values: Values, as_json: bool) -> None:
+    from kvferry.operator.api import KubeApi
+    from kvferry.operator.checkup import check_cluster
+    from kvferry.operator.run import leader_of
+
+    api = KubeApi.connect(values["kubeconfig"])
+    leader = asyncio.run(leader_of(api, values["lease_namespace"], values["timeout"]))
+    findings = check_cluster(api, leader)
+    if as_json:
+        print_json({"cluster": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            click.echo(f"{finding.verdict:<5} {finding.about:<24} {finding.told}")
+    if any(finding.verdict == "bad" for finding in findings):
+        raise SystemExit(EXIT_FAILED)
 
 
 def _line(source: "Source") -> str:

@@ -191,3 +191,8 @@ OPERATOR_CHECK = (
     *(s for s in OPERATOR if s.name in {"kubeconfig", "lease_namespace"}),
     Setting("timeout", 60.0, "Seconds to wait for it.", parse=seconds(1, 3600)),
 )
+
+CLUSTER = (
+    *(s for s in OPERATOR if s.name in {"kubeconfig", "lease_namespace"}),
+    Setting("timeout", 10.0, "Seconds to wait for a sign of a leading operator.", parse=seconds(1, 3600)),
+)

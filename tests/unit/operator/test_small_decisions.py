@@ -7,6 +7,7 @@ from tests.unit.operator.pools import IMAGE, body, pool
 
 from kvferry.core.errors import UsageError
 from kvferry.operator import names
+from kvferry.operator.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
 from kvferry.operator.facts import FleetReport, Key, Store, WorkerReport
 from kvferry.operator.heartbeat import Heartbeat
 from kvferry.operator.lease import LeaseTimes, given_back, may_take, sighted, taken
@@ -288,3 +289,50 @@ def test_a_report_is_read_as_far_as_it_goes():
     (worker,) = report.of_role("combined")
     assert (worker.exports, worker.kv_use, report.held, report.handoffs) == (2, 0.0, 3, {"fetched": 4})
     assert FleetReport.of(1.0, {}).workers == ()
+
+
+# -- the check-up of a cluster -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [
+        ({"major": "1", "minor": "34", "gitVersion": "v1.34.2"}, "ok"),
+        ({"major": "1", "minor": "28+"}, "bad"),
+        ({}, "bad"),
+    ],
+)
+def test_an_old_cluster_is_named(version, verdict):
+    assert judge_version(version).verdict == verdict
+
+
+def test_missing_definitions_come_with_the_command():
+    assert "kubectl apply" in judge_definitions(["inferencepools"]).told
+    assert judge_definitions([]).verdict == "ok"
+
+
+def test_nodes_are_counted_with_their_devices():
+    def node(ready: str, **allocatable) -> dict:
+        return {"status": {"conditions": [{"type": "Ready", "status": ready}], "allocatable": allocatable}}
+
+    found = judge_nodes([node("True", **{"nvidia.com/gpu": "8", "cpu": "4"}), node("False", **{"nvidia.com/gpu": "8"})])
+    assert (found.verdict, found.told) == ("ok", "1 ready, 8 nvidia.com/gpu")
+    assert judge_nodes([]).verdict == "bad"
+    assert "CPUs" in judge_nodes([node("True")]).told
+
+
+@pytest.mark.parametrize(
+    ("conditions", "verdict"),
+    [
+        ([], "bad"),
+        ([("Ready", "False")], "bad"),
+        ([("Ready", "True")], "ok"),
+        ([("Ready", "True"), ("ReplicasContested", "True")], "note"),
+        ([("Ready", "True"), ("TransportDegraded", "False")], "ok"),
+    ],
+)
+def test_a_pool_is_as_well_as_it_says(conditions, verdict):
+    told = [{"type": t, "status": s, "reason": "R", "message": "m"} for t, s in conditions]
+    seen = {**body(), "status": {"observedGeneration": 1, "conditions": told}}
+    assert judge_pool(seen).verdict == verdict
+    assert judge_pool({**seen, "status": {**seen["status"], "observedGeneration": 0}}).verdict == "bad"
