@@ -5,6 +5,7 @@ Blocking and slow (seconds): call it off the event loop.
 
 import fcntl
 import json
+import logging
 import os
 import platform
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from kvferry.kv.registry import open_transport
 from kvferry.model.config import ModelConfig
 from kvferry.model.source import ModelSource, open_model
 from kvferry.workers.config import EngineConfig
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +116,32 @@ def build_engine(
 
 
 def _dtype(wanted: str, config: ModelConfig) -> torch.dtype:
-    """The compute type. A measured choice is written down, so that all workers of a machine agree on it."""
+    """The compute type. A measured choice is written down, so that all workers of a machine agree on it; where the
+    cache folder can only be read, a choice found there counts, else this worker measures for itself."""
     if wanted != AUTO:
         return choose_dtype(wanted, config)
     key = f"{platform.machine()} {_cpu_name()} torch {torch.__version__} {config.name}"
     folder = cache_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    record = folder / "dtype.json"
-    with (folder / "dtype.lock").open("w") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "dtype.lock").open("w")
+    except OSError as error:
+        _log.info("the choice of a compute type is not kept: %s", error)
+        return choose_dtype(_read_record(folder / "dtype.json").get(key, AUTO), config)
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        known = _read_record(record)
-        if key not in known:
-            known[key] = str(choose_dtype(AUTO, config)).removeprefix("torch.")
-            fresh = record.with_suffix(f".{os.getpid()}")
-            fresh.write_text(json.dumps(known, indent=1))
-            fresh.replace(record)
-    return choose_dtype(known[key], config)
+        return choose_dtype(_recorded(key, folder / "dtype.json", config), config)
+
+
+def _recorded(key: str, record: Path, config: ModelConfig) -> str:
+    """The choice that is written down, after measuring it where there was none."""
+    known = _read_record(record)
+    if key not in known:
+        known[key] = str(choose_dtype(AUTO, config)).removeprefix("torch.")
+        fresh = record.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(known, indent=1))
+        fresh.replace(record)
+    return known[key]
 
 
 def _read_record(path: Path) -> dict[str, str]:
