@@ -57,10 +57,11 @@ def decide(
     scaling = role.scaling
     before = history or History(busy_at=now, began_at=now)
     if report is None or now - report.at > _FRESH_SECONDS:
-        return Decision(current, "no fresh word from the gateway: unchanged", before)
+        # Nor does the time towards sleep run while nobody knows what the pods hold.
+        return Decision(current, "no fresh word from the gateway: unchanged", replace(before, busy_at=now))
     workers = [worker for worker in report.of_role(role.name) if worker.takes_work]
     load = sum(worker.load + worker.exports for worker in workers) + report.held
-    if load or current == 0:
+    if load or len(workers) < ready or ready == 0:
         before = replace(before, busy_at=now)
     if len(workers) < ready or ready == 0:
         return Decision(current, f"{len(workers)} of {ready} ready pods are heard of: unchanged", before)

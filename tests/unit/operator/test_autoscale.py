@@ -92,6 +92,8 @@ def test_a_role_that_may_sleep_sleeps_after_its_time_and_not_while_requests_are_
     assert decide(role(min_replicas=0), 1, 1, pods((0, 0.0)), idle, NOW).replicas == 0
     assert decide(role(min_replicas=0), 1, 1, pods((0, 0.0), held=1), idle, NOW).replicas == 1
     assert decide(role(), 1, 1, pods((0, 0.0)), idle, NOW).replicas == 1
+    starting = decide(role(min_replicas=0), 1, 0, pods(), idle, NOW)
+    assert (starting.replicas, starting.history.busy_at) == (1, NOW)
     slept = decide(role(min_replicas=0), 0, 0, pods(), idle, NOW)
     assert (slept.replicas, slept.history.busy_at) == (0, NOW)
 
