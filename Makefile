@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack iproute2 procps
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns explore faults test-long test-gpu test-cluster zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,8 +111,10 @@ coverage: $(READY) ## branch coverage by the unit tests; fails where a pure modu
 test-gpu: $(READY) ## the tests marked gpu
 	@$(BIN)/python -m pytest -m gpu $(ARGS) || test $$? -eq 5 # 5: none is marked so yet
 
-test-cluster: $(READY) node-tools ## a real Kubernetes on this machine: built once with Go (minutes), then the tests marked cluster and node
+cluster-assets: $(READY) node-tools ## the binaries of a real Kubernetes, built once with Go (about ten minutes) into the user's cache
 	@$(BIN)/python -m kvferry.testing.kube build control node tools
+
+test-cluster: cluster-assets ## the tests on a real Kubernetes on this machine, as root with a node
 	@$(BIN)/python -m pytest -m "(cluster or node) and not long" $(ARGS)
 
 zero-loss: $(READY) node-tools ## everything that can happen to a pool, under load on a node, and the table of docs/operations.md; minutes, as root

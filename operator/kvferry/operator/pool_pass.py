@@ -38,6 +38,8 @@ class Memory:
     progress: tuple[object, ...] = ()
     moved_at: float = 0.0
     """When `progress` last changed."""
+    settled_at: float | None = None
+    """Since when nothing is waited for; `None`: something is."""
     pruned_for: tuple[frozenset[str], int] | None = None
     """The revisions that were needed, and the limit, when superfluous records were last removed."""
     status: Json | None = None

@@ -22,7 +22,7 @@ from kvferry.operator.apply_scalers import show_scalers, wanted_pods
 from kvferry.operator.apply_surroundings import apply_gateway, apply_surroundings
 from kvferry.operator.children import Children
 from kvferry.operator.events import Events
-from kvferry.operator.facts import Key, PoolFacts
+from kvferry.operator.facts import FleetReport, Key, PoolFacts
 from kvferry.operator.pool_pass import Memory, PoolPass
 from kvferry.operator.rollout import RoleState, next_step
 from kvferry.operator.spec import Json, parse_pool
@@ -113,6 +113,10 @@ class Reconciler:
         tidy(this, revision, step.done)
         show_scalers(this, roles)
         waiting_for = "; ".join(needs for needs in (step.waiting_for, gateway_needs) if needs)
+        if waiting_for:
+            this.memory.settled_at = None
+        elif this.memory.settled_at is None:
+            this.memory.settled_at = this.now
         stuck, detail = self._stuck(this, roles, waiting_for)
         status = status_of(
             Observed(
@@ -122,7 +126,7 @@ class Reconciler:
                 waiting_for=f"{waiting_for} ({detail})" if detail else waiting_for,
                 gateway_desired=this.pool.spec.gateway.replicas,
                 gateway_ready=gateway_ready,
-                report=this.facts.report,
+                report=_word(this),
                 handoffs=this.facts.report.handoffs if this.facts.report else {},
                 stuck=stuck,
                 contested=this.contested,
@@ -156,6 +160,8 @@ class Reconciler:
         waits = []
         if any(role.scaling.mode == "Auto" for role in this.pool.spec.roles):
             waits.append(_AUTOSCALE_SECONDS)
+        if this.facts.report is not None and _word(this) is None:
+            waits.append(_AUTOSCALE_SECONDS)
         if this.refused is not None or this.contested is not None:
             waits.append(_REFUSED_SECONDS)
         if waiting_for:
@@ -176,6 +182,12 @@ class Reconciler:
             force=True,
         )
         memory.status = status
+
+
+def _word(this: PoolPass) -> FleetReport | None:
+    """What the gateway says; once nothing is waited for any more, only what it has said since then."""
+    report, settled_at = this.facts.report, this.memory.settled_at
+    return None if report is None or (settled_at is not None and report.at < settled_at) else report
 
 
 def rfc3339(seconds: float) -> str:
