@@ -1,0 +1,118 @@
+"""The chart by helm itself: what it renders is kept, what it installs can be upgraded and taken away."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.cluster.operators import CHART, Kube, a_cluster, a_pool, helm
+
+from kvferry.core.errors import Unavailable
+
+pytestmark = pytest.mark.cluster
+
+GOLDEN = Path(__file__).parents[1] / "golden/chart"
+WRITE = "KVFERRY_WRITE_GOLDEN"
+EVERYTHING = {
+    "operator": {
+        "env": [{"name": "A", "value": "b"}],
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"c": "d"},
+        "nodeSelector": {"disk": "fast"},
+        "tolerations": [{"key": "k", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "high",
+        "runtimeClassName": "host",
+        "extraVolumes": [{"name": "more", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+    },
+    "imagePullSecrets": ["registry"],
+    "image": {"digest": f"sha256:{'0' * 64}"},
+    "serviceAccount": {"annotations": {"e": "f"}},
+    "metrics": {"podMonitor": {"enabled": True, "labels": {"g": "h"}}},
+    "valkey": {"enabled": True},
+    "examplePool": {"enabled": True},
+    "crds": {"install": False},
+    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}}],
+}
+RENDERS = {
+    "default": {"crds": {"install": False}},
+    "namespaced": {"crds": {"install": False}, "operator": {"namespaces": ["team-a", "team-b"]}},
+    "everything": EVERYTHING,
+}
+"""The definitions are files of their own, and the dashboard is."""
+
+
+def test_helm_has_no_complaint(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    for made in RENDERS.values():
+        values.write_text(yaml.safe_dump(made))
+        helm("lint", "--strict", CHART, "--values", values)
+
+
+@pytest.mark.parametrize("name", list(RENDERS))
+def test_what_is_rendered_is_what_was_agreed(name: str, tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump(RENDERS[name]))
+    made = helm("template", "kvferry", CHART, "--namespace", "kvferry", "--values", values)
+    kept = GOLDEN / f"{name}.yaml"
+    if os.environ.get(WRITE):
+        kept.write_text(made)
+    assert made == kept.read_text(), f"look at the difference; {WRITE}=1 keeps the new one"
+
+
+@pytest.fixture(scope="module")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    with a_cluster(tmp_path_factory.mktemp("kube"), defined=False) as made:
+        yield made
+
+
+def older_chart(folder: Path) -> Path:
+    """The chart before spec.disruption was thought of."""
+    chart = folder / "older"
+    shutil.copytree(CHART, chart)
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    (chart / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "0.0.9"}))
+    path = chart / "files/crds/inferencepools.kvferry.dev.yaml"
+    definition = yaml.safe_load(path.read_text())
+    del definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["disruption"]
+    path.write_text(yaml.safe_dump(definition))
+    return chart
+
+
+def is_known(kube: Kube, field: str) -> bool:
+    try:
+        kube.kubectl("explain", f"inferencepools.kvferry.dev.spec.{field}")
+    except Unavailable:
+        return False
+    return True
+
+
+def uid(kube: Kube) -> str:
+    return str(kube.pool("default")["metadata"]["uid"])
+
+
+def definitions(kube: Kube) -> list[str]:
+    return [name for name in kube.kubectl("get", "crd", "-o", "name").split() if "kvferry.dev" in name]
+
+
+def test_an_upgrade_brings_new_fields_and_an_uninstall_takes_what_it_was_told(kube: Kube, tmp_path: Path) -> None:
+    flags = ("kv", "--namespace", "default", "--set", "operator.replicas=0")
+    helm("install", flags[0], older_chart(tmp_path), *flags[1:], kubeconfig=kube.kubeconfig)
+    assert not is_known(kube, "disruption")
+    kube.apply(a_pool("default"))
+    before = uid(kube)
+    helm("upgrade", flags[0], CHART, *flags[1:], kubeconfig=kube.kubeconfig)
+    assert is_known(kube, "disruption")
+    assert uid(kube) == before
+    assert kube.pool("default")["spec"]["disruption"] == {"maxUnavailable": "1"}
+    helm("uninstall", "kv", "--namespace", "default", kubeconfig=kube.kubeconfig)
+    assert uid(kube) == before
+    assert len(definitions(kube)) == 2
+    gone = ("--set", "crds.keep=false")
+    helm("install", flags[0], CHART, *flags[1:], *gone, kubeconfig=kube.kubeconfig)
+    assert uid(kube) == before, "definitions that were kept are taken over"
+    helm("uninstall", "kv", "--namespace", "default", "--wait", kubeconfig=kube.kubeconfig)
+    assert definitions(kube) == []
