@@ -16,14 +16,20 @@ from kvferry.testing.kube import recipes, toolchain
 FILE = Path(__file__).with_name("neighbours.toml")
 
 
+def downloaded(module: str, version: str) -> dict[str, Any]:
+    """What Go tells of a module that it has fetched; skips where it cannot."""
+    words = [toolchain.find(recipes.read().go), "mod", "download", "-json", f"{module}@{version}"]
+    with tempfile.TemporaryDirectory() as empty:
+        done = subprocess.run(words, cwd=empty, env=child_environment({}), capture_output=True, text=True, timeout=250)
+    told = dict(json.loads(done.stdout or "{}"))
+    if "Dir" not in told:
+        pytest.skip(f"{module} cannot be had: {told.get('Error') or done.stderr.strip()}")
+    return told
+
+
 def definition(name: str) -> dict[str, Any]:
     """The definition called `name` in neighbours.toml; skips where it cannot be fetched."""
     wanted = tomllib.loads(FILE.read_text())[name]
-    words = [toolchain.find(recipes.read().go), "mod", "download", "-json", f"{wanted['module']}@{wanted['version']}"]
-    with tempfile.TemporaryDirectory() as empty:
-        done = subprocess.run(words, cwd=empty, env=child_environment({}), capture_output=True, text=True, timeout=250)
-    told = json.loads(done.stdout or "{}")
-    if "Dir" not in told:
-        pytest.skip(f"{wanted['module']} cannot be had: {told.get('Error') or done.stderr.strip()}")
+    told = downloaded(wanted["module"], wanted["version"])
     assert told["Sum"] == wanted["sum"], f"{wanted['module']} is not what it was"
     return dict(yaml.safe_load((Path(told["Dir"]) / wanted["path"]).read_text()))

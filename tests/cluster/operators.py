@@ -116,12 +116,13 @@ class Kube:
 
 
 @contextmanager
-def a_cluster(folder: Path, plane: PlaneWish | None = None) -> Iterator[Kube]:
-    """A control plane with kvferry's definitions."""
+def a_cluster(folder: Path, plane: PlaneWish | None = None, *, defined: bool = True) -> Iterator[Kube]:
+    """A control plane, with kvferry's definitions unless told otherwise."""
     with cluster.running(folder, assets.find(["control"]), plane=plane) as running_:
         made = Kube(running_)
         try:
-            made.define(*(yaml.safe_load(path.read_text()) for path in (CHART / "files/crds").glob("*.yaml")))
+            if defined:
+                made.define(*(yaml.safe_load(path.read_text()) for path in (CHART / "files/crds").glob("*.yaml")))
             yield made
         finally:
             made.client.close()

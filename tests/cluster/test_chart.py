@@ -1,158 +1,118 @@
-"""The chart as helm sees it: strict, rendered as recorded, upgraded with its definitions, removed without a trace."""
+"""The chart by helm itself: what it renders is kept, what it installs can be upgraded and taken away."""
 
 import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from tests.cluster.operators import CHART, Kube, a_cluster, a_pool, helm
 
 from kvferry.core.errors import Unavailable
-from kvferry.testing.kube import assets
-from kvferry.testing.machine import ROOT
-
-CHART = ROOT / "charts/kvferry"
-GOLDEN = ROOT / "tests/golden/chart"
-RENDERS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "namespaced": {"operator": {"namespaces": ["a", "b"], "replicas": 1}, "serviceAccount": {"name": "mine"}},
-    "everything": {
-        "image": {"repository": "registry.example/kvferry", "digest": "sha256:" + "0" * 64},
-        "imagePullSecrets": ["pull"],
-        "operator": {
-            "priorityClassName": "high",
-            "runtimeClassName": "host",
-            "nodeSelector": {"a": "b"},
-            "tolerations": [{"key": "k", "operator": "Exists"}],
-            "affinity": {"podAntiAffinity": {}},
-            "podAnnotations": {"n": "1"},
-            "podLabels": {"team": "x"},
-            "env": [{"name": "A", "value": "1"}],
-            "extraVolumes": [{"name": "v", "emptyDir": {}}],
-            "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
-        },
-        "serviceAccount": {"annotations": {"role": "r"}},
-        "metrics": {"podMonitor": {"enabled": True, "labels": {"release": "p"}}, "dashboards": {"enabled": True}},
-        "valkey": {"enabled": True},
-        "examplePool": {"enabled": True},
-        "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-x"}}],
-    },
-}
 
 pytestmark = pytest.mark.cluster
 
-Helm = Callable[..., str]
+GOLDEN = Path(__file__).parents[1] / "golden/chart"
+WRITE = "KVFERRY_WRITE_GOLDEN"
+EVERYTHING = {
+    "operator": {
+        "env": [{"name": "A", "value": "b"}],
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"c": "d"},
+        "nodeSelector": {"disk": "fast"},
+        "tolerations": [{"key": "k", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "high",
+        "runtimeClassName": "host",
+        "extraVolumes": [{"name": "more", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+    },
+    "imagePullSecrets": ["registry"],
+    "image": {"digest": f"sha256:{'0' * 64}"},
+    "serviceAccount": {"annotations": {"e": "f"}},
+    "metrics": {"podMonitor": {"enabled": True, "labels": {"g": "h"}}},
+    "valkey": {"enabled": True},
+    "examplePool": {"enabled": True},
+    "crds": {"install": False},
+    "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-more"}}],
+}
+RENDERS = {
+    "default": {"crds": {"install": False}},
+    "namespaced": {"crds": {"install": False}, "operator": {"namespaces": ["team-a", "team-b"]}},
+    "everything": EVERYTHING,
+}
+"""The definitions are files of their own, and the dashboard is."""
+
+
+def test_helm_has_no_complaint(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    for made in RENDERS.values():
+        values.write_text(yaml.safe_dump(made))
+        helm("lint", "--strict", CHART, "--values", values)
+
+
+@pytest.mark.parametrize("name", list(RENDERS))
+def test_what_is_rendered_is_what_was_agreed(name: str, tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump(RENDERS[name]))
+    made = helm("template", "kvferry", CHART, "--namespace", "kvferry", "--values", values)
+    kept = GOLDEN / f"{name}.yaml"
+    if os.environ.get(WRITE):
+        kept.write_text(made)
+    assert made == kept.read_text(), f"look at the difference; {WRITE}=1 keeps the new one"
 
 
 @pytest.fixture(scope="module")
-def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
-    """Run helm; what it said."""
-    binary = assets.find(["tools"]).path("helm")
-    home = tmp_path_factory.mktemp("helm")
-
-    def run(*words: object, values: Any = None, kubeconfig: Path | None = None) -> str:
-        command = [str(binary), *map(str, words)]
-        env = {"HOME": str(home), "PATH": os.defpath} | ({"KUBECONFIG": str(kubeconfig)} if kubeconfig else {})
-        if values is not None:
-            command += ["--values", "-"]
-        done = subprocess.run(
-            command, input=yaml.safe_dump(values or {}), env=env, capture_output=True, text=True, timeout=180
-        )
-        if done.returncode:
-            raise Unavailable(done.stderr)
-        return done.stdout
-
-    return run
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    with a_cluster(tmp_path_factory.mktemp("kube"), defined=False) as made:
+        yield made
 
 
-def test_lint_is_strict(helm):
-    assert "0 chart(s) failed" in helm("lint", "--strict", CHART)
-
-
-@pytest.mark.parametrize("name", RENDERS)
-def test_it_renders_as_recorded(helm, name):
-    """Written anew with KVFERRY_GOLDEN=write; definitions are the files themselves and left out."""
-    text = helm("template", "x", CHART, "--namespace", "kv", "--set", "crds.install=false", values=RENDERS[name])
-    path = GOLDEN / f"{name}.yaml"
-    if os.environ.get("KVFERRY_GOLDEN") == "write":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"nonsense": 1}, "additional properties 'nonsense' not allowed"),
-        ({"operator": {"replica": 1}}, "additional properties 'replica' not allowed"),
-        ({"operator": {"replicas": 99}}, "maximum"),
-        ({"image": {"digest": "latest"}}, "does not match pattern"),
-        ({"operator": {"namespaces": ["Not A Name"]}}, "does not match pattern"),
-        ({"examplePool": {"name": "a.b"}}, "does not match pattern"),
-    ],
-)
-def test_a_wrong_value_is_refused_by_name(helm, values, said):
-    with pytest.raises(Unavailable, match=said):
-        helm("template", "x", CHART, values=values)
-
-
-@pytest.fixture
-def installed(kube, namespace, helm, tmp_path) -> Iterator[tuple[Helm, Path, str]]:
-    """A release of an older chart, whose definition lacks a field."""
-    old = tmp_path / "old"
-    shutil.copytree(CHART, old)
-    chart = yaml.safe_load((old / "Chart.yaml").read_text()) | {"version": "0.0.9", "appVersion": "0.0.9"}
-    (old / "Chart.yaml").write_text(yaml.safe_dump(chart))
-    path = old / "files/crds/inferencepools.kvferry.dev.yaml"
+def older_chart(folder: Path) -> Path:
+    """The chart before spec.disruption was thought of."""
+    chart = folder / "older"
+    shutil.copytree(CHART, chart)
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    (chart / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "0.0.9"}))
+    path = chart / "files/crds/inferencepools.kvferry.dev.yaml"
     definition = yaml.safe_load(path.read_text())
-    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
-    del spec["disruption"]
+    del definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["disruption"]
     path.write_text(yaml.safe_dump(definition))
-
-    def run(*words: object, values: Any = None) -> str:
-        return helm(*words, "--namespace", namespace, values=values, kubeconfig=kube.kubeconfig)
-
-    for name in ("inferencepools.kvferry.dev", "poolrolescalers.kvferry.dev"):
-        kube.kubectl("delete", "crd", name, "--ignore-not-found")
-    run("install", "kvferry", old, values={"operator": {"replicas": 0}})
-    kube.kubectl("wait", "--for=condition=Established", "crd/inferencepools.kvferry.dev", "--timeout=30s")
-    yield run, old, namespace
-    # The cluster is shared: others expect the definitions of now.
-    kube.kubectl("apply", "--server-side", "--force-conflicts", "-f", CHART / "files/crds")
-    kube.kubectl("wait", "--for=condition=Established", "-f", CHART / "files/crds", "--timeout=30s")
+    return chart
 
 
-POOL = """
-apiVersion: kvferry.dev/v1alpha1
-kind: InferencePool
-metadata: {name: chat}
-spec: {model: {name: m}, roles: [{name: combined}]}
-"""
+def is_known(kube: Kube, field: str) -> bool:
+    try:
+        kube.kubectl("explain", f"inferencepools.kvferry.dev.spec.{field}")
+    except Unavailable:
+        return False
+    return True
 
 
-def has_field(kube: Any) -> bool:
-    path = "jsonpath={.spec.versions[0].schema.openAPIV3Schema.properties.spec.properties.disruption.type}"
-    return kube.kubectl("get", "crd", "inferencepools.kvferry.dev", "-o", path) == "object"
+def uid(kube: Kube) -> str:
+    return str(kube.pool("default")["metadata"]["uid"])
 
 
-def test_an_upgrade_upgrades_the_definitions_and_pools_survive_it_and_the_removal(kube, installed):
-    run, _, namespace = installed
-    assert not has_field(kube)
-    kube.kubectl("create", "-n", namespace, "-f", "-", input=POOL)
-    uid = kube.kubectl("get", "kvpool", "chat", "-n", namespace, "-o", "jsonpath={.metadata.uid}")
-    run("upgrade", "kvferry", CHART, values={"operator": {"replicas": 0}})
-    assert has_field(kube)
-    assert kube.kubectl("get", "kvpool", "chat", "-n", namespace, "-o", "jsonpath={.metadata.uid}") == uid
-    run("uninstall", "kvferry")
-    assert kube.kubectl("get", "kvpool", "chat", "-n", namespace, "-o", "jsonpath={.metadata.uid}") == uid
-    assert "kvferry" not in kube.kubectl("get", "clusterrole,clusterrolebinding", "-o", "name")
+def definitions(kube: Kube) -> list[str]:
+    return [name for name in kube.kubectl("get", "crd", "-o", "name").split() if "kvferry.dev" in name]
 
 
-def test_without_keep_the_definitions_go_with_the_release(kube, installed):
-    run, _, _ = installed
-    run("upgrade", "kvferry", CHART, values={"operator": {"replicas": 0}, "crds": {"keep": False}})
-    run("uninstall", "kvferry")
-    kube.kubectl("wait", "--for=delete", "crd/inferencepools.kvferry.dev", "--timeout=30s")
+def test_an_upgrade_brings_new_fields_and_an_uninstall_takes_what_it_was_told(kube: Kube, tmp_path: Path) -> None:
+    flags = ("kv", "--namespace", "default", "--set", "operator.replicas=0")
+    helm("install", flags[0], older_chart(tmp_path), *flags[1:], kubeconfig=kube.kubeconfig)
+    assert not is_known(kube, "disruption")
+    kube.apply(a_pool("default"))
+    before = uid(kube)
+    helm("upgrade", flags[0], CHART, *flags[1:], kubeconfig=kube.kubeconfig)
+    assert is_known(kube, "disruption")
+    assert uid(kube) == before
+    assert kube.pool("default")["spec"]["disruption"] == {"maxUnavailable": "1"}
+    helm("uninstall", "kv", "--namespace", "default", kubeconfig=kube.kubeconfig)
+    assert uid(kube) == before
+    assert len(definitions(kube)) == 2
+    gone = ("--set", "crds.keep=false")
+    helm("install", flags[0], CHART, *flags[1:], *gone, kubeconfig=kube.kubeconfig)
+    assert uid(kube) == before, "definitions that were kept are taken over"
+    helm("uninstall", "kv", "--namespace", "default", "--wait", kubeconfig=kube.kubeconfig)
+    assert definitions(kube) == []

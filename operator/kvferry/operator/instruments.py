@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.core import metrics
+from kvferry.core.clock import Clock
 from kvferry.core.metrics import Metric
 from kvferry.operator.api import KubeApi
 from kvferry.operator.facts import Key
@@ -16,7 +17,7 @@ from kvferry.operator.work_queue import WorkQueue
 class Instruments:
     """One operator's registry."""
 
-    def __init__(self, api: KubeApi, queue: WorkQueue[Key]) -> None:
+    def __init__(self, api: KubeApi, queue: WorkQueue[Key], clock: Clock) -> None:
         self.registry = CollectorRegistry()
 
         def named(metric: Metric) -> tuple[str, str, tuple[str, ...]]:
@@ -27,15 +28,16 @@ class Instruments:
         )
         self.failures = Counter(*named(metrics.OPERATOR_FAILURES), registry=self.registry)
         self.leads = Gauge(*named(metrics.OPERATOR_LEADS), registry=self.registry)
-        self.registry.register(_Calls(api, queue))
+        self.registry.register(_Calls(api, queue, clock))
 
 
 class _Calls(Collector):
     """Numbers that others count already."""
 
-    def __init__(self, api: KubeApi, queue: WorkQueue[Key]) -> None:
+    def __init__(self, api: KubeApi, queue: WorkQueue[Key], clock: Clock) -> None:
         self._api = api
         self._queue = queue
+        self._clock = clock
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         calls = CounterMetricFamily(
@@ -45,5 +47,5 @@ class _Calls(Collector):
             calls.add_metric(counted.split(" "), n)
         yield calls
         waiting = GaugeMetricFamily(metrics.OPERATOR_QUEUE.name, metrics.OPERATOR_QUEUE.help)
-        waiting.add_metric([], len(self._queue))
+        waiting.add_metric([], self._queue.num_waiting(self._clock.monotonic()))
         yield waiting

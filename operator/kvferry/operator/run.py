@@ -102,7 +102,7 @@ class Operator:
         self._queue: WorkQueue[Key] = WorkQueue()
         self._wake = asyncio.Event()
         self._installed: frozenset[tuple[str, str]] = frozenset()
-        self._instruments = Instruments(api, self._queue)
+        self._instruments = Instruments(api, self._queue, clock)
         self._pulse = Pulse(api, self._store, clock, config.pulse_seconds)
         self._leads = False
         events = Events(api, config.identity, lambda: rfc3339(clock.wall()))

@@ -74,8 +74,9 @@ class WorkQueue(Generic[K]):
         """`key` is gone."""
         self._failures.pop(key, None)
 
-    def __len__(self) -> int:
-        return len(self._due) + len(self._at_work)
+    def num_waiting(self, now: float) -> int:
+        """Keys that are due or at work; every pool is in line for some later time as well."""
+        return sum(at <= now for at in self._due.values()) + len(self._at_work)
 
     def _leave(self, key: K, at: float | None) -> None:
         self._at_work.discard(key)

@@ -1,0 +1,159 @@
+"""Hundreds of pools with thousands of simulated pods: how long, how much memory, how slow a pass becomes."""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cluster.neighbours import downloaded
+from tests.cluster.operators import API, CLOCK, AnOperator, Kube, a_cluster, a_pool, an_operator, eventually
+
+from kvferry.testing.kube import assets, recipes
+
+pytestmark = [pytest.mark.scale, pytest.mark.timeout(1800)]
+
+NUM_POOLS = int(os.environ.get("KVFERRY_SCALE_POOLS", "500"))
+PODS = {"gateway": 1, "prefill": 3, "decode": 6}
+NUM_NODES = 60
+MAX_BYTES = 400 << 20
+MAX_P95_SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    with a_cluster(tmp_path_factory.mktemp("kube")) as made:
+        start_kwok(made)
+        yield made
+
+
+def start_kwok(kube: Kube) -> None:
+    """Nodes and pods that say at once that they are ready, by the stages that kwok ships."""
+    (version,) = re.findall(r"sigs.k8s.io/kwok (v\S+)", (recipes.BUILD / "kwok/go.mod").read_text())
+    stages = Path(downloaded("sigs.k8s.io/kwok", version)["Dir"]) / "kustomize/stage"
+    # Without heartbeats, nodes are taken for dead after a minute, and their pods with them.
+    folders = [stages / "node/fast", stages / "node/heartbeat", stages / "pod/fast"]
+    parts = [path.read_text() for folder in folders for path in sorted(folder.glob("*-*.yaml"))]
+    file = kube.cluster.folder / "kwok.yaml"
+    file.write_text("\n---\n".join(parts))
+    kwok = assets.find(["tools"]).path("kwok")
+    flags = ["--kubeconfig", kube.kubeconfig, "--config", file, "--manage-all-nodes", "--node-lease-duration-seconds=0"]
+    kube.cluster.children.spawn("kwok", [kwok, *flags])
+    room = {"cpu": "64", "memory": "512Gi", "pods": "200"}
+    kube.apply(
+        *(
+            {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "metadata": {"name": f"fake-{i}", "labels": {"kubernetes.io/hostname": f"fake-{i}"}},
+                "status": {"allocatable": room, "capacity": room},
+            }
+            for i in range(NUM_NODES)
+        )
+    )
+
+    eventually(lambda: nodes_ready(kube) == NUM_NODES, "nodes ready", 60)
+
+
+def nodes_ready(kube: Kube) -> int:
+    kube.cluster.children.check("kwok")
+    nodes = json.loads(kube.kubectl("get", "nodes", "-o", "json"))["items"]
+    told = [{c["type"]: c["status"] for c in node["status"].get("conditions") or ()} for node in nodes]
+    return sum(one.get("Ready") == "True" for one in told)
+
+
+def resident_bytes(operator: AnOperator) -> int:
+    lines = Path(f"/proc/{operator.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+
+
+def p95(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[float, float]:
+    """Upper bound of the bucket that holds it, and how many passes there were."""
+    prefix = 'kvferry_operator_reconcile_seconds_bucket{le="'
+    counts = {
+        float(name.removeprefix(prefix).rstrip('"}')): n - before.get(name, 0)
+        for name, n in after.items()
+        if name.startswith(prefix)
+    }
+    total = counts[float("inf")]
+    return next(bound for bound, n in sorted(counts.items()) if n >= 0.95 * total), total
+
+
+def roles_ready(kube: Kube, namespace: str) -> int:
+    found = 0
+    for pool in kube.api.list(API, "InferencePool", namespace):
+        told = {c["type"]: c for c in (pool.get("status") or {}).get("conditions") or ()}
+        fresh = all(c["observedGeneration"] == pool["metadata"]["generation"] for c in told.values())
+        found += fresh and all(told.get(kind, {}).get("status") == "True" for kind in ("RolesReady", "GatewayReady"))
+    return found
+
+
+def still(operator: AnOperator, seconds: float = 5.0) -> None:
+    """Until no pool has been in line for so long."""
+    since = CLOCK.monotonic()
+
+    def found() -> bool:
+        nonlocal since
+        if operator.numbers()["kvferry_operator_queue"]:
+            since = CLOCK.monotonic()
+        return CLOCK.monotonic() - since > seconds
+
+    eventually(found, "quiet", 120)
+
+
+def test_five_hundred_pools(kube: Kube) -> None:
+    told: dict[str, Any] = {"pools": NUM_POOLS, "pods": NUM_POOLS * sum(PODS.values())}
+    names = [f"chat-{i:03}" for i in range(NUM_POOLS)]
+    roles = [{"name": role, "replicas": n} for role, n in PODS.items() if role != "gateway"]
+    with kube.namespace() as namespace, an_operator(kube.kubeconfig, namespace) as operator:
+        told["MB before"] = resident_bytes(operator) >> 20
+        begun, numbers = CLOCK.monotonic(), operator.numbers()
+        with ThreadPoolExecutor(4) as several:
+            made = [a_pool(namespace, name, roles=roles, gateway={"replicas": PODS["gateway"]}) for name in names]
+            list(several.map(kube.api.create, made))
+        told["s to post"] = round(CLOCK.monotonic() - begun)
+        eventually(lambda: roles_ready(kube, namespace) == NUM_POOLS, "all ready", 900)
+        told["s to ready"] = round(CLOCK.monotonic() - begun)
+        told["p95 while made"], told["passes while made"] = p95(numbers, operator.numbers())
+        still(operator)
+        told["MB"] = resident_bytes(operator) >> 20
+        told["s of CPU"] = cpu_seconds(operator)
+        # Nobody answers at any gateway's address, which is asked for all the time.
+        begun, numbers, busy = CLOCK.monotonic(), operator.numbers(), cpu_seconds(operator)
+        eventually(lambda: CLOCK.monotonic() - begun > 60, seconds=90)
+        passed, after = CLOCK.monotonic() - begun, operator.numbers()
+        told["CPU when idle"] = f"{(cpu_seconds(operator) - busy) / passed:.1%}"
+        told["calls a minute"] = {
+            name.partition("{")[2]: round((n - numbers.get(name, 0)) * 60 / passed, 1)
+            for name, n in after.items()
+            if "api_calls_total{" in name and n != numbers.get(name, 0)
+        }
+        begun, numbers = CLOCK.monotonic(), operator.numbers()
+        changed = names[::10]
+        with ThreadPoolExecutor(4) as several:
+            list(several.map(lambda name: kube.change(namespace, name, image="kvferry:two"), changed))
+        eventually(lambda: roles_ready(kube, namespace) == NUM_POOLS, "all ready again", 300)
+        told["s for a tenth"] = round(CLOCK.monotonic() - begun, 1)
+        told["p95 for a tenth"], told["passes for a tenth"] = p95(numbers, operator.numbers())
+        still(operator)
+        told["MB at the end"] = resident_bytes(operator) >> 20
+        assert operator.get("/healthz") == (200, "ok\n")
+        unknown = [
+            c
+            for pool in itertools.islice(kube.api.list(API, "InferencePool", namespace), 1)
+            for c in pool["status"]["conditions"]
+            if c["status"] == "Unknown"
+        ]
+        assert {c["type"] for c in unknown} >= {"ModelAvailable", "PairingCompatible", "Ready"}
+    print(json.dumps(told, indent=1))
+    assert told["MB at the end"] < MAX_BYTES >> 20
+    assert told["p95 for a tenth"] <= MAX_P95_SECONDS
+
+
+def cpu_seconds(operator: AnOperator) -> float:
+    fields = Path(f"/proc/{operator.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
