@@ -243,6 +243,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         flag("api-keys-file", GATEWAY),
         "/etc/kvferry/api-keys/keys",
     ),
+    "gateway.tlsSecret": ({"gateway": {"tlsSecret": "t"}}, flag("tls-cert-file", GATEWAY), "/etc/kvferry/tls/tls.crt"),
     "gateway.service.type": (
         {"gateway": {"service": {"type": "NodePort"}}},
         at("Service/chat", "spec.type"),
