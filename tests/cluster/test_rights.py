@@ -39,7 +39,6 @@ ONLY_GIVEN_ON: frozenset[Right] = frozenset(
         ("discovery.k8s.io", "endpointslices", "get"),
         ("discovery.k8s.io", "endpointslices", "list"),
         ("discovery.k8s.io", "endpointslices", "watch"),
-        ("kvferry.dev", "poolrolescalers", "get"),
         ("kvferry.dev", "poolrolescalers/scale", "get"),
         ("kvferry.dev", "poolrolescalers/scale", "patch"),
     }
