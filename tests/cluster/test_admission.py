@@ -116,6 +116,21 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown service": ({"gateway": {"service": {"type": "ExternalName"}}}, 'supported values: "ClusterIP"'),
     "no port": ({"gateway": {"service": {"httpPort": 0}}}, "spec.gateway.service.httpPort"),
     "one port for both": ({"gateway": {"service": {"httpPort": 9000}}}, "httpPort and grpcPort must differ"),
+    "labels that are no map": ({"gateway": {"template": {"metadata": {"labels": "abc"}}}}, "must be of type object"),
+    "no metadata": ({"gateway": {"template": {"metadata": "x"}}}, "must be of type object"),
+    "a pod that is text": ({"gateway": {"template": {"spec": "x"}}}, "must be of type object"),
+    "our own label on gateways": (
+        {"gateway": {"template": {"metadata": {"labels": {"kvferry.dev/role": "x"}}}}},
+        "labels under kvferry.dev/ are the operator's own",
+    ),
+    "restart policy of gateways": (
+        {"gateway": {"template": {"spec": {"restartPolicy": "Never"}}}},
+        "a gateway is always started again",
+    ),
+    "min above the default max": (
+        prefill(scaling={"mode": "Auto", "minReplicas": 20}),
+        "which is 10 where it is not set",
+    ),
     "unknown extension": ({"gateway": {"inferenceExtension": "Maybe"}}, "spec.gateway.inferenceExtension"),
     "unknown monitor": ({"observability": {"podMonitor": "Maybe"}}, "spec.observability.podMonitor"),
     "unknown policy": ({"networkPolicy": "Open"}, "spec.networkPolicy"),

@@ -679,3 +679,84 @@ def test_the_doctor_of_clusters_says_what_is_in_the_way(world):
     assert found["definitions"]["verdict"] == "ok"
     assert (found["nodes"]["verdict"], done.returncode) == ("bad", 1)
     assert "NoGatewayWord" in found[f"pool {world.namespace}/chat"]["told"]
+
+
+def test_roles_that_leave_serve_until_those_that_come_are_ready(world):
+    world.apply()
+    old = world.settled()["revision"]
+    world.kubelet.verdict = lambda pod: ready(pod) if "combined" not in pod["metadata"]["name"] else None
+    world.apply(roles=[{"name": "combined", "replicas": 2}])
+    world.until(lambda: any(name.startswith("chat-combined") for name in world.deployments()))
+    world.until(lambda: "leaves" in world.condition("Progressing")[2])
+    assert world.get("deployment", f"chat-decode-{old}")["status"]["readyReplicas"] == 2
+    assert {"chat-prefill", "chat-decode"} <= set(world.all("service"))
+    world.kubelet.verdict = ready
+    world.settled()
+    world.until(lambda: set(world.all("service")) == {"chat", "chat-combined"})
+
+
+def test_back_to_a_revision_of_other_roles_is_refused(world):
+    world.apply()
+    old = world.settled()["revision"]
+    world.apply(roles=[{"name": "combined"}])
+    now = world.settled()["revision"]
+    world.apply(roles=[{"name": "combined"}], rollout={"rollbackTo": old})
+    message = world.until(lambda: (c := world.condition("Progressing"))[1] == "RevisionHasOtherRoles" and c[2])
+    assert "Change spec.roles together with rollbackTo" in message
+    assert world.deployments()[f"chat-combined-{now}"] == 1
+    world.apply(rollout={"rollbackTo": old})
+    assert world.settled()["revision"] == old
+
+
+def test_a_deployment_that_only_looks_like_ours_is_neither_counted_nor_deleted(world):
+    world.apply()
+    name = f"chat-decode-{world.settled()['revision']}"
+    copy_ = world.get("deployment", name)
+    copy_["metadata"] = {
+        "name": "chat-decode-cafebabe",
+        "labels": copy_["metadata"]["labels"] | {"kvferry.dev/revision": "cafebabe"},
+    }
+    for place in (copy_["spec"]["selector"]["matchLabels"], copy_["spec"]["template"]["metadata"]["labels"]):
+        place["kvferry.dev/revision"] = "cafebabe"
+    copy_["spec"]["replicas"] = 0
+    world.kubectl("create", "-f", "-", input=json.dumps(copy_))
+    world.apply(drain={"lingerSeconds": 7})
+    status = world.settled()
+    assert [r["revision"] for role in status["roles"] for r in role["revisions"]] == [status["revision"]] * 2
+    assert "chat-decode-cafebabe" in world.deployments()
+
+
+def test_keys_of_an_earlier_pool_do_not_stay_away(world):
+    """A Secret of the name that is there at first and then collected, as an earlier pool's is."""
+    world.kubectl("create", "secret", "generic", "chat-keys", "--from-literal=ticket-key=x")
+    world.apply()
+    world.settled()
+    world.kubectl("delete", "secret", "chat-keys")
+    drawn = world.until(lambda: "chat-keys" in world.all("secret") and world.get("secret", "chat-keys")["data"])
+    assert set(drawn) == {"ticket-key", "tenant-key"}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [{"spec": {"containers": [{"name": {}}]}}, {"spec": {"containers": [{"name": ["a"]}]}}],
+    ids=["a name that is a map", "a name that is a list"],
+)
+def test_a_template_of_which_no_pod_can_be_made_is_said_to_be_so(world, template):
+    body = {"apiVersion": "kvferry.dev/v1alpha1", "kind": "InferencePool", "metadata": {"name": "odd"}}
+    world.kubectl("apply", "-f", "-", input=json.dumps({**body, "spec": spec(gateway={"template": template})}))
+    said = world.until(lambda: (c := world.condition("Ready", "odd"))[0] == "False" and c)
+    assert said[1] in {"SpecNotUnderstood", "Refused"}
+    assert "odd" in world.all("kvpool")
+
+
+def test_back_to_static_after_somebody_scaled_names_who_and_only_that(world):
+    external = [{"name": "prefill"}, {"name": "decode", "scaling": {"mode": "External"}}]
+    world.apply(roles=external)
+    world.settled()
+    world.kubectl("scale", "kvscale/chat-decode", "--replicas=3")
+    world.until(lambda: world.get("kvscale", "chat-decode")["spec"]["replicas"] == 3)
+    world.settled()
+    world.apply()
+    message = world.until(lambda: (c := world.condition("ReplicasContested"))[0] == "True" and c[2])
+    assert "kubectl writes spec.replicas too" in message
+    assert world.condition("ChildrenApplied")[0] == "True"

@@ -1,5 +1,6 @@
 {{- define "kvferry.name" -}}
-{{- if contains "kvferry" .Release.Name }}{{ .Release.Name | trunc 50 | trimSuffix "-" }}{{ else }}{{ printf "%s-kvferry" .Release.Name | trunc 50 | trimSuffix "-" }}{{ end }}
+{{- $name := .Release.Name | replace "." "-" }}
+{{- if contains "kvferry" $name }}{{ $name | trunc 50 | trimSuffix "-" }}{{ else }}{{ printf "%s-kvferry" $name | trunc 50 | trimSuffix "-" }}{{ end }}
 {{- end }}
 
 {{- define "kvferry.account" -}}

@@ -21,7 +21,7 @@ from kvferry.operator.spec import Json
 _TIMEOUT_SECONDS = 15.0
 _PAGE = 500
 _CONNECTIONS = 16
-_BUSY = frozenset({429, 500, 502, 503, 504})
+_BUSY = frozenset({429, 502, 503, 504})
 """Answers that say nothing about the request; it may be made again."""
 _MANAGER = re.compile(r'conflict(?:s)? with "([^"]+)"')
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from kvferry.operator import names
-from kvferry.operator.facts import DeploymentFacts
+from kvferry.operator.children import NameTaken
+from kvferry.operator.facts import DeploymentFacts, owner_of
 from kvferry.operator.pool_pass import PoolPass
 from kvferry.operator.revisions import next_number, record, recorded, superfluous
 from kvferry.operator.rollout import Count, RoleState, Step
@@ -19,8 +20,17 @@ def target_revision(this: PoolPass) -> str:
     """The revision that pods should run, recorded before anything is made from it."""
     asked = this.pool.spec.rollout.rollback_to
     if asked:
-        if _deployments_of(this, asked):
+        recorded_roles = set(_deployments_of(this, asked))
+        wanted_roles = {role.name for role in this.pool.spec.roles}
+        if recorded_roles == wanted_roles:
             return asked
+        if recorded_roles:
+            this.rollback = Problem(
+                "RevisionHasOtherRoles",
+                f"revision {asked} has the roles {', '.join(sorted(recorded_roles))}, spec.roles has "
+                f"{', '.join(sorted(wanted_roles))}; pods stay as they are. Change spec.roles together with rollbackTo",
+            )
+            return _leading(this) or asked
         kept = ", ".join(sorted(this.memory.revisions)) or "none"
         this.rollback = Problem(
             "RevisionNotFound",
@@ -35,7 +45,9 @@ def target_revision(this: PoolPass) -> str:
             this.api.create(record(this.pool, revision, next_number(_records(this)), made))
             # Read back: had there been one already, that one counts.
             this.memory.revisions.pop(revision, None)
-            _deployments_of(this, revision)
+            if not _deployments_of(this, revision):
+                name = names.revision_object(this.pool.name, revision)
+                raise NameTaken("ControllerRevision", name, leaving=False)
     return revision
 
 
@@ -47,7 +59,7 @@ def role_states(this: PoolPass, wanted: Mapping[str, int]) -> list[RoleState]:
             # Its template never changes, so that ready pods are of this revision whatever its controller has seen.
             count = Count(facts.desired, min(facts.ready, facts.desired))
             found.setdefault(facts.role, {})[facts.revision] = count
-    return [RoleState(name, wanted.get(name, 0), revisions) for name, revisions in found.items()]
+    return [RoleState(name, wanted.get(name, 0), counts, name not in wanted) for name, counts in found.items()]
 
 
 def apply_step(this: PoolPass, roles: list[RoleState], step: Step) -> None:
@@ -79,8 +91,10 @@ def tidy(this: PoolPass, revision: str, done: bool) -> None:
         old = facts.role in names.WORKER_ROLES and facts.revision and facts.revision != revision
         if old and facts.settled and facts.desired == 0 and facts.pods == 0 and not facts.deleting:
             this.api.delete("apps/v1", "Deployment", place, facts.name, facts.uid)
+    serving = {facts.role for facts in this.facts.deployments.values() if facts.desired or facts.pods}
     for role in names.WORKER_ROLES:
-        if this.pool.spec.role(role) is None and role in this.facts.scalers:
+        # Gateways find a role's pods by its Service, so that it stays as long as they do.
+        if this.pool.spec.role(role) is None and role in this.facts.scalers and role not in serving:
             name = names.role_object(pool, role)
             for api_version, kind in _OF_A_ROLE:
                 this.memory.children.remove(api_version, kind, place, name, this.pool.uid)
@@ -110,9 +124,9 @@ def _deployments_of(this: PoolPass, revision: str) -> dict[str, Json]:
     if revision not in known:
         name = names.revision_object(this.pool.name, revision)
         found = this.api.get("apps/v1", "ControllerRevision", this.pool.namespace, name)
-        if found is None:
+        if found is None or owner_of(found) != this.pool.uid:
             return {}
-        known[revision] = recorded(this.pool, found)
+        known[revision] = recorded(this.pool, revision, found)
     return known[revision]
 
 

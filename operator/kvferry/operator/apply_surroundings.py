@@ -14,6 +14,9 @@ from kvferry.operator.status import Problem
 from kvferry.operator.surroundings import EXTENSION_POOL, POD_MONITOR, surroundings
 
 _KEYS = ("ticket-key", "tenant-key")
+_FIRST_MINUTE = 60.0
+_KEYS_SOON, _KEYS_LATER = 5.0, 590.0
+"""Until it is seen again whether they are there."""
 
 
 def apply_surroundings(this: PoolPass) -> None:
@@ -48,18 +51,26 @@ def apply_gateway(this: PoolPass) -> tuple[int, str]:
     wanted = this.pool.spec.gateway.replicas
     if found.settled and found.desired == found.updated == found.pods == found.ready == wanted:
         return found.ready, ""
-    return found.ready, f"gateway: {min(found.updated, found.ready, wanted)} of {wanted} pods updated and ready"
+    good = min(found.updated, found.ready, wanted)
+    if good == wanted:
+        return found.ready, f"gateway: {max(0, found.pods - wanted)} old pods left"
+    return found.ready, f"gateway: {good} of {wanted} pods updated and ready"
 
 
 def _keys(this: PoolPass) -> None:
-    """Draw the pool's keys, once; they are never read again, nor written over."""
-    pool = this.pool
-    if pool.spec.tenancy.keys_secret or this.memory.has_keys:
+    """Draw the pool's keys where it has none; they are never read, nor written over.
+
+    That there is a Secret of the name does not say whose: in a pool's first minute it may be an earlier pool's, on its
+    way out.
+    """
+    pool, memory = this.pool, this.memory
+    if pool.spec.tenancy.keys_secret or this.now < memory.keys_until:
         return
     drawn = {name: base64.b64encode(secrets.token_hex(32).encode()).decode() for name in _KEYS}
     with this.noting(f"Secret {names.keys_secret(pool.name)}"):
-        this.api.create(child(pool, "v1", "Secret", names.keys_secret(pool.name), type="Opaque", data=drawn))
-        this.memory.has_keys = True
+        made = this.api.create(child(pool, "v1", "Secret", names.keys_secret(pool.name), type="Opaque", data=drawn))
+        young = made is None and this.now - memory.born_at < _FIRST_MINUTE
+        memory.keys_until = this.now + (_KEYS_SOON if young else _KEYS_LATER)
 
 
 def _emit(this: PoolPass, made: Json) -> None:

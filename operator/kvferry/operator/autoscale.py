@@ -60,7 +60,8 @@ def decide(
         # Nor does the time towards sleep run while nobody knows what the pods hold.
         return Decision(current, "no fresh word from the gateway: unchanged", replace(before, busy_at=now))
     workers = [worker for worker in report.of_role(role.name) if worker.takes_work]
-    load = sum(worker.load + worker.exports for worker in workers) + report.held
+    # Also of those that take no new work: they are busy all the same.
+    load = sum(worker.load + worker.exports for worker in report.of_role(role.name)) + report.held
     if load or len(workers) < ready or ready == 0:
         before = replace(before, busy_at=now)
     if len(workers) < ready or ready == 0:

@@ -13,6 +13,7 @@ from kvferry.operator.api import ApiRefusal, KubeApi
 from kvferry.operator.facts import owner_of
 from kvferry.operator.spec import Json
 
+_POOL = "InferencePool"
 Place = tuple[str, str]
 """Kind and name."""
 
@@ -91,8 +92,13 @@ class Children:
         meta = manifest["metadata"]
         found = self._api.get(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"])
         if found is not None and (owner_of(found) != owner_of(manifest) or "deletionTimestamp" in found["metadata"]):
-            owned = owner_of(found) != "" or "deletionTimestamp" in found["metadata"]
-            raise NameTaken(manifest["kind"], meta["name"], leaving=owned)
+            # Of an earlier pool of this name, which the garbage collector has not come to yet.
+            owners = {
+                owner["name"] for owner in found["metadata"].get("ownerReferences") or () if owner["kind"] == _POOL
+            }
+            pool = manifest["metadata"]["ownerReferences"][0]["name"]
+            leaving = "deletionTimestamp" in found["metadata"] or pool in owners
+            raise NameTaken(manifest["kind"], meta["name"], leaving=leaving)
 
 
 def version_of(body: Json) -> str:

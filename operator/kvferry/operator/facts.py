@@ -164,18 +164,6 @@ class FleetReport:
     gateway: str = ""
     """Which process said this."""
 
-    @classmethod
-    def of(cls, at: float, body: Mapping[str, Any]) -> "FleetReport":
-        """From the gateway's answer; what it does not say is left at its default."""
-        workers = []
-        for item in body.get("workers") or ():
-            known = {name: item[name] for name in WorkerReport.__slots__ if item.get(name) is not None}
-            known["exports"] = int(item.get("tickets_offered") or 0) + int(item.get("tickets_claimed") or 0)
-            known["role"] = "combined" if item.get("role") == "both" else str(item.get("role"))
-            workers.append(WorkerReport(**known))
-        handoffs = {str(k): int(v) for k, v in (body.get("handoffs") or {}).items()}
-        return cls(at, tuple(workers), int(body.get("held") or 0), handoffs, str(body.get("gateway") or ""))
-
     def of_role(self, role: str) -> tuple[WorkerReport, ...]:
         """The workers of one role."""
         return tuple(worker for worker in self.workers if worker.role == role)

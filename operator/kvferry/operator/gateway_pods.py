@@ -6,6 +6,7 @@ from kvferry.operator.spec import Json, Pool
 
 _DRAIN_MARGIN_SECONDS = 15
 _API_KEYS_FOLDER = "/etc/kvferry/api-keys"
+_TLS_FOLDER = "/etc/kvferry/tls"
 _START_SECONDS = 600
 
 
@@ -38,6 +39,9 @@ def _pod(pool: Pool, default_image: str) -> Json:
     if pool.spec.gateway.api_keys_secret:
         volumes.append({"name": "api-keys", "secret": {"secretName": pool.spec.gateway.api_keys_secret}})
         mounts.append({"name": "api-keys", "mountPath": _API_KEYS_FOLDER, "readOnly": True})
+    if pool.spec.gateway.tls_secret:
+        volumes.append({"name": "tls", "secret": {"secretName": pool.spec.gateway.tls_secret}})
+        mounts.append({"name": "tls", "mountPath": _TLS_FOLDER, "readOnly": True})
     drain = pool.spec.drain
     return {
         "serviceAccountName": f"{pool.name}-gateway",
@@ -64,7 +68,7 @@ def _pod(pool: Pool, default_image: str) -> Json:
                     ],
                     "resources": pool.spec.gateway.resources or {"requests": {"cpu": "100m", "memory": "256Mi"}},
                     "volumeMounts": mounts,
-                    **_probes(),
+                    **_probes(pool),
                 }
             )
         ],
@@ -93,6 +97,8 @@ def _arguments(pool: Pool) -> list[str]:
     }
     if spec.gateway.api_keys_secret:
         flags["api-keys-file"] = f"{_API_KEYS_FOLDER}/keys"
+    if spec.gateway.tls_secret:
+        flags |= {"tls-cert-file": f"{_TLS_FOLDER}/tls.crt", "tls-key-file": f"{_TLS_FOLDER}/tls.key"}
     return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]
 
 
@@ -101,21 +107,25 @@ def can_sleep(pool: Pool) -> bool:
     return any(role.scaling.mode != "Static" and role.scaling.min_replicas == 0 for role in pool.spec.roles)
 
 
-def _probes() -> Json:
+def _probes(pool: Pool) -> Json:
+    def get(path: str) -> Json:
+        scheme = {"scheme": "HTTPS"} if pool.spec.gateway.tls_secret else {}
+        return {"path": path, "port": "http", **scheme}
+
     return {
         "startupProbe": {
-            "httpGet": {"path": "/health", "port": "http"},
+            "httpGet": get("/health"),
             "periodSeconds": 1,
             "failureThreshold": _START_SECONDS,
         },
         "readinessProbe": {
-            "httpGet": {"path": "/ready", "port": "http"},
+            "httpGet": get("/ready"),
             "periodSeconds": 2,
             "timeoutSeconds": 5,
             "failureThreshold": 2,
         },
         "livenessProbe": {
-            "httpGet": {"path": "/health", "port": "http"},
+            "httpGet": get("/health"),
             "periodSeconds": 10,
             "timeoutSeconds": 10,
             "failureThreshold": 6,

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 
 WINDOW_SECONDS = 300.0
+_MOST_GATEWAYS = 100
+"""As many as a pool may have; whoever gives itself more names is not followed."""
 
 _Readings = deque[tuple[float, Mapping[str, int]]]
 
@@ -25,6 +27,8 @@ class RecentHandoffs:
             gateway: which process; another one begins at nought.
             at: when, by the caller's clock.
         """
+        if gateway not in self._of and len(self._of) >= _MOST_GATEWAYS:
+            del self._of[next(iter(self._of))]
         seen = self._of.setdefault(gateway, deque())
         if seen and any(totals.get(outcome, 0) < number for outcome, number in seen[-1][1].items()):
             seen.clear()  # it does not say who it is, and has started anew

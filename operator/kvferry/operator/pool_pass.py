@@ -28,8 +28,12 @@ class Memory:
     """When all objects were last applied whatever was remembered of them."""
     revisions: dict[str, dict[str, Json]] = field(default_factory=dict)
     """Deployments by revision and role, as recorded."""
-    has_keys: bool = False
-    """Whether the Secret of keys exists."""
+    born_at: float = 0.0
+    """When this memory began."""
+    keys_until: float = float("-inf")
+    """Till when the Secret of keys is taken to be there; nobody watches it, so that it is asked for anew."""
+    readable: int = -1
+    """The generation of the spec that pods were seen to be makeable from."""
     histories: dict[str, History] = field(default_factory=dict)
     """Of the autoscaler, by role."""
     seeded: dict[str, str] = field(default_factory=dict)
@@ -87,8 +91,9 @@ class PoolPass:
             self.refused = Problem("Refused", f"{what}: {refusal.message}")
 
     def _conflict(self, what: str, conflict: FieldConflict) -> None:
-        owners = ", ".join(sorted(conflict.managers - names.OWN_MANAGERS))
-        fields = ", ".join(sorted({c.field for c in conflict.conflicts}))
+        others = [c for c in conflict.conflicts if c.manager not in names.OWN_MANAGERS]
+        owners = ", ".join(sorted({c.manager for c in others}))
+        fields = ", ".join(sorted({c.field for c in others}))
         if fields == _REPLICAS:
             kind, _, name = what.partition(" ")
             instead = (

@@ -1,7 +1,7 @@
 """What a change of a pool will do, step by step, by the planner that will do it. Pure but for reading the file."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -94,7 +94,7 @@ def preview(old: Pool, new: Pool, default_image: str) -> Preview:
     for name in names:
         was, wanted = old.spec.role(name), new.spec.role(name)
         counts = {before: Count(was.replicas, was.replicas)} if was is not None and was.replicas else {}
-        roles.append(RoleState(name, wanted.replicas if wanted is not None else 0, counts))
+        roles.append(RoleState(name, wanted.replicas if wanted is not None else 0, counts, wanted is None))
     steps: list[PlannedStep] = []
     while len(steps) < _MAX_STEPS:
         step = next_step(roles, after, new.spec.rollout)
@@ -102,14 +102,16 @@ def preview(old: Pool, new: Pool, default_image: str) -> Preview:
         if step.done or told == {(r.name, rev): c.desired for r in roles for rev, c in r.revisions.items()}:
             break
         shrunk = [
-            RoleState(
-                role.name,
-                role.wanted,
-                {rev: Count(n, min(n, role.of(rev).ready)) for (name, rev), n in told.items() if name == role.name},
+            replace(
+                role,
+                revisions={
+                    rev: Count(n, min(n, role.of(rev).ready)) for (name, rev), n in told.items() if name == role.name
+                },
             )
             for role in roles
         ]
-        paired = [role for role in shrunk if role.name in PAIRED] or shrunk
+        serving = [role for role in shrunk if role.is_leaving] or shrunk
+        paired = [role for role in serving if role.name in PAIRED] or serving
         steps.append(
             PlannedStep(
                 {role.name: {rev: c.desired for rev, c in sorted(role.revisions.items())} for role in shrunk},
@@ -117,7 +119,7 @@ def preview(old: Pool, new: Pool, default_image: str) -> Preview:
             )
         )
         roles = [
-            RoleState(role.name, role.wanted, {rev: Count(c.desired, c.desired) for rev, c in role.revisions.items()})
+            replace(role, revisions={rev: Count(c.desired, c.desired) for rev, c in role.revisions.items()})
             for role in shrunk
         ]
     return Preview(old.name != new.name, before, after, tuple(steps))

@@ -23,11 +23,14 @@ from kvferry.operator.apply_surroundings import apply_gateway, apply_surrounding
 from kvferry.operator.children import Children
 from kvferry.operator.events import Events
 from kvferry.operator.facts import FleetReport, Key, PoolFacts
+from kvferry.operator.gateway_pods import gateway_deployment
 from kvferry.operator.pool_pass import Memory, PoolPass
 from kvferry.operator.rollout import RoleState, next_step
-from kvferry.operator.spec import Json, parse_pool
+from kvferry.operator.spec import Json, Pool, parse_pool
 from kvferry.operator.status import Observed, first_status, status_of, unreadable_status
+from kvferry.operator.surroundings import EXTENSION_POOL, POD_MONITOR, surroundings
 from kvferry.operator.trouble import in_the_way
+from kvferry.operator.workers import deployments, revision_of
 
 _RESYNC_SECONDS = 600.0
 _AUTOSCALE_SECONDS = 2.0
@@ -81,7 +84,7 @@ class Reconciler:
         now = self._clock.monotonic()
         memory = self._memories.get(key)
         if memory is None or memory.uid != body["metadata"]["uid"]:
-            memory = Memory(body["metadata"]["uid"], Children(self._api, self._applied), now, moved_at=now)
+            memory = Memory(body["metadata"]["uid"], Children(self._api, self._applied), now, moved_at=now, born_at=now)
             self._memories[key] = memory
         if now - memory.applied_at > _RESYNC_SECONDS:
             memory.children.forget()
@@ -91,14 +94,31 @@ class Reconciler:
         before, stamp = body.get("status") or {}, rfc3339(self._clock.wall())
         try:
             pool = parse_pool(body)
+            if memory.readable != pool.generation:
+                self._try_making(pool)
+                memory.readable = pool.generation
         except UsageError as error:
             generation = int(body["metadata"]["generation"])
             self._report(key, memory, unreadable_status(generation, error.message, before, stamp))
             return None
         if not before.get("conditions"):
             self._report(key, memory, first_status(pool, stamp))
-        this = PoolPass(self._api, key, pool, facts, memory, before, now, stamp, self._default_image, self._installed())
+        left = facts.owned_by(pool.uid)
+        this = PoolPass(self._api, key, pool, left, memory, before, now, stamp, self._default_image, self._installed())
         return self._pass(this)
+
+    def _try_making(self, pool: Pool) -> None:
+        """Templates are free in form, so that making pods of them may fail in any way.
+
+        Raises:
+            UsageError: it does.
+        """
+        try:
+            surroundings(pool, frozenset({POD_MONITOR, EXTENSION_POOL}))
+            gateway_deployment(pool, self._default_image)
+            deployments(pool, revision_of(pool, self._default_image), self._default_image)
+        except Exception as error:
+            raise UsageError(f"no pods can be made from its templates and sizes: {error!r}", field="spec") from error
 
     def _pass(self, this: PoolPass) -> float | None:
         rollout = this.pool.spec.rollout
@@ -158,6 +178,8 @@ class Reconciler:
 
     def _again(self, this: PoolPass, waiting_for: str) -> float | None:
         waits = []
+        if this.memory.keys_until - this.now < _RESYNC_SECONDS:
+            waits.append(max(0.0, this.memory.keys_until - this.now))
         if any(role.scaling.mode == "Auto" for role in this.pool.spec.roles):
             waits.append(_AUTOSCALE_SECONDS)
         if this.facts.report is not None and _word(this) is None:

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import aiohttp
-import msgspec
 
 from kvferry.core.clock import Clock
 from kvferry.operator import names
 from kvferry.operator.facts import FleetReport, Key, PoolFacts, Store
+from kvferry.operator.fleet_page import MAX_BYTES, read_fleet
 from kvferry.operator.handoffs import RecentHandoffs
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_SECONDS = 2.0
-_MAX_BYTES = 4 << 20
 _AT_ONCE = 32
 _TICK_SECONDS = 0.5
 _QUICK_SECONDS = 2.0
@@ -67,34 +66,49 @@ class Reports:
     async def _ask(self, session: aiohttp.ClientSession, key: Key, address: str) -> None:
         async with self._gate:
             before = self._store.facts(key).report
+            report = None
             try:
-                async with session.get(f"http://{address}/fleet") as answer:
-                    raw = await answer.content.read(_MAX_BYTES)
-                    body = msgspec.json.decode(raw) if answer.status == 200 else None
-                report = None if body is None else FleetReport.of(self._clock.monotonic(), body)
-            except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError, TypeError, ValueError) as error:
+                report = await self._read(session, key, address)
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 _log.debug("pool %s: no word from its gateway at %s: %s", key, address, error)
-                report = None
+            except Exception:  # one pool's gateway must not end the watching of all
+                _log.exception("pool %s: reading its gateway's word failed", key)
         self._asking.discard(key)
         self._missed[key] = 0 if report is not None else self._missed.get(key, 0) + 1
-        if report is not None:
-            recent = self._recent.setdefault(key, RecentHandoffs())
-            report = replace(report, handoffs=recent.take(report.gateway, report.at, report.handoffs))
-        elif before is not None and self._clock.monotonic() - before.at < 2 * _SLOW_SECONDS:
+        if report is None and before is not None and self._clock.monotonic() - before.at < 2 * _SLOW_SECONDS:
             return  # one answer missed is no news
         self._store.take_report(key, report)
         if _news(before) != _news(report):
             self._nudge(key)
 
+    async def _read(self, session: aiohttp.ClientSession, key: Key, address: str) -> FleetReport:
+        """
+        Raises:
+            ValueError: what answers there is no gateway.
+        """
+        raw = bytearray()
+        # By the Service's address, which no certificate names; what is read is no secret, and not believed anyway.
+        async with session.get(f"{address}/fleet", allow_redirects=False, ssl=False) as answer:
+            if answer.status != 200:
+                raise ValueError(f"HTTP {answer.status}")
+            async for part in answer.content.iter_chunked(1 << 16):
+                raw += part
+                if len(raw) > MAX_BYTES:
+                    raise ValueError(f"more than {MAX_BYTES} bytes")
+        report = read_fleet(bytes(raw), self._clock.monotonic())
+        recent = self._recent.setdefault(key, RecentHandoffs())
+        return replace(report, handoffs=recent.take(report.gateway, report.at, report.handoffs))
+
 
 def address_of(key: Key, facts: PoolFacts) -> str:
-    """`host:port` of the pool's gateway; empty while none of its pods is ready."""
+    """Of the pool's gateway, with its scheme; empty while none of its pods is ready."""
     gateway = facts.deployments.get(names.role_object(key.pool, names.ROLE_GATEWAY))
     service = facts.services.get(key.pool)
     if gateway is None or gateway.ready < 1 or service is None or not service.address or not service.http_port:
         return ""
     host = f"[{service.address}]" if ":" in service.address else service.address
-    return f"{host}:{service.http_port}"
+    secure = ((facts.body or {}).get("spec", {}).get("gateway") or {}).get("tlsSecret")
+    return f"{'https' if secure else 'http'}://{host}:{service.http_port}"
 
 
 def _period(facts: PoolFacts) -> float:

@@ -19,21 +19,23 @@ def record(pool: Pool, revision: str, number: int, deployments: Mapping[str, Jso
         "apps/v1",
         "ControllerRevision",
         names.revision_object(pool.name, revision),
-        data={"deployments": {role: _without_owner(made) for role, made in deployments.items()}},
+        data={"deployments": {role: {"spec": made["spec"]} for role, made in deployments.items()}},
         revision=number,
     )
     made["metadata"]["labels"] |= {names.LABEL_REVISION: revision}
     return made
 
 
-def recorded(pool: Pool, found: Mapping[str, Any]) -> dict[str, Json]:
-    """The Deployments that a record remembers, owned by the pool as it is now."""
-    data = found.get("data") or {}
-    owned = child(pool, "apps/v1", "Deployment", "")["metadata"]["ownerReferences"]
-    return {
-        role: {**made, "metadata": {**made["metadata"], "namespace": pool.namespace, "ownerReferences": owned}}
-        for role, made in (data.get("deployments") or {}).items()
-    }
+def recorded(pool: Pool, revision: str, found: Mapping[str, Any]) -> dict[str, Json]:
+    """The Deployments that a record remembers. Only what they are made to be is taken from it: what they are called and
+    whose they are is not for whoever may write records to say."""
+    made = {}
+    for role, kept in ((found.get("data") or {}).get("deployments") or {}).items():
+        if role in names.WORKER_ROLES:
+            name = names.deployment_name(pool.name, role, revision)
+            made[role] = child(pool, "apps/v1", "Deployment", name, role, spec=kept["spec"])
+            made[role]["metadata"]["labels"] |= {names.LABEL_REVISION: revision}
+    return made
 
 
 def next_number(found: Iterable[Mapping[str, Any]]) -> int:
@@ -46,8 +48,3 @@ def superfluous(found: Iterable[Mapping[str, Any]], needed: frozenset[str], limi
     spare = [item for item in found if item["metadata"]["labels"].get(names.LABEL_REVISION) not in needed]
     ordered = sorted(spare, key=lambda item: (int(item.get("revision") or 0), item["metadata"]["name"]))
     return [str(item["metadata"]["name"]) for item in ordered[: max(0, len(ordered) - limit)]]
-
-
-def _without_owner(deployment: Json) -> Json:
-    meta = {name: value for name, value in deployment["metadata"].items() if name != "ownerReferences"}
-    return {**deployment, "metadata": meta}

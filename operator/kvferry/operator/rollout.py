@@ -44,6 +44,8 @@ class RoleState:
     name: str
     wanted: int
     revisions: Mapping[str, Count] = field(default_factory=dict)
+    is_leaving: bool = False
+    """The spec has it no longer; it serves until those that the spec has can."""
 
     def of(self, revision: str) -> Count:
         """The pods at `revision`."""
@@ -103,13 +105,18 @@ class Step:
 
 def next_step(roles: Sequence[RoleState], revision: str, rollout: Rollout) -> Step:
     """The numbers to apply now."""
+    staying = [role for role in roles if not role.is_leaving]
+    leaving = [role for role in roles if role.is_leaving]
+    paired = [role for role in staying if role.name in PAIRED]
+    groups = [paired] if paired else []
+    groups += [[role] for role in staying if role.name not in PAIRED]
     if rollout.paused:
-        after = [_hold(role, Bounds.of(rollout, role.wanted)) for role in roles]
+        after = [role for group in groups for role in _hold(group, rollout)]
     else:
-        paired = [role for role in roles if role.name in PAIRED]
-        groups = [paired] if paired else []
-        groups += [[role] for role in roles if role.name not in PAIRED]
         after = [role for group in groups for role in _advance(group, revision, rollout)]
+        if not _waiting_for(staying, revision, rollout):
+            leaving = [_emptied(role) for role in leaving]
+    after += leaving
     desired = {(role.name, rev): count.desired for role in after for rev, count in role.revisions.items()}
     waiting = _waiting_for(roles, revision, rollout)
     return Step(desired, not waiting, waiting)
@@ -195,16 +202,28 @@ def _victims(roles: list[RoleState], revision: str) -> list[tuple[str, str]]:
     return [(name, old) for *_, old, name in sorted(found)]
 
 
-def _hold(role: RoleState, bounds: Bounds) -> RoleState:
-    """Scale without changing which revision leads."""
-    if not role.revisions:
-        return role
-    leading = max(role.revisions, key=lambda rev: (role.of(rev).ready, role.of(rev).desired, rev))
+def _hold(group: list[RoleState], rollout: Rollout) -> list[RoleState]:
+    """Scale without changing which revision leads; the same one for all roles, or no pair might be left."""
+    revisions = {revision for role in group for revision in role.revisions}
+    if not revisions:
+        return group
+
+    def serves(revision: str) -> tuple[Fraction, int, str]:
+        return min(role.share(revision) for role in group), sum(role.of(revision).ready for role in group), revision
+
+    leading = max(revisions, key=serves)
+    return [_scaled(role, leading, Bounds.of(rollout, role.wanted)) for role in group]
+
+
+def _scaled(role: RoleState, leading: str, bounds: Bounds) -> RoleState:
     others = role.total - role.of(leading).desired
-    lowest, highest = role.wanted - others, role.wanted + bounds.surge - others
-    if others == 0:
-        highest = lowest
+    lowest = role.wanted - others
+    highest = lowest + (bounds.surge if others else 0)
     return role.with_desired(leading, max(0, min(max(role.of(leading).desired, lowest), highest)))
+
+
+def _emptied(role: RoleState) -> RoleState:
+    return replace(role, revisions=dict.fromkeys(role.revisions, Count()))
 
 
 def _waiting_for(roles: Sequence[RoleState], revision: str, rollout: Rollout) -> str:
@@ -212,7 +231,9 @@ def _waiting_for(roles: Sequence[RoleState], revision: str, rollout: Rollout) ->
     for role in roles:
         new = role.of(revision)
         old = role.total - new.desired
-        if old:
+        if role.is_leaving:
+            behind += [f"{role.name}: leaves, {role.total} pods left"] if role.total else []
+        elif old:
             behind.append(f"{role.name}: {new.ready} of {role.wanted} pods updated and ready, {old} old ones left")
         elif new.ready < role.wanted or new.desired != role.wanted:
             behind.append(f"{role.name}: {new.ready} of {role.wanted} pods ready")

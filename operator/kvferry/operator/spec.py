@@ -158,6 +158,7 @@ class Gateway(_Struct, frozen=True):
 
     replicas: int = 1
     api_keys_secret: str = ""
+    tls_secret: str = ""
     service: Service = Service()
     resources: Json = {}
     template: Json = {}

@@ -88,7 +88,7 @@ def status_of(seen: Observed, before: Mapping[str, Any], now: str) -> Json:
     return {
         "observedGeneration": pool.generation,
         "revision": seen.revision,
-        "url": f"http://{pool.name}.{pool.namespace}.svc:{pool.spec.gateway.service.http_port}/v1",
+        "url": f"{'https' if pool.spec.gateway.tls_secret else 'http'}://{pool.name}.{pool.namespace}.svc:{pool.spec.gateway.service.http_port}/v1",
         "roles": [_role(seen, role) for role in seen.roles if pool.spec.role(role.name) is not None],
         "gateway": {"desired": seen.gateway_desired, "ready": seen.gateway_ready},
         "conditions": conditions,

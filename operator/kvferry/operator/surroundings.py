@@ -76,6 +76,7 @@ def _accounts(pool: Pool) -> list[Json]:
 
 def _services(pool: Pool) -> list[Json]:
     service = pool.spec.gateway.service
+    http, grpc = ("https", "grpcs") if pool.spec.gateway.tls_secret else ("http", "kubernetes.io/h2c")
     made = [
         child(
             pool,
@@ -87,12 +88,12 @@ def _services(pool: Pool) -> list[Json]:
                 "type": service.type,
                 "selector": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY},
                 "ports": [
-                    {"name": "http", "port": service.http_port, "targetPort": "http", "appProtocol": "http"},
+                    {"name": "http", "port": service.http_port, "targetPort": "http", "appProtocol": http},
                     {
                         "name": "grpc",
                         "port": service.grpc_port,
                         "targetPort": "grpc",
-                        "appProtocol": "kubernetes.io/h2c",
+                        "appProtocol": grpc,
                     },
                 ],
             },
@@ -174,11 +175,21 @@ def _pod_monitor(pool: Pool) -> Json:
         spec={
             "selector": {"matchLabels": {names.LABEL_POOL: pool.name}},
             "podTargetLabels": [names.LABEL_POOL, names.LABEL_ROLE, names.LABEL_REVISION],
-            "podMetricsEndpoints": [{"port": "metrics", "interval": "5s"}, {"port": "http", "interval": "5s"}],
+            "podMetricsEndpoints": [
+                {"port": "metrics", "interval": "5s"},
+                {"port": "http", "interval": "5s", **_tls(pool)},
+            ],
         },
     )
     made["metadata"]["labels"] |= pool.spec.observability.pod_monitor_labels
     return made
+
+
+def _tls(pool: Pool) -> Json:
+    """Scraped by the pods' addresses, which no certificate names."""
+    if not pool.spec.gateway.tls_secret:
+        return {}
+    return {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
 
 
 def _extension_pool(pool: Pool) -> Json:

@@ -50,7 +50,6 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
         "drain": spec.drain.seconds,
         "tenancy": spec.tenancy,
         "image": [spec.image or default_image, spec.image_pull_policy, spec.image_pull_secrets],
-        "deadline": spec.rollout.progress_deadline_seconds,
         "roles": sorted(
             ([role.name, role.engine, role.resources, role.template] for role in spec.roles),
             key=lambda part: str(part[0]),

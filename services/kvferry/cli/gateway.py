@@ -63,6 +63,7 @@ def command(values: Values) -> None:
             api_keys_file=Path(values["api_keys_file"]) if values["api_keys_file"] else None,
         ),
         grpc_address=values["grpc"],
+        tls=_tls(values),
         routing=RoutingConfig(
             block_tokens=values["block_tokens"],
             prefix_blocks=values["prefix_blocks"],
@@ -82,3 +83,13 @@ def command(values: Values) -> None:
             config, text_model_of(open_model(values["model"], served_name=values["served_name"])), announce=listening
         )
     )
+
+
+def _tls(values: Values) -> tuple[Path, Path] | None:
+    from kvferry.core.errors import UsageError
+
+    chain, key = values["tls_cert_file"], values["tls_key_file"]
+    if bool(chain) != bool(key):
+        missing = "tls_key_file" if chain else "tls_cert_file"
+        raise UsageError(f"TLS needs a certificate and its key; {missing} is not set", field=missing)
+    return (Path(chain), Path(key)) if chain else None

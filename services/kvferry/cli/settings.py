@@ -43,6 +43,10 @@ HOLD = (
 )
 METRICS = Setting("metrics", "", "HOST:PORT of a page of Prometheus metrics, at /metrics; without it there is none.")
 DRAIN = Setting("drain_seconds", 30.0, "Seconds that running requests may go on after SIGTERM.", parse=seconds(0, 3600))
+TLS = (
+    Setting("tls_cert_file", "", "Certificate chain, PEM, for HTTP and gRPC; without it they are in the clear."),
+    Setting("tls_key_file", "", "Its key, PEM. Renewed files are taken up while serving."),
+)
 API_KEYS = Setting("api_keys_file", "", "File with lines of `key tenant`; without it everybody may ask.")
 
 ENGINE = (
@@ -133,6 +137,7 @@ GATEWAY = (
     HTTP,
     GRPC,
     API_KEYS,
+    *TLS,
     Setting("block_tokens", 16, "Tokens in a KV page, as the workers have it.", parse=whole(1, 1024)),
     Setting("prefix_blocks", 4, "Leading blocks of a prompt that choose its replica.", parse=whole(1, 1024)),
     Setting(

@@ -162,6 +162,8 @@ class GatewayConfig:
     http: HttpConfig = field(default_factory=HttpConfig)
     grpc_address: str = "127.0.0.1:9000"
     """`host:port` of Inference, health and reflection; port 0 takes a free one."""
+    tls: tuple[Path, Path] | None = None
+    """Certificate chain and key, PEM, for HTTP and gRPC; `None`: in the clear."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     max_streams: int = 1024

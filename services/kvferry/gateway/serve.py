@@ -26,6 +26,7 @@ from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.membership import Knowledge, Membership
 from kvferry.gateway.pool_api import PoolApi
 from kvferry.gateway.readiness import FleetCollector, PoolCollector, can_serve, notes
+from kvferry.gateway.tls import Certificate
 from kvferry.gateway.waiting_room import WaitingRoom
 from kvferry.gateway.waking import Waker
 from kvferry.rpc.inference import inference_service
@@ -36,6 +37,8 @@ from kvferry.rpc.text_service import TextService
 _log = logging.getLogger(__name__)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048
+_CERTIFICATE_SECONDS = 10.0
+"""Between two looks whether the certificate was renewed."""
 _WRITE_AFTER_END = "socket.send() raised exception."
 """What asyncio says, once for every event that was ready, when a client leaves in the middle of a stream."""
 _KEEP_ALIVE_SECONDS = 75
@@ -93,6 +96,7 @@ class Gateway:
     def __init__(self, config: GatewayConfig, model: TextModel, clock: Clock, pool: PoolApi | None = None) -> None:
         self._config = config
         self._pool = pool
+        self._certificate = None if config.tls is None else Certificate(*config.tls)
         self._draining = False
         self._incarnation = new_incarnation()
         self.instruments = Instruments()
@@ -126,9 +130,13 @@ class Gateway:
         """
         name = config.fleet.pool
         gateway = cls(config, model, clock, None if name is None else await asyncio.to_thread(PoolApi.connect, name))
-        gateway._rpc = await start_server(config.grpc_address, [inference_service(gateway.service)])
+        certificate = gateway._certificate
+        credentials = None if certificate is None else certificate.grpc_credentials()
+        gateway._rpc = await start_server(
+            config.grpc_address, [inference_service(gateway.service)], credentials=credentials
+        )
         try:
-            gateway._http = await _HttpServer.start(gateway.http_side.app(), config)
+            gateway._http = await _HttpServer.start(gateway.http_side.app(), config, certificate)
         except BaseException:
             await gateway._rpc.stop(0)
             raise
@@ -137,6 +145,8 @@ class Gateway:
         gateway._following = [asyncio.create_task(gateway.membership.run(), name="membership")]
         if gateway._waker is not None:
             gateway._following.append(asyncio.create_task(gateway._waker.run(), name="waker"))
+        if certificate is not None:
+            gateway._following.append(asyncio.create_task(_renew(certificate), name="certificate"))
         gateway._health = asyncio.create_task(gateway._follow_readiness(), name="readiness")
         return gateway
 
@@ -206,6 +216,12 @@ class Gateway:
             _log.info("requests would %sbe served", "" if ready else "not ")
 
 
+async def _renew(certificate: Certificate) -> None:
+    while True:
+        await asyncio.sleep(_CERTIFICATE_SECONDS)
+        certificate.renew()
+
+
 class _HttpServer:
     """Uvicorn inside our loop, with a socket and a stop of our own."""
 
@@ -216,7 +232,7 @@ class _HttpServer:
         self._serving = asyncio.create_task(server.serve(sockets=[bound]), name="http")
 
     @classmethod
-    async def start(cls, app: ASGIApp, config: GatewayConfig) -> "_HttpServer":
+    async def start(cls, app: ASGIApp, config: GatewayConfig, certificate: Certificate | None) -> "_HttpServer":
         logging.getLogger("asyncio").addFilter(_is_news)
         bound = _bind(config.http.address)
         settings = uvicorn.Config(
@@ -231,6 +247,9 @@ class _HttpServer:
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
         )
+        settings.load()
+        if certificate is not None:
+            settings.ssl = certificate.context
         server = _QuietUvicorn(settings)
         running = cls(server, bound)
         started = asyncio.create_task(server.is_up.wait())

@@ -71,8 +71,13 @@ class RpcServer:
         await stopping
 
 
-async def start_server(address: str, services: Sequence[Service]) -> RpcServer:
+async def start_server(
+    address: str, services: Sequence[Service], *, credentials: grpc.ServerCredentials | None = None
+) -> RpcServer:
     """Serve `services`, health and reflection on `address` (`host:port`; port 0 takes a free one).
+
+    Args:
+        credentials: for TLS; `None`: in the clear.
 
     Raises:
         UsageError: the address cannot be bound.
@@ -89,7 +94,10 @@ async def start_server(address: str, services: Sequence[Service]) -> RpcServer:
     health_pb2_grpc.add_HealthServicer_to_server(statuses, server)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     try:
-        bound = server.add_insecure_port(address)
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise UsageError(
             f"cannot listen on {address}: {error}; is it taken by another process?", field="grpc"

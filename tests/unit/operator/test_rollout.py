@@ -1,6 +1,7 @@
 """The rollout's planner by whole trajectories, and its promises over random worlds."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fractions import Fraction
 
 from hypothesis import given, settings
@@ -125,6 +126,33 @@ def test_a_change_that_overtakes_another_does_not_stand_still():
     steps = trajectory(roles, "c", Rollout())
     assert steps[-1] == {"prefill": {"c": 2}, "decode": {"c": 4}}
     assert all(sum(step["prefill"].values()) <= 3 and sum(step["decode"].values()) <= 5 for step in steps)
+
+
+def leaving(**roles: tuple[int, Mapping[str, tuple[int, int]]]) -> list[RoleState]:
+    return [replace(role, is_leaving=True) for role in world(**roles)]
+
+
+def test_roles_that_leave_serve_until_those_that_come_can():
+    old = leaving(prefill=(0, {"a": (2, 2)}), decode=(0, {"a": (4, 4)}))
+    starting = next_step([*old, *world(combined=(3, {"b": (3, 2)}))], "b", Rollout())
+    assert (starting.desired["prefill", "a"], starting.desired["decode", "a"]) == (2, 4)
+    assert "decode: leaves, 4 pods left" in starting.waiting_for
+    there = next_step([*old, *world(combined=(3, {"b": (3, 3)}))], "b", Rollout())
+    assert (there.desired["prefill", "a"], there.desired["decode", "a"]) == (0, 0)
+    assert not there.done
+    assert next_step(world(combined=(3, {"b": (3, 3)})), "b", Rollout()).done
+
+
+def test_paused_takes_no_role_away():
+    old = leaving(combined=(0, {"a": (3, 3)}))
+    step = next_step([*old, *world(prefill=(1, {"b": (1, 1)}), decode=(1, {"b": (1, 1)}))], "b", Rollout(paused=True))
+    assert step.desired["combined", "a"] == 3
+
+
+def test_paused_scaling_leaves_a_pair():
+    roles = world(prefill=(2, {"a": (3, 3), "b": (3, 3)}), decode=(1, {"a": (5, 5), "b": (3, 3)}))
+    after = apply(roles, "b", Rollout(paused=True), all_ready)
+    assert capacity(after) >= 1
 
 
 amounts = st.sampled_from(["0", "1", "2", "25%", "50%", "100%"])

@@ -8,7 +8,8 @@ from tests.unit.operator.pools import IMAGE, body, pool
 from kvferry.core.errors import UsageError
 from kvferry.operator import names
 from kvferry.operator.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
-from kvferry.operator.facts import FleetReport, Key, Store, WorkerReport
+from kvferry.operator.facts import Key, Store, WorkerReport
+from kvferry.operator.fleet_page import read_fleet
 from kvferry.operator.heartbeat import Heartbeat
 from kvferry.operator.lease import LeaseTimes, given_back, may_take, sighted, taken
 from kvferry.operator.overlay import overlay
@@ -122,8 +123,19 @@ def test_a_record_gives_back_what_was_recorded_owned_by_the_pool_of_now():
     made = deployments(before, "r", IMAGE)
     kept = json.loads(json.dumps(record(before, "r", 3, made)))
     after = parse_pool({**body(), "metadata": {**body()["metadata"], "uid": "u-2"}})
-    assert recorded(after, kept)["prefill"]["spec"] == made["prefill"]["spec"]
-    assert recorded(after, kept)["prefill"]["metadata"]["ownerReferences"][0]["uid"] == "u-2"
+    again = recorded(after, "r", kept)
+    assert {role: d["spec"] for role, d in again.items()} == {role: d["spec"] for role, d in made.items()}
+    assert again["prefill"]["metadata"]["ownerReferences"][0]["uid"] == "u-2"
+
+
+def test_a_record_says_what_pods_are_and_not_what_they_are_called():
+    forged = {
+        "data": {
+            "deployments": {"prefill": {"kind": "Role", "metadata": {"name": "x"}, "spec": {}}, "root": {"spec": {}}}
+        }
+    }
+    (made,) = recorded(pool(), "cafebabe", forged).values()
+    assert (made["kind"], made["metadata"]["name"]) == ("Deployment", "chat-prefill-cafebabe")
 
 
 def test_records_are_numbered_and_the_oldest_spare_ones_go():
@@ -279,16 +291,30 @@ def test_a_deployment_says_what_stands_in_its_way():
     assert store.facts(KEY).deployments["chat-decode-r"].stuck == "quota"
 
 
-def test_a_report_is_read_as_far_as_it_goes():
+def test_a_fleet_is_read_as_far_as_it_goes():
     said = {
         "workers": [{"name": "w", "role": "both", "takes_work": True, "tickets_offered": 2, "queue_seconds": None}],
         "held": 3,
-        "handoffs": {"fetched": 4},
+        "handoffs": {"fetched": 4, "odd": 9},
+        "more": [1],
     }
-    report = FleetReport.of(1.0, said)
+    report = read_fleet(json.dumps(said).encode(), 1.0)
     (worker,) = report.of_role("combined")
     assert (worker.exports, worker.kv_use, report.held, report.handoffs) == (2, 0.0, 3, {"fetched": 4})
-    assert FleetReport.of(1.0, {}).workers == ()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"[]", b"{}", b'"x"', b'{"workers":[1]}', b'{"workers":[{"name":[],"role":"both"}]}', b"[" * 100_000,
+        b'{"workers":[],"more":' + b"[" * 100_000, b'{"workers":[],"handoffs":[1]}', b'{"workers":[],"held":-1}',
+        b'{"workers":[{"name":"w","role":"both","running":"many"}]}', b'{"workers":[],"gateway":"' + b"x" * 600 + b'"}',
+        b'{"workers":[' + b",".join([b'{"name":"w","role":"both"}'] * 5001) + b"]}", b"\xff\xfe",
+    ],
+)  # fmt: skip
+def test_what_is_no_fleet_is_refused(raw):
+    with pytest.raises(ValueError, match="not a fleet"):
+        read_fleet(raw, 0.0)
 
 
 # -- the check-up of a cluster -----------------------------------------------------------------------------------------
