@@ -104,12 +104,17 @@ class Kube:
         return {}
 
     def rolled_out(self, namespace: str, name: str = "chat", seconds: float = SECONDS) -> None:
-        """Wait until nothing moves any more."""
-        eventually(
-            lambda: self.condition(namespace, "RolesReady", name).get("status") == "True",
-            f"pool {namespace}/{name}: roles ready",
-            seconds,
-        )
+        """Wait until nothing moves any more; prints what there is where that takes too long."""
+        try:
+            eventually(
+                lambda: self.condition(namespace, "RolesReady", name).get("status") == "True",
+                f"pool {namespace}/{name}: roles ready",
+                seconds,
+            )
+        except AssertionError:
+            print(self.kubectl("get", "deployments,pods,kvscale", "-n", namespace))
+            print(json.dumps(self.pool(namespace, name).get("status"), indent=1))
+            raise
 
     def change(self, namespace: str, name: str = "chat", **spec: Any) -> None:
         self.api.patch(API, "InferencePool", namespace, name, {"spec": spec}, manager="test")

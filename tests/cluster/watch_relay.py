@@ -1,6 +1,7 @@
 """Stands between a client and the API server, in plain HTTP to the client, and can silence the watches of one kind."""
 
 import json
+import select
 import socket
 import ssl
 import threading
@@ -44,25 +45,47 @@ class WatchRelay:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = self._tls.wrap_socket(socket.create_connection(self._server), server_hostname=self._server[0])
-                self._open += [client, server]
-                watched = [""]
-                for source, target, is_request in ((client, server, True), (server, client, False)):
-                    thread = threading.Thread(target=self._pass_on, args=(source, target, is_request, watched))
-                    self._threads.append(thread)
-                    thread.start()
+                self._open.append(client)
+                self._threads.append(threading.Thread(target=self._serve, args=(client,)))
+                self._threads[-1].start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket, is_request: bool, watched: list[str]) -> None:
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            raw = socket.create_connection(self._server, timeout=10)
+            server = self._tls.wrap_socket(raw, server_hostname=self._server[0])
+            server.setblocking(False)  # what arrives may be TLS's own, of which nothing can be read
+        except OSError:
+            return self._end(client)
+        self._open.append(server)
+        return self._carry(client, server)
+
+    def _carry(self, client: socket.socket, server: ssl.SSLSocket) -> None:
+        """One thread for both directions: a TLS connection is not for two at once."""
+        watched = ""
         with suppress(OSError, ValueError):
-            while data := source.recv(1 << 16):
-                if is_request:
-                    line = data.partition(b"\r\n")[0].decode(errors="replace")
-                    watched[0] = line.partition("?")[0].rpartition("/")[2] if "watch=true" in line else ""
-                elif watched[0] and watched[0] == self.stalled:
-                    continue
-                target.sendall(data)
-        with suppress(OSError):
-            target.shutdown(socket.SHUT_RDWR)
+            while True:
+                ready = [server] if server.pending() else select.select([client, server], [], [])[0]
+                for source in ready:
+                    try:
+                        data = source.recv(1 << 16)
+                    except ssl.SSLWantReadError:
+                        continue
+                    if not data:
+                        return self._end(client, server)
+                    if source is client:
+                        line = data.partition(b"\r\n")[0].decode(errors="replace")
+                        watched = line.partition("?")[0].rpartition("/")[2] if "watch=true" in line else ""
+                        server.setblocking(True)
+                        server.sendall(data)
+                        server.setblocking(False)
+                    elif not watched or watched != self.stalled:
+                        client.sendall(data)
+        return self._end(client, server)
+
+    def _end(self, *ends: socket.socket) -> None:
+        for one in ends:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
