@@ -141,7 +141,8 @@ class Life:
             self._revisions()
             self._removals()
         kube.kubectl("delete", "kvpool", "chat", "-n", namespace, "--wait=true")
-        eventually(lambda: not self.there("deployments,services,kvscale"))
+        # The garbage collector looks for new kinds, such as ours in a young cluster, every half a minute.
+        eventually(lambda: not self.there("deployments,services,kvscale"), "all gone with the pool", 90)
 
     def _scaling(self) -> None:
         self.roll(roles=[{"name": "prefill"}, {"name": "decode", "replicas": 3}])
