@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.cluster.operators import CHART, Kube, a_cluster, a_pool, helm
+from tests.cluster.operators import CHART, Kube, a_cluster, a_pool, eventually, helm
 
 from kvferry.core.errors import Unavailable
 
@@ -101,11 +101,12 @@ def definitions(kube: Kube) -> list[str]:
 def test_an_upgrade_brings_new_fields_and_an_uninstall_takes_what_it_was_told(kube: Kube, tmp_path: Path) -> None:
     flags = ("kv", "--namespace", "default", "--set", "operator.replicas=0")
     helm("install", flags[0], older_chart(tmp_path), *flags[1:], kubeconfig=kube.kubeconfig)
+    kube.kubectl("wait", "--for=condition=Established", "crd/inferencepools.kvferry.dev", "--timeout=30s")
     assert not is_known(kube, "disruption")
     kube.apply(a_pool("default"))
     before = uid(kube)
     helm("upgrade", flags[0], CHART, *flags[1:], kubeconfig=kube.kubeconfig)
-    assert is_known(kube, "disruption")
+    eventually(lambda: is_known(kube, "disruption"), "the field is known")
     assert uid(kube) == before
     assert kube.pool("default")["spec"]["disruption"] == {"maxUnavailable": "1"}
     helm("uninstall", "kv", "--namespace", "default", kubeconfig=kube.kubeconfig)
@@ -115,4 +116,4 @@ def test_an_upgrade_brings_new_fields_and_an_uninstall_takes_what_it_was_told(ku
     helm("install", flags[0], CHART, *flags[1:], *gone, kubeconfig=kube.kubeconfig)
     assert uid(kube) == before, "definitions that were kept are taken over"
     helm("uninstall", "kv", "--namespace", "default", "--wait", kubeconfig=kube.kubeconfig)
-    assert definitions(kube) == []
+    eventually(lambda: not definitions(kube), "the definitions, and with them the pools, are gone")

@@ -48,8 +48,9 @@ def registry(saw: Saw, api: KubeApi) -> kopf.OperatorRegistry:
 
     kopf.on.login(registry=handlers, id="login")(login)
     for kind, (group, version, plural) in WATCHED.items():
-        # The loop is over when this is called, so the kind travels as a default value.
-        def on_event(body: kopf.Body, told: str = kind, **event: Any) -> None:
+        # Asynchronous: kopf runs plain functions in threads of its own, and what is told belongs to the event loop.
+        # The loop over the kinds is over when this is called, so the kind travels as a default value.
+        async def on_event(body: kopf.Body, told: str = kind, **event: Any) -> None:
             saw(told, dict(body), event["type"] == "DELETED")
 
         kopf.on.event(*resource(group, version, plural), registry=handlers, id=f"saw-{plural}")(on_event)
