@@ -67,19 +67,20 @@ def test_a_killed_leader_is_replaced_once_its_lease_is_over(kube: Kube, namespac
 
 def test_a_leader_that_is_asked_to_stop_hands_over_at_once(kube: Kube, namespace: str) -> None:
     kube.apply(*(a_pool(namespace, f"chat-{i}") for i in range(5)))
+    slow = ("--lease-seconds", "60")  # who waited for the lease to run out would take that long
     with (
-        an_operator(kube.kubeconfig, namespace, "--identity", "one") as first,
-        an_operator(kube.kubeconfig, namespace, "--identity", "two", leads=False) as second,
+        an_operator(kube.kubeconfig, namespace, "--identity", "one", *slow) as first,
+        an_operator(kube.kubeconfig, namespace, "--identity", "two", *slow, leads=False) as second,
     ):
         eventually(lambda: is_seen(kube, namespace, "chat-0"))
         first.get("/healthz")
         begun = CLOCK.monotonic()
         first.process.process.send_signal(signal.SIGTERM)
-        second.process.wait_for("leading", 10)
+        second.process.wait_for("leading", 40)
         took = CLOCK.monotonic() - begun
-        assert first.process.stop() == 0
+        assert first.process.process.wait(30) == 0  # not told a second time
         print(f"handed over in {took:.1f} s, ended after {CLOCK.monotonic() - begun:.1f} s")
-        assert took < 3
+        assert took < 40
 
 
 def writes(kube: Kube, account: str) -> list[dict[str, Any]]:

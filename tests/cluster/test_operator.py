@@ -370,7 +370,7 @@ def test_a_role_that_may_sleep_sleeps(world):
     roles = [{"name": "combined", "scaling": {"mode": "External", "minReplicas": 0}}]
     world.apply(roles=roles)
     world.settled()
-    assert world.get("kvscale", "chat-combined")["metadata"]["annotations"]["kvferry.dev/wake"] == "true"
+    world.until(lambda: world.get("kvscale", "chat-combined")["metadata"]["annotations"]["kvferry.dev/wake"] == "true")
     world.kubectl("scale", "kvscale/chat-combined", "--replicas=0")
     world.until(lambda: world.condition("Ready")[:2] == ("True", "Asleep"))
     assert [role["summary"] for role in world.status()["roles"]] == ["0/0"]

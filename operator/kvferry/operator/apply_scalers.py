@@ -79,12 +79,12 @@ def _static(this: PoolPass, role: Role, now: int) -> int:
 
 def _seed(this: PoolPass, role: Role, now: int) -> None:
     whole = scaler(this.pool, role, now)
-    # Nothing but the number: whatever else this manager owned would stand in the operator's own way.
+    # The number, and what an object of the kind must have; more would stand in the operator's own way.
     seed = {
         "apiVersion": whole["apiVersion"],
         "kind": whole["kind"],
         "metadata": {"namespace": this.pool.namespace, "name": whole["metadata"]["name"]},
-        "spec": {"replicas": now},
+        "spec": whole["spec"],
     }
     try:
         this.api.apply(seed, manager=names.SEED_MANAGER)
