@@ -51,7 +51,7 @@ def _number(this: PoolPass, role: Role) -> int:
     what = f"PoolRoleScaler {names.role_object(this.pool.name, role.name)}"
     with this.noting(what):
         if mode == "Static":
-            return _static(this, role, now)
+            return _static(this, role)
         if facts is None:
             first = scaler(this.pool, role, role.bounded(max(1, role.scaling.min_replicas)))
             return int(this.api.apply(first, manager=names.SEED_MANAGER)["spec"]["replicas"])
@@ -63,17 +63,10 @@ def _number(this: PoolPass, role: Role) -> int:
     return now
 
 
-def _static(this: PoolPass, role: Role, now: int) -> int:
+def _static(this: PoolPass, role: Role) -> int:
     facts = this.facts.scalers.get(role.name)
     this.memory.seeded.pop(role.name, None)
-    try:
-        this.memory.children.apply(
-            scaler(this.pool, role, role.replicas), "" if facts is None else str(facts.generation)
-        )
-    except FieldConflict as conflict:
-        with this.noting(f"PoolRoleScaler {names.role_object(this.pool.name, role.name)}"):
-            raise conflict
-        return now
+    this.memory.children.apply(scaler(this.pool, role, role.replicas), "" if facts is None else str(facts.generation))
     return role.replicas
 
 

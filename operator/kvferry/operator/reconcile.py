@@ -178,8 +178,8 @@ class Reconciler:
 
     def _again(self, this: PoolPass, waiting_for: str) -> float | None:
         waits = []
-        if this.memory.keys_until - this.now < _RESYNC_SECONDS:
-            waits.append(max(0.0, this.memory.keys_until - this.now))
+        if this.memory.keys_until > this.now:  # else the pool has keys of its own, or they were refused
+            waits.append(this.memory.keys_until - this.now)
         if any(role.scaling.mode == "Auto" for role in this.pool.spec.roles):
             waits.append(_AUTOSCALE_SECONDS)
         if this.facts.report is not None and _word(this) is None:
