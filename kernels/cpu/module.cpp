@@ -1,12 +1,279 @@
-// The door between Python and the compiled CPU kernels. Each op gets one line here and its own file beside.
+// The door between Python and the compiled kernels: checks what comes in, lets go of the interpreter, calls.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "isa.hpp"
+#include <stdexcept>
+
+#include "levels.hpp"
+#include "pack.hpp"
+#include "pool.hpp"
+#include "step.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvferry {
+namespace {
+
+template <class T>
+using Array = nb::ndarray<T, nb::numpy, nb::c_contig, nb::device::cpu>;
+using Bytes = Array<uint8_t>;
+using Ints = Array<const int64_t>;
+using Floats = Array<const float>;
+
+void require(bool holds, const std::string& what) {
+  if (!holds) throw nb::value_error(what.c_str());
+}
+
+std::vector<Source> sources(const std::vector<int>& types) {
+  std::vector<Source> found;
+  for (int type : types) found.push_back(Source(type));
+  return found;
+}
+
+// A matrix over memory that Python owns.
+struct PackedMatrix {
+  Matrix matrix;
+  std::vector<nb::object> owners;
+
+  size_t bytes() const { return matrix.panel_bytes * size_t(matrix.panels); }
+};
+
+PackedMatrix make_matrix(const std::string& wanted, const std::vector<int>& types, int rows, int cols) {
+  require(rows > 0 && cols > 0 && !types.empty(), "a matrix needs rows, columns and types");
+  for (Source type : sources(types)) require(row_bytes(type, cols) > 0, "columns do not divide into the type's blocks");
+  return {describe(wanted, sources(types), rows, cols), {}};
+}
+
+void pack_matrix(PackedMatrix& packed, const std::vector<int>& types, const std::vector<Array<const uint8_t>>& parts, Ints order, Bytes out) {
+  const Matrix& m = packed.matrix;
+  require(types.size() == parts.size(), "every part needs a type");
+  require(order.size() == size_t(m.rows), "the order does not name every row");
+  require(out.size() == packed.bytes(), "the packed matrix has another size");
+  std::vector<Part> list;
+  int64_t total = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const size_t bytes = row_bytes(Source(types[i]), m.cols);
+    require(bytes > 0 && parts[i].size() % bytes == 0, "a part is not a whole number of rows");
+    list.push_back({Source(types[i]), parts[i].data(), int(parts[i].size() / bytes)});
+    total += list.back().rows;
+  }
+  for (size_t r = 0; r < order.size(); ++r) require(order.data()[r] >= -1 && order.data()[r] < total, "the order names a row that is not there");
+  nb::gil_scoped_release released;
+  pack(m, list, order.data(), out.data());
+}
+
+void attach(PackedMatrix& packed, nb::object data, nb::object bias) {
+  const auto bytes = nb::cast<Array<const uint8_t>>(data);
+  require(bytes.size() == packed.bytes(), "the packed matrix has another size");
+  packed.matrix.data = bytes.data();
+  packed.owners = {data};
+  if (!bias.is_none()) {
+    const auto values = nb::cast<Floats>(bias);
+    require(values.size() == size_t(packed.matrix.panels) * kPanel, "a bias needs a value for every padded row");
+    packed.matrix.bias = values.data();
+    packed.owners.push_back(bias);
+  }
+}
+
+// A model ready to run: its description, what keeps its memory alive, and one step at a time.
+class Runner {
+ public:
+  Runner(nb::dict shape, nb::dict parts, nb::list layers, const std::string& level, Pool& pool) : pool_(pool) {
+    const auto whole = [&](const char* name) { return nb::cast<int>(shape[name]); };
+    Model& m = model_;
+    m.hidden = whole("hidden");
+    m.intermediate = whole("intermediate");
+    m.heads = whole("heads");
+    m.kv_heads = whole("kv_heads");
+    m.head_dim = whole("head_dim");
+    m.vocabulary = whole("vocabulary");
+    m.max_tokens = whole("max_tokens");
+    m.epsilon = nb::cast<float>(shape["epsilon"]);
+    m.scale = nb::cast<float>(shape["scale"]);
+    require(m.head_dim % 16 == 0 && m.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16, at most 256");
+    require(m.kv_heads > 0 && m.heads % m.kv_heads == 0, "heads must be a multiple of kv_heads");
+    m.embedding = matrix(parts["embedding"], m.vocabulary, m.hidden);
+    m.head = matrix(parts["head"], m.vocabulary, m.hidden);
+    m.final_norm = floats(parts["final_norm"], m.hidden);
+    m.cos = floats(parts["cos"], size_t(m.max_tokens) * m.head_dim);
+    m.sin = floats(parts["sin"], size_t(m.max_tokens) * m.head_dim);
+    const int width = m.heads * m.head_dim, gate_up = 2 * ((m.intermediate + kPanel - 1) / kPanel * kPanel);
+    for (nb::handle item : layers) {
+      const auto from = nb::cast<nb::dict>(item);
+      Layer layer;
+      layer.attention_norm = floats(from["attention_norm"], m.hidden);
+      layer.qkv = matrix(from["qkv"], (m.heads + 2 * m.kv_heads) * m.head_dim, m.hidden);
+      layer.q_norm = from["q_norm"].is_none() ? nullptr : floats(from["q_norm"], m.head_dim);
+      layer.k_norm = from["k_norm"].is_none() ? nullptr : floats(from["k_norm"], m.head_dim);
+      layer.output = matrix(from["output"], m.hidden, width);
+      layer.mlp_norm = floats(from["mlp_norm"], m.hidden);
+      layer.gate_up = matrix(from["gate_up"], gate_up, m.hidden);
+      layer.down = matrix(from["down"], m.hidden, m.intermediate);
+      layers_.push_back(layer);
+    }
+    require(!layers_.empty(), "a model needs a layer");
+    m.layers = layers_.data();
+    m.num_layers = int(layers_.size());
+    const Level* found = level_named(level);
+    require(found != nullptr, "this machine does not run level " + level);
+    step_ = std::make_unique<Step>(model_, *found, pool.threads());
+  }
+
+  // Seconds by phase since the last call, of all threads together; the first call begins to count.
+  nb::dict phase_seconds() {
+    nb::dict found;
+    for (int phase = 0; phase < kPhases; ++phase) {
+      double total = 0;
+      for (auto& of_thread : step_->seconds) {
+        total += of_thread[size_t(phase)];
+        of_thread[size_t(phase)] = 0;
+      }
+      found[kPhaseNames[phase]] = total;
+    }
+    step_->is_timed = true;
+    return found;
+  }
+
+  // See compiled.py for what each array is.
+  void step(Ints tokens, Ints positions, Ints slots, Ints queries, Ints contexts, Ints tables, Ints sampled, uintptr_t pages,
+            int64_t num_pages, int block_tokens, bool pages_are_bf16, Array<float> logits, Array<int64_t> greedy, Bytes finite) {
+    Batch b;
+    b.rows = int(tokens.size());
+    b.num_sequences = int(queries.size());
+    b.num_sampled = int(sampled.size());
+    require(b.rows > 0, "a step needs rows");
+    require(positions.size() == tokens.size() && slots.size() == tokens.size(), "tokens, positions and slots differ in number");
+    require(contexts.size() == queries.size() && tables.ndim() == 2 && tables.shape(0) == queries.size(), "the sequences' arrays differ in number");
+    require(logits.size() == sampled.size() * size_t(model_.vocabulary) && greedy.size() == sampled.size() && finite.size() == sampled.size(),
+            "the results have another size");
+    require(block_tokens > 0 && num_pages > 0 && pages != 0, "there are no pages");
+    for (int i = 0; i < b.rows; ++i) {
+      require(tokens.data()[i] >= 0 && tokens.data()[i] < model_.vocabulary, "a token is not in the vocabulary");
+      require(positions.data()[i] >= 0 && positions.data()[i] < model_.max_tokens, "a position is beyond the model's");
+      require(slots.data()[i] >= 0 && slots.data()[i] < num_pages * block_tokens, "a slot is beyond the pages");
+    }
+    for (int i = 0; i < b.num_sampled; ++i) require(sampled.data()[i] >= 0 && sampled.data()[i] < b.rows, "a sampled row is not there");
+    sequences_.clear();
+    int64_t first = 0;
+    const size_t width = tables.shape(1);
+    for (int s = 0; s < b.num_sequences; ++s) {
+      const int64_t rows = queries.data()[s], context = contexts.data()[s];
+      const int64_t* table = tables.data() + size_t(s) * width;
+      require(rows > 0 && context >= rows && context <= model_.max_tokens, "a sequence has rows beyond its context");
+      const size_t blocks = size_t((context + block_tokens - 1) / block_tokens);
+      require(blocks <= width, "a sequence's table of pages is too short");
+      for (size_t i = 0; i < blocks; ++i) require(table[i] >= 0 && table[i] < num_pages, "a page is not there");
+      sequences_.push_back({int(first), int(rows), int(context), table});
+      first += rows;
+    }
+    require(first == b.rows, "the sequences' rows do not add up");
+    b.tokens = tokens.data();
+    b.positions = positions.data();
+    b.slots = slots.data();
+    b.sequences = sequences_.data();
+    b.sampled = sampled.data();
+    b.pages = reinterpret_cast<uint8_t*>(pages);
+    b.pages_are_bf16 = pages_are_bf16;
+    b.block_tokens = block_tokens;
+    b.logits = logits.data();
+    b.greedy = greedy.data();
+    b.finite = finite.data();
+    nb::gil_scoped_release released;
+    step_->prepare(b);
+    pool_.run(*step_);
+  }
+
+ private:
+  Matrix matrix(nb::handle from, int rows, int cols) {
+    const auto& packed = nb::cast<PackedMatrix&>(from);
+    require(packed.matrix.rows == rows && packed.matrix.cols == cols && packed.matrix.data, "a matrix has another shape, or no data");
+    owners_.push_back(nb::borrow(from));
+    return packed.matrix;
+  }
+  const float* floats(nb::handle from, size_t count) {
+    const auto values = nb::cast<Floats>(from);
+    require(values.size() == count, "an array has another size");
+    owners_.push_back(nb::borrow(from));
+    return values.data();
+  }
+
+  Pool& pool_;
+  Model model_;
+  std::vector<Layer> layers_;
+  std::vector<Sequence> sequences_;
+  std::vector<nb::object> owners_;
+  std::unique_ptr<Step> step_;
+};
+
+void product(Pool& pool, const std::string& level, const PackedMatrix& packed, Floats x, Array<float> out) {
+  const Matrix& m = packed.matrix;
+  const Level* found = level_named(level);
+  require(found != nullptr, "this machine does not run level " + level);
+  require(m.data != nullptr, "the matrix has no data");
+  require(x.ndim() == 2 && x.shape(1) == size_t(m.cols), "the inputs have another width");
+  require(out.ndim() == 2 && out.shape(0) == x.shape(0) && out.shape(1) == size_t(m.rows), "the outputs have another shape");
+  const int rows = int(x.shape(0));
+  nb::gil_scoped_release released;
+  if (rows) found->product(pool, m, x.data(), rows, out.data());
+}
+
+const Level& usable(const std::string& level) {
+  const Level* found = level_named(level);
+  require(found != nullptr, "this machine does not run level " + level);
+  return *found;
+}
+
+void read_all(Pool& pool, const std::string& level, Array<const uint8_t> data) {
+  const Level& found = usable(level);
+  nb::gil_scoped_release released;
+  found.read(pool, data.data(), data.size());
+}
+
+double sum_products(Pool& pool, const std::string& level, int chunks) {
+  const Level& found = usable(level);
+  nb::gil_scoped_release released;
+  return found.sum_products(pool, chunks);
+}
+
+std::vector<std::string> level_names() {
+  std::vector<std::string> names;
+  for (const Level* level : usable_levels()) names.emplace_back(level->name);
+  return names;
+}
+
+}  // namespace
+}  // namespace kvferry
 
 NB_MODULE(_cpu, m) {
+  using namespace kvferry;
   m.doc() = "Compiled CPU kernels of kvferry; kvferry.kernels is the only importer.";
-  m.def("supported_isas", &kvferry::supported_isas,
-        "Instruction sets this machine runs, weakest first: portable, avx2, avx512, avx512_bf16, avx512_vnni.");
+  m.def("levels", &level_names, "Instruction sets that the kernels are compiled for and this machine runs, slowest first.");
+  nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "threads"_a).def_prop_ro("threads", &Pool::threads);
+  nb::class_<PackedMatrix>(m, "Matrix")
+      .def("__init__", [](PackedMatrix* self, const std::string& wanted, const std::vector<int>& types, int rows, int cols) {
+        new (self) PackedMatrix(make_matrix(wanted, types, rows, cols));
+      }, "wanted"_a, "types"_a, "rows"_a, "cols"_a)
+      .def_prop_ro("num_bytes", &PackedMatrix::bytes)
+      .def_prop_ro("rows", [](const PackedMatrix& p) { return p.matrix.rows; })
+      .def_prop_ro("cols", [](const PackedMatrix& p) { return p.matrix.cols; })
+      .def_prop_ro("padded_rows", [](const PackedMatrix& p) { return p.matrix.panels * kPanel; })
+      .def_prop_ro("format", [](const PackedMatrix& p) {
+        const char* names[] = {"f32", "f16", "bf16", "codes4", "codes8"};
+        return std::string(names[int(p.matrix.format)]);
+      })
+      .def("pack", &pack_matrix, "types"_a, "parts"_a, "order"_a, "out"_a)
+      .def("attach", &attach, "data"_a, "bias"_a = nb::none());
+  nb::class_<Runner>(m, "Runner")
+      .def(nb::init<nb::dict, nb::dict, nb::list, const std::string&, Pool&>(), "shape"_a, "parts"_a, "layers"_a, "level"_a, "pool"_a,
+           nb::keep_alive<1, 6>())
+      .def("phase_seconds", &Runner::phase_seconds)
+      .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a, "sampled"_a,
+           "pages"_a, "num_pages"_a, "block_tokens"_a, "pages_are_bf16"_a, "logits"_a, "greedy"_a, "finite"_a);
+  m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a, "x [rows, cols] times the matrix, into out.");
+  m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a, "Reads an array: the bound of whatever reads as many bytes.");
+  m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "Adds products in registers; how many operations that were.");
+  m.def("row_bytes", [](int type, int cols) { return row_bytes(Source(type), cols); }, "type_id"_a, "cols"_a);
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.models.transformer import build_model
+from kvferry.engine.models.build import build_model
 from kvferry.engine.runner import Runner
 from kvferry.model.source import ModelSource, open_model
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.models.transformer import build_model
+from kvferry.engine.models.build import build_model
 from kvferry.engine.runner import Runner
 from kvferry.model import tiny
 from kvferry.model.config import Llama3RopeScaling, ModelConfig

@@ -1,1 +1,56 @@
-def supported_isas() -> list[str]: ...
+"""The compiled CPU kernels; see kernels/cpu/module.cpp."""
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+def levels() -> list[str]: ...
+def row_bytes(type_id: int, cols: int) -> int: ...
+def read_all(pool: Pool, level: str, data: Bytes) -> None: ...
+def sum_products(pool: Pool, level: str, chunks: int) -> float: ...
+def product(pool: Pool, level: str, matrix: Matrix, x: Floats, out: Floats) -> None: ...
+
+class Pool:
+    threads: int
+    def __init__(self, threads: int) -> None: ...
+
+class Matrix:
+    num_bytes: int
+    rows: int
+    cols: int
+    padded_rows: int
+    format: str
+    def __init__(self, wanted: str, types: list[int], rows: int, cols: int) -> None: ...
+    def pack(self, types: list[int], parts: list[Bytes], order: Ints, out: Bytes) -> None: ...
+    def attach(self, data: Bytes, bias: Floats | None = None) -> None: ...
+
+class Runner:
+    def __init__(
+        self,
+        shape: dict[str, int | float],
+        parts: dict[str, Matrix | Floats],
+        layers: list[dict[str, Matrix | Floats | None]],
+        level: str,
+        pool: Pool,
+    ) -> None: ...
+    def phase_seconds(self) -> dict[str, float]: ...
+    def step(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        slots: Ints,
+        queries: Ints,
+        contexts: Ints,
+        tables: Ints,
+        sampled: Ints,
+        pages: int,
+        num_pages: int,
+        block_tokens: int,
+        pages_are_bf16: bool,
+        logits: Floats,
+        greedy: Ints,
+        finite: Bytes,
+    ) -> None: ...

@@ -88,7 +88,7 @@ def command(values: Values, *, prompt: str, max_tokens: int, as_json: bool) -> N
     if not as_json:
         click.echo()
         click.echo(timeline(result.timing or Timing(), result.usage, result.ttft_seconds, result.total_seconds))
-    result.tokens_equal = _same_on_one_engine(config.model, dtype, result, max_tokens)
+    result.tokens_equal = _same_on_one_engine(values, dtype, result, max_tokens)
     if as_json:
         print_json(result.as_json())
     else:
@@ -149,12 +149,19 @@ async def _ask(
         click.echo()
 
 
-def _same_on_one_engine(model: str, dtype: str, result: DemoResult, max_tokens: int) -> bool:
+def _same_on_one_engine(values: Values, dtype: str, result: DemoResult, max_tokens: int) -> bool:
     """Whether one engine that does both gives these very tokens."""
     from kvferry.engine import LLM
 
     if not result.token_ids:
         raise InvariantBroken("the stack answered without a token")
-    llm = LLM(model, dtype=dtype, kv_bytes=256 << 20, threads=len(os.sched_getaffinity(0)))
+    llm = LLM(
+        values["model"],
+        dtype=dtype,
+        weights=values["weights"],
+        kernels=values["kernels"],
+        kv_bytes=256 << 20,
+        threads=len(os.sched_getaffinity(0)),
+    )
     (alone,) = llm.generate([result.prompt_token_ids], SamplingParams(temperature=0.0, max_tokens=max_tokens))
     return list(alone.token_ids) == result.token_ids

@@ -49,7 +49,14 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
     say("looking around")
     findings = [*doctor.machine(), doctor.copy_rate(clock)]
     say("loading the model and computing prompts")
-    llm = LLM(values["model"], dtype=values["dtype"], kv_bytes=256 << 20, threads=values["threads"])
+    llm = LLM(
+        values["model"],
+        dtype=values["dtype"],
+        weights=values["weights"],
+        kernels=values["kernels"],
+        kv_bytes=256 << 20,
+        threads=values["threads"],
+    )
     prices = PriceBook()
     findings.append(doctor.teach_compute(llm, prices, clock))
     block_bytes, block_tokens = llm.block_bytes, llm.engine.allocator.block_tokens

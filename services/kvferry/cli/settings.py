@@ -53,8 +53,29 @@ ENGINE = (
     Setting(
         "dtype",
         "auto",
-        "Of computation and KV; auto takes the faster one by measurement on this machine.",
+        "Of the KV, and how precisely activations are kept: float32 rounds none. auto: bfloat16 with compiled kernels, "
+        "else the faster one by measurement.",
         choices=("auto", "float32", "bfloat16", "float16"),
+    ),
+    Setting(
+        "weights",
+        "shipped",
+        "Form of the weights: as their file has them, or converted at start.",
+        choices=("shipped", "float32", "float16", "bfloat16"),
+    ),
+    Setting(
+        "kernels",
+        "auto",
+        "What computes: the best here, the compiled kernels at one level, or plain torch.",
+        choices=(
+            "auto",
+            "compiled",
+            "compiled-portable",
+            "compiled-avx2",
+            "compiled-avx512_bf16",
+            "torch",
+            "reference",
+        ),
     ),
     Setting(
         "threads",
@@ -159,7 +180,7 @@ STACK = (
 
 DOCTOR = (
     MODEL,
-    *(s for s in ENGINE if s.name in {"dtype", "threads"}),
+    *(s for s in ENGINE if s.name in {"dtype", "weights", "kernels", "threads"}),
     *(s for s in TIERS if s.name in {"tier", "tier_object_tokens"}),
 )
 

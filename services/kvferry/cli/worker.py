@@ -59,6 +59,8 @@ def command(values: Values) -> None:
             model=values["model"],
             served_name=values["served_name"],
             dtype=values["dtype"],
+            weights=values["weights"],
+            kernels=values["kernels"],
             threads=values["threads"],
             kv_bytes=values["kv_memory"],
             block_tokens=values["block_tokens"],

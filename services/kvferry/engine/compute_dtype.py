@@ -1,13 +1,15 @@
-"""Which number format to compute in: the caller's word, or the faster of float32 and bfloat16 on this machine.
+"""Which number format the KV has: the caller's word; bfloat16; or, where torch computes, the faster of two.
 
-Bfloat16 halves the bytes, but whether it is faster depends on the CPU: with AVX-512 BF16 or AMX it is, without it
-torch converts each weight on the way and may take longer. So `auto` measures the model's own largest projections.
+Torch computes in the format of the KV. Bfloat16 halves the bytes, but whether torch is faster with it depends on the
+CPU: with AVX-512 BF16 or AMX it is, without it torch converts each weight on the way and may take longer. So `auto`
+measures the model's own largest projections.
 """
 
 import torch
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
+from kvferry.engine.models.build import computes_compiled
 from kvferry.kernels.ops import Ops, ops_for
 from kvferry.model.config import ModelConfig
 
@@ -22,14 +24,20 @@ _MAX_OUT = 8192
 
 
 def choose_dtype(
-    wanted: str, config: ModelConfig, *, device: torch.device | str = "cpu", clock: Clock | None = None
+    wanted: str,
+    config: ModelConfig,
+    *,
+    kernels: str = "auto",
+    device: torch.device | str = "cpu",
+    clock: Clock | None = None,
 ) -> torch.dtype:
     """The format to run a model in.
 
     Args:
         wanted: `auto`, or a name of `DTYPES`.
         config: whose shapes are measured for `auto`.
-        device: where the model runs; on a GPU `auto` is bfloat16 without measuring.
+        kernels: what will compute, a name of `models.build.KERNELS`.
+        device: where the model runs.
         clock: what to measure with; `None`: the system's.
 
     Raises:
@@ -39,7 +47,7 @@ def choose_dtype(
         return DTYPES[wanted]
     if wanted != AUTO:
         raise UsageError(f"no dtype {wanted!r}; known: {', '.join([AUTO, *DTYPES])}", field="dtype")
-    if torch.device(device).type != "cpu":
+    if not is_measured(wanted, config, kernels=kernels, device=device):
         return torch.bfloat16
     ops, clock, threads = ops_for(device), clock or SystemClock(), torch.get_num_threads()
     # On one thread: two that meet after each call wait for each other's turn on a busy machine, 8 ms at a time, and
@@ -51,6 +59,14 @@ def choose_dtype(
     finally:
         torch.set_num_threads(threads)
     return torch.bfloat16 if fast < slow else torch.float32
+
+
+def is_measured(wanted: str, config: ModelConfig, *, kernels: str = "auto", device: torch.device | str = "cpu") -> bool:
+    """Whether the choice needs a measurement: only where torch computes on a CPU. The compiled kernels halve the KV by
+    bfloat16 at no cost, and so does a GPU."""
+    if wanted != AUTO or torch.device(device).type != "cpu":
+        return False
+    return not computes_compiled(kernels, config, torch.bfloat16, device)
 
 
 def _seconds(config: ModelConfig, ops: Ops, dtype: torch.dtype, clock: Clock) -> float:

@@ -12,7 +12,7 @@ from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.compute_dtype import choose_dtype
 from kvferry.engine.engine import Engine, one_secret
 from kvferry.engine.messages import EngineRequest
-from kvferry.engine.models.transformer import build_model
+from kvferry.engine.models.build import build_model
 from kvferry.engine.runner import Runner
 from kvferry.engine.scheduler import SchedulerLimits
 from kvferry.model.detokenizer import Detokenizer
@@ -50,6 +50,8 @@ class LLM:
         model: str,
         *,
         dtype: str = "auto",
+        weights: str = "shipped",
+        kernels: str = "auto",
         kv_bytes: int = 1 << 30,
         block_tokens: int = 16,
         limits: SchedulerLimits | None = None,
@@ -59,11 +61,14 @@ class LLM:
         """
         Args:
             model: a known name, a `.gguf` file or a folder with safetensors.
-            dtype: `float32`, `bfloat16`, `float16`, or `auto`: the faster one, measured now.
+            dtype: of the KV, and how precisely activations are kept: `float32`, `bfloat16`, `float16`, or `auto`:
+                bfloat16 with compiled kernels, else the faster one, measured now.
+            weights: their form, a name of `models.build.WEIGHTS`.
+            kernels: what computes, a name of `models.build.KERNELS`.
             kv_bytes: memory for KV pages.
             block_tokens: tokens a page.
             limits: how much one step may do.
-            threads: compute threads, for the whole process; 0: leave torch's own choice.
+            threads: compute threads; 0: one for each core, or torch's own choice where torch computes.
             seed: for requests that bring none.
 
         Raises:
@@ -75,12 +80,14 @@ class LLM:
         self._seed = seed
         self._count = 0
         config = self._source.config
-        chosen = choose_dtype(dtype, config)
-        transformer = build_model(config, self._source.tensors, dtype=chosen)
+        chosen = choose_dtype(dtype, config, kernels=kernels)
+        built = build_model(
+            config, self._source.tensors, dtype=chosen, weights=weights, kernels=kernels, threads=threads
+        )
         shape = PageShape.of(config, block_tokens=block_tokens, dtype=chosen)
         num_blocks = max(2, kv_bytes // shape.block_bytes)
         self.engine = Engine(
-            Runner(transformer, PagedKv.allocate(shape, num_blocks)),
+            Runner(built, PagedKv.allocate(shape, num_blocks)),
             num_blocks=num_blocks,
             block_tokens=block_tokens,
             max_model_tokens=config.max_model_tokens,

@@ -5,7 +5,7 @@ import torch
 from kvferry.core.errors import InvariantBroken
 from kvferry.engine.batch import build_batch
 from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.models.transformer import Transformer
+from kvferry.engine.models.model import Model
 from kvferry.engine.sampler import sample
 from kvferry.engine.step import StepPlan, StepResult
 
@@ -13,7 +13,7 @@ from kvferry.engine.step import StepPlan, StepResult
 class Runner:
     """One model over one pool of pages. Keeps nothing of a request between steps; calls from one thread at a time."""
 
-    def __init__(self, model: Transformer, kv: PagedKv) -> None:
+    def __init__(self, model: Model, kv: PagedKv) -> None:
         """
         Raises:
             InvariantBroken: the pages are not of the model's shape and type.
@@ -33,11 +33,10 @@ class Runner:
         """
         if not plan.scheduled:
             return StepResult({})
-        model = self.model
-        batch = build_batch(plan, block_tokens=self.kv.shape.block_tokens, device=model.device)
-        hidden = model.forward(batch.token_ids, batch.positions, self.kv.pages, batch.attention)
+        batch = build_batch(plan, block_tokens=self.kv.shape.block_tokens, device=self.model.device)
+        logits = self.model.compute(batch, self.kv.pages)
         sampling = [s for s in plan.scheduled if s.samples]
         if not sampling:
             return StepResult({})
-        tokens = sample(model.logits(hidden, batch.sample_rows), sampling)
+        tokens = sample(logits, sampling)
         return StepResult({s.request_id: token for s, token in zip(sampling, tokens, strict=True)})

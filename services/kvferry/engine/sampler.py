@@ -19,6 +19,7 @@ import torch
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.engine.models.model import Logits
 from kvferry.engine.step import ScheduledSequence
 
 Floats = npt.NDArray[np.float64]
@@ -28,26 +29,24 @@ _HEAD_TOKENS = (512, 8192)
 """Most draws fall among the first few likely tokens; sorting 49,152 in full takes ten times as long."""
 
 
-def sample(logits: torch.Tensor, sequences: Sequence[ScheduledSequence]) -> list[SampledToken]:
+def sample(logits: Logits, sequences: Sequence[ScheduledSequence]) -> list[SampledToken]:
     """One token for each row.
 
     Args:
-        logits: [R, vocabulary] float32.
+        logits: of R rows.
         sequences: the R sequences, in the rows' order.
 
     Raises:
         InvariantBroken: a logit is not a finite number.
     """
-    low, high = torch.aminmax(logits, dim=-1)
-    greedy = logits.argmax(dim=-1).tolist()  # the first among equals, as torch promises
-    for s, least, most in zip(sequences, low.tolist(), high.tolist(), strict=True):
-        if not (np.isfinite(least) and np.isfinite(most)):  # NaN comes through as the extreme
+    for s, finite in zip(sequences, logits.finite, strict=True):
+        if not finite:
             raise InvariantBroken(
-                f"request {s.request_id}: logits from {least} to {most} at position {len(s.token_ids)};"
+                f"request {s.request_id}: a logit at position {len(s.token_ids)} is not a finite number;"
                 " the weights or the pages are damaged"
             )
     return [
-        SampledToken(greedy[row]) if _is_plain_greedy(s) else _sample_row(logits[row], s)
+        SampledToken(logits.greedy[row]) if _is_plain_greedy(s) else _sample_row(logits.values[row], s)
         for row, s in enumerate(sequences)
     ]
 

@@ -17,7 +17,7 @@ from kvferry.core.errors import ModelFileError
 from kvferry.model.config import ModelConfig
 from kvferry.model.dequantize import dequantize
 from kvferry.model.gguf_header import Header, TensorInfo, Value, read_header
-from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, Shape, check_shapes
+from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, Shape, Stored, check_shapes
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
@@ -75,11 +75,25 @@ class GgufModel:
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor, dequantised to float32."""
         info = self._tensors[name]
-        raw = np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=info.start)
-        array = dequantize(raw, info)
-        if self.config.architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        array = dequantize(self._raw(info), info)
+        if self._stands_in_pairs(name):
             array = _halves_from_pairs(array, self.config.head_dim)
         return array
+
+    def stored(self, name: str) -> Stored:
+        """One matrix's blocks as they are in the file."""
+        info = self._tensors[name]
+        rows = np.arange(info.shape[0], dtype=np.int64)
+        if self._stands_in_pairs(name):
+            half = self.config.head_dim // 2
+            rows = np.ascontiguousarray(rows.reshape(-1, half, 2).swapaxes(1, 2)).reshape(-1)
+        return Stored(info.type_id, self._raw(info), rows)
+
+    def _raw(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=info.start)
+
+    def _stands_in_pairs(self, name: str) -> bool:
+        return self.config.architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight"))
 
 
 def _halves_from_pairs(rows: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:

@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
 from kvferry.model.config import Llama3RopeScaling, ModelConfig
-from kvferry.model.tensors import HEAD, Shape, check_shapes
+from kvferry.model.tensors import BF16, F16, F32, HEAD, Shape, Stored, check_shapes
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _MAX_JSON_BYTES = 64 << 20
 
@@ -74,6 +75,13 @@ class SafetensorsModel:
         kind = "<f4" if stored.dtype == "F32" else "<f2"
         values = np.frombuffer(stored.data, dtype=kind, count=count, offset=stored.start).reshape(stored.shape)
         return values.astype(np.float32, copy=False)
+
+    def stored(self, name: str) -> Stored:
+        """One matrix as it is in the file."""
+        stored = self._tensors[name]
+        count = math.prod(stored.shape) * _BYTES[stored.dtype]
+        data = np.frombuffer(stored.data, dtype=np.uint8, count=count, offset=stored.start)
+        return Stored.plain(_TYPE_IDS[stored.dtype], data, stored.shape[0])
 
 
 def read_config(raw: Json, name: str, where: Path) -> ModelConfig:

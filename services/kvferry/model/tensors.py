@@ -4,6 +4,7 @@ Names and shapes are those of Hugging Face checkpoints ([out, in] for projection
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,27 @@ FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """One tensor's rows as a file holds them."""
+
+    type_id: int
+    """GGUF's number of the type; plain formats have theirs too."""
+    data: npt.NDArray[np.uint8]
+    """The rows' bytes, flat. May be a read-only view of the mapped file."""
+    order: npt.NDArray[np.int64]
+    """Which stored row each row of the tensor is."""
+
+    @classmethod
+    def plain(cls, type_id: int, data: npt.NDArray[np.uint8], rows: int) -> "Stored":
+        """Rows in their own order."""
+        return cls(type_id, data, np.arange(rows, dtype=np.int64))
+
+
+F32, F16, BF16 = 0, 1, 30
+"""GGUF's numbers of the plain types."""
+
+
 class TensorSource(Protocol):
     """Weights that are read one at a time, when asked for. Safe to use from several threads."""
 
@@ -27,6 +49,14 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor as float32, C order. May be a read-only view of the mapped file.
+
+        Raises:
+            KeyError: there is no tensor of that name.
+        """
+        ...
+
+    def stored(self, name: str) -> Stored:
+        """A matrix as its file holds it, so that nothing is rounded or unpacked on the way.
 
         Raises:
             KeyError: there is no tensor of that name.

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from kvferry.model.byte_level import CHARACTER_OF
 from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import EMBEDDING, HEAD, Shape, expected_shapes
+from kvferry.model.tensors import EMBEDDING, F32, HEAD, Shape, Stored, expected_shapes
 from kvferry.model.tokenizer import Tokenizer
 
 NAME = "tiny"
@@ -89,6 +89,11 @@ class TinyTensors:
             return centred
         gain = 3.0 if name == HEAD else 1.0
         return centred * np.float32(gain / math.sqrt(shape[-1]))
+
+    def stored(self, name: str) -> Stored:
+        """The same, as bytes."""
+        values = self.read(name)
+        return Stored.plain(F32, np.ascontiguousarray(values).view(np.uint8).reshape(-1), len(values))
 
     def digest(self) -> str:
         """SHA-256 over the configuration and the seed, which decide everything."""

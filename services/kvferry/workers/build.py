@@ -17,9 +17,10 @@ from kvferry.core.config import cache_dir
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import Incarnation
 from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.compute_dtype import AUTO, choose_dtype
+from kvferry.engine.compute_dtype import AUTO, choose_dtype, is_measured
 from kvferry.engine.engine import Engine, one_secret
-from kvferry.engine.models.transformer import Transformer, build_model
+from kvferry.engine.models.build import build_model
+from kvferry.engine.models.model import Model
 from kvferry.engine.runner import Runner
 from kvferry.kv.connector import PageMemory, Transport, TransportSetup
 from kvferry.kv.layout import KvLayout
@@ -37,8 +38,16 @@ class LoadedModel:
     """A model in memory, ready for any number of engines in this process."""
 
     source: ModelSource
-    transformer: Transformer
+    transformer: Model
     dtype: str
+    """Of the KV."""
+    weights: str = "shipped"
+    """Their form."""
+
+    @property
+    def digest(self) -> str:
+        """Of what the weights are as computed with: converted ones give other KV than those shipped."""
+        return self.source.digest if self.weights == "shipped" else f"{self.source.digest}-{self.weights}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +68,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     source = open_model(config.model, served_name=config.served_name)
-    dtype = _dtype(config.dtype, source.config)
-    transformer = build_model(source.config, source.tensors, dtype=dtype)
-    return LoadedModel(source, transformer, str(dtype).removeprefix("torch."))
+    dtype = _dtype(config, source.config)
+    transformer = build_model(
+        source.config,
+        source.tensors,
+        dtype=dtype,
+        weights=config.weights,
+        kernels=config.kernels,
+        threads=config.threads,
+    )
+    return LoadedModel(source, transformer, str(dtype).removeprefix("torch."), config.weights)
 
 
 def build_engine(
@@ -80,7 +96,7 @@ def build_engine(
     """
     shape_of = model.source.config
     layout = KvLayout(
-        model_digest=model.source.digest,
+        model_digest=model.digest,
         dtype=model.dtype,
         num_layers=shape_of.num_layers,
         num_kv_heads=shape_of.num_kv_heads,
@@ -115,11 +131,11 @@ def build_engine(
     return BuiltEngine(engine, memory, transport, layout)
 
 
-def _dtype(wanted: str, config: ModelConfig) -> torch.dtype:
+def _dtype(settings: EngineConfig, config: ModelConfig) -> torch.dtype:
     """The compute type. A measured choice is written down, so that all workers of a machine agree on it; where the
     cache folder can only be read, a choice found there counts, else this worker measures for itself."""
-    if wanted != AUTO:
-        return choose_dtype(wanted, config)
+    if not is_measured(settings.dtype, config, kernels=settings.kernels):
+        return choose_dtype(settings.dtype, config, kernels=settings.kernels)
     key = f"{platform.machine()} {_cpu_name()} torch {torch.__version__} {config.name}"
     folder = cache_dir()
     try:
@@ -127,17 +143,17 @@ def _dtype(wanted: str, config: ModelConfig) -> torch.dtype:
         lock = (folder / "dtype.lock").open("w")
     except OSError as error:
         _log.info("the choice of a compute type is not kept: %s", error)
-        return choose_dtype(_read_record(folder / "dtype.json").get(key, AUTO), config)
+        return choose_dtype(_read_record(folder / "dtype.json").get(key, AUTO), config, kernels=settings.kernels)
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return choose_dtype(_recorded(key, folder / "dtype.json", config), config)
+        return choose_dtype(_recorded(key, folder / "dtype.json", settings, config), config)
 
 
-def _recorded(key: str, record: Path, config: ModelConfig) -> str:
+def _recorded(key: str, record: Path, settings: EngineConfig, config: ModelConfig) -> str:
     """The choice that is written down, after measuring it where there was none."""
     known = _read_record(record)
     if key not in known:
-        known[key] = str(choose_dtype(AUTO, config)).removeprefix("torch.")
+        known[key] = str(choose_dtype(AUTO, config, kernels=settings.kernels)).removeprefix("torch.")
         fresh = record.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(known, indent=1))
         fresh.replace(record)

@@ -19,8 +19,12 @@ class EngineConfig:
     served_name: str = ""
     """What clients call the model; empty: its own name."""
     dtype: str = "auto"
-    """Of computation and KV: `float32`, `bfloat16`, `float16`, or `auto`, the faster one by measurement on this
-    machine. Workers that agree exchange KV as it is, others convert it."""
+    """Of the KV: `float32`, `bfloat16`, `float16`, or `auto` (`compute_dtype`). Workers that agree exchange KV as it
+    is, others convert it."""
+    weights: str = "shipped"
+    """Form of the weights, a name of `models.build.WEIGHTS`. Workers must agree."""
+    kernels: str = "auto"
+    """What computes, a name of `models.build.KERNELS`."""
     threads: int = 0
     """Compute threads; 0: as many as there are cores for this process."""
     kv_bytes: int = 1 << 30

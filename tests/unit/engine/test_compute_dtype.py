@@ -23,8 +23,13 @@ def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
 def test_auto_takes_the_faster(monkeypatch: pytest.MonkeyPatch, float32: float, bfloat16: float) -> None:
     cost = {torch.float32: float32, torch.bfloat16: bfloat16}
     monkeypatch.setattr(compute_dtype, "_seconds", lambda config, ops, dtype, clock: cost[dtype])
-    assert choose_dtype("auto", tiny.config()) == min(cost, key=lambda dtype: cost[dtype])
+    assert choose_dtype("auto", tiny.config(), kernels="torch") == min(cost, key=lambda dtype: cost[dtype])
+
+
+def test_auto_is_bfloat16_without_measuring_where_the_compiled_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute_dtype, "_seconds", None)
+    assert choose_dtype("auto", tiny.config(), kernels="compiled-portable") is torch.bfloat16
 
 
 def test_auto_really_measures() -> None:
-    assert choose_dtype("auto", tiny.config()) in (torch.float32, torch.bfloat16)
+    assert choose_dtype("auto", tiny.config(), kernels="torch") in (torch.float32, torch.bfloat16)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvferry.core.errors import InvariantBroken, ModelFileError
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.models.transformer import build_model
+from kvferry.engine.models.build import build_model
 from kvferry.engine.runner import Runner
 from kvferry.engine.step import StepPlan
 from kvferry.model import tiny
@@ -20,7 +20,7 @@ from kvferry.model.config import ModelConfig
 from kvferry.testing.stepping import Generation, everything, generate, step
 
 
-def runner_for(config: ModelConfig, *, block_tokens: int = 4, kernels: str | None = None, blocks: int = 128) -> Runner:
+def runner_for(config: ModelConfig, *, block_tokens: int = 4, kernels: str = "auto", blocks: int = 128) -> Runner:
     model = build_model(config, tiny.TinyTensors(config), dtype=torch.float32, kernels=kernels)
     return Runner(model, PagedKv.allocate(PageShape.of(config, block_tokens=block_tokens, dtype=torch.float32), blocks))
 

@@ -9,6 +9,7 @@ import torch
 from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
 from kvferry.workers import build
+from kvferry.workers.config import EngineConfig
 
 MEASURED: list[str] = []
 
@@ -17,7 +18,8 @@ MEASURED: list[str] = []
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     MEASURED.clear()
 
-    def choose(wanted: str, _: ModelConfig) -> torch.dtype:
+    def choose(wanted: str, _: ModelConfig, *, kernels: str) -> torch.dtype:
+        assert kernels == "torch"
         MEASURED.append(wanted)
         return {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
 
@@ -27,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load() -> torch.dtype:
-    return build._dtype("auto", tiny.config())
+    return build._dtype(EngineConfig(model="tiny", kernels="torch"), tiny.config())
 
 
 def test_it_is_measured_once(cache: Path) -> None:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kvferry.engine.batch import StepBatch
+from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
-from kvferry.engine.models.weights import LayerWeights, Weights, load_weights
+from kvferry.engine.models.weights import LayerWeights, Weights
 from kvferry.kernels.batch import AttentionBatch
-from kvferry.kernels.ops import AttentionPlan, Ops, ops_for
+from kvferry.kernels.ops import AttentionPlan, Ops
 from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import TensorSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +42,12 @@ class Transformer:
         self._weights = weights
         self._cos, self._sin = (table.to(self.device) for table in rotary_table(config))
         self._scale = 1.0 / math.sqrt(config.head_dim)
+
+    @torch.inference_mode()
+    def compute(self, batch: StepBatch, pages: torch.Tensor) -> Logits:
+        """See `model.Model.compute`."""
+        hidden = self.forward(batch.token_ids, batch.positions, pages, batch.attention)
+        return Logits.of(self.logits(hidden, batch.sample_rows))
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, batch: AttentionBatch
@@ -98,29 +105,3 @@ class Transformer:
         ops.write_kv(kv, step.pages, index, step.slots)
         seen = ops.paged_attention(qkv[:, :heads], step.pages, index, step.plan, self._scale)
         return layer.output(seen)
-
-
-def build_model(
-    config: ModelConfig,
-    tensors: TensorSource,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    kernels: str | None = None,
-) -> Transformer:
-    """Load a model's parameters and make it ready to run.
-
-    Args:
-        config: its shape.
-        tensors: its weights (`ModelSource.tensors`).
-        dtype: of parameters, activations and pages.
-        device: where it runs.
-        kernels: a family of `kernels.ops`; `None`: the fastest for the device.
-
-    Raises:
-        ModelFileError: the weights do not fit the configuration.
-    """
-    ops = ops_for(device, kernels)
-    with torch.inference_mode():
-        weights = load_weights(config, tensors, ops, dtype=dtype, device=torch.device(device))
-        return Transformer(config, weights, ops, dtype=dtype)

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvferry.core.errors import UsageError
 from kvferry.testing.kube.image import NONROOT, Entry, Image, write_archive
 from kvferry.testing.machine import ROOT
 
 NAME = "localhost/kvferry-host:1"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
+_COVERED = Path("/tmp")  # noqa: S108 - where pods may write
 ACCOUNTS = {
     "etc/passwd": f"root:x:0:0:root:/root:/bin/false\nnonroot:x:{NONROOT}:{NONROOT}:nonroot:/tmp:/bin/false\n",
     "etc/group": f"root:x:0:\nnonroot:x:{NONROOT}:\n",
@@ -38,8 +40,18 @@ def outermost(paths: Iterable[Path]) -> list[Path]:
 
 
 def write(out: Path, mounts: Iterable[Path]) -> Path:
-    """The archive, which is also returned; its entry point is `kvferry` of the environment that runs this."""
+    """The archive, which is also returned; its entry point is `kvferry` of the environment that runs this.
+
+    Raises:
+        UsageError: the environment lies where pods have a folder of their own.
+    """
     environment = Path(sys.prefix)
+    if _COVERED in environment.resolve().parents:
+        raise UsageError(
+            f"the environment {environment} lies in {_COVERED}, which every pod covers with a folder of its own, so its"
+            " containers would not see it; make the checkout somewhere else",
+            field="environment",
+        )
     env = {"PATH": f"{environment}/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHONSAFEPATH": "1"}  # noqa: S108
     image = Image(NAME, [str(environment / "bin" / "kvferry")], env)
     write_archive(out, image, [entries(mounts)])

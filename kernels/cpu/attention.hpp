@@ -1,0 +1,315 @@
+// Causal attention over pages, the same arithmetic for one row as for a thousand.
+//
+// A row's keys are cut into partitions of 256 tokens, counted from the beginning of its sequence. Within a partition the
+// highest score is found first, then the weights, their sum and the weighted values; partitions are merged in order
+// (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018). Long contexts of decoding rows are shared
+// out by partition and merged afterwards: the same steps, hence the same bits, as when one core does them in turn.
+// Weights beyond a row's position are exactly zero, so what a tile computes there changes nothing.
+//
+// Keys of 16 tokens, transposed, are a panel like a matrix's; so are 16 values of all tokens. The query heads that
+// share a KV head are rows of one tile: each key and value is read once for all of them.
+// Included once per level, after products.hpp.
+
+constexpr int kPartition = 256;
+
+static inline V v_exp(V x) {
+  // e^x = 2^n * e^r, |r| <= ln(2) / 2, polynomial of degree 6 (Cephes, expf). 0 below -87, where floats end.
+  const V n = v_round(v_mul(x, v_set(1.44269504088896341f)));
+  V r = v_fma(n, v_set(-0.693359375f), x);
+  r = v_fma(n, v_set(2.12194440e-4f), r);
+  V y = v_set(1.9875691500e-4f);
+  y = v_fma(y, r, v_set(1.3981999507e-3f));
+  y = v_fma(y, r, v_set(8.3334519073e-3f));
+  y = v_fma(y, r, v_set(4.1665795894e-2f));
+  y = v_fma(y, r, v_set(1.6666665459e-1f));
+  y = v_fma(y, r, v_set(5.0000001201e-1f));
+  y = v_fma(y, v_mul(r, r), v_add(r, v_set(1.0f)));
+  return v_zero_below(v_mul(y, v_exp2i(n)), x, -87.0f);
+}
+static inline float exp_of(float x) {
+  alignas(64) float lanes[16];
+  v_store(lanes, v_exp(v_set(x)));
+  return lanes[0];
+}
+
+// What partitions so far gave for one row: highest score, sum of weights, weighted values.
+struct Running {
+  float highest, sum;
+  float* values;  // [head_dim rounded up to 16]
+};
+
+static inline void merge(Running& all, float highest, float sum, const float* values, int width) {
+  const float top = all.highest > highest ? all.highest : highest;
+  const float keep = exp_of(all.highest - top), take = exp_of(highest - top);
+  const V k = v_set(keep), t = v_set(take);
+  for (int d = 0; d < width; d += 16)
+    v_store(all.values + d, v_fma(v_load(all.values + d), k, v_mul(v_load(values + d), t)));
+  alignas(64) float lanes[16];
+  v_store(lanes, v_fma(v_set(all.sum), k, v_mul(v_set(sum), t)));
+  all.sum = lanes[0];
+  all.highest = top;
+}
+
+// One item of a step's attention: rows [first_query, +queries) of a sequence, one KV head, partitions [begin, end).
+struct AttentionGeometry {
+  int layer, num_layers, kv_heads, group, head_dim, block_tokens;
+  float scale;
+};
+
+template <bool NarrowPages>
+static inline const uint8_t* token_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int half, int kv_head, int token) {
+  const size_t page = size_t(s.pages[token / g.block_tokens]);
+  const size_t row = (((page * g.num_layers + g.layer) * 2 + half) * g.kv_heads + kv_head) * g.block_tokens + token % g.block_tokens;
+  return batch.pages + row * g.head_dim * (NarrowPages ? 2 : 4);
+}
+
+#if KVFERRY_PAIRS
+// [16 tokens][32 values] to [16 pairs][16 tokens][2].
+static inline void transpose_pairs(const uint8_t* const rows[16], size_t offset, uint8_t* out) {
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(rows[i] + offset);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_si512(out + size_t(i) * 64, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_storeu_si512(out + size_t(i + 4) * 64, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+    _mm512_storeu_si512(out + size_t(i + 8) * 64, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    _mm512_storeu_si512(out + size_t(i + 12) * 64, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+  }
+}
+#endif
+
+// Values of one token, 16 of them, as floats.
+template <bool NarrowPages>
+static inline V values_at(const uint8_t* token, int d) {
+  return NarrowPages ? v_load_bf16((const uint16_t*)token + d) : v_load((const float*)token + d);
+}
+
+// Keys of tokens [first, first + 16), those from `end` on as zeros, to one panel.
+template <bool Pairs, bool NarrowPages>
+static inline void pack_keys(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first, int end, uint8_t* out) {
+  alignas(64) static const uint8_t zeros[kMaxHeadDim * 4] = {};
+  const uint8_t* rows[16];
+  for (int t = 0; t < 16; ++t) rows[t] = first + t < end ? token_at<NarrowPages>(batch, g, s, 0, kv_head, first + t) : zeros;
+  if constexpr (Pairs) {
+#if KVFERRY_PAIRS
+    int d = 0;
+    for (; d + 32 <= g.head_dim; d += 32) transpose_pairs(rows, size_t(d) * 2, out + size_t(d) * 32);
+    for (; d < g.head_dim; d += 2)
+      for (int t = 0; t < 16; ++t) std::memcpy(out + size_t(d) * 32 + t * 4, rows[t] + d * 2, 4);
+#endif
+  } else {
+    float* to = (float*)out;
+    alignas(64) float lanes[16];
+    for (int t = 0; t < 16; ++t)
+      for (int d = 0; d < g.head_dim; d += 16) {
+        v_store(lanes, values_at<NarrowPages>(rows[t], d));
+        for (int i = 0; i < 16; ++i) to[size_t(d + i) * 16 + t] = lanes[i];
+      }
+  }
+}
+
+// Values of tokens [first, first + 16) to panels of 16 values each, `stride` bytes apart.
+template <bool Pairs, bool NarrowPages>
+static inline void pack_values(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first, int end, uint8_t* out, size_t stride) {
+  alignas(64) static const uint8_t zeros[kMaxHeadDim * 4] = {};
+  for (int t = 0; t < 16; t += Pairs ? 2 : 1) {
+    const uint8_t* a = first + t < end ? token_at<NarrowPages>(batch, g, s, 1, kv_head, first + t) : zeros;
+    if constexpr (Pairs) {
+#if KVFERRY_PAIRS
+      const uint8_t* b = first + t + 1 < end ? token_at<NarrowPages>(batch, g, s, 1, kv_head, first + t + 1) : zeros;
+      for (int d = 0; d < g.head_dim; d += 16) {
+        const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + d * 2)));
+        const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + d * 2)));
+        _mm512_storeu_si512(out + size_t(d / 16) * stride + size_t(t / 2) * 64, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      }
+#endif
+    } else {
+      for (int d = 0; d < g.head_dim; d += 16)
+        v_store((float*)(out + size_t(d / 16) * stride) + size_t(t) * 16, values_at<NarrowPages>(a, d));
+    }
+  }
+}
+
+// Scratch of one thread for attention; sizes in `attention_bytes`.
+struct AttentionScratch {
+  uint8_t* keys;    // [16 panels][head_dim][16] in the level's form
+  uint8_t* values;  // [head_dim / 16 panels][256][16]
+  float* queries;   // [rows][head_dim], floats or bfloat16
+  float* totals;    // [rows][head_dim]
+  float* highest;   // [rows]
+  float* sums;      // [rows]
+};
+constexpr int kMaxTileQueries = 64;
+
+static inline int tile_queries(int group) { return group >= kMaxTileQueries ? 1 : kMaxTileQueries / (group > 4 ? group / 4 : 1); }
+static inline size_t attention_bytes(int group, int head_dim) {
+  const size_t rows = size_t(tile_queries(group)) * group;
+  return 2 * size_t(kPartition) * head_dim * 4 + 2 * rows * head_dim * 4 + 2 * rows * 4 + 1024;
+}
+static inline AttentionScratch carve(uint8_t* at, int group, int head_dim) {
+  const size_t rows = size_t(tile_queries(group)) * group, panelled = size_t(kPartition) * head_dim * 4;
+  AttentionScratch s;
+  s.keys = at;
+  s.values = at + panelled;
+  s.queries = (float*)(at + 2 * panelled);
+  s.totals = s.queries + rows * head_dim;
+  s.highest = s.totals + rows * head_dim;
+  s.sums = s.highest + rows;
+  return s;
+}
+
+// -inf beyond lane n: load from kBeyond + 16 - n.
+alignas(64) static const float kBeyond[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                              -__builtin_inff(), -__builtin_inff(), -__builtin_inff(), -__builtin_inff(),
+                                              -__builtin_inff(), -__builtin_inff(), -__builtin_inff(), -__builtin_inff(),
+                                              -__builtin_inff(), -__builtin_inff(), -__builtin_inff(), -__builtin_inff(),
+                                              -__builtin_inff(), -__builtin_inff(), -__builtin_inff(), -__builtin_inff()};
+
+// R rows of one partition whose keys and values are packed: their weights and what these weigh, merged into `totals`.
+template <bool Pairs, int R>
+static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, int row, int first_position, int start) {
+  alignas(64) float scores[R * kPartition];
+  alignas(64) float narrow_weights[R * kPartition / 2];
+  alignas(64) float tile[kTileRows * kTileColumns * kPanel];
+  alignas(64) float weighed[R * kMaxHeadDim];
+  const int D = g.head_dim;
+  // Rows are query by query, the heads of a group side by side.
+  const auto seen_by = [&](int r) {
+    const int seen = first_position + (row + r) / g.group + 1 - start;
+    return seen < 0 ? 0 : seen < kPartition ? seen : kPartition;
+  };
+  const int most = seen_by(R - 1);
+  if (most == 0) return;
+  const int panels = (most + 15) / 16;
+  const size_t key_stride = size_t(D) * 16 * (Pairs ? 2 : 4);
+  for (int p = 0; p < panels;) {
+    const int columns = widest_of(panels - p);
+    auto run = [&](auto width) {
+      constexpr int C = decltype(width)::value;
+      if constexpr (Pairs) {
+#if KVFERRY_PAIRS
+        tile_pairs<R, C>((const uint16_t*)s.queries + size_t(row) * D, D, s.keys + p * key_stride, key_stride, D / 2, tile);
+#endif
+      } else {
+        tile_wide<R, C>(s.queries + size_t(row) * D, D, (const float*)(s.keys + p * key_stride), key_stride / 4, D, tile);
+      }
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) v_store(scores + r * kPartition + (p + c) * 16, v_load(tile + (r * C + c) * 16));
+    };
+    with_width(columns, run);
+    p += columns;
+  }
+  float highest[R], sums[R];
+  float* weights = Pairs ? narrow_weights : scores;
+  for (int r = 0; r < R; ++r) {
+    float* mine = scores + r * kPartition;
+    const int seen = seen_by(r), full = seen / 16, used = (seen + 15) / 16;
+    V top = v_set(-__builtin_inff());
+    const V scale = v_set(g.scale);
+    for (int p = 0; p < used; ++p) {
+      V x = v_mul(v_load(mine + p * 16), scale);
+      if (p >= full) x = v_add(x, v_load(kBeyond + 16 - (seen - p * 16)));
+      top = v_max(top, x);
+      v_store(mine + p * 16, x);
+    }
+    highest[r] = v_highest(top);
+    const V least = v_set(highest[r]);
+    V sum = v_zero();
+    for (int p = 0; p < panels; ++p) {
+      V x = v_zero();
+      if (p < used) {
+        x = v_exp(v_sub(v_load(mine + p * 16), least));
+        sum = v_add(sum, x);
+      }
+      if constexpr (Pairs) {
+        v_store_bf16((uint16_t*)weights + r * kPartition + p * 16, x);
+      } else {
+        v_store(weights + r * kPartition + p * 16, x);
+      }
+    }
+    sums[r] = v_sum(sum);
+  }
+  const size_t value_stride = size_t(kPartition) * 16 * (Pairs ? 2 : 4);
+  const int width_panels = D / 16;
+  for (int p = 0; p < width_panels;) {
+    const int columns = widest_of(width_panels - p);
+    auto run = [&](auto width) {
+      constexpr int C = decltype(width)::value;
+      if constexpr (Pairs) {
+#if KVFERRY_PAIRS
+        tile_pairs<R, C>((const uint16_t*)weights, kPartition, s.values + p * value_stride, value_stride, panels * 8, tile);
+#endif
+      } else {
+        tile_wide<R, C>(weights, kPartition, (const float*)(s.values + p * value_stride), value_stride / 4, panels * 16, tile);
+      }
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) v_store(weighed + r * kMaxHeadDim + (p + c) * 16, v_load(tile + (r * C + c) * 16));
+    };
+    with_width(columns, run);
+    p += columns;
+  }
+  for (int r = 0; r < R; ++r) {
+    if (seen_by(r) == 0) continue;
+    Running all{s.highest[row + r], s.sums[row + r], s.totals + size_t(row + r) * D};
+    merge(all, highest[r], sums[r], weighed + r * kMaxHeadDim, D);
+    s.highest[row + r] = all.highest;
+    s.sums[row + r] = all.sum;
+  }
+}
+
+// An item: its rows' totals in the scratch, not yet divided by their sums.
+template <bool Pairs, bool NarrowPages>
+static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, const float* queries, int query_stride, const AttentionScratch& s) {
+  const Sequence& sequence = batch.sequences[item.sequence];
+  const int D = g.head_dim, rows = item.queries * g.group;
+  const int first_position = sequence.context - sequence.queries + item.first_query;
+  for (int q = 0; q < item.queries; ++q)
+    for (int h = 0; h < g.group; ++h) {
+      const float* from = queries + size_t(sequence.first + item.first_query + q) * query_stride + size_t(item.kv_head * g.group + h) * D;
+      const int row = q * g.group + h;
+      for (int d = 0; d < D; d += 16) {
+        if constexpr (Pairs) {
+          v_store_bf16((uint16_t*)s.queries + size_t(row) * D + d, v_load(from + d));
+        } else {
+          v_store(s.queries + size_t(row) * D + d, v_load(from + d));
+        }
+        v_store(s.totals + size_t(row) * D + d, v_zero());
+      }
+      s.highest[row] = -__builtin_inff();
+      s.sums[row] = 0.0f;
+    }
+  const int last = first_position + item.queries;  // tokens that the last row sees
+  const size_t key_stride = size_t(D) * 16 * (Pairs ? 2 : 4), value_stride = size_t(kPartition) * 16 * (Pairs ? 2 : 4);
+  for (int part = item.begin; part < item.end; ++part) {
+    const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
+    for (int t = start; t < end; t += 16) {
+      const int p = (t - start) / 16;
+      pack_keys<Pairs, NarrowPages>(batch, g, sequence, item.kv_head, t, end, s.keys + p * key_stride);
+      pack_values<Pairs, NarrowPages>(batch, g, sequence, item.kv_head, t, end, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_stride);
+    }
+    for (int row = 0; row < rows; row += kTileRows) {
+      const int count = rows - row < kTileRows ? rows - row : kTileRows;
+      with_count<kTileRows>(count, [&](auto number) { attend_rows<Pairs, decltype(number)::value>(g, s, row, first_position, start); });
+    }
+  }
+}

@@ -1,0 +1,76 @@
+// What a level can do at most: bytes read, and sums of products, with nothing else in the way.
+// Included after level.hpp.
+
+namespace {
+
+class ReadJob final : public Job {
+ public:
+  ReadJob(const uint8_t* data, size_t bytes, int threads) : data_(data), bytes_(bytes), sums_(size_t(threads) * 16) {}
+  int phases() const override { return 1; }
+  int chunks(int) const override { return int(bytes_ / kPiece); }
+  void run(int, int chunk, int thread) override {
+    const uint8_t* at = data_ + size_t(chunk) * kPiece;
+    V sums[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
+    for (size_t i = 0; i < kPiece; i += 256) {
+      fetch(at + i + 2048);
+      fetch(at + i + 2112);
+      fetch(at + i + 2176);
+      fetch(at + i + 2240);
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) sums[c] = v_max(v_load((const float*)(at + i + 64 * c)), sums[c]);
+    }
+    v_store(&sums_[size_t(thread) * 16], v_max(v_max(sums[0], sums[1]), v_max(sums[2], sums[3])));
+  }
+  static constexpr size_t kPiece = 256 << 10;
+
+ private:
+  const uint8_t* data_;
+  size_t bytes_;
+  std::vector<float> sums_;
+};
+
+class SumJob final : public Job {
+ public:
+  SumJob(int chunks, int threads) : chunks_(chunks), sums_(size_t(threads) * 16) {}
+  int phases() const override { return 1; }
+  int chunks(int) const override { return chunks_; }
+  void run(int, int chunk, int thread) override {
+    constexpr int accumulators = KVFERRY_PAIRS ? 24 : 6;
+    V sums[accumulators];
+#pragma GCC unroll 24
+    for (int i = 0; i < accumulators; ++i) sums[i] = v_set(float(chunk + i * i));  // all different: none can be left out
+#if KVFERRY_PAIRS
+    const P a = p_set(0x3f803f80u), b = p_set(0x3c003c00u + uint32_t(thread));
+    for (int n = 0; n < kRounds; ++n)
+#pragma GCC unroll 24
+      for (int i = 0; i < accumulators; ++i) sums[i] = p_dot(sums[i], a, b);
+#else
+    const V a = v_set(1.0f), b = v_set(0.01f + float(thread));
+    for (int n = 0; n < kRounds; ++n)
+#pragma GCC unroll 24
+      for (int i = 0; i < accumulators; ++i) sums[i] = v_fma(a, b, sums[i]);
+#endif
+    V all = sums[0];
+    for (int i = 1; i < accumulators; ++i) all = v_add(all, sums[i]);
+    v_store(&sums_[size_t(thread) * 16], all);
+  }
+  double flops() const { return double(chunks_) * kRounds * (KVFERRY_PAIRS ? 24 * 64 : 6 * 32); }
+
+ private:
+  static constexpr int kRounds = 20000;
+  int chunks_;
+  std::vector<float> sums_;
+};
+
+}  // namespace
+
+static void read_all(Pool& pool, const uint8_t* data, size_t bytes) {
+  ReadJob job(data, bytes, pool.threads());
+  pool.run(job);
+}
+
+static double sum_products(Pool& pool, int chunks) {
+  SumJob job(chunks, pool.threads());
+  pool.run(job);
+  return job.flops();
+}

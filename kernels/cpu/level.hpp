@@ -1,0 +1,396 @@
+// What each phase of a step computes, once per instruction set. Included last, inside the level's namespace.
+
+static inline void write_input(const Rows& rows, int row, int n, const float* values) {
+  // `values` may be the row's own `wide`.
+  float* wide = rows.wide + size_t(row) * rows.stride;
+  for (int i = 0; i < rows.stride; i += kSumWidth) {
+    V v = v_zero();
+    if (i + kSumWidth <= n) {
+      v = v_load(values + i);
+    } else if (i < n) {
+      alignas(64) float tail[kSumWidth] = {};
+      for (int j = i; j < n; ++j) tail[j - i] = values[j];
+      v = v_load(tail);
+    }
+    v_store(wide + i, v);
+#if KVFERRY_PAIRS
+    uint16_t* narrow = rows.narrow + size_t(row) * rows.stride + i;
+    v_store_bf16(narrow, v);
+    v = v_load_bf16(narrow);  // the sum is of what will be multiplied
+#endif
+    rows.sums[size_t(row) * (rows.stride / kSumWidth) + i / kSumWidth] = v_sum(v);
+  }
+}
+
+// to = x / rms(x) * weight (Zhang and Sennrich, RMSNorm, 2019).
+static inline void rms_norm(const float* x, const float* weight, int n, float epsilon, float* to) {
+  V squares = v_zero();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const V v = v_load(x + i);
+    squares = v_fma(v, v, squares);
+  }
+  float sum = v_sum(squares);
+  for (; i < n; ++i) sum += x[i] * x[i];
+  const float scale = 1.0f / __builtin_sqrtf(sum / float(n) + epsilon);
+  const V s = v_set(scale);
+  for (i = 0; i + 16 <= n; i += 16) v_store(to + i, v_mul(v_mul(v_load(x + i), s), v_load(weight + i)));
+  for (; i < n; ++i) to[i] = x[i] * scale * weight[i];
+}
+
+// One row of a packed matrix as floats.
+static inline void matrix_row(const Matrix& m, int row, float* to) {
+  const uint8_t* panel = m.data + size_t(row / kPanel) * m.panel_bytes;
+  const int lane = row % kPanel;
+  const auto half = [](const uint8_t* at) {
+    alignas(64) uint16_t lanes[16] = {};
+    alignas(64) float wide[16];
+    std::memcpy(lanes, at, 2);
+    v_store(wide, v_load_half(lanes));
+    return wide[0];
+  };
+  const auto scale_at = [&](const uint8_t* scales) {
+    if (m.half_scales) return half(scales + lane * 2);
+    float value;
+    std::memcpy(&value, scales + lane * 4, 4);
+    return value;
+  };
+  for (int k = 0; k < m.cols; ++k) {
+    switch (m.format) {
+      case Format::f32: std::memcpy(to + k, panel + (size_t(k) * kPanel + lane) * 4, 4); break;
+      case Format::f16: to[k] = half(panel + (size_t(k) * kPanel + lane) * 2); break;
+      case Format::bf16: {
+        uint16_t bits;
+        std::memcpy(&bits, panel + (size_t(k / 2) * 32 + lane * 2 + k % 2) * 2, 2);
+        const uint32_t wide = uint32_t(bits) << 16;
+        std::memcpy(to + k, &wide, 4);
+        break;
+      }
+      default: {
+        const uint8_t* block = panel + size_t(k / m.block) * m.block_bytes();
+        const int inner = k % m.block;
+        float code;
+        if (m.format == Format::codes4) {
+          uint16_t word;
+          std::memcpy(&word, block + (inner / 8) * 64 + (lane * 2 + inner % 2) * 2, 2);
+          code = float(word >> (4 * (inner % 8 / 2)) & 15);
+        } else {
+          code = float(int8_t(block[(inner / 2) * 32 + lane * 2 + inner % 2]));
+        }
+        const uint8_t* scales = block + m.code_bytes();
+        const float scale = scale_at(scales);
+        to[k] = scale * code + (m.has_min ? scale_at(scales + m.scale_bytes()) : scale * m.offset);
+      }
+    }
+  }
+}
+
+static inline void embed_rows(Step& step, int chunk) {
+  const Model& m = step.model;
+  const int end = step.batch.rows < (chunk + 1) * step.row_chunk ? step.batch.rows : (chunk + 1) * step.row_chunk;
+  for (int row = chunk * step.row_chunk; row < end; ++row) {
+    float* residual = step.residual + size_t(row) * step.x.stride;
+    matrix_row(m.embedding, int(step.batch.tokens[row]), residual);
+    float* wide = step.x.wide + size_t(row) * step.x.stride;
+    rms_norm(residual, m.layers[0].attention_norm, m.hidden, m.epsilon, wide);
+    write_input(step.x, row, m.hidden, wide);
+  }
+}
+
+// Norms of `count` rows from the residual into x; `from(i)` is where row i stands.
+template <class From>
+static inline void norm_rows(Step& step, const float* weight, int first, int end, From&& from) {
+  const Model& m = step.model;
+  for (int i = first; i < end; ++i) {
+    float* wide = step.x.wide + size_t(i) * step.x.stride;
+    rms_norm(step.residual + size_t(from(i)) * step.x.stride, weight, m.hidden, m.epsilon, wide);
+    write_input(step.x, i, m.hidden, wide);
+  }
+}
+
+static inline void rotate_head(float* x, const float* cos, const float* sin, int n) {
+  const int half = n / 2;
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const V a = v_load(x + i), b = v_load(x + half + i);
+    v_store(x + i, v_fma(a, v_load(cos + i), v_mul(b, v_load(sin + i))));
+    v_store(x + half + i, v_fma(b, v_load(cos + half + i), v_mul(a, v_load(sin + half + i))));
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] + b * sin[i];
+    x[half + i] = b * cos[half + i] + a * sin[half + i];
+  }
+}
+
+static inline void rotate_rows(Step& step, const Layer& layer, int layer_index, int chunk) {
+  const Model& m = step.model;
+  const Batch& b = step.batch;
+  const int D = m.head_dim, width = layer.qkv.panels * kPanel;
+  const int end = b.rows < (chunk + 1) * step.row_chunk ? b.rows : (chunk + 1) * step.row_chunk;
+  for (int row = chunk * step.row_chunk; row < end; ++row) {
+    float* qkv = step.qkv + size_t(row) * width;
+    const float* cos = m.cos + size_t(b.positions[row]) * D;
+    const float* sin = m.sin + size_t(b.positions[row]) * D;
+    for (int h = 0; h < m.heads + m.kv_heads; ++h) {
+      const float* norm = h < m.heads ? layer.q_norm : layer.k_norm;
+      if (norm) rms_norm(qkv + h * D, norm, D, m.epsilon, qkv + h * D);
+      rotate_head(qkv + h * D, cos, sin, D);
+    }
+    const size_t page = size_t(b.slots[row] / b.block_tokens), place = size_t(b.slots[row] % b.block_tokens);
+    for (int half = 0; half < 2; ++half)
+      for (int h = 0; h < m.kv_heads; ++h) {
+        const float* from = qkv + (m.heads + half * m.kv_heads + h) * D;
+        const size_t at = ((((page * m.num_layers + layer_index) * 2 + half) * m.kv_heads + h) * b.block_tokens + place) * D;
+        for (int d = 0; d < D; d += 16) {
+          if (b.pages_are_bf16) {
+            v_store_bf16((uint16_t*)b.pages + at + d, v_load(from + d));
+          } else {
+            v_store((float*)b.pages + at + d, v_load(from + d));
+          }
+        }
+      }
+  }
+}
+
+static inline void attend_item(Step& step, const Layer& layer, int layer_index, int chunk, int thread) {
+  const Model& m = step.model;
+  const AttentionItem& item = step.items[size_t(chunk)];
+  const AttentionGeometry g{layer_index, m.num_layers, m.kv_heads, m.heads / m.kv_heads, m.head_dim, step.batch.block_tokens, m.scale};
+  const AttentionScratch s = carve(step.scratch(thread), g.group, g.head_dim);
+  const int width = layer.qkv.panels * kPanel;
+  if (step.batch.pages_are_bf16) {
+    attend<KVFERRY_PAIRS, true>(step.batch, g, item, step.qkv, width, s);
+  } else {
+    attend<false, false>(step.batch, g, item, step.qkv, width, s);
+  }
+  const int rows = item.queries * g.group, D = m.head_dim;
+  if (item.partial >= 0) {
+    float* to = step.partials + size_t(item.partial) * step.partial_floats;
+    for (int r = 0; r < rows; ++r, to += D + 2) {
+      for (int d = 0; d < D; d += 16) v_store(to + d, v_load(s.totals + size_t(r) * D + d));
+      to[D] = s.highest[r];
+      to[D + 1] = s.sums[r];
+    }
+    return;
+  }
+  const Sequence& sequence = step.batch.sequences[item.sequence];
+  for (int r = 0; r < rows; ++r) {
+    const int row = sequence.first + item.first_query + r / g.group, head = item.kv_head * g.group + r % g.group;
+    float* to = step.attended.wide + size_t(row) * step.attended.stride + size_t(head) * D;
+    const V sum = v_set(s.sums[r]);
+    for (int d = 0; d < D; d += 16) v_store(to + d, v_div(v_load(s.totals + size_t(r) * D + d), sum));
+  }
+}
+
+// Merges what items of one sequence left, in the order of partitions, and readies the rows for the next product.
+static inline void merge_rows(Step& step, int chunk) {
+  const Model& m = step.model;
+  const Batch& b = step.batch;
+  const int D = m.head_dim, group = m.heads / m.kv_heads;
+  const int begin = chunk * step.row_chunk, end = b.rows < begin + step.row_chunk ? b.rows : begin + step.row_chunk;
+  int s = 0;
+  for (int row = begin; row < end; ++row) {
+    while (b.sequences[s].first + b.sequences[s].queries <= row) ++s;
+    const Sequence& sequence = b.sequences[s];
+    float* attended = step.attended.wide + size_t(row) * step.attended.stride;
+    const int first = step.first_partial[size_t(s)];
+    if (first >= 0) {
+      const int parts = (sequence.context + kPartition - 1) / kPartition, query = row - sequence.first;
+      const int position = sequence.context - sequence.queries + query;
+      for (int head = 0; head < m.heads; ++head) {
+        alignas(64) float values[kMaxHeadDim] = {};
+        Running all{-__builtin_inff(), 0.0f, values};
+        for (int p = 0; p < parts && p * kPartition <= position; ++p) {
+          const float* from = step.partials + size_t(first + (head / group) * parts + p) * step.partial_floats +
+                              size_t(query * group + head % group) * (D + 2);
+          merge(all, from[D], from[D + 1], from, D);
+        }
+        const V sum = v_set(all.sum);
+        for (int d = 0; d < D; d += 16) v_store(attended + head * D + d, v_div(v_load(values + d), sum));
+      }
+    }
+    write_input(step.attended, row, m.heads * D, attended);
+  }
+}
+
+// One chunk of a product: some panels for some rows. `put(row, panel, value)` takes 16 outputs of a row.
+template <class Put>
+static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows, const Step::Cut& cut, int chunk, uint8_t* scratch, Put&& put) {
+  const int row_blocks = (num_rows + cut.rows - 1) / cut.rows;
+  // Neighbouring chunks share their panels, so that what one core fetched another finds in the shared cache.
+  const int first_row = chunk % row_blocks * cut.rows, first_panel = chunk / row_blocks * cut.panels;
+  const int count = num_rows - first_row < cut.rows ? num_rows - first_row : cut.rows;
+  const int last_panel = m.panels < first_panel + cut.panels ? m.panels : first_panel + cut.panels;
+  const Input x = Input{rows.wide, rows.narrow, rows.sums, rows.stride}.from(first_row);
+  for (int panel = first_panel; panel < last_panel; panel += kChunkPanels) {
+    const int panels = last_panel - panel < kChunkPanels ? last_panel - panel : kChunkPanels;
+    product(m, x, count, panel, panels, scratch, [&](int row, int n, int at, int columns, const float* values) {
+      for (int r = 0; r < n; ++r)
+        for (int c = 0; c < columns; ++c) {
+          V v = v_load(values + (r * columns + c) * kPanel);
+          if (m.bias) v = v_add(v, v_load(m.bias + size_t(at + c) * kPanel));
+          put(first_row + row + r, at + c, v);
+        }
+    });
+  }
+}
+
+static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thread) {
+  const Rows& to = step.hidden_up;
+  product_chunk(m, step.x, step.batch.rows, step.cut_gate_up, chunk, step.scratch(thread), [&](int row, int panel, V v) {
+    const size_t at = size_t(row) * to.stride + size_t(panel / 2) * kPanel;
+    if (panel % 2 == 0) {  // the gate waits for its up, which is the next panel of the same chunk
+      v_store(to.wide + at, v);
+      return;
+    }
+    const V gate = v_load(to.wide + at);
+    const V silu = v_div(gate, v_add(v_set(1.0f), v_exp(v_sub(v_zero(), gate))));
+    V product = v_mul(silu, v);
+    v_store(to.wide + at, product);
+#if KVFERRY_PAIRS
+    v_store_bf16(to.narrow + at, product);
+    product = v_load_bf16(to.narrow + at);
+#endif
+    to.sums[at / kSumWidth] = v_sum(product);
+  });
+}
+
+static inline void add_chunk(Step& step, const Matrix& m, const Rows& from, const Step::Cut& cut, int chunk, int thread) {
+  product_chunk(m, from, step.batch.rows, cut, chunk, step.scratch(thread), [&](int row, int panel, V v) {
+    float* to = step.residual + size_t(row) * step.x.stride + size_t(panel) * kPanel;
+    v_store(to, v_add(v_load(to), v));
+  });
+}
+
+static inline void head_chunk(Step& step, int chunk, int thread) {
+  const int vocabulary = step.model.vocabulary;
+  product_chunk(step.model.head, step.x, step.batch.num_sampled, step.cut_head, chunk, step.scratch(thread), [&](int row, int panel, V v) {
+    float* to = step.batch.logits + size_t(row) * vocabulary + size_t(panel) * kPanel;
+    const int valid = vocabulary - panel * kPanel;
+    if (valid >= kPanel) {
+      v_store(to, v);
+    } else {
+      alignas(64) float lanes[kPanel];
+      v_store(lanes, v);
+      std::memcpy(to, lanes, size_t(valid) * 4);
+    }
+  });
+}
+
+// The first of a row's highest logits, and whether all are finite.
+static inline void pick_row(Step& step, int row) {
+  const int n = step.model.vocabulary;
+  const float* logits = step.batch.logits + size_t(row) * n;
+  V top = v_set(-__builtin_inff()), poison = v_zero();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const V v = v_load(logits + i);
+    top = v_max(v, top);
+    poison = v_fma(v, v_zero(), poison);  // NaN once anything is not finite
+  }
+  float best = v_highest(top), bad = v_sum(poison);
+  for (; i < n; ++i) {
+    best = logits[i] > best ? logits[i] : best;
+    bad += logits[i] * 0.0f;
+  }
+  step.batch.finite[row] = bad == 0.0f;
+  int64_t at = 0;
+  if (bad == 0.0f)
+    while (logits[at] != best) ++at;
+  step.batch.greedy[row] = at;
+}
+
+static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int thread) {
+  const Model& m = step.model;
+  const Layer& layer = m.layers[layer_index];
+  const int first = chunk * step.row_chunk;
+  const auto until = [&](int rows) { return rows < first + step.row_chunk ? rows : first + step.row_chunk; };
+  switch (phase) {
+    case Phase::embed: embed_rows(step, chunk); break;
+    case Phase::qkv: {
+      const int width = layer.qkv.panels * kPanel;
+      product_chunk(layer.qkv, step.x, step.batch.rows, step.cut_qkv, chunk, step.scratch(thread),
+                    [&](int row, int panel, V v) { v_store(step.qkv + size_t(row) * width + size_t(panel) * kPanel, v); });
+      break;
+    }
+    case Phase::rotate: rotate_rows(step, layer, layer_index, chunk); break;
+    case Phase::attend: attend_item(step, layer, layer_index, chunk, thread); break;
+    case Phase::merge: merge_rows(step, chunk); break;
+    case Phase::output: add_chunk(step, layer.output, step.attended, step.cut_output, chunk, thread); break;
+    case Phase::mlp_norm: norm_rows(step, layer.mlp_norm, first, until(step.batch.rows), [](int i) { return i; }); break;
+    case Phase::gate_up: gate_up_chunk(step, layer.gate_up, chunk, thread); break;
+    case Phase::down: add_chunk(step, layer.down, step.hidden_up, step.cut_down, chunk, thread); break;
+    case Phase::next_norm:
+      if (layer_index + 1 < m.num_layers) {
+        norm_rows(step, m.layers[layer_index + 1].attention_norm, first, until(step.batch.rows), [](int i) { return i; });
+      } else {
+        norm_rows(step, m.final_norm, first, until(step.batch.num_sampled), [&](int i) { return int(step.batch.sampled[i]); });
+      }
+      break;
+    case Phase::head: head_chunk(step, chunk, thread); break;
+    case Phase::pick: pick_row(step, chunk); break;
+  }
+}
+
+static size_t scratch_bytes(const Model& m) {
+  size_t most = attention_bytes(m.heads / m.kv_heads, m.head_dim);
+  const auto consider = [&](const Matrix& matrix) {
+    const size_t bytes = unpacked_bytes(matrix);
+    if (bytes > most) most = bytes;
+  };
+  consider(m.head);
+  for (int i = 0; i < m.num_layers; ++i) {
+    consider(m.layers[i].qkv);
+    consider(m.layers[i].output);
+    consider(m.layers[i].gate_up);
+    consider(m.layers[i].down);
+  }
+  return most;
+}
+
+namespace {
+
+class ProductJob final : public Job {
+ public:
+  ProductJob(const Matrix& m, const float* x, int rows, float* out, int threads)
+      : matrix(m), out_(out), num_rows(rows), cut(Step::cut(m, rows, threads)) {
+    rows_.stride = m.depth;
+    const size_t elements = size_t(rows) * m.depth;
+    uint8_t* at = static_cast<uint8_t*>(inputs_.reserve(elements * 6 + elements / kSumWidth * 4));
+    rows_.wide = (float*)at;
+    rows_.narrow = (uint16_t*)(at + elements * 4);
+    rows_.sums = (float*)(at + elements * 6);
+    const size_t bytes = (unpacked_bytes(m) + 63) / 64 * 64;
+    scratch_ = static_cast<uint8_t*>(scratches_.reserve(bytes * threads));
+    scratch_bytes_ = bytes;
+    for (int r = 0; r < rows; ++r) write_input(rows_, r, m.cols, x + size_t(r) * m.cols);
+  }
+  int phases() const override { return 1; }
+  int chunks(int) const override { return cut.count; }
+  void run(int, int chunk, int thread) override {
+    product_chunk(matrix, rows_, num_rows, cut, chunk, scratch_ + scratch_bytes_ * thread, [&](int row, int panel, V v) {
+      alignas(64) float lanes[kPanel];
+      v_store(lanes, v);
+      const int valid = matrix.rows - panel * kPanel < kPanel ? matrix.rows - panel * kPanel : kPanel;
+      std::memcpy(out_ + size_t(row) * matrix.rows + size_t(panel) * kPanel, lanes, size_t(valid) * 4);
+    });
+  }
+
+ private:
+  const Matrix& matrix;
+  float* out_;
+  int num_rows;
+  Step::Cut cut;
+  Rows rows_;
+  Buffer inputs_, scratches_;
+  uint8_t* scratch_;
+  size_t scratch_bytes_;
+};
+
+}  // namespace
+
+static void run_product(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out) {
+  ProductJob job(matrix, x, rows, out, pool.threads());
+  pool.run(job);
+}

@@ -1,0 +1,20 @@
+// The kernels for one level; see level.hpp.
+#include <cstring>
+
+#include "step.hpp"
+#include "vec_avx2.hpp"
+
+#define KVFERRY_PAIRS 0
+
+namespace kvferry::avx2 {
+#include "products.hpp"
+//
+#include "attention.hpp"
+//
+#include "level.hpp"
+//
+#include "bounds.hpp"
+
+extern const Level kLevel;
+const Level kLevel{"avx2", KVFERRY_PAIRS != 0, scratch_bytes, run_chunk, run_product, read_all, sum_products};
+}  // namespace kvferry::avx2

@@ -1,0 +1,20 @@
+// The kernels for one level; see level.hpp.
+#include <cstring>
+
+#include "step.hpp"
+#include "vec_avx512.hpp"
+
+#define KVFERRY_PAIRS 1
+
+namespace kvferry::avx512_bf16 {
+#include "products.hpp"
+//
+#include "attention.hpp"
+//
+#include "level.hpp"
+//
+#include "bounds.hpp"
+
+extern const Level kLevel;
+const Level kLevel{"avx512_bf16", KVFERRY_PAIRS != 0, scratch_bytes, run_chunk, run_product, read_all, sum_products};
+}  // namespace kvferry::avx512_bf16

@@ -1,0 +1,20 @@
+// The kernels for one level; see level.hpp.
+#include <cstring>
+
+#include "step.hpp"
+#include "vec_portable.hpp"
+
+#define KVFERRY_PAIRS 0
+
+namespace kvferry::portable {
+#include "products.hpp"
+//
+#include "attention.hpp"
+//
+#include "level.hpp"
+//
+#include "bounds.hpp"
+
+extern const Level kLevel;
+const Level kLevel{"portable", KVFERRY_PAIRS != 0, scratch_bytes, run_chunk, run_product, read_all, sum_products};
+}  // namespace kvferry::portable

@@ -1,0 +1,169 @@
+#include "step.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace kvferry {
+namespace {
+
+constexpr int kPartitionTokens = 256;
+constexpr int kSplitQueries = 4;  // sequences with at most so many rows are shared out by partition
+constexpr int kRowBlock = 96;     // rows of a product's chunk: their inputs stay in a core's own cache
+constexpr size_t kHuge = size_t(2) << 20;
+
+int round_up(int n, int to) { return (n + to - 1) / to * to; }
+int pieces(int n, int of) { return (n + of - 1) / of; }
+
+}  // namespace
+
+Buffer::~Buffer() { std::free(data_); }
+Buffer::Buffer(Buffer&& other) noexcept : data_(other.data_), bytes_(other.bytes_) {
+  other.data_ = nullptr;
+  other.bytes_ = 0;
+}
+
+void* Buffer::reserve(size_t bytes) {
+  if (bytes <= bytes_) return data_;
+  std::free(data_);
+  data_ = nullptr;
+  bytes_ = 0;
+  const size_t alignment = bytes >= kHuge ? kHuge : 64, rounded = (bytes + alignment - 1) / alignment * alignment;
+  data_ = static_cast<uint8_t*>(std::aligned_alloc(alignment, rounded));
+  if (!data_) throw std::bad_alloc();
+#if defined(__linux__)
+  if (alignment == kHuge) madvise(data_, rounded, MADV_HUGEPAGE);
+#endif
+  std::memset(data_, 0, rounded);
+  bytes_ = rounded;
+  return data_;
+}
+
+Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), threads_(threads) {
+  scratches_.resize(size_t(threads));
+  seconds.resize(size_t(threads));
+  for (auto& scratch : scratches_) scratch.reserve(level.scratch_bytes(model));
+}
+
+Rows Step::rows_of(Buffer& buffer, int rows, int width) {
+  // Inputs beyond a matrix's own are multiplied by zeros, so they must be finite: they are zero for ever.
+  const int stride = round_up(width, kGroup);
+  const size_t elements = size_t(rows) * stride;
+  auto* at = static_cast<uint8_t*>(buffer.reserve(elements * 6 + elements / kSumWidth * 4));
+  Rows r;
+  r.stride = stride;
+  r.wide = reinterpret_cast<float*>(at);
+  r.narrow = reinterpret_cast<uint16_t*>(at + elements * 4);
+  r.sums = reinterpret_cast<float*>(at + elements * 6);
+  return r;
+}
+
+Step::Cut Step::cut(const Matrix& matrix, int rows, int threads) {
+  Cut c;
+  if (rows == 0) return c;
+  // Enough chunks that nobody waits long for the last one, and not so many that handing them out costs.
+  c.rows = rows <= 16 ? rows : std::min(kRowBlock, round_up(pieces(rows, 2), 12));
+  const int row_blocks = pieces(rows, c.rows), wanted = std::max(1, threads * 8 / row_blocks);
+  int panels = std::max(2, matrix.panels / wanted);
+  panels = panels >= 4 ? panels / 4 * 4 : 2;
+  c.panels = std::min(panels, 32);
+  c.count = row_blocks * pieces(matrix.panels, c.panels);
+  return c;
+}
+
+void Step::prepare(const Batch& b) {
+  batch = b;
+  const int rows = std::max(batch.rows, 1);
+  const int capacity = round_up(rows, 64);  // so that batches of about one size share their memory's layout
+  x = rows_of(x_, capacity, model.hidden);
+  attended = rows_of(attended_, capacity, model.heads * model.head_dim);
+  hidden_up = rows_of(up_, capacity, round_up(model.intermediate, kPanel));
+  residual = static_cast<float*>(residual_.reserve(size_t(capacity) * x.stride * 4));
+  qkv = static_cast<float*>(qkv_.reserve(size_t(capacity) * model.layers[0].qkv.panels * kPanel * 4));
+  cut_qkv = cut(model.layers[0].qkv, batch.rows, threads_);
+  cut_output = cut(model.layers[0].output, batch.rows, threads_);
+  cut_gate_up = cut(model.layers[0].gate_up, batch.rows, threads_);
+  cut_down = cut(model.layers[0].down, batch.rows, threads_);
+  cut_head = cut(model.head, batch.num_sampled, threads_);
+  row_chunk = batch.rows <= 8 ? 8 : std::clamp(pieces(batch.rows, threads_ * 4), 4, 32);
+  plan_attention();
+}
+
+void Step::plan_attention() {
+  items.clear();
+  first_partial.assign(size_t(batch.num_sequences), -1);
+  const int group = model.heads / model.kv_heads;
+  const int tile = std::max(1, 64 / (group > 4 ? group / 4 : 1));
+  const int most = group >= 64 ? 1 : tile;
+  int partials_used = 0;
+  for (int s = 0; s < batch.num_sequences; ++s) {
+    const Sequence& q = batch.sequences[s];
+    const int before = q.context - q.queries;
+    const int parts = pieces(q.context, kPartitionTokens);
+    if (q.queries <= std::min(kSplitQueries, most) && parts > 1) {
+      first_partial[size_t(s)] = partials_used;
+      for (int h = 0; h < model.kv_heads; ++h)
+        for (int p = 0; p < parts; ++p) items.push_back({s, h, 0, q.queries, p, p + 1, partials_used++});
+      continue;
+    }
+    for (int first = (q.queries - 1) / most * most; first >= 0; first -= most) {  // the longest first
+      const int queries = std::min(most, q.queries - first);
+      const int last = pieces(before + first + queries, kPartitionTokens);
+      for (int h = 0; h < model.kv_heads; ++h) items.push_back({s, h, first, queries, 0, last, -1});
+    }
+  }
+  partial_floats = kSplitQueries * group * (model.head_dim + 2);
+  partials = static_cast<float*>(partials_.reserve(size_t(std::max(1, partials_used)) * partial_floats * 4));
+}
+
+namespace {
+constexpr int kPerLayer = 9;
+}
+
+int Step::phases() const { return 1 + kPerLayer * model.num_layers + (batch.num_sampled ? 2 : 0); }
+
+static Phase phase_at(int index, int num_layers, int& layer) {
+  layer = 0;
+  if (index == 0) return Phase::embed;
+  const int inner = index - 1;
+  if (inner >= kPerLayer * num_layers) return inner == kPerLayer * num_layers ? Phase::head : Phase::pick;
+  layer = inner / kPerLayer;
+  return Phase(int(Phase::qkv) + inner % kPerLayer);
+}
+
+int Step::chunks(int index) const {
+  int layer;
+  switch (phase_at(index, model.num_layers, layer)) {
+    case Phase::qkv: return cut_qkv.count;
+    case Phase::attend: return int(items.size());
+    case Phase::output: return cut_output.count;
+    case Phase::gate_up: return cut_gate_up.count;
+    case Phase::down: return cut_down.count;
+    case Phase::head: return cut_head.count;
+    case Phase::pick: return batch.num_sampled;
+    case Phase::next_norm:
+      if (layer + 1 == model.num_layers) return pieces(batch.num_sampled, row_chunk);
+      [[fallthrough]];
+    default: return pieces(batch.rows, row_chunk);
+  }
+}
+
+void Step::run(int index, int chunk, int thread) {
+  int layer;
+  const Phase phase = phase_at(index, model.num_layers, layer);
+  if (!is_timed) {
+    level.run(*this, phase, layer, chunk, thread);
+    return;
+  }
+  const auto begun = std::chrono::steady_clock::now();
+  level.run(*this, phase, layer, chunk, thread);
+  seconds[size_t(thread)][size_t(phase)] += std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+}
+
+}  // namespace kvferry

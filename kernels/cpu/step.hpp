@@ -1,0 +1,111 @@
+// One step of a model as a job of the pool: which phases there are, into how many chunks each is cut, and where what
+// passes between them lies. What a chunk computes is in level.hpp, once per instruction set.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "model.hpp"
+#include "pool.hpp"
+
+namespace kvferry {
+
+constexpr int kMaxHeadDim = 256;
+
+// Work of one chunk of attention.
+struct AttentionItem {
+  int sequence, kv_head;
+  int first_query, queries;
+  int begin, end;  // partitions
+  int partial;     // where its rows' totals go, to be merged; -1: it has all partitions and finishes its rows
+};
+
+enum class Phase : int { embed, qkv, rotate, attend, merge, output, mlp_norm, gate_up, down, next_norm, head, pick };
+constexpr int kPhases = 12;
+constexpr const char* kPhaseNames[kPhases] = {"embed", "qkv", "rotate", "attend", "merge", "output", "mlp_norm", "gate_up", "down", "next_norm", "head", "pick"};
+
+// Memory of 64-byte alignment that grows and is kept.
+class Buffer {
+ public:
+  Buffer() = default;
+  ~Buffer();
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  Buffer(Buffer&& other) noexcept;
+  // At least so many bytes; zeros where they are new. What was there before is lost.
+  void* reserve(size_t bytes);
+  uint8_t* data() const { return data_; }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+struct Rows {  // activations in both forms, and sums of 16; see products.hpp
+  float* wide = nullptr;
+  uint16_t* narrow = nullptr;
+  float* sums = nullptr;
+  int stride = 0;
+};
+
+class Step;
+
+// What one instruction set brings.
+struct Level {
+  const char* name;
+  bool needs_narrow;
+  size_t (*scratch_bytes)(const Model& model);  // of one thread
+  void (*run)(Step& step, Phase phase, int layer, int chunk, int thread);
+  // x [rows, cols] times a matrix, to out [rows, matrix rows]; for tests and benchmarks.
+  void (*product)(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out);
+  // Bounds: reads all of a range; adds products in registers, and says how many operations that were.
+  void (*read)(Pool& pool, const uint8_t* data, size_t bytes);
+  double (*sum_products)(Pool& pool, int chunks);
+};
+
+class Step final : public Job {
+ public:
+  Step(const Model& model, const Level& level, int threads);
+
+  // Prepares a batch; run(step) on the pool computes it.
+  void prepare(const Batch& batch);
+
+  int phases() const override;
+  int chunks(int phase) const override;
+  void run(int phase, int chunk, int thread) override;
+
+  // How a product's chunks are cut: panels of each, rows of each.
+  struct Cut {
+    int panels = 0, rows = 0, count = 0;
+  };
+  static Cut cut(const Matrix& matrix, int rows, int threads);
+
+  const Model& model;
+  const Level& level;
+  Batch batch;
+  Rows x, attended, hidden_up;  // inputs of qkv, gate_up and head; of output; of down
+  float* residual = nullptr;    // [rows][stride of x]
+  float* qkv = nullptr;         // [rows][panels * 16]
+  float* partials = nullptr;    // per item with a partial: rows of [head_dim values, highest, sum]
+  Cut cut_qkv, cut_output, cut_gate_up, cut_down, cut_head;
+  int row_chunk = 0;            // rows of one chunk in phases that go by rows
+  std::vector<AttentionItem> items;
+  std::vector<int> first_partial;  // per sequence: its first partial, or -1
+  int partial_floats = 0;          // of one partial
+  // Seconds of all threads by phase, while `is_timed`.
+  bool is_timed = false;
+  std::vector<std::array<double, kPhases>> seconds;
+  uint8_t* scratch(int thread) const { return scratches_[thread].data(); }
+
+ private:
+  void plan_attention();
+  Rows rows_of(Buffer& buffer, int rows, int width);
+
+  int threads_;
+  Buffer x_, attended_, up_, residual_, qkv_, partials_;
+  std::vector<Buffer> scratches_;
+};
+
+
+}  // namespace kvferry

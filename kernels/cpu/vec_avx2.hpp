@@ -1,0 +1,95 @@
+// Sixteen floats at a time as two registers of AVX2, with FMA and F16C. Names: vec_portable.hpp.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvferry::avx2 {
+
+struct V {
+  __m256 a, b;
+};
+
+static inline V v_set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline V v_zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline V v_load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void v_store(float* p, V x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+static inline V v_add(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline V v_sub(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+static inline V v_mul(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline V v_div(V x, V y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+static inline V v_fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+static inline V v_max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline V v_zero_below(V x, V a, float limit) {
+  const __m256 bound = _mm256_set1_ps(limit);
+  return {_mm256_andnot_ps(_mm256_cmp_ps(a.a, bound, _CMP_LT_OQ), x.a),
+          _mm256_andnot_ps(_mm256_cmp_ps(a.b, bound, _CMP_LT_OQ), x.b)};
+}
+static inline V v_round(V x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+static inline __m256 exp2i_half(__m256 whole) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23));
+}
+static inline V v_exp2i(V whole) { return {exp2i_half(whole.a), exp2i_half(whole.b)}; }
+static inline float v_sum(V x) {
+  const __m256 half = _mm256_add_ps(x.a, x.b);
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float v_highest(V x) {
+  const __m256 half = _mm256_max_ps(x.a, x.b);
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+static inline V v_load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+static inline void v_load_pairs(const uint16_t* p, V& first, V& second) {
+  const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 16));
+  const __m256i high = _mm256_set1_epi32(int(0xffff0000));
+  first = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+  second = {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))};
+}
+static inline __m256 bf16_half(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+static inline V v_load_bf16(const uint16_t* p) { return {bf16_half(p), bf16_half(p + 8)}; }
+static inline __m256i to_bf16_half(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+  const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, quiet, is_nan);
+}
+static inline void v_store_bf16(uint16_t* p, V x) {
+  const __m256i packed = _mm256_packus_epi32(to_bf16_half(x.a), to_bf16_half(x.b));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+static inline void v_codes4(const uint8_t* p, V out[8]) {
+  const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
+  const __m256i low = _mm256_set1_epi32(15);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j)
+      out[2 * i + j] = {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a, 16 * j + 4 * i), low)),
+                        _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(b, 16 * j + 4 * i), low))};
+}
+static inline void v_codes8(const int8_t* p, V& first, V& second) {
+  const __m256i a = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p));
+  const __m256i b = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(p + 16)));
+  first = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
+           _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))};
+  second = {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 8)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 8))};
+}
+
+}  // namespace kvferry::avx2

@@ -1,0 +1,94 @@
+// Sixteen floats at a time as one register of AVX-512, with BF16. Names: vec_portable.hpp; the products of pairs of
+// bfloat16 (`dot`) and what makes such pairs out of codes are here alone.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvferry::avx512_bf16 {
+
+struct V {
+  __m512 v;
+};
+
+static inline V v_set(float x) { return {_mm512_set1_ps(x)}; }
+static inline V v_zero() { return {_mm512_setzero_ps()}; }
+static inline V v_load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline void v_store(float* p, V x) { _mm512_storeu_ps(p, x.v); }
+static inline V v_add(V x, V y) { return {_mm512_add_ps(x.v, y.v)}; }
+static inline V v_sub(V x, V y) { return {_mm512_sub_ps(x.v, y.v)}; }
+static inline V v_mul(V x, V y) { return {_mm512_mul_ps(x.v, y.v)}; }
+static inline V v_div(V x, V y) { return {_mm512_div_ps(x.v, y.v)}; }
+static inline V v_fma(V x, V y, V z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }
+static inline V v_max(V x, V y) { return {_mm512_max_ps(x.v, y.v)}; }
+static inline V v_zero_below(V x, V a, float limit) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, _mm512_set1_ps(limit), _CMP_NLT_UQ), x.v)};
+}
+static inline V v_round(V x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+static inline V v_exp2i(V whole) { return {_mm512_scalef_ps(_mm512_set1_ps(1.0f), whole.v)}; }
+static inline float v_sum(V x) {
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x.v),
+                                    _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x.v), 1)));
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float v_highest(V x) { return _mm512_reduce_max_ps(x.v); }
+static inline V v_load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+static inline void v_load_pairs(const uint16_t* p, V& first, V& second) {
+  const __m512i lanes = _mm512_loadu_si512(p);
+  first = {_mm512_castsi512_ps(_mm512_slli_epi32(lanes, 16))};
+  second = {_mm512_castsi512_ps(_mm512_and_si512(lanes, _mm512_set1_epi32(int(0xffff0000))))};
+}
+static inline V v_load_bf16(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+static inline void v_store_bf16(uint16_t* p, V x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.v)); }
+static inline void v_codes4(const uint8_t* p, V out[8]) {
+  const __m512i lanes = _mm512_loadu_si512(p), low = _mm512_set1_epi32(15);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j)
+      out[2 * i + j] = {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(lanes, 16 * j + 4 * i), low))};
+}
+static inline void v_codes8(const int8_t* p, V& first, V& second) {
+  const __m512i lanes = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  first = {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(lanes, 24), 24))};
+  second = {_mm512_cvtepi32_ps(_mm512_srai_epi32(lanes, 8))};
+}
+
+// --- pairs of bfloat16 ---------------------------------------------------------------------------------------------
+using P = __m512i;  // sixteen lanes of two bfloat16
+
+static inline P p_load(const void* p) { return _mm512_loadu_si512(p); }
+static inline void p_store(void* p, P x) { _mm512_storeu_si512(p, x); }
+static inline P p_set(uint32_t pair) { return _mm512_set1_epi32(int(pair)); }
+// Rounds to nearest even and takes denormals for zero, whatever the thread's settings: the same everywhere.
+static inline V p_dot(V sum, P x, P y) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)x, (__m512bh)y)}; }
+// Whole numbers 0 to 15 as bfloat16, twice over: the index has five bits, of which a nibble's neighbour owns one.
+static inline P p_table4() {
+  alignas(64) uint16_t table[32];
+  for (int i = 0; i < 32; ++i) {
+    const float x = float(i & 15);
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    table[i] = uint16_t(bits >> 16);
+  }
+  return _mm512_load_si512(table);
+}
+static inline void p_codes4(const uint8_t* p, P table, P out[4]) {
+  const __m512i words = _mm512_loadu_si512(p);
+  out[0] = _mm512_permutexvar_epi16(words, table);
+  out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
+  out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
+  out[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
+}
+static inline P p_codes8(const int8_t* p) {
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+}  // namespace kvferry::avx512_bf16

@@ -1,0 +1,125 @@
+"""The compiled CPU kernels as Python sees them: which levels there are, packed matrices, and one call a step.
+
+    level           needs                        multiplies
+    portable        any CPU                      floats
+    avx2            AVX2, FMA, F16C              floats
+    avx512_bf16     AVX-512 (F BW VL DQ) BF16    pairs of bfloat16 into float32; float32 and float16 weights as floats
+
+Weights stay as they were shipped, in panels of 16 outputs; kernels/cpu/pack.hpp says how.
+"""
+
+import functools
+import importlib
+import mmap
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvferry.kernels._cpu import Matrix, Pool, Runner
+
+FLOAT_LEVEL = "avx2"
+"""The best level that rounds no activation."""
+_ALIGNMENT = 64
+
+
+@functools.cache
+def extension() -> ModuleType | None:
+    """The compiled module, or `None` where it was not built."""
+    try:
+        return importlib.import_module("kvferry.kernels._cpu")
+    except ImportError:
+        return None
+
+
+def levels() -> list[str]:
+    """What this build and this machine can run, the slowest first; empty without the compiled module."""
+    module = extension()
+    return list(module.levels()) if module is not None else []
+
+
+def choose_level(wanted: str | None, *, rounds_activations: bool) -> str:
+    """A level to run.
+
+    Args:
+        wanted: its name; `None`: the fastest.
+        rounds_activations: whether inputs of products may be rounded to bfloat16.
+
+    Raises:
+        UsageError: the machine or the build has no such level.
+    """
+    usable = levels()
+    if wanted is None:
+        fit = [level for level in usable if rounds_activations or level in ("portable", FLOAT_LEVEL)]
+        if fit:
+            return fit[-1]
+    elif wanted in usable:
+        return wanted
+    raise UsageError(
+        f"no compiled kernels {wanted or ''!r} here; usable: {', '.join(usable) or 'none, they were not built'}",
+        field="kernels",
+    )
+
+
+class Arena:
+    """Memory for packed matrices: one range, in huge pages where the machine has them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, max(num_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        self._used = 0
+
+    def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """The next bytes, aligned for the widest registers."""
+        start = self._used
+        self._used += aligned(num_bytes)
+        return self._bytes[start : start + num_bytes]
+
+
+def aligned(num_bytes: int) -> int:
+    """A size rounded up to what `Arena` hands out."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def make_matrix(form: str, types: Sequence[int], rows: int, cols: int) -> "Matrix":
+    """Describe a packed matrix; it is packed and given memory afterwards.
+
+    Args:
+        form: `shipped`, `f32`, `f16` or `bf16`.
+        types: GGUF's numbers of the types of the tensors that it is made of.
+        rows: outputs.
+        cols: inputs.
+    """
+    module = extension()
+    assert module is not None, "asked only where it was built"
+    matrix: Matrix = module.Matrix(form, list(types), rows, cols)
+    return matrix
+
+
+def make_pool(threads: int) -> "Pool":
+    """Threads that compute steps; the caller of a step is one of them."""
+    module = extension()
+    assert module is not None, "asked only where it was built"
+    pool: Pool = module.Pool(threads)
+    return pool
+
+
+def make_runner(
+    shape: dict[str, int | float],
+    parts: "dict[str, Matrix | npt.NDArray[np.float32]]",
+    layers: "list[dict[str, Matrix | npt.NDArray[np.float32] | None]]",
+    level: str,
+    pool: "Pool",
+) -> "Runner":
+    """A model ready to compute steps."""
+    module = extension()
+    assert module is not None, "asked only where it was built"
+    runner: Runner = module.Runner(shape, parts, layers, level, pool)
+    return runner

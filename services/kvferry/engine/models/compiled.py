@@ -1,0 +1,196 @@
+"""The decoder of the Llama line as one compiled call a step; the same mathematics as `transformer`.
+
+Gates and ups stand in alternating panels of 16, so that whoever computes a gate has its up beside it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.core.errors import ModelFileError
+from kvferry.engine.batch import StepBatch
+from kvferry.engine.models.model import Logits
+from kvferry.engine.models.rotary import rotary_table
+from kvferry.kernels import compiled
+from kvferry.kernels.compiled import Arena
+from kvferry.model.config import ModelConfig
+from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, Stored, TensorSource, check_shapes, layer_prefix
+
+if TYPE_CHECKING:
+    from kvferry.kernels._cpu import Matrix
+
+_PANEL = 16
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+Parts = dict[str, "Matrix | Floats"]
+LayerParts = dict[str, "Matrix | Floats | None"]
+
+
+class CompiledTransformer:
+    """A model on the CPU. Calls from one thread at a time."""
+
+    def __init__(
+        self, config: ModelConfig, tensors: TensorSource, *, dtype: torch.dtype, form: str, level: str, threads: int
+    ) -> None:
+        """
+        Args:
+            config: its shape.
+            tensors: its weights.
+            dtype: of the pages: float32 or bfloat16.
+            form: of the weights: `shipped`, `f32`, `f16` or `bf16`.
+            level: a name of `compiled.levels()`.
+            threads: that compute a step.
+
+        Raises:
+            ModelFileError: the weights do not fit the configuration, or are not finite.
+        """
+        check_shapes(config, tensors.shapes(), f"model {config.name!r}")
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+        self.level = level
+        loader = _Loader(config, tensors, form)
+        parts, layers = loader.load()
+        cos, sin = rotary_table(config)
+        shape: dict[str, int | float] = {
+            "hidden": config.hidden_size,
+            "intermediate": config.intermediate_size,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "vocabulary": config.vocab_size,
+            "max_tokens": config.max_model_tokens,
+            "epsilon": config.rms_norm_eps,
+            "scale": 1.0 / math.sqrt(config.head_dim),
+        }
+        parts |= {"cos": cos.numpy(), "sin": sin.numpy()}
+        self.weight_bytes = loader.num_bytes
+        """Of all packed matrices; a step reads nearly all of them."""
+        self.formats = loader.formats
+        self._runner = compiled.make_runner(shape, parts, layers, level, compiled.make_pool(threads))
+
+    def compute(self, batch: StepBatch, pages: torch.Tensor) -> Logits:
+        """See `model.Model.compute`."""
+        sampled = batch.sample_rows.numpy()
+        values = torch.empty(len(sampled), self.config.vocab_size)
+        greedy, finite = np.empty(len(sampled), np.int64), np.empty(len(sampled), np.uint8)
+        attention = batch.attention
+        self._runner.step(
+            batch.token_ids.numpy(),
+            batch.positions.numpy(),
+            attention.slots.numpy(),
+            attention.queries,
+            attention.contexts,
+            attention.block_tables,
+            sampled,
+            pages.data_ptr(),
+            pages.shape[0],
+            pages.shape[4],
+            self.dtype == torch.bfloat16,
+            values.numpy(),
+            greedy,
+            finite,
+        )
+        return Logits(values, greedy.tolist(), [bool(f) for f in finite])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """A matrix that has no memory yet."""
+
+    matrix: "Matrix"
+    names: tuple[str, ...]
+    stored: list[Stored]
+    order: Ints
+    bias: Floats | None
+
+
+class _Loader:
+    """Reads every tensor once, packs the matrices into one arena."""
+
+    def __init__(self, config: ModelConfig, tensors: TensorSource, form: str) -> None:
+        self._config = config
+        self._tensors = tensors
+        self._form = form
+        self._waiting: list[_Pending] = []
+        self.num_bytes = 0
+        self.formats: set[str] = set()
+
+    def load(self) -> tuple[Parts, list[LayerParts]]:
+        config = self._config
+        embedding = self._matrix((EMBEDDING,), config.hidden_size)
+        head = embedding if config.tie_word_embeddings else self._matrix((HEAD,), config.hidden_size)
+        layers = [self._layer(index) for index in range(config.num_layers)]
+        parts: Parts = {"embedding": embedding, "head": head, "final_norm": self._vector(FINAL_NORM)}
+        self.num_bytes = sum(compiled.aligned(pending.matrix.num_bytes) for pending in self._waiting)
+        arena = Arena(self.num_bytes)
+        for pending in self._waiting:
+            out = arena.take(pending.matrix.num_bytes)
+            types, data = [s.type_id for s in pending.stored], [s.data for s in pending.stored]
+            try:
+                pending.matrix.pack(types, data, pending.order, out)
+            except ArithmeticError as error:
+                raise ModelFileError(f"tensor {pending.names[0]!r} or one beside it holds {error}") from error
+            pending.matrix.attach(out, pending.bias)
+        return parts, layers
+
+    def _layer(self, index: int) -> LayerParts:
+        config, at = self._config, layer_prefix(index)
+        attention, mlp, hidden = at + "self_attn.", at + "mlp.", config.hidden_size
+        bias = tuple(f"{attention}{x}_proj.bias" for x in "qkv") if config.qkv_bias else ()
+        return {
+            "attention_norm": self._vector(at + "input_layernorm.weight"),
+            "qkv": self._matrix(tuple(f"{attention}{x}_proj.weight" for x in "qkv"), hidden, bias=bias),
+            "q_norm": self._vector(attention + "q_norm.weight") if config.qk_norm else None,
+            "k_norm": self._vector(attention + "k_norm.weight") if config.qk_norm else None,
+            "output": self._matrix((attention + "o_proj.weight",), config.num_heads * config.head_dim),
+            "mlp_norm": self._vector(at + "post_attention_layernorm.weight"),
+            "gate_up": self._matrix(
+                (mlp + "gate_proj.weight", mlp + "up_proj.weight"), hidden, order=_alternate(config.intermediate_size)
+            ),
+            "down": self._matrix((mlp + "down_proj.weight",), config.intermediate_size),
+        }
+
+    def _vector(self, *names: str) -> Floats:
+        values = np.concatenate([self._tensors.read(name).astype(np.float32, copy=True) for name in names])
+        if not np.isfinite(values).all():
+            raise ModelFileError(f"tensor {', '.join(map(repr, names))} holds values that are not finite")
+        return values
+
+    def _matrix(
+        self, names: tuple[str, ...], cols: int, *, bias: tuple[str, ...] = (), order: Ints | None = None
+    ) -> "Matrix":
+        """Describe one matrix out of several tensors with the same inputs.
+
+        Args:
+            names: the tensors, one after the other.
+            cols: inputs.
+            bias: of the tensors, in their order.
+            order: which row of all tensors each packed row is, -1 for zeros; `None`: as they come.
+        """
+        stored = [self._tensors.stored(name) for name in names]
+        firsts = np.cumsum([0, *(len(s.order) for s in stored)])
+        rows = np.concatenate([s.order + first for s, first in zip(stored, firsts, strict=False)])
+        chosen = rows if order is None else np.where(order < 0, -1, rows[order])
+        matrix = compiled.make_matrix(self._form, [s.type_id for s in stored], len(chosen), cols)
+        values = None
+        if bias:
+            values = np.zeros(matrix.padded_rows, np.float32)
+            given = self._vector(*bias)
+            values[: len(given)] = given
+        self._waiting.append(_Pending(matrix, names, stored, chosen, values))
+        self.formats.add(matrix.format)
+        return matrix
+
+
+def _alternate(intermediate: int) -> Ints:
+    """Rows of gates and ups, one after the other, to panels of 16 in turn; -1 fills the last panels."""
+    panels = -(-intermediate // _PANEL)
+    gates = np.full(panels * _PANEL, -1, np.int64)
+    gates[:intermediate] = np.arange(intermediate)
+    ups = np.where(gates < 0, -1, gates + intermediate)
+    return np.stack((gates.reshape(panels, _PANEL), ups.reshape(panels, _PANEL)), axis=1).reshape(-1)

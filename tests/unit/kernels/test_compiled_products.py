@@ -1,0 +1,171 @@
+"""Packed matrices times rows: every form of weights, every level, odd sizes, against arithmetic in float64."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from kvferry.kernels import compiled
+
+extension = compiled.extension()
+assert extension is not None, "the compiled kernels were not built; the tests need a C++ compiler"
+POOL = compiled.make_pool(3)
+LEVELS = compiled.levels()
+FORMS = [("f32", "F32"), ("bf16", "F32"), ("f16", "F32"), ("shipped", "F32"), ("shipped", "F16"), ("shipped", "BF16")]
+CODED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+FORMS += [("shipped", name) for name in CODED] + [("bf16", "Q4_1"), ("f32", "Q6_K")]
+SCALE_PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+PLAIN = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
+ROWS = (1, 2, 3, 4, 5, 6, 7, 13, 17, 64, 97, 130)
+
+Floats = npt.NDArray[np.float32]
+
+
+def to_bf16(x: npt.NDArray[np.floating]) -> Floats:
+    bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+
+
+def random_rows(name: str, rows: int, cols: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Random blocks with tame scales; every other bit may be anything."""
+    if name in ("F32", "F16", "BF16"):
+        values = rng.standard_normal((rows, cols), dtype=np.float32)
+        if name == "F32":
+            return values.view(np.uint8)
+        if name == "F16":
+            return values.astype(np.float16).view(np.uint8)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    width, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    blocks = rng.integers(0, 256, (rows, cols // width, size), dtype=np.uint8)
+    for place in (SCALE_PLACES | PLAIN)[name]:
+        scales = (rng.standard_normal((rows, cols // width, 1)) * 0.02).astype(np.float16)
+        blocks[..., place : place + 2] = scales.view(np.uint8).reshape(rows, cols // width, 2)
+    return blocks.reshape(rows, -1)
+
+
+def pack(form: str, name: str, raw: npt.NDArray[np.uint8], cols: int, order: list[int] | None = None) -> object:
+    rows = np.arange(len(raw)) if order is None else np.array(order, dtype=np.int64)
+    kind = int(GGMLQuantizationType[name])
+    matrix = compiled.make_matrix(form, [kind], len(rows), cols)
+    out = np.full(matrix.num_bytes, 0xAA, np.uint8)
+    matrix.pack([kind], [np.ascontiguousarray(raw).reshape(-1)], rows, out)
+    matrix.attach(out)
+    return matrix
+
+
+def values_of(form: str, name: str, raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    if name == "F32":
+        values = raw.view(np.float32)
+    elif name == "F16":
+        values = raw.view(np.float16).astype(np.float32)
+    elif name == "BF16":
+        values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = dequantize(raw, GGMLQuantizationType[name]).astype(np.float32)
+    if form == "bf16":
+        values = to_bf16(values)
+    return (values.astype(np.float16) if form == "f16" else values).astype(np.float64)
+
+
+def run(level: str, matrix: object, x: Floats) -> Floats:
+    out = np.full((len(x), matrix.rows), np.nan, np.float32)  # type: ignore[attr-defined]
+    extension.product(POOL, level, matrix, x, out)
+    return out
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("form", "name"), FORMS, ids=[f"{f}-{n}" for f, n in FORMS])
+def test_a_product_is_right_and_the_same_in_any_batch(form: str, name: str, level: str) -> None:
+    rng = np.random.default_rng(7)
+    for rows, cols in ((93, 512), (16, 256), (5, 768)):
+        raw = random_rows(name, rows, cols, rng)
+        matrix = pack(form, name, raw, cols)
+        x = rng.standard_normal((max(ROWS), cols), dtype=np.float32)
+        rounds = level == "avx512_bf16" and matrix.format not in ("f32", "f16")  # type: ignore[attr-defined]
+        seen = (to_bf16(x) if rounds else x).astype(np.float64)
+        weights = values_of(form, name, raw)
+        # Sums of n float32 terms err by at most n half units of the sum of magnitudes; codes add the minimum's term.
+        bound = (cols + 64) * 2.0**-24 * (np.abs(seen) @ (np.abs(weights).T + np.abs(weights).max())) + 1e-30
+        whole = run(level, matrix, x)
+        assert (np.abs(whole - seen @ weights.T) <= bound).all()
+        for count in ROWS:
+            first = int(rng.integers(0, max(ROWS) - count + 1))
+            assert np.array_equal(run(level, matrix, x[first : first + count]), whole[first : first + count])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("cols", [1, 31, 32, 33, 48, 112])
+@pytest.mark.parametrize("form", ["f32", "f16", "bf16"])
+def test_inputs_that_fill_no_group(form: str, cols: int, level: str) -> None:
+    rng = np.random.default_rng(cols)
+    raw = random_rows("F32", 21, cols, rng)
+    x = rng.standard_normal((9, cols), dtype=np.float32)
+    rounds = level == "avx512_bf16" and form == "bf16"
+    seen = (to_bf16(x) if rounds else x).astype(np.float64)
+    expected = seen @ values_of(form, "F32", raw).T
+    np.testing.assert_allclose(run(level, pack(form, "F32", raw, cols), x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_packed_in_the_order_asked_for() -> None:
+    rng = np.random.default_rng(3)
+    raw = random_rows("Q4_1", 20, 64, rng)
+    order = [19, -1, 0, 7, 7, -1, 3]
+    weights = values_of("shipped", "Q4_1", raw)
+    expected = np.array([weights[i] if i >= 0 else np.zeros(64) for i in order])
+    got = run("portable", pack("shipped", "Q4_1", raw, 64, order), np.eye(64, dtype=np.float32)).T
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("names", [("Q4_1", "Q8_0"), ("Q4_K", "Q6_K"), ("Q4_0", "Q5_1"), ("F16", "Q8_0"), ("F16", "BF16")])
+def test_tensors_of_different_kinds_share_a_matrix(names: tuple[str, str]) -> None:
+    rng = np.random.default_rng(11)
+    parts = [random_rows(name, 10, 256, rng) for name in names]
+    kinds = [int(GGMLQuantizationType[name]) for name in names]
+    matrix = compiled.make_matrix("shipped", kinds, 20, 256)
+    out = np.empty(matrix.num_bytes, np.uint8)
+    matrix.pack(kinds, [np.ascontiguousarray(p).reshape(-1) for p in parts], np.arange(20), out)
+    matrix.attach(out)
+    expected = np.concatenate([values_of("shipped", n, p) for n, p in zip(names, parts, strict=True)])
+    got = run("portable", matrix, np.eye(256, dtype=np.float32)).T
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("form", "name"), [("shipped", "Q4_1"), ("shipped", "Q6_K"), ("f32", "F32"), ("bf16", "Q8_0")])
+def test_weights_that_are_no_numbers_are_refused(form: str, name: str) -> None:
+    raw = random_rows(name, 16, 256, np.random.default_rng(1)).copy()
+    if name == "F32":
+        raw.view(np.float32)[3, 5] = np.inf
+    else:
+        place = (SCALE_PLACES | PLAIN)[name][0]
+        raw[3, place : place + 2] = np.array([np.nan], np.float16).view(np.uint8)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        pack(form, name, raw, 256)
+
+
+def test_a_weight_too_large_for_its_form_is_refused() -> None:
+    raw = np.full((16, 32), 1e6, np.float32)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        pack("f16", "F32", raw.view(np.uint8), 32)
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_touched() -> None:
+    with pytest.raises(ValueError, match="do not divide"):
+        compiled.make_matrix("shipped", [3], 16, 48)
+    with pytest.raises(ValueError, match="no packed form int3"):
+        compiled.make_matrix("int3", [0], 16, 48)
+    matrix = compiled.make_matrix("f32", [0], 16, 32)
+    raw = np.zeros(16 * 32 * 4, np.uint8)
+    out = np.empty(matrix.num_bytes, np.uint8)
+    with pytest.raises(ValueError, match="another size"):
+        matrix.pack([0], [raw], np.arange(16), out[:-1])
+    with pytest.raises(ValueError, match="a row that is not there"):
+        matrix.pack([0], [raw], np.full(16, 16), out)
+    with pytest.raises(ValueError, match="has no data"):
+        extension.product(POOL, "portable", matrix, np.zeros((1, 32), np.float32), np.zeros((1, 16), np.float32))
+    matrix.pack([0], [raw], np.arange(16), out)
+    matrix.attach(out)
+    with pytest.raises(ValueError, match="another width"):
+        extension.product(POOL, "portable", matrix, np.zeros((1, 31), np.float32), np.zeros((1, 16), np.float32))
+    with pytest.raises(ValueError, match="does not run level sse9"):
+        extension.product(POOL, "sse9", matrix, np.zeros((1, 32), np.float32), np.zeros((1, 16), np.float32))

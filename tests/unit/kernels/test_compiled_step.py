@@ -1,0 +1,222 @@
+"""A whole step in one call: equal to the definition, and the same bits in any batch, chunking and placement of pages."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvferry.core.errors import ModelFileError, UsageError
+from kvferry.engine.batch import StepBatch
+from kvferry.engine.cache import PagedKv, PageShape
+from kvferry.engine.models.build import build_model
+from kvferry.engine.models.model import Model
+from kvferry.kernels import compiled
+from kvferry.kernels.batch import AttentionBatch
+from kvferry.model import tiny
+from kvferry.model.config import ModelConfig
+
+LEVELS = compiled.levels()
+VARIANTS = [
+    tiny.config(),
+    tiny.config(qk_norm=True),
+    tiny.config(qkv_bias=True),
+    replace(tiny.config(), num_heads=6, num_kv_heads=1, head_dim=48, hidden_size=80, intermediate_size=49),
+    replace(tiny.config(), num_heads=9, num_kv_heads=3, head_dim=32, hidden_size=33, tie_word_embeddings=True),
+]
+BLOCK = 16
+Piece = tuple[int, int, int]
+"""Sequence, first position, rows."""
+
+
+def model_of(config: ModelConfig, level: str, dtype: torch.dtype = torch.float32, threads: int = 3) -> Model:
+    tensors = tiny.TinyTensors(config)
+    return build_model(config, tensors, dtype=dtype, kernels=f"compiled-{level}", threads=threads)
+
+
+class World:
+    """Sequences of random tokens, each with pages of its own, scattered."""
+
+    def __init__(self, config: ModelConfig, lengths: list[int], dtype: torch.dtype, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.tokens = [rng.integers(0, config.vocab_size, n) for n in lengths]
+        blocks = [-(-n // BLOCK) for n in lengths]
+        order = rng.permutation(sum(blocks) + 5)
+        starts = np.concatenate(([0], np.cumsum(blocks)))
+        self.tables = [order[a:b] for a, b in itertools.pairwise(starts)]
+        self.shape = PageShape.of(config, block_tokens=BLOCK, dtype=dtype)
+        self.num_blocks = len(order)
+
+    def pages(self) -> torch.Tensor:
+        """Never written: NaN everywhere."""
+        kv = PagedKv.allocate(self.shape, self.num_blocks)
+        return kv.pages.fill_(torch.nan)
+
+    def batch(self, pieces: list[Piece]) -> StepBatch:
+        """One step over these pieces; the logits of all rows."""
+        queries = np.array([n for _, _, n in pieces])
+        contexts = np.array([first + n for _, first, n in pieces])
+        width = max(-(-int(c) // BLOCK) for c in contexts)
+        table = np.zeros((len(pieces), width), np.int64)
+        positions, slots, tokens = [], [], []
+        for row, (s, first, n) in enumerate(pieces):
+            mine = self.tables[s][: -(-(first + n) // BLOCK)]
+            table[row, : len(mine)] = mine
+            at = np.arange(first, first + n)
+            positions.append(at)
+            slots.append(self.tables[s][at // BLOCK] * BLOCK + at % BLOCK)
+            tokens.append(self.tokens[s][at])
+        flat = [torch.from_numpy(np.concatenate(part).astype(np.int64)) for part in (tokens, positions, slots)]
+        attention = AttentionBatch(queries, contexts, table, flat[2])
+        return StepBatch(flat[0], flat[1], attention, torch.arange(len(flat[0])))
+
+    def alone(self, model: Model) -> list[npt.NDArray[np.float32]]:
+        """Logits of every position, each sequence by itself in one piece."""
+        pages = self.pages()
+        return [model.compute(self.batch([(s, 0, len(t))]), pages).values.numpy() for s, t in enumerate(self.tokens)]
+
+
+LENGTHS = [1, 5, 16, 17, 40, 300]
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "avx512_bf16"])
+@pytest.mark.parametrize("config", VARIANTS, ids=range(len(VARIANTS)))
+def test_float_levels_equal_the_definition_in_float64(config: ModelConfig, level: str) -> None:
+    exact = build_model(config, tiny.TinyTensors(config), dtype=torch.float64, kernels="reference")
+    expected = World(config, LENGTHS, torch.float64).alone(exact)
+    got = World(config, LENGTHS, torch.float32).alone(model_of(config, level))
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("config", VARIANTS, ids=range(len(VARIANTS)))
+def test_bfloat16_errs_no_more_than_the_definition_in_bfloat16(config: ModelConfig, level: str) -> None:
+    """Weights and sums are wider here than in the definition, so twice its error is generous."""
+    tensors = tiny.TinyTensors(config)
+    exact = build_model(config, tensors, dtype=torch.float64, kernels="reference")
+    rough = build_model(config, tensors, dtype=torch.bfloat16, kernels="reference")
+    expected = np.concatenate(World(config, LENGTHS, torch.float64).alone(exact))
+    fair = np.abs(np.concatenate(World(config, LENGTHS, torch.bfloat16).alone(rough)) - expected).mean()
+    got = np.concatenate(World(config, LENGTHS, torch.bfloat16).alone(model_of(config, level, torch.bfloat16)))
+    assert np.abs(got - expected).mean() <= 2 * fair
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_picked_token_is_the_first_of_the_highest(level: str) -> None:
+    world = World(VARIANTS[0], LENGTHS, torch.float32)
+    logits = model_of(VARIANTS[0], level).compute(world.batch([(3, 0, 17), (2, 0, 16)]), world.pages())
+    assert logits.greedy == logits.values.argmax(dim=-1).tolist()
+    assert logits.finite == [True] * 33
+
+
+def random_steps(lengths: list[int], rng: np.random.Generator) -> list[list[Piece]]:
+    """Steps in which every sequence gets some of its rows, until all are done."""
+    done = [0] * len(lengths)
+    steps = []
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        most = int(rng.choice([1, 3, 20, 200, 1000]))
+        chosen = [s for s, n in enumerate(lengths) if done[s] < n and rng.random() < 0.8]
+        pieces = []
+        for s in rng.permutation(chosen):
+            n = min(lengths[s] - done[s], int(rng.integers(1, most + 1)))
+            pieces.append((int(s), done[s], n))
+            done[s] += n
+        if pieces:
+            steps.append(pieces)
+    return steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: torch.dtype) -> None:
+    """Six configurations of level and type, 90 random walks each: more than 500 ways through the same tokens."""
+    for number in range(90):
+        rng = np.random.default_rng(number)
+        config = VARIANTS[number % len(VARIANTS)]
+        lengths = [int(n) for n in rng.choice([1, 4, 31, 33, 257, 290, 530], rng.integers(1, 5))]
+        model = model_of(config, level, dtype, threads=int(rng.integers(1, 4)))
+        world = World(config, lengths, dtype, seed=number)
+        expected, pages = world.alone(model), world.pages()
+        for pieces in random_steps(lengths, rng):
+            if rng.random() < 0.2:  # the pages move to another engine, as from prefill to decode
+                pages, model = pages.clone(), model_of(config, level, dtype, threads=2)
+            got = model.compute(world.batch(pieces), pages).values.numpy()
+            at = 0
+            for s, first, n in pieces:
+                assert np.array_equal(got[at : at + n], expected[s][first : first + n]), (number, s, first, n)
+                at += n
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_poisoned_key_is_noticed(level: str) -> None:
+    """NaN within the context must come out as not finite, not as a token."""
+    model, world = model_of(VARIANTS[0], level), World(VARIANTS[0], [20], torch.float32)
+    pages = world.pages()
+    logits = model.compute(world.batch([(0, 3, 2)]), pages)  # positions 0 to 2 were never written
+    assert logits.finite == [False, False]
+
+
+def test_inputs_out_of_range_are_refused_before_anything_is_touched() -> None:
+    model, world = model_of(VARIANTS[0], "portable"), World(VARIANTS[0], [20], torch.float32)
+    pages = world.pages()
+    good = world.batch([(0, 0, 20)])
+    bad_token = good.token_ids.clone()
+    bad_token[3] = VARIANTS[0].vocab_size
+    bad_position = good.positions.clone()
+    bad_position[0] = VARIANTS[0].max_model_tokens
+    bad_slot = good.attention.slots.clone()
+    bad_slot[19] = world.num_blocks * BLOCK
+    bad_table = good.attention.block_tables.copy()
+    bad_table[0, 1] = world.num_blocks
+    cases = [
+        (replace(good, token_ids=bad_token), "a token is not in the vocabulary"),
+        (replace(good, positions=bad_position), "a position is beyond"),
+        (replace(good, attention=replace(good.attention, slots=bad_slot)), "a slot is beyond"),
+        (replace(good, attention=replace(good.attention, block_tables=bad_table)), "a page is not there"),
+        (replace(good, attention=replace(good.attention, queries=np.array([19]))), "do not add up"),
+        (replace(good, sample_rows=torch.tensor([20])), "a sampled row is not there"),
+    ]
+    for batch, message in cases:
+        with pytest.raises(ValueError, match=message):
+            model.compute(batch, pages)
+    assert torch.isnan(pages).all()
+
+
+def test_what_the_compiled_kernels_cannot_do_is_said() -> None:
+    config = tiny.config()
+    with pytest.raises(UsageError, match="float32 or bfloat16, not float16"):
+        build_model(config, tiny.TinyTensors(config), dtype=torch.float16, kernels="compiled")
+    odd = replace(config, head_dim=12)
+    with pytest.raises(UsageError, match="heads of 12 values are not a multiple of 16"):
+        build_model(odd, tiny.TinyTensors(odd), dtype=torch.float32, kernels="compiled")
+    with pytest.raises(UsageError, match="no kernels 'cuda-magic'; known: auto, compiled"):
+        build_model(config, tiny.TinyTensors(config), dtype=torch.float32, kernels="cuda-magic")
+    with pytest.raises(UsageError, match="no weights 'int3'; known: shipped"):
+        build_model(config, tiny.TinyTensors(config), dtype=torch.float32, weights="int3")
+
+
+def test_without_the_compiled_module_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "extension", lambda: None)
+    model = build_model(VARIANTS[0], tiny.TinyTensors(VARIANTS[0]), dtype=torch.float32)
+    world = World(VARIANTS[0], [9], torch.float32)
+    assert model.compute(world.batch([(0, 0, 9)]), world.pages().zero_()).finite == [True] * 9
+    with pytest.raises(UsageError, match="they were not built"):
+        build_model(VARIANTS[0], tiny.TinyTensors(VARIANTS[0]), dtype=torch.float32, kernels="compiled-avx2")
+
+
+class Broken(tiny.TinyTensors):
+    """One weight of one matrix is not a number."""
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        values = super().read(name)
+        if name == "model.layers.1.mlp.up_proj.weight":
+            values[3, 4] = np.nan
+        return values
+
+
+def test_a_weight_that_is_no_number_is_named() -> None:
+    with pytest.raises(ModelFileError, match=r"model.layers.1.mlp.gate_proj.weight. or one beside it holds values"):
+        build_model(tiny.config(), Broken(tiny.config()), dtype=torch.float32, kernels="compiled")
