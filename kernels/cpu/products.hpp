@@ -45,7 +45,7 @@ static inline bool takes_pairs(Format) { return false; }
 constexpr int kTileRows = 4, kTileColumns = 1, kFusedRows = 2;
 #endif
 constexpr int kChunkPanels = 4;  // what a chunk unpacks at a time
-constexpr int kAhead = 1024;     // bytes that a stream is fetched ahead
+constexpr int kAhead = 2048;     // bytes that a stream is fetched ahead
 
 // Columns of a tile where so many panels are left: 4, 2 or 1.
 static inline int widest_of(int panels) { return panels >= kTileColumns ? kTileColumns : kTileColumns > 2 && panels >= 2 ? 2 : 1; }
