@@ -56,11 +56,41 @@ struct AttentionGeometry {
   float scale;
 };
 
+// Where the keys (half 0) or values (half 1) of 16 tokens stand, from `first` on; those from `end` on are zeros.
 template <bool NarrowPages>
-static inline const uint8_t* token_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int half, int kv_head, int token) {
-  const size_t page = size_t(s.pages[token / g.block_tokens]);
-  const size_t row = (((page * g.num_layers + g.layer) * 2 + half) * g.kv_heads + kv_head) * g.block_tokens + token % g.block_tokens;
-  return batch.pages + row * g.head_dim * (NarrowPages ? 2 : 4);
+static inline void find_rows(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int half, int kv_head, int first, int end, const uint8_t* rows[16]) {
+  alignas(64) static const uint8_t zeros[kMaxHeadDim * 4] = {};
+  const size_t row_bytes = size_t(g.head_dim) * (NarrowPages ? 2 : 4);
+  int block = first / g.block_tokens, place = first % g.block_tokens;
+  const uint8_t* at = nullptr;
+  for (int t = 0; t < 16; ++t) {
+    if (first + t >= end) {
+      rows[t] = zeros;
+      continue;
+    }
+    if (!at || place == g.block_tokens) {
+      if (at) ++block, place = 0;
+      const size_t page = size_t(s.pages[block]);
+      at = batch.pages + ((((page * g.num_layers + g.layer) * 2 + half) * g.kv_heads + kv_head) * g.block_tokens + place) * row_bytes;
+    }
+    rows[t] = at;
+    at += row_bytes;
+    ++place;
+  }
+}
+
+// Asks for the keys and values of 16 tokens before they are needed: pages lie far apart, so nothing else foresees them.
+template <bool NarrowPages>
+[[gnu::always_inline]] static inline void fetch_rows(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first) {
+  const size_t row_bytes = size_t(g.head_dim) * (NarrowPages ? 2 : 4);
+  const int block = first / g.block_tokens, place = first % g.block_tokens;
+  const int rows = g.block_tokens - place < 16 ? g.block_tokens - place : 16;
+  const size_t page = size_t(s.pages[block]), half_bytes = size_t(g.kv_heads) * g.block_tokens * row_bytes;
+  const uint8_t* at = batch.pages + (((page * g.num_layers + g.layer) * 2 * g.kv_heads + kv_head) * g.block_tokens + place) * row_bytes;
+  for (size_t i = 0; i < rows * row_bytes; i += 64) {
+    fetch(at + i);
+    fetch(at + half_bytes + i);
+  }
 }
 
 #if KVFERRY_PAIRS
@@ -107,9 +137,8 @@ static inline V values_at(const uint8_t* token, int d) {
 // Keys of tokens [first, first + 16), those from `end` on as zeros, to one panel.
 template <bool Pairs, bool NarrowPages>
 static inline void pack_keys(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first, int end, uint8_t* out) {
-  alignas(64) static const uint8_t zeros[kMaxHeadDim * 4] = {};
   const uint8_t* rows[16];
-  for (int t = 0; t < 16; ++t) rows[t] = first + t < end ? token_at<NarrowPages>(batch, g, s, 0, kv_head, first + t) : zeros;
+  find_rows<NarrowPages>(batch, g, s, 0, kv_head, first, end, rows);
   if constexpr (Pairs) {
 #if KVFERRY_PAIRS
     int d = 0;
@@ -131,12 +160,13 @@ static inline void pack_keys(const Batch& batch, const AttentionGeometry& g, con
 // Values of tokens [first, first + 16) to panels of 16 values each, `stride` bytes apart.
 template <bool Pairs, bool NarrowPages>
 static inline void pack_values(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first, int end, uint8_t* out, size_t stride) {
-  alignas(64) static const uint8_t zeros[kMaxHeadDim * 4] = {};
+  const uint8_t* rows[16];
+  find_rows<NarrowPages>(batch, g, s, 1, kv_head, first, end, rows);
   for (int t = 0; t < 16; t += Pairs ? 2 : 1) {
-    const uint8_t* a = first + t < end ? token_at<NarrowPages>(batch, g, s, 1, kv_head, first + t) : zeros;
+    const uint8_t* a = rows[t];
     if constexpr (Pairs) {
 #if KVFERRY_PAIRS
-      const uint8_t* b = first + t + 1 < end ? token_at<NarrowPages>(batch, g, s, 1, kv_head, first + t + 1) : zeros;
+      const uint8_t* b = rows[t + 1];
       for (int d = 0; d < g.head_dim; d += 16) {
         const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + d * 2)));
         const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + d * 2)));
@@ -178,19 +208,19 @@ static inline AttentionScratch carve(uint8_t* at, int group, int head_dim) {
   return s;
 }
 
-// -inf beyond lane n: load from kBeyond + 16 - n.
+// Far below every score beyond lane n: load from kBeyond + 16 - n. Finite, so that no step on the way to 0 is NaN.
+constexpr float kFar = -1e30f;
 alignas(64) static const float kBeyond[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                                              -__builtin_inff(), -__builtin_inff(), -__builtin_inff(), -__builtin_inff(),
-                                              -__builtin_inff(), -__builtin_inff(), -__builtin_inff(), -__builtin_inff(),
-                                              -__builtin_inff(), -__builtin_inff(), -__builtin_inff(), -__builtin_inff(),
-                                              -__builtin_inff(), -__builtin_inff(), -__builtin_inff(), -__builtin_inff()};
+                                              kFar, kFar, kFar, kFar,
+                                              kFar, kFar, kFar, kFar,
+                                              kFar, kFar, kFar, kFar,
+                                              kFar, kFar, kFar, kFar};
 
 // R rows of one partition whose keys and values are packed: their weights and what these weigh, merged into `totals`.
 template <bool Pairs, int R>
 static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, int row, int first_position, int start) {
   alignas(64) float scores[R * kPartition];
   alignas(64) float narrow_weights[R * kPartition / 2];
-  alignas(64) float tile[kTileRows * kTileColumns * kPanel];
   alignas(64) float weighed[R * kMaxHeadDim];
   const int D = g.head_dim;
   // Rows are query by query, the heads of a group side by side.
@@ -208,13 +238,11 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
       constexpr int C = decltype(width)::value;
       if constexpr (Pairs) {
 #if KVFERRY_PAIRS
-        tile_pairs<R, C>((const uint16_t*)s.queries + size_t(row) * D, D, s.keys + p * key_stride, key_stride, D / 2, tile);
+        tile_pairs<R, C>((const uint16_t*)s.queries + size_t(row) * D, D, s.keys + p * key_stride, key_stride, D / 2, scores + p * 16, kPartition);
 #endif
       } else {
-        tile_wide<R, C>(s.queries + size_t(row) * D, D, (const float*)(s.keys + p * key_stride), key_stride / 4, D, tile);
+        tile_wide<R, C>(s.queries + size_t(row) * D, D, (const float*)(s.keys + p * key_stride), key_stride / 4, D, scores + p * 16, kPartition);
       }
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) v_store(scores + r * kPartition + (p + c) * 16, v_load(tile + (r * C + c) * 16));
     };
     with_width(columns, run);
     p += columns;
@@ -224,27 +252,30 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   for (int r = 0; r < R; ++r) {
     float* mine = scores + r * kPartition;
     const int seen = seen_by(r), full = seen / 16, used = (seen + 15) / 16;
-    V top = v_set(-__builtin_inff());
-    const V scale = v_set(g.scale);
-    for (int p = 0; p < used; ++p) {
-      V x = v_mul(v_load(mine + p * 16), scale);
-      if (p >= full) x = v_add(x, v_load(kBeyond + 16 - (seen - p * 16)));
-      top = v_max(top, x);
-      v_store(mine + p * 16, x);
-    }
-    highest[r] = v_highest(top);
-    const V least = v_set(highest[r]);
+    if (used > full) v_store(mine + full * 16, v_add(v_load(mine + full * 16), v_load(kBeyond + 16 - (seen - full * 16))));
+    V top = v_load(mine);
+    for (int p = 1; p < used; ++p) top = v_max(top, v_load(mine + p * 16));
+    highest[r] = v_highest(top) * g.scale;
+    const V scale = v_set(g.scale), least = v_set(-highest[r]);
     V sum = v_zero();
-    for (int p = 0; p < panels; ++p) {
-      V x = v_zero();
-      if (p < used) {
-        x = v_exp(v_sub(v_load(mine + p * 16), least));
-        sum = v_add(sum, x);
-      }
+    for (int p = 0; p < used; ++p) {
+      V x = v_fma(v_load(mine + p * 16), scale, least);
       if constexpr (Pairs) {
+#if KVFERRY_PAIRS
+        x = v_exp_rough(x);
         v_store_bf16((uint16_t*)weights + r * kPartition + p * 16, x);
+#endif
       } else {
+        x = v_exp(x);
         v_store(weights + r * kPartition + p * 16, x);
+      }
+      sum = v_add(sum, x);
+    }
+    for (int p = used; p < panels; ++p) {
+      if constexpr (Pairs) {
+        v_store_bf16((uint16_t*)weights + r * kPartition + p * 16, v_zero());
+      } else {
+        v_store(weights + r * kPartition + p * 16, v_zero());
       }
     }
     sums[r] = v_sum(sum);
@@ -257,13 +288,11 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
       constexpr int C = decltype(width)::value;
       if constexpr (Pairs) {
 #if KVFERRY_PAIRS
-        tile_pairs<R, C>((const uint16_t*)weights, kPartition, s.values + p * value_stride, value_stride, panels * 8, tile);
+        tile_pairs<R, C>((const uint16_t*)weights, kPartition, s.values + p * value_stride, value_stride, panels * 8, weighed + p * 16, kMaxHeadDim);
 #endif
       } else {
-        tile_wide<R, C>(weights, kPartition, (const float*)(s.values + p * value_stride), value_stride / 4, panels * 16, tile);
+        tile_wide<R, C>(weights, kPartition, (const float*)(s.values + p * value_stride), value_stride / 4, panels * 16, weighed + p * 16, kMaxHeadDim);
       }
-      for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) v_store(weighed + r * kMaxHeadDim + (p + c) * 16, v_load(tile + (r * C + c) * 16));
     };
     with_width(columns, run);
     p += columns;
@@ -302,8 +331,13 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
   const size_t key_stride = size_t(D) * 16 * (Pairs ? 2 : 4), value_stride = size_t(kPartition) * 16 * (Pairs ? 2 : 4);
   for (int part = item.begin; part < item.end; ++part) {
     const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
+    if (part == item.begin) {
+      fetch_rows<NarrowPages>(batch, g, sequence, item.kv_head, start);
+      if (start + 16 < last) fetch_rows<NarrowPages>(batch, g, sequence, item.kv_head, start + 16);
+    }
     for (int t = start; t < end; t += 16) {
       const int p = (t - start) / 16;
+      if (t + 32 < last) fetch_rows<NarrowPages>(batch, g, sequence, item.kv_head, t + 32);
       pack_keys<Pairs, NarrowPages>(batch, g, sequence, item.kv_head, t, end, s.keys + p * key_stride);
       pack_values<Pairs, NarrowPages>(batch, g, sequence, item.kv_head, t, end, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_stride);
     }

@@ -64,13 +64,14 @@ static inline void with_width(int columns, F&& f) {
   }
 }
 
-static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Always inlined: the compiler takes a function that only prefetches for one without effect, and drops its calls.
+[[gnu::always_inline]] static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // --- many rows: tiles over unpacked panels -------------------------------------------------------------------------
 
 // out [R][C * 16] = x [R] times C panels of floats [k][16].
 template <int R, int C>
-static inline void tile_wide(const float* x, size_t x_stride, const float* w, size_t w_stride, int k, float* out) {
+static inline void tile_wide(const float* x, size_t x_stride, const float* w, size_t w_stride, int k, float* out, int out_stride = C * kPanel) {
   V sum[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -90,7 +91,7 @@ static inline void tile_wide(const float* x, size_t x_stride, const float* w, si
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) v_store(out + (r * C + c) * kPanel, sum[r][c]);
+    for (int c = 0; c < C; ++c) v_store(out + r * out_stride + c * kPanel, sum[r][c]);
 }
 
 #if KVFERRY_PAIRS
@@ -102,7 +103,7 @@ static inline uint32_t pair_at(const uint16_t* p) {
 
 // The same with pairs of inputs: panels [k2][16][2].
 template <int R, int C>
-static inline void tile_pairs(const uint16_t* x, size_t x_stride, const uint8_t* w, size_t w_stride, int k2, float* out) {
+static inline void tile_pairs(const uint16_t* x, size_t x_stride, const uint8_t* w, size_t w_stride, int k2, float* out, int out_stride = C * kPanel) {
   V sum[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -125,7 +126,7 @@ static inline void tile_pairs(const uint16_t* x, size_t x_stride, const uint8_t*
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) v_store(out + (r * C + c) * kPanel, sum[r][c]);
+    for (int c = 0; c < C; ++c) v_store(out + r * out_stride + c * kPanel, sum[r][c]);
 }
 #endif
 

@@ -59,6 +59,20 @@ static inline void v_codes8(const int8_t* p, V& first, V& second) {
   second = {_mm512_cvtepi32_ps(_mm512_srai_epi32(lanes, 8))};
 }
 
+// e^x to 3e-6, for what is rounded to bfloat16 afterwards; 0 for whatever is far below. Minimax polynomial of degree 4
+// for 2^f, |f| <= 1/2.
+static inline V v_exp_rough(V x) {
+  const __m512 t = _mm512_mul_ps(x.v, _mm512_set1_ps(1.44269504f));
+  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 f = _mm512_sub_ps(t, n);
+  __m512 y = _mm512_set1_ps(0.0095701013f);
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.055917859f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.24024744f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.69312179f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.99999928f));
+  return {_mm512_scalef_ps(y, n)};
+}
+
 // --- pairs of bfloat16 ---------------------------------------------------------------------------------------------
 using P = __m512i;  // sixteen lanes of two bfloat16
 

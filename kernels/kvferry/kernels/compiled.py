@@ -70,7 +70,7 @@ class Arena:
     """Memory for packed matrices: one range, in huge pages where the machine has them."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = mmap.mmap(-1, max(num_bytes, 1))
+        self._memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
