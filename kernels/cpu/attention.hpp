@@ -306,15 +306,16 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   }
 }
 
-// An item: its rows' totals in the scratch, not yet divided by their sums.
+// One KV head of an item: its rows' totals in the scratch, not yet divided by their sums. `next` is what the thread
+// will probably turn to afterwards, so that its first keys are on their way.
 template <bool Pairs, bool NarrowPages>
-static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, const float* queries, int query_stride, const AttentionScratch& s) {
+static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, int kv_head, const AttentionItem* next, const float* queries, int query_stride, const AttentionScratch& s) {
   const Sequence& sequence = batch.sequences[item.sequence];
   const int D = g.head_dim, rows = item.queries * g.group;
   const int first_position = sequence.context - sequence.queries + item.first_query;
   for (int q = 0; q < item.queries; ++q)
     for (int h = 0; h < g.group; ++h) {
-      const float* from = queries + size_t(sequence.first + item.first_query + q) * query_stride + size_t(item.kv_head * g.group + h) * D;
+      const float* from = queries + size_t(sequence.first + item.first_query + q) * query_stride + size_t(kv_head * g.group + h) * D;
       const int row = q * g.group + h;
       for (int d = 0; d < D; d += 16) {
         if constexpr (Pairs) {
@@ -331,15 +332,18 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
   const size_t key_stride = size_t(D) * 16 * (Pairs ? 2 : 4), value_stride = size_t(kPartition) * 16 * (Pairs ? 2 : 4);
   for (int part = item.begin; part < item.end; ++part) {
     const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
-    if (part == item.begin) {
-      fetch_rows<NarrowPages>(batch, g, sequence, item.kv_head, start);
-      if (start + 16 < last) fetch_rows<NarrowPages>(batch, g, sequence, item.kv_head, start + 16);
-    }
+    if (part == item.begin && start + 16 < last) fetch_rows<NarrowPages>(batch, g, sequence, kv_head, start + 16);
     for (int t = start; t < end; t += 16) {
       const int p = (t - start) / 16;
-      if (t + 32 < last) fetch_rows<NarrowPages>(batch, g, sequence, item.kv_head, t + 32);
-      pack_keys<Pairs, NarrowPages>(batch, g, sequence, item.kv_head, t, end, s.keys + p * key_stride);
-      pack_values<Pairs, NarrowPages>(batch, g, sequence, item.kv_head, t, end, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_stride);
+      if (t + 32 < last) {
+        fetch_rows<NarrowPages>(batch, g, sequence, kv_head, t + 32);
+      } else if (kv_head + 1 < item.kv_end) {
+        fetch_rows<NarrowPages>(batch, g, sequence, kv_head + 1, item.begin * kPartition);
+      } else if (next) {
+        fetch_rows<NarrowPages>(batch, g, batch.sequences[next->sequence], next->kv_begin, next->begin * kPartition);
+      }
+      pack_keys<Pairs, NarrowPages>(batch, g, sequence, kv_head, t, end, s.keys + p * key_stride);
+      pack_values<Pairs, NarrowPages>(batch, g, sequence, kv_head, t, end, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_stride);
     }
     for (int row = 0; row < rows; row += kTileRows) {
       const int count = rows - row < kTileRows ? rows - row : kTileRows;

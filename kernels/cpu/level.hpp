@@ -159,27 +159,31 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
   const AttentionGeometry g{layer_index, m.num_layers, m.kv_heads, m.heads / m.kv_heads, m.head_dim, step.batch.block_tokens, m.scale};
   const AttentionScratch s = carve(step.scratch(thread), g.group, g.head_dim);
   const int width = layer.qkv.panels * kPanel;
-  if (step.batch.pages_are_bf16) {
-    attend<KVFERRY_PAIRS, true>(step.batch, g, item, step.qkv, width, s);
-  } else {
-    attend<false, false>(step.batch, g, item, step.qkv, width, s);
-  }
-  const int rows = item.queries * g.group, D = m.head_dim;
-  if (item.partial >= 0) {
-    float* to = step.partials + size_t(item.partial) * step.partial_floats;
-    for (int r = 0; r < rows; ++r, to += D + 2) {
-      for (int d = 0; d < D; d += 16) v_store(to + d, v_load(s.totals + size_t(r) * D + d));
-      to[D] = s.highest[r];
-      to[D + 1] = s.sums[r];
-    }
-    return;
-  }
+  const size_t follower = size_t(chunk) + size_t(step.threads());
+  const AttentionItem* next = follower < step.items.size() ? &step.items[follower] : nullptr;
   const Sequence& sequence = step.batch.sequences[item.sequence];
-  for (int r = 0; r < rows; ++r) {
-    const int row = sequence.first + item.first_query + r / g.group, head = item.kv_head * g.group + r % g.group;
-    float* to = step.attended.wide + size_t(row) * step.attended.stride + size_t(head) * D;
-    const V sum = v_set(s.sums[r]);
-    for (int d = 0; d < D; d += 16) v_store(to + d, v_div(v_load(s.totals + size_t(r) * D + d), sum));
+  const int rows = item.queries * g.group, D = m.head_dim;
+  for (int kv_head = item.kv_begin; kv_head < item.kv_end; ++kv_head) {
+    if (step.batch.pages_are_bf16) {
+      attend<KVFERRY_PAIRS, true>(step.batch, g, item, kv_head, next, step.qkv, width, s);
+    } else {
+      attend<false, false>(step.batch, g, item, kv_head, next, step.qkv, width, s);
+    }
+    if (item.partial >= 0) {
+      float* to = step.partials + size_t(item.partial + kv_head - item.kv_begin) * step.partial_floats;
+      for (int r = 0; r < rows; ++r, to += D + 2) {
+        for (int d = 0; d < D; d += 16) v_store(to + d, v_load(s.totals + size_t(r) * D + d));
+        to[D] = s.highest[r];
+        to[D + 1] = s.sums[r];
+      }
+      continue;
+    }
+    for (int r = 0; r < rows; ++r) {
+      const int row = sequence.first + item.first_query + r / g.group, head = kv_head * g.group + r % g.group;
+      float* to = step.attended.wide + size_t(row) * step.attended.stride + size_t(head) * D;
+      const V sum = v_set(s.sums[r]);
+      for (int d = 0; d < D; d += 16) v_store(to + d, v_div(v_load(s.totals + size_t(r) * D + d), sum));
+    }
   }
 }
 
@@ -202,7 +206,7 @@ static inline void merge_rows(Step& step, int chunk) {
         alignas(64) float values[kMaxHeadDim] = {};
         Running all{-__builtin_inff(), 0.0f, values};
         for (int p = 0; p < parts && p * kPartition <= position; ++p) {
-          const float* from = step.partials + size_t(first + (head / group) * parts + p) * step.partial_floats +
+          const float* from = step.partials + size_t(first + p * m.kv_heads + head / group) * step.partial_floats +
                               size_t(query * group + head % group) * (D + 2);
           merge(all, from[D], from[D + 1], from, D);
         }

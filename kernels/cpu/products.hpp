@@ -130,12 +130,10 @@ static inline void tile_pairs(const uint16_t* x, size_t x_stride, const uint8_t*
 }
 #endif
 
-// One block's sums are scaled and added to what earlier blocks gave.
-static inline void add_block(float* out, V sum, V scale, const V* minimum, float inputs, bool is_first) {
-  const V before = is_first ? v_zero() : v_load(out);
-  V after = v_fma(scale, sum, before);
-  if (minimum) after = v_fma(*minimum, v_set(inputs), after);
-  v_store(out, after);
+// What earlier blocks gave, and one block's sums, scaled.
+static inline V add_block(V before, V sum, V scale, const V* minimum, float inputs) {
+  const V after = v_fma(scale, sum, before);
+  return minimum ? v_fma(*minimum, v_set(inputs), after) : after;
 }
 
 static inline float block_sum(const float* sums, int index, int block) {
@@ -164,6 +162,11 @@ struct Unpacked {
 template <bool Pairs, int R, int C>
 static inline void tile_codes(const Matrix& m, const Input& x, const Unpacked& w, float* out) {
   const bool has_min = m.has_min || m.offset != 0.0f;
+  V total[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) total[r][c] = v_zero();
   for (int b = 0, blocks = m.depth / m.block; b < blocks; ++b) {
     V sum[R][C];
 #pragma GCC unroll 8
@@ -204,10 +207,14 @@ static inline void tile_codes(const Matrix& m, const Input& x, const Unpacked& w
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const float inputs = block_sum(x.sums + size_t(r) * (x.stride / kSumWidth), b, m.block);
-        add_block(out + (r * C + c) * kPanel, sum[r][c], scale, has_min ? &minimum : nullptr, inputs, b == 0);
+        total[r][c] = add_block(total[r][c], sum[r][c], scale, has_min ? &minimum : nullptr, inputs);
       }
     }
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) v_store(out + (r * C + c) * kPanel, total[r][c]);
 }
 
 // Floats out of a plain 16-bit panel, or codes and scales out of a panel of codes, as `tile_*` reads them.
@@ -307,6 +314,11 @@ static inline void fused_wide(const Matrix& m, int panel, const Input& x, float*
 template <Format F, bool Pairs, int R, int C>
 static inline void fused_codes(const Matrix& m, int panel, const Input& x, float* out) {
   const bool has_min = m.has_min || m.offset != 0.0f;
+  V total[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) total[r][c] = v_zero();
   const uint8_t* at[C];
   for (int c = 0; c < C; ++c) at[c] = m.data + size_t(panel + c) * m.panel_bytes;
 #if KVFERRY_PAIRS
@@ -376,11 +388,15 @@ static inline void fused_codes(const Matrix& m, int panel, const Input& x, float
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const float inputs = block_sum(x.sums + size_t(r) * (x.stride / kSumWidth), b, m.block);
-        add_block(out + (r * C + c) * kPanel, sum[r][c], scale, has_min ? &minimum : nullptr, inputs, b == 0);
+        total[r][c] = add_block(total[r][c], sum[r][c], scale, has_min ? &minimum : nullptr, inputs);
       }
       at[c] += m.block_bytes();
     }
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) v_store(out + (r * C + c) * kPanel, total[r][c]);
 }
 
 // R rows times C panels from `panel` on.
@@ -446,7 +462,8 @@ static void product(const Matrix& m, const Input& x, int rows, int panel, int pa
   if (!is_direct)
     for (int p = 0; p < panels; ++p) unpack_panel(m, panel + p, pairs, w.codes + p * w.code_stride, w.scales + p * w.scale_stride);
   for (int p = 0; p < panels;) {
-    const int columns = widest_of(panels - p);
+    // Codes need a second set of sums, so their tiles are half as wide.
+    const int left = panels - p, columns = widest_of(m.has_codes() && kTileColumns > 2 && left > 2 ? 2 : left);
     for (int row = 0; row < rows; row += kTileRows) {
       const int count = rows - row < kTileRows ? rows - row : kTileRows;
       const Input at = x.from(row);

@@ -101,21 +101,25 @@ void Step::plan_attention() {
   const int group = model.heads / model.kv_heads;
   const int tile = std::max(1, 64 / (group > 4 ? group / 4 : 1));
   const int most = group >= 64 ? 1 : tile;
+  // All KV heads of a page lie together. Where there are sequences enough to share out, an item reads them all.
+  const int heads_at_once = batch.num_sequences >= 4 * threads_ ? model.kv_heads : 1;
   int partials_used = 0;
+  const auto add = [&](int s, int first, int queries, int begin, int end, int partial) {
+    for (int h = 0; h < model.kv_heads; h += heads_at_once)
+      items.push_back({s, h, std::min(h + heads_at_once, model.kv_heads), first, queries, begin, end, partial < 0 ? -1 : partial + h});
+  };
   for (int s = 0; s < batch.num_sequences; ++s) {
     const Sequence& q = batch.sequences[s];
     const int before = q.context - q.queries;
     const int parts = pieces(q.context, kPartitionTokens);
     if (q.queries <= std::min(kSplitQueries, most) && parts > 1) {
       first_partial[size_t(s)] = partials_used;
-      for (int h = 0; h < model.kv_heads; ++h)
-        for (int p = 0; p < parts; ++p) items.push_back({s, h, 0, q.queries, p, p + 1, partials_used++});
+      for (int p = 0; p < parts; ++p, partials_used += model.kv_heads) add(s, 0, q.queries, p, p + 1, partials_used);
       continue;
     }
     for (int first = (q.queries - 1) / most * most; first >= 0; first -= most) {  // the longest first
       const int queries = std::min(most, q.queries - first);
-      const int last = pieces(before + first + queries, kPartitionTokens);
-      for (int h = 0; h < model.kv_heads; ++h) items.push_back({s, h, first, queries, 0, last, -1});
+      add(s, first, queries, 0, pieces(before + first + queries, kPartitionTokens), -1);
     }
   }
   partial_floats = kSplitQueries * group * (model.head_dim + 2);

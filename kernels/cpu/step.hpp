@@ -15,10 +15,10 @@ constexpr int kMaxHeadDim = 256;
 
 // Work of one chunk of attention.
 struct AttentionItem {
-  int sequence, kv_head;
+  int sequence, kv_begin, kv_end;  // KV heads [begin, end)
   int first_query, queries;
   int begin, end;  // partitions
-  int partial;     // where its rows' totals go, to be merged; -1: it has all partitions and finishes its rows
+  int partial;     // where its rows' totals go, head by head, to be merged; -1: it has all partitions, its rows are done
 };
 
 enum class Phase : int { embed, qkv, rotate, attend, merge, output, mlp_norm, gate_up, down, next_norm, head, pick };
@@ -96,6 +96,7 @@ class Step final : public Job {
   // Seconds of all threads by phase, while `is_timed`.
   bool is_timed = false;
   std::vector<std::array<double, kPhases>> seconds;
+  int threads() const { return threads_; }
   uint8_t* scratch(int thread) const { return scratches_[thread].data(); }
 
  private:

@@ -146,7 +146,7 @@ def _dtype(settings: EngineConfig, config: ModelConfig) -> torch.dtype:
         return choose_dtype(_read_record(folder / "dtype.json").get(key, AUTO), config, kernels=settings.kernels)
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return choose_dtype(_recorded(key, folder / "dtype.json", settings, config), config)
+        return choose_dtype(_recorded(key, folder / "dtype.json", settings, config), config, kernels=settings.kernels)
 
 
 def _recorded(key: str, record: Path, settings: EngineConfig, config: ModelConfig) -> str:
