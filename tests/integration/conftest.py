@@ -14,8 +14,8 @@ def smollm() -> ModelSource:
     return open_model("smollm2-135m-instruct")
 
 
-@pytest.fixture(scope="session")
-def runner(smollm: ModelSource) -> Runner:
-    """Float32, pages of 16 tokens, room for 12,800."""
-    model = build_model(smollm.config, smollm.tensors, dtype=torch.float32)
+@pytest.fixture(scope="session", params=["compiled", "torch"])
+def runner(request: pytest.FixtureRequest, smollm: ModelSource) -> Runner:
+    """Float32, pages of 16 tokens, room for 12,800; by either kind of kernels."""
+    model = build_model(smollm.config, smollm.tensors, dtype=torch.float32, kernels=request.param)
     return Runner(model, PagedKv.allocate(PageShape.of(smollm.config, block_tokens=16, dtype=torch.float32), 800))

@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvferry.engine.batch import StepBatch
+from kvferry.engine.models.model import Logits
 from kvferry.engine.runner import Runner
 from kvferry.model.chat import encode_chat
 from kvferry.model.source import ModelSource
@@ -127,13 +129,15 @@ class Recorder:
 
     @classmethod
     def on(cls, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> "Recorder":
-        recorder, original = cls(runner, []), runner.model.logits
+        recorder, original = cls(runner, []), runner.model.compute
 
-        def logits(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-            recorder.steps.append(original(hidden, rows))
-            return recorder.steps[-1]
+        def compute(batch: StepBatch, pages: torch.Tensor) -> Logits:
+            logits = original(batch, pages)
+            if len(logits.values):
+                recorder.steps.append(logits.values)
+            return logits
 
-        monkeypatch.setattr(runner.model, "logits", logits)
+        monkeypatch.setattr(runner.model, "compute", compute)
         return recorder
 
 

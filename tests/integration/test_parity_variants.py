@@ -16,8 +16,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kvferry.engine.batch import StepBatch
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.models.build import build_model
+from kvferry.engine.models.model import Logits
 from kvferry.engine.runner import Runner
 from kvferry.model import tiny
 from kvferry.model.config import Llama3RopeScaling, ModelConfig
@@ -87,8 +89,14 @@ def test_a_variant_gives_the_references_logits(
     model = build_model(config, source, dtype=torch.float32)
     runner = Runner(model, PagedKv.allocate(PageShape.of(config, block_tokens=4, dtype=torch.float32), 64))
     steps: list[torch.Tensor] = []
-    original = model.logits
-    monkeypatch.setattr(model, "logits", lambda h, r: steps.append(original(h, r)) or steps[-1])
+    original = model.compute
+
+    def compute(batch: StepBatch, pages: torch.Tensor) -> Logits:
+        logits = original(batch, pages)
+        steps.append(logits.values)
+        return logits
+
+    monkeypatch.setattr(model, "compute", compute)
     (ours,) = generate(
         runner, [list(b"A tiny model reads far more than sixty-four bytes, to see the slow frequencies.")], 40
     )

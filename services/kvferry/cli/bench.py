@@ -1,18 +1,24 @@
 """`kvferry bench`: measurements that can be repeated, each against a bound that is measured in the same run."""
 
 import json
+import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvferry.cli.options import print_json, reported
+from kvferry.cli import settings
+from kvferry.cli.options import Values, print_json, reported, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.settings import size_bytes
 
 if TYPE_CHECKING:
+    from kvferry.bench.inference import Bench
+    from kvferry.bench.inference import Run as InferenceRun
     from kvferry.bench.transfer import Run
 
 
@@ -21,9 +27,144 @@ def command() -> None:
     """Measure, and say how near to the bound it is.
 
     \b
+      kvferry bench latency                        one stream and a few, on one engine in this process
+      kvferry bench throughput --weights bfloat16  64 requests of mixed sizes at once
+      kvferry bench kernels --json rows.json       one matrix product at a time
       kvferry bench transfer                       every transport, 1 to 64 blocks of the default model
       kvferry bench transfer --transport shm --transport tcp --json rows.json
     """
+
+
+def _engine_options(function: Callable[..., None]) -> Callable[..., None]:
+    """What both benchmarks of an engine take."""
+    for option in reversed(
+        (
+            click.option("--rounds", default=5, show_default=True, type=click.IntRange(1, 1000), help="That count."),
+            click.option(
+                "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the runs."
+            ),
+            with_settings(settings.BENCH),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+@command.command("latency")
+@click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 1024), help="Requests together; repeat.")
+@click.option("--input-tokens", default=128, show_default=True, type=click.IntRange(1, 1 << 20), help="Of each prompt.")
+@click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(2, 1 << 16), help="Of each answer.")
+@_engine_options
+def latency(
+    values: Values,
+    *,
+    batches: tuple[int, ...],
+    input_tokens: int,
+    output_tokens: int,
+    rounds: int,
+    json_file: Path | None,
+) -> None:
+    """Requests that start together: time to the first token, between tokens, tokens a second."""
+    bench = _bench(values)
+    runs = []
+    for batch in batches or (1, 8):
+        with _progress(f"batch {batch}", rounds + 1) as advance:
+            run = bench.latency(batch, (input_tokens, output_tokens), rounds, advance)
+        click.echo(_run_line(run))
+        runs.append(run)
+    _report(bench, runs, json_file)
+
+
+@command.command("throughput")
+@click.option("--requests", default=64, show_default=True, type=click.IntRange(1, 4096), help="All given at once.")
+@_engine_options
+def throughput(values: Values, *, requests: int, rounds: int, json_file: Path | None) -> None:
+    """Requests of 32 to 512 tokens in and 16 to 128 out, the same every time: output tokens a second."""
+    from kvferry.bench.inference import mixed_shapes
+
+    bench = _bench(values)
+    with _progress(f"{requests} requests", rounds + 1) as advance:
+        run = bench.throughput(mixed_shapes(requests), rounds, advance)
+    click.echo(_run_line(run))
+    _report(bench, [run], json_file)
+
+
+@command.command("kernels")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows.")
+@with_settings(settings.BENCH)
+def kernels(values: Values, *, json_file: Path | None) -> None:
+    """Matrix products of the model's shapes, in every form of weights, by number of rows."""
+    from kvferry.bench import products
+    from kvferry.bench.roofline import level_of, measure_machine
+    from kvferry.engine.models.build import resolve_kernels
+    from kvferry.model.source import open_model
+
+    config = open_model(values["model"]).config
+    level = level_of(resolve_kernels(values["kernels"], config, values["dtype"]))
+    if not level:
+        raise UsageError("only compiled kernels are measured one by one, and they are not in use here", field="kernels")
+    threads, clock = _threads(values), SystemClock()
+    rows = products.measure(config, level, measure_machine(level, threads, clock), threads, clock)
+    for row in rows:
+        click.echo(
+            f"{row.op:<8} {row.shape:<18} {row.dtype:<9} {row.ms:9.4f} ms  {row.bytes / row.ms / 1e6:7.1f} GB/s "
+            f"{row.flops / row.ms / 1e6:7.0f} GFLOP/s  {100 * row.share_of_bound:5.1f} % of the bound"
+        )
+    if json_file is not None:
+        json_file.write_text(json.dumps(products.as_json(rows), indent=1) + "\n")
+
+
+def _bench(values: Values) -> "Bench":
+    from kvferry.bench.inference import Bench
+    from kvferry.engine.llm import LLM
+
+    if sys.stderr.isatty():
+        click.echo("  loading the model ...", err=True)
+    threads = _threads(values)
+    llm = LLM(
+        values["model"],
+        dtype=values["dtype"],
+        weights=values["weights"],
+        kernels=values["kernels"],
+        kv_bytes=values["kv_memory"],
+        block_tokens=values["block_tokens"],
+        threads=threads,
+    )
+    click.echo(f"{llm.config.name}: {llm.runner.model.kernels}, {threads} threads, KV {llm.dtype}")
+    return Bench(llm, threads, SystemClock())
+
+
+def _threads(values: Values) -> int:
+    return values["threads"] or len(os.sched_getaffinity(0))
+
+
+def _report(bench: "Bench", runs: "list[InferenceRun]", json_file: Path | None) -> None:
+    from kvferry.bench.inference import Report
+
+    report = Report(tuple(runs), bench.machine())
+    machine = report.machine
+    click.echo(f"beside it: {machine.read_gbps:.1f} GB/s read, {machine.gflops:.0f} GFLOP/s")
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+
+
+def _run_line(run: "InferenceRun") -> str:
+    return (
+        f"batch {run.batch:<4} {run.input_tokens:>5} in {run.output_tokens:>4} out  "
+        f"first token {run.ttft_ms:8.1f} ms  between {run.itl_ms.p50:6.2f} ms (p99 {run.itl_ms.p99:.2f})  "
+        f"{run.tokens_per_second:7.1f} tokens/s ({run.least:.1f} to {run.most:.1f}), "
+        f"{100 * run.share_of_bound:.1f} % of {run.bound_tokens_per_second:.0f}"
+    )
+
+
+@contextmanager
+def _progress(label: str, length: int) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    with click.progressbar(length=length, label=f"  {label}", file=sys.stderr) as bar:
+        yield lambda: bar.update(1)
 
 
 @command.command("transfer")

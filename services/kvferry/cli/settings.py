@@ -178,6 +178,11 @@ STACK = (
     *TIERS,
 )
 
+BENCH = (
+    MODEL,
+    *(s for s in ENGINE if s.name in {"dtype", "weights", "kernels", "threads", "kv_memory", "block_tokens"}),
+)
+
 DOCTOR = (
     MODEL,
     *(s for s in ENGINE if s.name in {"dtype", "weights", "kernels", "threads"}),

@@ -15,6 +15,7 @@ from kvferry.engine.messages import EngineRequest
 from kvferry.engine.models.build import build_model
 from kvferry.engine.runner import Runner
 from kvferry.engine.scheduler import SchedulerLimits
+from kvferry.model.config import ModelConfig
 from kvferry.model.detokenizer import Detokenizer
 from kvferry.model.source import open_model
 from kvferry.model.stop_strings import StopMatcher
@@ -86,8 +87,10 @@ class LLM:
         )
         shape = PageShape.of(config, block_tokens=block_tokens, dtype=chosen)
         num_blocks = max(2, kv_bytes // shape.block_bytes)
+        self.runner = Runner(built, PagedKv.allocate(shape, num_blocks))
+        """Computes the engine's steps."""
         self.engine = Engine(
-            Runner(built, PagedKv.allocate(shape, num_blocks)),
+            self.runner,
             num_blocks=num_blocks,
             block_tokens=block_tokens,
             max_model_tokens=config.max_model_tokens,
@@ -101,6 +104,11 @@ class LLM:
         """Of one page."""
         self.dtype = str(chosen).removeprefix("torch.")
         """Of computation and KV."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self._source.config
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -1,5 +1,7 @@
 """Runs step plans: arrays, forward pass, logits of the rows that sample, tokens."""
 
+from collections.abc import Callable
+
 import torch
 
 from kvferry.core.errors import InvariantBroken
@@ -23,6 +25,8 @@ class Runner:
             raise InvariantBroken(f"pages of {kv.shape} were given to a model that needs {expected}")
         self.model = model
         self.kv = kv
+        self.watch: Callable[[StepPlan], None] | None = None
+        """Told of every step before it runs; for whoever measures."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -33,6 +37,8 @@ class Runner:
         """
         if not plan.scheduled:
             return StepResult({})
+        if self.watch is not None:
+            self.watch(plan)
         batch = build_batch(plan, block_tokens=self.kv.shape.block_tokens, device=self.model.device)
         logits = self.model.compute(batch, self.kv.pages)
         sampling = [s for s in plan.scheduled if s.samples]

@@ -96,6 +96,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def linear_weights(config: ModelConfig) -> int:
+    """Weights that every row meets: all projections of all layers, without embedding and head."""
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
+    return config.num_layers * (attention + 3 * config.intermediate_size * config.hidden_size)
+
+
 def check_shapes(config: ModelConfig, found: Mapping[str, Shape], where: str) -> None:
     """Compare a file's tensors with what its configuration promises.
 

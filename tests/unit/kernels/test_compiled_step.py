@@ -1,4 +1,4 @@
-"""A whole step in one call: equal to the definition, and the same bits in any batch, chunking and placement of pages."""
+"""A whole step in one call: equal to the definition, and the same bits in any batch, chunking and placement."""
 
 import itertools
 from dataclasses import replace

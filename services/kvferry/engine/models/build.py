@@ -66,6 +66,15 @@ def build_model(
         return Transformer(config, loaded, ops, dtype=dtype)
 
 
+def resolve_kernels(kernels: str, config: ModelConfig, dtype: str) -> str:
+    """What `auto` or `compiled` comes to for a type of KV: a level of the compiled kernels, or a family of torch."""
+    wanted = {"float32": torch.float32, "float16": torch.float16}.get(dtype, torch.bfloat16)
+    if not computes_compiled(kernels, config, wanted):
+        return "torch" if kernels == "auto" else kernels
+    level = compiled.choose_level(kernels.partition("-")[2] or None, rounds_activations=wanted == torch.bfloat16)
+    return f"{COMPILED}-{level}"
+
+
 def computes_compiled(
     kernels: str, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> bool:

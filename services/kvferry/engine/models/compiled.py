@@ -52,7 +52,7 @@ class CompiledTransformer:
         self.config = config
         self.dtype = dtype
         self.device = torch.device("cpu")
-        self.level = level
+        self.kernels = f"compiled-{level}"
         loader = _Loader(config, tensors, form)
         parts, layers = loader.load()
         cos, sin = rotary_table(config)

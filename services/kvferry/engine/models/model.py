@@ -52,6 +52,16 @@ class Model(Protocol):
         """Where pages and inputs must be."""
         ...
 
+    @property
+    def kernels(self) -> str:
+        """What computes: a family of torch, or the compiled kernels with their level."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all matrices, as a step reads them."""
+        ...
+
     def compute(self, batch: StepBatch, pages: torch.Tensor) -> Logits:
         """One step: keys and values of every row into `pages`, logits of the rows that sample.
 

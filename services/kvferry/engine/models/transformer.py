@@ -18,6 +18,7 @@ from kvferry.engine.models.weights import LayerWeights, Weights
 from kvferry.kernels.batch import AttentionBatch
 from kvferry.kernels.ops import AttentionPlan, Ops
 from kvferry.model.config import ModelConfig
+from kvferry.model.tensors import linear_weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +40,9 @@ class Transformer:
         self.ops = ops
         self.dtype = dtype
         self.device = weights.embedding.device
+        self.kernels = ops.name
+        self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)
+        """Of all matrices, as a step reads them."""
         self._weights = weights
         self._cos, self._sin = (table.to(self.device) for table in rotary_table(config))
         self._scale = 1.0 / math.sqrt(config.head_dim)

@@ -1,0 +1,212 @@
+// A program for the sanitizers: random small models of every form of weights, on every level, stepped through random
+// batches by several threads; ends with 1 if a row's logits depend on its batch. Built by `make sanitize`.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "levels.hpp"
+#include "pack.hpp"
+
+using namespace kvferry;
+
+namespace {
+
+std::mt19937 rng(11);
+
+int draw(int least, int most) { return std::uniform_int_distribution<int>(least, most)(rng); }
+std::vector<float> floats(size_t n, float scale) {
+  std::normal_distribution<float> normal(0.0f, scale);
+  std::vector<float> values(n);
+  for (auto& v : values) v = normal(rng);
+  return values;
+}
+
+struct Packed {
+  Matrix matrix;
+  std::vector<uint8_t> data;
+};
+
+Packed random_matrix(const std::string& wanted, Source type, int rows, int cols) {
+  Packed p;
+  p.matrix = describe(wanted, {type}, rows, cols);
+  p.data.resize(p.matrix.panel_bytes * size_t(p.matrix.panels));
+  std::vector<uint8_t> raw(row_bytes(type, cols) * size_t(rows));
+  if (type == Source::f32) {
+    const auto values = floats(size_t(rows) * cols, 0.1f);
+    std::memcpy(raw.data(), values.data(), raw.size());
+  } else {  // scales of about 0.01, whatever the codes are
+    for (auto& byte : raw) byte = uint8_t(draw(0, 255));
+    const size_t block = type == Source::q6_k ? 210 : type == Source::q8_0 ? 34 : 20;
+    for (size_t at = type == Source::q6_k ? 208 : 0; at < raw.size(); at += block) {
+      raw[at] = uint8_t(draw(0, 255));
+      raw[at + 1] = type == Source::q6_k ? 0x0c : 0x20;
+      if (type == Source::q4_1) raw[at + 3] = 0x9c;
+    }
+  }
+  std::vector<int64_t> order(static_cast<size_t>(rows));
+  for (int r = 0; r < rows; ++r) order[size_t(r)] = r;
+  pack(p.matrix, {{type, raw.data(), rows}}, order.data(), p.data.data());
+  p.matrix.data = p.data.data();
+  return p;
+}
+
+// A model whose memory lives as long as this.
+struct World {
+  Model model;
+  std::vector<Packed> matrices;
+  std::vector<std::vector<float>> vectors;
+  std::vector<Layer> layers;
+
+  World(const std::string& wanted, Source type) {
+    const bool large = type == Source::q6_k;
+    model.heads = 6;
+    model.kv_heads = 2;
+    model.head_dim = 32;
+    model.hidden = large ? 256 : 96;
+    model.intermediate = large ? 256 : 64;
+    model.vocabulary = 131;
+    model.max_tokens = 700;
+    model.epsilon = 1e-5f;
+    model.scale = 0.17f;
+    matrices.reserve(64);
+    vectors.reserve(64);
+    const auto norm = [&](int n) { return vectors.emplace_back(floats(size_t(n), 1.0f)).data(); };
+    const auto matrix = [&](Source t, int rows, int cols) {
+      return matrices.emplace_back(random_matrix(t == Source::f32 ? "bf16" : wanted, t, rows, cols)).matrix;
+    };
+    const int width = model.heads * model.head_dim;
+    for (int i = 0; i < 2; ++i) {
+      Layer layer;
+      layer.attention_norm = norm(model.hidden);
+      layer.qkv = matrix(type, (model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden);
+      layer.q_norm = i ? norm(model.head_dim) : nullptr;
+      layer.k_norm = i ? norm(model.head_dim) : nullptr;
+      layer.output = matrix(large ? Source::f32 : type, model.hidden, width);
+      layer.mlp_norm = norm(model.hidden);
+      layer.gate_up = matrix(type, 2 * model.intermediate, model.hidden);
+      layer.down = matrix(type, model.hidden, model.intermediate);
+      layers.push_back(layer);
+    }
+    model.layers = layers.data();
+    model.num_layers = 2;
+    model.embedding = model.head = matrix(type, model.vocabulary, model.hidden);
+    model.final_norm = norm(model.hidden);
+    model.cos = vectors.emplace_back(floats(size_t(model.max_tokens) * model.head_dim, 0.7f)).data();
+    model.sin = vectors.emplace_back(floats(size_t(model.max_tokens) * model.head_dim, 0.7f)).data();
+  }
+};
+
+struct Piece {
+  int sequence, first, rows;
+};
+
+// Logits of all rows of one step.
+std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces, const std::vector<std::vector<int64_t>>& tokens,
+                        const std::vector<std::vector<int64_t>>& tables, std::vector<uint8_t>& pages, bool narrow, int block_tokens) {
+  std::vector<int64_t> ids, positions, slots, sampled;
+  std::vector<Sequence> sequences;
+  for (const Piece& p : pieces) {
+    const auto& table = tables[size_t(p.sequence)];
+    sequences.push_back({int(ids.size()), p.rows, p.first + p.rows, table.data()});
+    for (int i = p.first; i < p.first + p.rows; ++i) {
+      sampled.push_back(int64_t(ids.size()));
+      ids.push_back(tokens[size_t(p.sequence)][size_t(i)]);
+      positions.push_back(i);
+      slots.push_back(table[size_t(i / block_tokens)] * block_tokens + i % block_tokens);
+    }
+  }
+  const size_t n = ids.size();
+  std::vector<float> logits(n * size_t(job.model.vocabulary));
+  std::vector<int64_t> greedy(n);
+  std::vector<uint8_t> finite(n);
+  Batch b;
+  b.rows = b.num_sampled = int(n);
+  b.tokens = ids.data();
+  b.positions = positions.data();
+  b.slots = slots.data();
+  b.sequences = sequences.data();
+  b.num_sequences = int(sequences.size());
+  b.sampled = sampled.data();
+  b.pages = pages.data();
+  b.pages_are_bf16 = narrow;
+  b.block_tokens = block_tokens;
+  b.logits = logits.data();
+  b.greedy = greedy.data();
+  b.finite = finite.data();
+  job.prepare(b);
+  pool.run(job);
+  return logits;
+}
+
+bool check(const Level& level, const std::string& wanted, Source type, bool narrow) {
+  const World world(wanted, type);
+  const Model& m = world.model;
+  const int block_tokens = draw(0, 1) ? 16 : 5;
+  const std::vector<int> lengths{1, draw(2, 40), draw(260, 600)};
+  std::vector<std::vector<int64_t>> tokens, tables;
+  int64_t page = 0;
+  for (int length : lengths) {
+    tokens.emplace_back();
+    for (int i = 0; i < length; ++i) tokens.back().push_back(draw(0, m.vocabulary - 1));
+    tables.emplace_back();
+    for (int i = 0; i * block_tokens < length; ++i) tables.back().push_back(page++);
+  }
+  // Exactly as much memory as there are pages, so that a step beyond them is seen.
+  const size_t bytes = size_t(page) * m.num_layers * 2 * m.kv_heads * block_tokens * m.head_dim * (narrow ? 2 : 4);
+  std::vector<uint8_t> pages(bytes, 0xff);
+  Pool pool(3);
+  Step job(m, level, pool.threads());
+  std::vector<std::vector<float>> alone;
+  for (int s = 0; s < int(lengths.size()); ++s) alone.push_back(step(job, pool, {{s, 0, lengths[size_t(s)]}}, tokens, tables, pages, narrow, block_tokens));
+  std::fill(pages.begin(), pages.end(), 0xff);
+  std::vector<int> done(lengths.size());
+  for (bool more = true; more;) {
+    more = false;
+    std::vector<Piece> pieces;
+    for (int s = 0; s < int(lengths.size()); ++s) {
+      const int left = lengths[size_t(s)] - done[size_t(s)];
+      if (!left || !draw(0, 3)) continue;
+      const int rows = std::min(left, draw(1, draw(0, 1) ? 3 : 200));
+      pieces.push_back({s, done[size_t(s)], rows});
+      done[size_t(s)] += rows;
+    }
+    for (size_t s = 0; s < lengths.size(); ++s) more = more || done[s] < lengths[s];
+    if (pieces.empty()) continue;
+    const auto logits = step(job, pool, pieces, tokens, tables, pages, narrow, block_tokens);
+    size_t at = 0;
+    for (const Piece& p : pieces) {
+      const size_t count = size_t(p.rows) * m.vocabulary;
+      if (std::memcmp(&logits[at], &alone[size_t(p.sequence)][size_t(p.first) * m.vocabulary], count * 4) != 0) {
+        std::printf("%s: rows %d to %d of sequence %d differ from those computed alone\n", level.name, p.first, p.first + p.rows, p.sequence);
+        return false;
+      }
+      at += count;
+    }
+  }
+  for (float v : alone.back())
+    if (!std::isfinite(v)) {
+      std::printf("%s: a logit is not finite\n", level.name);
+      return false;
+    }
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  struct Form {
+    const char* wanted;
+    Source type;
+  };
+  const Form forms[] = {{"f32", Source::f32}, {"f16", Source::f32}, {"bf16", Source::f32}, {"shipped", Source::q4_1},
+                        {"shipped", Source::q8_0}, {"shipped", Source::q6_k}};
+  for (const Level* level : usable_levels())
+    for (const Form& form : forms)
+      for (bool narrow : {false, true})
+        if (!check(*level, form.wanted, form.type, narrow)) return 1;
+  std::puts("ok");
+  return 0;
+}
