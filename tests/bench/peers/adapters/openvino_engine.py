@@ -1,7 +1,7 @@
 """OpenVINO GenAI's continuous batching, stepped from here: all requests in one scheduler, each with its own lengths.
 
-Two threads, 1 GB of KV, prefix caching on. Its own choices stand otherwise: bfloat16 products where the CPU has them and KV
-in 8 bits, less than the others keep. Up to 4,096 tokens a step: with its default of 256 long prompts are slower.
+Two threads, 1 GB of KV, prefix caching on. Its own choices stand otherwise: products in bfloat16 where the CPU can, and
+KV in 8 bits, less than the others keep. How many tokens a step may take is set, since its default is 256.
 """
 
 import time

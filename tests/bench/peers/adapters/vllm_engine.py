@@ -2,7 +2,7 @@
 
 In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), because its engine's own process waits in a spin, which on two cores
 takes one of the two from the kernels. Threads unbound and two (VLLM_CPU_OMP_THREADS_BIND=nobind, OMP_NUM_THREADS=2),
-because its own choice on two cores leaves one to compute. 1 GiB of KV. Prefix caching on. No tokenizer: ids in, ids out.
+because its own choice on two cores leaves one to compute. 1 GiB of KV. Prefix caching on. No tokenizer: ids in and out.
 """
 
 import time
