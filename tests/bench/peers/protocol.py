@@ -57,7 +57,7 @@ class Child:
             self.facts = self._hear(seconds)["ready"]
             """What the engine says of itself."""
         except BaseException:
-            self.close()
+            self.kill()
             raise
         self.start_seconds = clock.monotonic() - begun
 
@@ -72,7 +72,7 @@ class Child:
         assert sink is not None
         try:
             sink.write(line.encode())  # the child is in its read, so that this waits for no engine
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: it was closed
             raise EngineFailed(f"it ended: {self._last_words()}") from error
         return Outcome(**self._hear(seconds))
 
@@ -88,17 +88,22 @@ class Child:
         return total
 
     def close(self) -> None:
-        """End it and everything that it started."""
+        """Let it end; then as `kill`."""
         with suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once, and everything that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_END_SECONDS)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def _hear(self, seconds: float) -> dict[str, object]:
         output = self._process.stdout

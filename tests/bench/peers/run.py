@@ -140,7 +140,7 @@ class Comparison:
         self.left_out[name] = reason
         child = self._children.pop(name, None)
         if child is not None:
-            child.close()
+            child.kill()
 
 
 def say(text: str) -> None:

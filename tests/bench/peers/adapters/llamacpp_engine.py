@@ -3,8 +3,8 @@
 Two threads for single tokens and two for batches, batches of 2,048 tokens, F16 KV, the rest as llama.cpp chooses. One
 context for single requests and one for each shape of many, made at the start with a stream of KV for each sequence,
 because a cache that all share makes every sequence look at all of it. All prompts first, then all streams a token at a
-time: what was asked at once ends soonest so. The last single request stays as a prefix for those that come after, and is
-copied to each.
+time: what was asked at once ends soonest so. The last single request stays as a prefix for the later ones, copied
+where it is shared.
 """
 
 import ctypes
