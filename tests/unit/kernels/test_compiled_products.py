@@ -117,9 +117,7 @@ def test_rows_are_packed_in_the_order_asked_for() -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "names", [("Q4_1", "Q8_0"), ("Q4_K", "Q6_K"), ("Q4_0", "Q5_1"), ("F16", "Q8_0"), ("F16", "BF16")]
-)
+@pytest.mark.parametrize("names", [("Q4_1", "Q8_0"), ("Q4_K", "Q6_K"), ("Q4_0", "Q5_1"), ("F16", "Q8_0"), ("F16", "BF16")])
 def test_tensors_of_different_kinds_share_a_matrix(names: tuple[str, str]) -> None:
     rng = np.random.default_rng(11)
     parts = [random_rows(name, 10, 256, rng) for name in names]
