@@ -169,7 +169,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--install-seconds", type=float, default=3600.0, help="for one peer (3600)")
     parser.add_argument("--start-seconds", type=float, default=600.0, help="for one engine (600)")
-    parser.add_argument("--cell-seconds", type=float, default=600.0, help="for one engine's turn (600)")
+    parser.add_argument("--cell-seconds", type=float, default=900.0, help="for one engine's turn (900)")
     arguments = parser.parse_args(words)
     arguments.work = (arguments.work or cache_dir() / "peers").absolute()
     return arguments
@@ -178,12 +178,14 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     chosen = [cell for name, cell in cells().items() if name in arguments.cells]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that children are ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     comparison = Comparison(arguments)
     try:
         comparison.start([engine for engine in ENGINES if engine.peer in arguments.peers])
         for number in range(1 if arguments.no_warm_up else 0, arguments.rounds + 1):
             comparison.round(number, chosen)
+    except KeyboardInterrupt:
+        print("interrupted: what follows is what was measured until then", file=sys.stderr)
     finally:
         comparison.close()
     write(comparison, arguments, print)
