@@ -93,7 +93,7 @@ bench-transfer: $(READY) ## every connector against its bound; rows appended to 
 bench-turns: $(READY) redis ## a prompt that left the pages, from each tier and computed again; tests/bench/results/turns.csv
 	@$(BIN)/python tests/bench/bench_turns.py $(ARGS)
 
-bench-peers: $(READY) ## beside vLLM, OpenVINO GenAI and llama.cpp on this CPU, installed for it; tests/bench/results/peers.csv; about an hour
+bench-peers: $(READY) ## beside vLLM, OpenVINO GenAI and llama.cpp on this CPU, installed for it; tests/bench/results/peers.csv; over an hour
 	@$(BIN)/python tests/bench/peers/run.py --csv tests/bench/results/peers.csv $(ARGS)
 
 test-long: $(READY) redis ## thousands of requests for each transport and tier, every fault done to running stacks: minutes (links need root)

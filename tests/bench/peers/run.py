@@ -1,6 +1,6 @@
 """kvferry beside vLLM, OpenVINO GenAI and llama.cpp on this machine's CPU: the same work, in turn, against its bounds.
 
-    make bench-peers                                     all of it: about an hour on two cores, after the installations
+    make bench-peers                                     all of it: over an hour on two idle cores, after installing
     make bench-peers ARGS="--rounds 1 --cells decode-1 --peers kvferry openvino"
 
 Engines are installed once, each into an environment of its own under `--work`; llama.cpp is compiled, at the lowest
