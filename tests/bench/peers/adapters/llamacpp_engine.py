@@ -1,7 +1,7 @@
 """llama.cpp through its C interface, with the little that a server adds to it: batches and a prefix cache.
 
 Two threads for single tokens and two for batches, batches of 2,048 tokens, F16 KV, the rest as llama.cpp chooses. One
-context for single requests and one for each shape of many, made at the start with a stream of KV for each sequence,
+context for long prompts and one for each number of them, made at the start with a stream of KV for each sequence,
 because a cache that all share makes every sequence look at all of it. All prompts first, then all streams a token at a
 time: what was asked at once ends soonest so. The last single request stays as a prefix for the later ones, copied
 where it is shared.
@@ -14,8 +14,8 @@ import llama_cpp as lib
 import numpy as np
 
 BATCH_TOKENS = 2048
-SHAPES = ((1, 4352), (16, 1280), (64, 768))
-"""Sequences, and tokens of each."""
+SHAPES = ((16, 1280), (64, 768), (1, 4352))
+"""Sequences, and tokens of each; the first that fits is taken."""
 
 
 class Context:
@@ -30,6 +30,7 @@ class Context:
         assert self.raw, f"no context of {sequences} x {length} tokens"
         self.memory = lib.llama_get_memory(self.raw)
         self.sequences, self.length = sequences, length
+        self.kept = []
         self.batch = lib.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def decode(self, rows):
@@ -56,17 +57,14 @@ def start(settings):
     assert model, "the model does not load"
     Context.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     contexts = [Context(model, n, length, settings["threads"]) for n, length in SHAPES]
-    single = contexts[0]
-    kept = []
 
     def serve(requests):
-        nonlocal kept
         asked = [r["tokens"] for r in requests]
         longest = max(len(r["tokens"]) + r["new_tokens"] for r in requests)
         fit = [c for c in contexts if c.sequences >= len(requests) and c.length >= longest]
         context = fit[0]
         begun = time.monotonic()
-        done = _reuse(context, single, kept, asked)
+        done = _reuse(context, asked)
         queue = [
             (token, position, sequence, position == len(tokens) - 1)
             for sequence, tokens in enumerate(asked)
@@ -90,8 +88,6 @@ def start(settings):
             drawn += len(found)
             step += 1
         seconds = time.monotonic() - begun
-        if context is single:
-            kept = asked[0]
         return {
             "seconds": seconds,
             "first_seconds": first,
@@ -102,22 +98,17 @@ def start(settings):
     return serve, {"version": lib.__version__}
 
 
-def _reuse(context, single, kept, asked):
-    """Empty the context but for what the last single request shares with each of these; how much that is."""
-    shared = [min(_common(kept, tokens), len(tokens) - 1) for tokens in asked]
-    if context is single:
-        lib.llama_memory_seq_rm(context.memory, 0, shared[0], -1)
-        return shared
-    lib.llama_memory_clear(context.memory, False)
-    if not any(shared):
-        return shared
-    size = lib.llama_state_seq_get_size(single.raw, 0)
-    state = (ctypes.c_uint8 * size)()
-    lib.llama_state_seq_get_data(single.raw, state, size, 0)
+def _reuse(context, asked):
+    """Empty the context but for what its first sequence shares with each of these; how much that is."""
+    shared = [min(_common(context.kept, tokens), len(tokens) - 1) for tokens in asked]
+    for sequence in range(1, context.sequences):
+        lib.llama_memory_seq_rm(context.memory, sequence, -1, -1)
     for sequence, count in enumerate(shared):
-        if count:
-            assert lib.llama_state_seq_set_data(context.raw, state, size, sequence), "the prefix was not taken"
-            lib.llama_memory_seq_rm(context.memory, sequence, count, -1)
+        if sequence and count:
+            lib.llama_memory_seq_cp(context.memory, 0, sequence, -1, -1)
+    for sequence, count in enumerate(shared):
+        lib.llama_memory_seq_rm(context.memory, sequence, count, -1)
+    context.kept = asked[0]
     return shared
 
 
