@@ -3,8 +3,8 @@
 Two threads for single tokens and two for batches, batches of 2,048 tokens, F16 KV, the rest as llama.cpp chooses. One
 context for long prompts and one for each number of them, made at the start with a stream of KV for each sequence,
 because a cache that all share makes every sequence look at all of it. All prompts first, then all streams a token at a
-time: what was asked at once ends soonest so. The last single request stays as a prefix for the later ones, copied
-where it is shared.
+time: what was asked at once ends soonest so. A context's first sequence stays as a prefix for what
+it is asked next.
 """
 
 import ctypes
