@@ -1,0 +1,136 @@
+"""What every engine is asked: requests drawn from a seed, so that all get the same tokens and none sees one twice."""
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+FIRST_TOKEN, END_TOKEN = 500, 40_000
+"""Ordinary words of the embedded model's vocabulary; nothing that controls."""
+SHARED_TOKENS = 1024
+OWN_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and how many tokens to draw after it, whatever they are."""
+
+    tokens: tuple[int, ...]
+    new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is asked at once, and what is asked before it without being timed."""
+
+    timed: tuple[Request, ...]
+    before: tuple[Request, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an engine says of a trial."""
+
+    seconds: float
+    """From handing over the requests to the last token."""
+    first_seconds: float
+    """To the first token of any."""
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One thing to measure."""
+
+    name: str
+    about: str
+    trials: Callable[[int], Mapping[str, Trial]]
+    """Of a round: by the name of the row that each fills."""
+    rate: Callable[[Outcome], float]
+    """Tokens a second."""
+    prefill_tokens: int = 0
+    """Prompt length where the products are the bound."""
+    reads_weights: bool = False
+    """Whether reading the weights once a token is the bound."""
+
+
+def cells() -> dict[str, Cell]:
+    """All there are, by name, in their order."""
+    found = [
+        Cell(
+            "decode-1",
+            "one stream, 32 tokens in, 128 out; tokens/s after the first",
+            lambda n: {"decode-1": Trial((_request(_random("decode-1", n), 32, 128),))},
+            lambda o: (o.output_tokens - 1) / (o.seconds - o.first_seconds),
+            reads_weights=True,
+        ),
+        _prefill(1024),
+        _prefill(4096),
+        Cell(
+            "batch-64",
+            "64 requests at once, 32 to 512 in, 16 to 128 out; tokens drawn a second",
+            lambda n: {"batch-64": Trial(_batch(_random("batch-64", n)))},
+            lambda o: o.output_tokens / o.seconds,
+        ),
+        Cell(
+            "prefix-16",
+            "16 requests of 1,024 + 32 in, 32 out; drawn a second: a prefix each (cold), one for all computed before",
+            lambda n: prefixes(_random("prefix-16", n)),
+            lambda o: o.output_tokens / o.seconds,
+        ),
+    ]
+    return {cell.name: cell for cell in found}
+
+
+def prefixes(draw: random.Random) -> dict[str, Trial]:
+    """The same shapes twice: nothing shared, then all but the last tokens of each prompt shared and computed."""
+
+    def whole(prefix: tuple[int, ...]) -> Request:
+        return Request(prefix + _tokens(draw, OWN_TOKENS), 32)
+
+    cold = tuple(whole(_tokens(draw, SHARED_TOKENS)) for _ in range(16))
+    shared = _tokens(draw, SHARED_TOKENS)
+    before = Request(shared + _tokens(draw, OWN_TOKENS), 1)
+    return {
+        "prefix-16 cold": Trial(cold),
+        "prefix-16 warm": Trial(tuple(whole(shared) for _ in range(16)), (before,)),
+    }
+
+
+def wrong_counts(trial: Trial, outcome: Outcome) -> str:
+    """Why an outcome is not of this trial; empty when it is."""
+    expected_in = sum(len(r.tokens) for r in trial.timed)
+    expected_out = sum(r.new_tokens for r in trial.timed)
+    if (outcome.input_tokens, outcome.output_tokens) == (expected_in, expected_out):
+        return ""
+    return (
+        f"it counted {outcome.input_tokens} tokens in and {outcome.output_tokens} out where {expected_in} and "
+        f"{expected_out} were asked"
+    )
+
+
+def _prefill(length: int) -> Cell:
+    name = f"prefill-{length}"
+    return Cell(
+        name,
+        f"one prompt of {length:,} tokens, 1 out; prompt tokens/s",
+        lambda n: {name: Trial((_request(_random(name, n), length, 1),))},
+        lambda o: o.input_tokens / o.seconds,
+        prefill_tokens=length,
+    )
+
+
+def _batch(draw: random.Random) -> tuple[Request, ...]:
+    return tuple(_request(draw, draw.randint(32, 512), draw.randint(16, 128)) for _ in range(64))
+
+
+def _request(draw: random.Random, length: int, new_tokens: int) -> Request:
+    return Request(_tokens(draw, length), new_tokens)
+
+
+def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(FIRST_TOKEN, END_TOKEN) for _ in range(count))
+
+
+def _random(name: str, round_: int) -> random.Random:
+    return random.Random(f"{name} {round_}")

@@ -1,0 +1,46 @@
+"""The far side of the protocol, in an engine's own interpreter; nothing but the standard library is needed here.
+
+    child.py ADAPTER.py SETTINGS      settings are a JSON object
+
+    parent                                                child
+                                                          {"ready": facts}
+    {"requests": [{"tokens": [..], "new_tokens": n}]}     {"seconds": s, "first_seconds": f,
+                                                           "input_tokens": i, "output_tokens": o}
+    end of input                                          exits
+
+One JSON object a line. Between lines the child sleeps in a read. What libraries print goes to standard error.
+An adapter has one function, `start(settings) -> (serve, facts)`; `serve(requests)` runs all of them at once and returns
+what is answered. A `close` among the facts is called at the end and not sent.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    spec = importlib.util.spec_from_file_location("adapter", sys.argv[1])
+    adapter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(adapter)
+
+    def answer(values) -> None:
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    serve, facts = adapter.start(json.loads(sys.argv[2]))
+    close = facts.pop("close", lambda: None)
+    try:
+        answer({"ready": facts})
+        for line in sys.stdin:
+            answer(serve(json.loads(line)["requests"]))
+    finally:
+        close()
+    sys.stderr.flush()
+    os._exit(0)  # engines' own endings take seconds and may fail
+
+
+if __name__ == "__main__":
+    main()

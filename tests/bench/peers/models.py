@@ -1,0 +1,119 @@
+"""The embedded model in the form that each engine reads: all of one origin, so that all compute with the same weights.
+
+shipped   the file as it came: matrices in Q4_1, embedding in Q8_0
+folder    config.json and bfloat16 safetensors in the layout of Hugging Face, each value rounded once from the shipped
+f16, bf16 a GGUF like the shipped one with every matrix in that type
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from kvferry.model.catalog import DEFAULT_MODEL
+from kvferry.model.config import ModelConfig
+from kvferry.model.gguf_file import GgufModel
+from kvferry.model.source import open_model
+
+_GGUF_TYPES = {"f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16}
+_FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "bf16": gguf.LlamaFileType.MOSTLY_BF16}
+
+
+class Models:
+    """Where each form is; made when first asked for, kept in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        found = open_model(DEFAULT_MODEL).tensors
+        assert isinstance(found, GgufModel), "the embedded model is a GGUF file"
+        self._shipped = found
+        self._folder = folder
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self._shipped.config
+
+    def path(self, form: str) -> Path:
+        """A form's file or folder."""
+        if form == "shipped":
+            return self._shipped.path
+        if form == "folder":
+            return self._made("hf-bf16", self._write_folder)
+        return self._made(f"{DEFAULT_MODEL}.{form}.gguf", lambda path: self._write_gguf(path, form))
+
+    def weight_bytes(self, weight_class: str) -> int:
+        """Of everything that one token's step reads, in this class of weights: every tensor once."""
+        if weight_class == "4-bit":
+            return sum(info.num_bytes for info in self._shipped.storage().values())
+        return sum(2 * int(np.prod(shape)) for shape in self._shipped.shapes().values())
+
+    def prefill_flop(self, tokens: int) -> float:
+        """Of a prompt: products of the layers, and causal attention; the head sees one token only and is left out."""
+        c = self.config
+        heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        layer = 2 * c.hidden_size * heads + 2 * c.hidden_size * kv + 3 * c.hidden_size * c.intermediate_size
+        attention = heads * 4 * tokens * tokens / 2
+        return float(c.num_layers * (2 * layer * tokens + attention))
+
+    def _made(self, name: str, write: Callable[[Path], None]) -> Path:
+        path = self._folder / name
+        if not path.exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            partial = self._folder / f"partial-{name}"
+            write(partial)
+            partial.rename(path)  # whole or not at all
+        return path
+
+    def _write_folder(self, path: Path) -> None:
+        c = self.config
+        path.mkdir(exist_ok=True)
+        settings = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": c.hidden_size,
+            "intermediate_size": c.intermediate_size,
+            "num_hidden_layers": c.num_layers,
+            "num_attention_heads": c.num_heads,
+            "num_key_value_heads": c.num_kv_heads,
+            "head_dim": c.head_dim,
+            "vocab_size": c.vocab_size,
+            "max_position_embeddings": c.max_model_tokens,
+            "rms_norm_eps": c.rms_norm_eps,
+            "rope_theta": c.rope_theta,
+            "tie_word_embeddings": c.tie_word_embeddings,
+            "bos_token_id": c.bos_token_id,
+            "eos_token_id": c.eos_token_ids[0],
+            "hidden_act": "silu",
+            "torch_dtype": "bfloat16",
+        }
+        (path / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+        tensors = {
+            name: torch.from_numpy(np.array(self._shipped.read(name))).to(torch.bfloat16)
+            for name in self._shipped.shapes()
+        }
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    def _write_gguf(self, path: Path, form: str) -> None:
+        reader = gguf.GGUFReader(self._shipped.path)
+        writer = gguf.GGUFWriter(path, self.config.architecture)
+        for name, field in reader.fields.items():
+            if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+                continue
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+        writer.add_file_type(_FILE_TYPES[form])
+        for tensor in reader.tensors:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            if values.ndim < 2:  # norms stay as they are, in float32
+                writer.add_tensor(tensor.name, values)
+            else:
+                kind = _GGUF_TYPES[form]
+                writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()

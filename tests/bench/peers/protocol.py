@@ -1,0 +1,133 @@
+"""Our side of an engine's child process: start, ask, end, each with a deadline."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+from peers.cells import Outcome, Request
+
+from kvferry.core.clock import Clock
+
+_END_SECONDS = 10.0
+
+
+class EngineFailed(Exception):
+    """An engine that is left out from here on; the message says why."""
+
+
+class Child:
+    """An engine that runs. It and all it started are one process group, which `close` ends."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, seconds: float, clock: Clock
+    ) -> None:
+        """
+        Args:
+            command: what to run.
+            environment: all of the child's variables.
+            log: where its standard error goes.
+            seconds: how long it may take to be ready.
+            clock: tells the time.
+
+        Raises:
+            EngineFailed: it did not become ready.
+        """
+        self._clock = clock
+        self._log = log
+        self._unread = b""
+        begun = clock.monotonic()
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                env=environment,
+                bufsize=0,
+                start_new_session=True,
+            )
+        try:
+            self.facts = self._hear(seconds)["ready"]
+            """What the engine says of itself."""
+        except BaseException:
+            self.kill()
+            raise
+        self.start_seconds = clock.monotonic() - begun
+
+    def ask(self, requests: Sequence[Request], seconds: float) -> Outcome:
+        """Have these requests served at once.
+
+        Raises:
+            EngineFailed: the child ended, or did not answer in time.
+        """
+        line = json.dumps({"requests": [asdict(request) for request in requests]}) + "\n"
+        sink = self._process.stdin
+        assert sink is not None
+        try:
+            sink.write(line.encode())  # the child is in its read, so that this waits for no engine
+        except (OSError, ValueError) as error:  # ValueError: it was closed
+            raise EngineFailed(f"it ended: {self._last_words()}") from error
+        return Outcome(**self._hear(seconds))
+
+    def cpu_seconds(self) -> float:
+        """Of the child and all below it, until now."""
+        total = 0.0
+        with suppress(psutil.Error):
+            process = psutil.Process(self._process.pid)
+            for each in (process, *process.children(recursive=True)):
+                with suppress(psutil.Error):
+                    times = each.cpu_times()
+                    total += times.user + times.system
+        return total
+
+    def close(self) -> None:
+        """Let it end; then as `kill`."""
+        with suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once, and everything that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(_END_SECONDS)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _hear(self, seconds: float) -> dict[str, object]:
+        output = self._process.stdout
+        assert output is not None
+        deadline = self._clock.monotonic() + seconds
+        while b"\n" not in self._unread:
+            readable, _, _ = select.select([output], [], [], max(0.0, deadline - self._clock.monotonic()))
+            if not readable:
+                raise EngineFailed(f"no answer within {seconds:.0f} s; its log ends: {self._last_words()}")
+            piece = output.read(1 << 16)
+            if not piece:
+                raise EngineFailed(f"it ended: {self._last_words()}")
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        heard = json.loads(line)
+        assert isinstance(heard, dict)
+        return heard
+
+    def _last_words(self) -> str:
+        return last_line(self._log)
+
+
+def last_line(log: Path) -> str:
+    """The end of a log: its last line that says anything, cut to a length that one can read."""
+    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines()] if log.exists() else []
+    said = [line for line in lines if line]
+    return said[-1][:300] if said else "nothing was said"

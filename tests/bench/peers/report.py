@@ -1,0 +1,141 @@
+"""From rates to rows: medians and ranges, shares of the bounds, and ratios within each round; as CSV and Markdown."""
+
+import csv
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+OURS = "kvferry"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median and what lies around it."""
+
+    median: float
+    least: float
+    most: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """The figures of these; at least one."""
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One row's value of one engine in one round."""
+
+    round: int
+    row: str
+    engine: str
+    weight_class: str
+    value: float
+    share: float | None = None
+    """Of the bound measured just before; `None`: the row has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One engine in one row of the comparison, over all rounds."""
+
+    row: str
+    engine: str
+    weight_class: str
+    unit: str
+    median: float
+    least: float
+    most: float
+    n: int
+    share_of_bound: float | None
+    ours_against_it: float | None
+    """Median over the rounds of kvferry's value by this engine's, weights of the same class; `None` for kvferry."""
+
+
+def with_ratios(measured: Iterable[Measured], numerator: str, denominator: str, name: str) -> list[Measured]:
+    """All of these and, where an engine has both rows in a round, one more: the first by the second."""
+    found = list(measured)
+    below = {(m.round, m.engine): m.value for m in found if m.row == denominator}
+    ratios = [
+        Measured(m.round, name, m.engine, m.weight_class, m.value / below[m.round, m.engine])
+        for m in found
+        if m.row == numerator and (m.round, m.engine) in below
+    ]
+    return found + ratios
+
+
+def rows(measured: Sequence[Measured], engines: Sequence[str], units: Mapping[str, str]) -> list[Row]:
+    """One for each row, in the order in which they first came, and engine, in the order of `engines`.
+
+    Args:
+        measured: all values.
+        engines: all their engines.
+        units: of rows that are no tokens/s.
+    """
+    groups: dict[tuple[str, str], list[Measured]] = {}
+    for each in measured:
+        groups.setdefault((each.row, each.engine), []).append(each)
+    ours = {(m.round, m.row, m.weight_class): m.value for m in measured if _is_ours(m.engine)}
+    order = list(dict.fromkeys(m.row for m in measured))
+    found = []
+    for (row, engine), values in sorted(
+        groups.items(), key=lambda item: (order.index(item[0][0]), engines.index(item[0][1]))
+    ):
+        spread = Spread.of([m.value for m in values])
+        shares = [m.share for m in values if m.share is not None]
+        against = [
+            ours[m.round, row, m.weight_class] / m.value for m in values if (m.round, row, m.weight_class) in ours
+        ]
+        found.append(
+            Row(
+                row=row,
+                engine=engine,
+                weight_class=values[0].weight_class,
+                unit=units.get(row, "tokens/s"),
+                median=spread.median,
+                least=spread.least,
+                most=spread.most,
+                n=spread.n,
+                share_of_bound=statistics.median(shares) if shares else None,
+                ours_against_it=statistics.median(against) if against and not _is_ours(engine) else None,
+            )
+        )
+    return found
+
+
+def markdown(found: Sequence[Row]) -> str:
+    """A table for people."""
+    lines = [
+        "| | engine | weights | median (least to most) | of the bound | kvferry against it |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        share = "" if row.share_of_bound is None else f"{100 * row.share_of_bound:.0f} %"
+        against = "" if row.ours_against_it is None else f"{row.ours_against_it:.2f}"
+        value = f"{_short(row.median)} ({_short(row.least)} to {_short(row.most)}) {row.unit}"
+        lines.append(f"| {row.row} | {row.engine} | {row.weight_class} | {value} | {share} | {against} |")
+    return "\n".join(lines)
+
+
+def append_csv(path: Path, found: Sequence[Row], about: Mapping[str, object]) -> None:
+    """Rows at the end of a file, each with what is said about the run; with a heading if the file is new."""
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [*about, *(f.name for f in fields(Row))])
+        if is_new:
+            writer.writeheader()
+        writer.writerows({**about, **{k: _plain(v) for k, v in asdict(row).items()}} for row in found)
+
+
+def _is_ours(engine: str) -> bool:
+    return engine.startswith(OURS)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _plain(value: object) -> object:
+    return round(value, 3) if isinstance(value, float) else value

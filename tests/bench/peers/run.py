@@ -1,0 +1,245 @@
+"""kvferry beside vLLM, OpenVINO GenAI and llama.cpp on this machine's CPU: the same work, in turn, against its bounds.
+
+    make bench-peers                                     all of it: over an hour on two idle cores, after installing
+    make bench-peers ARGS="--rounds 1 --cells decode-1 --peers kvferry openvino"
+
+Engines are installed once, each into an environment of its own under `--work`; llama.cpp is compiled, at the lowest
+priority. Every engine is a process that loads once and sleeps while it is not asked. In each round all of them do each
+cell one after the other (A B C, A B C), from another first one each round; the machine's own rates are measured just
+before. One round goes unrecorded. What each engine is given to be fast is said in `adapters`. An engine that does not
+install, start or answer in time is left out, with its reason, and the others go on.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from peers import report
+from peers.bounds import Bounds, decode_share, measurer, prefill_share
+from peers.cells import Cell, Trial, cells, wrong_counts
+from peers.engines import ENGINES, THREADS, Engine, start
+from peers.models import Models
+from peers.protocol import Child, EngineFailed
+from peers.report import Measured
+
+from kvferry.core.clock import SystemClock
+from kvferry.core.config import cache_dir
+from kvferry.testing.machine import commit, cpu_name
+
+CLOCK = SystemClock()
+RATIO = "prefix-16 warm/cold"
+
+
+class Comparison:
+    """The engines that still run, and what was measured."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._models = Models(arguments.work / "models")
+        self._bounds = measurer(THREADS, CLOCK)
+        self._children: dict[str, Child] = {}
+        self._engines: dict[str, Engine] = {}
+        self._idle_since: dict[str, tuple[float, float]] = {}
+        self.measured: list[Measured] = []
+        self.bounds: list[Bounds] = []
+        self.left_out: dict[str, str] = {}
+        self.facts: dict[str, dict[str, object]] = {}
+        self.idle_share: dict[str, float] = {}
+        """The most of one core that an engine took while others had their turn."""
+
+    def start(self, engines: Sequence[Engine]) -> None:
+        """One after the other, so that none disturbs another's start."""
+        refused: dict[str, str] = {}
+        for engine in engines:
+            try:
+                if engine.peer in refused:
+                    raise EngineFailed(refused[engine.peer])
+                child = start(
+                    engine,
+                    self._arguments.work,
+                    self._models,
+                    install_seconds=self._arguments.install_seconds,
+                    start_seconds=self._arguments.start_seconds,
+                    clock=CLOCK,
+                    say=say,
+                )
+            except EngineFailed as error:
+                if "install" in str(error):
+                    refused[engine.peer] = str(error)
+                self._leave_out(engine.name, str(error))
+                continue
+            self._children[engine.name] = child
+            self._engines[engine.name] = engine
+            self.facts[engine.name] = {**child.facts, "start_seconds": round(child.start_seconds, 1)}
+
+    def round(self, number: int, chosen: Sequence[Cell]) -> None:
+        """Every cell by every engine; round 0 is not recorded."""
+        for cell in chosen:
+            bounds = self._bounds() if self._bounds is not None else None
+            if bounds is not None and number:
+                self.bounds.append(bounds)
+            names = list(self._children)
+            turn = number % len(names) if names else 0
+            trials = cell.trials(number)
+            for name in names[turn:] + names[:turn]:
+                say(f"round {number} of {self._arguments.rounds}: {cell.name}, {name}")
+                try:
+                    found = {row: self._ask(name, cell, trial) for row, trial in trials.items()}
+                except EngineFailed as error:
+                    self._leave_out(name, f"{cell.name}: {error}")
+                    continue
+                if number:
+                    self.measured += [self._measured(number, row, name, cell, v, bounds) for row, v in found.items()]
+
+    def close(self) -> None:
+        """End every child."""
+        for child in self._children.values():
+            child.close()
+        self._children.clear()
+
+    def _ask(self, name: str, cell: Cell, trial: Trial) -> float:
+        child = self._children[name]
+        self._note_idle(name, child)
+        if trial.before:
+            child.ask(trial.before, self._arguments.cell_seconds)
+        outcome = child.ask(trial.timed, self._arguments.cell_seconds)
+        self._idle_since[name] = (CLOCK.monotonic(), child.cpu_seconds())
+        wrong = wrong_counts(trial, outcome)
+        if wrong:
+            raise EngineFailed(wrong)
+        return cell.rate(outcome)
+
+    def _note_idle(self, name: str, child: Child) -> None:
+        if name in self._idle_since:
+            since, used = self._idle_since[name]
+            passed = CLOCK.monotonic() - since
+            if passed > 1.0:
+                share = (child.cpu_seconds() - used) / passed
+                self.idle_share[name] = max(self.idle_share.get(name, 0.0), share)
+
+    def _measured(self, number: int, row: str, name: str, cell: Cell, value: float, bounds: Bounds | None) -> Measured:
+        weight_class = self._engines[name].weight_class
+        share = None
+        if bounds is not None and cell.reads_weights:
+            share = decode_share(value, self._models.weight_bytes(weight_class), bounds)
+        elif bounds is not None and cell.prefill_tokens:
+            tokens = cell.prefill_tokens
+            share = prefill_share(value, tokens, self._models.prefill_flop(tokens), bounds)
+        return Measured(number, row, name, weight_class, value, share)
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        print(f"{name}: left out: {reason}", file=sys.stderr, flush=True)
+        self.left_out[name] = reason
+        child = self._children.pop(name, None)
+        if child is not None:
+            child.kill()
+
+
+def say(text: str) -> None:
+    """Progress, for a person who watches."""
+    if sys.stderr.isatty():
+        print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    known = cells()
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="cells:\n" + "\n".join(f"  {name:<13} {cell.about}" for name, cell in known.items()),
+    )
+    peers = list(dict.fromkeys(engine.peer for engine in ENGINES))
+    parser.add_argument("--cells", nargs="+", choices=list(known), default=list(known), metavar="CELL")
+    parser.add_argument("--peers", nargs="+", choices=peers, default=peers, metavar="PEER", help=", ".join(peers))
+    parser.add_argument("--rounds", type=_at_least_one, default=5, help="alternations (5)")
+    parser.add_argument("--no-warm-up", action="store_true", help="without the unrecorded round: for trying it out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows, values of all rounds and reasons")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows")
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="environments, models, logs (the cache's folder peers)"
+    )
+    parser.add_argument("--install-seconds", type=float, default=3600.0, help="for one peer (3600)")
+    parser.add_argument("--start-seconds", type=float, default=600.0, help="for one engine (600)")
+    parser.add_argument("--cell-seconds", type=float, default=900.0, help="for one engine's turn (900)")
+    arguments = parser.parse_args(words)
+    arguments.work = (arguments.work or cache_dir() / "peers").absolute()
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    chosen = [cell for name, cell in cells().items() if name in arguments.cells]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    comparison = Comparison(arguments)
+    try:
+        comparison.start([engine for engine in ENGINES if engine.peer in arguments.peers])
+        for number in range(1 if arguments.no_warm_up else 0, arguments.rounds + 1):
+            comparison.round(number, chosen)
+    except KeyboardInterrupt:
+        print("interrupted: what follows is what was measured until then", file=sys.stderr)
+    finally:
+        comparison.close()
+    write(comparison, arguments, print)
+    if not comparison.measured:
+        sys.exit("nothing was measured")
+
+
+def write(comparison: Comparison, arguments: argparse.Namespace, show: Callable[[str], None]) -> None:
+    """The table, and the files that were asked for."""
+    measured = report.with_ratios(comparison.measured, "prefix-16 warm", "prefix-16 cold", RATIO)
+    found = report.rows(measured, [engine.name for engine in ENGINES], {RATIO: "times"})
+    about: dict[str, object] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "cpu": cpu_name(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    bounds = {}
+    if comparison.bounds:
+        bounds = {
+            "read_gbps": report.Spread.of([b.bytes_per_second / 1e9 for b in comparison.bounds]),
+            "products_gflops": report.Spread.of([b.flop_per_second / 1e9 for b in comparison.bounds]),
+        }
+    show(report.markdown(found))
+    show("")
+    for name, spread in bounds.items():
+        show(f"{name}: {spread.median:.1f} ({spread.least:.1f} to {spread.most:.1f})")
+    for name, facts in comparison.facts.items():
+        idle = f"{100 * comparison.idle_share[name]:.1f} % of a core" if name in comparison.idle_share else "not seen"
+        show(f"{name}: {facts['version']}, started in {facts['start_seconds']} s; while others ran: {idle}")
+    for name, reason in comparison.left_out.items():
+        show(f"{name}: left out: {reason}")
+    if arguments.csv is not None and found:
+        report.append_csv(arguments.csv, found, about)
+    if arguments.json is not None:
+        whole = {
+            **about,
+            "rounds": arguments.rounds,
+            "bounds": {name: asdict(spread) for name, spread in bounds.items()},
+            "engines": comparison.facts,
+            "idle_share_of_a_core": comparison.idle_share,
+            "left_out": comparison.left_out,
+            "rows": [asdict(row) for row in found],
+            "values": [asdict(each) for each in measured],
+        }
+        arguments.json.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+if __name__ == "__main__":
+    main()
