@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack iproute2 procps
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,13 @@ faults: $(READY) redis ## the faults alone, and docs/faults.md written anew
 
 bench-tiers: $(READY) redis ## Redis and disk as tiers; rows appended to tests/bench/results/tiers.csv
 	@$(BIN)/python tests/bench/bench_tiers.py $(ARGS)
+
+sanitize: $(READY) ## the compiled kernels under the address, undefined-behaviour and thread sanitizers: minutes of compiling
+	@for sanitizer in address,undefined thread; do \
+	  $(BIN)/cmake -S . -B build/sanitize-$$sanitizer -G Ninja -DCMAKE_MAKE_PROGRAM=$(BIN)/ninja -DKVFERRY_SANITIZE=$$sanitizer \
+	    -DPython_EXECUTABLE=$(BIN)/python -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) >/dev/null && \
+	  $(BIN)/ninja -C build/sanitize-$$sanitizer kvferry_check && echo "$$sanitizer:" && build/sanitize-$$sanitizer/kvferry_check || exit 1; \
+	done
 
 coverage: $(READY) ## branch coverage by the unit tests; fails where a pure module has less than 95 %
 	@mkdir -p build

@@ -249,6 +249,7 @@ std::vector<std::string> level_names() {
 
 NB_MODULE(_cpu, m) {
   using namespace kvferry;
+  nb::set_leak_warnings(false);  // what lives until the interpreter ends is no leak
   m.doc() = "Compiled CPU kernels of kvferry; kvferry.kernels is the only importer.";
   m.def("levels", &level_names, "Instruction sets that the kernels are compiled for and this machine runs, slowest first.");
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "threads"_a).def_prop_ro("threads", &Pool::threads);

@@ -21,6 +21,7 @@ from kvferry.core.ids import BlockHash, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.llm import LLM
 from kvferry.engine.messages import EngineRequest
+from kvferry.kernels import compiled
 from kvferry.kv import registry
 from kvferry.kv.connector import ReadError
 from kvferry.kv.price import Piece, PriceBook
@@ -40,6 +41,7 @@ _INSTRUCTION_SETS = (
     "asimd",
     "bf16",
 )
+_NOT_COMPILED = "not compiled, torch computes, several times slower; install again with a C++ compiler at hand"
 _COPY_BYTES = 64 << 20
 _ROUNDS = 5
 _TIER_SECONDS = 30.0
@@ -77,6 +79,7 @@ def machine() -> list[Finding]:
         Finding("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all"),
         Finding("processor", info.get("model name", platform.machine())),
         Finding("instructions", " ".join(f for f in _INSTRUCTION_SETS if f in flags) or "none of those looked for"),
+        Finding("kernels", "compiled: " + " ".join(compiled.levels()) if compiled.levels() else _NOT_COMPILED),
         Finding("memory", f"{memory / 2**30:.1f} GiB"),
         Finding("gpu", _gpu()),
         Finding("nixl", _nixl()),

@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import click
 
@@ -84,6 +84,8 @@ def command(values: Values, *, prompt: str, max_tokens: int, as_json: bool) -> N
     if not prompt.strip():
         raise click.UsageError("--prompt is empty; ask something")
     config = stack_config(values, http="127.0.0.1:0", grpc="127.0.0.1:0")
+    if not values.is_given("load_policy"):  # a short prompt may be cheaper to compute again; here the way is the goal
+        config = replace(config, worker_flags=(*config.worker_flags, "--load-policy", "always"))
     result, dtype = asyncio.run(_demonstrate(config, prompt, max_tokens, quiet=as_json))
     if not as_json:
         click.echo()

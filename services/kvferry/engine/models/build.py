@@ -61,6 +61,8 @@ def build_model(
             level = compiled.choose_level(kernels.partition("-")[2] or None, rounds_activations=dtype == torch.bfloat16)
             count = threads or len(os.sched_getaffinity(0))
             return CompiledTransformer(config, tensors, dtype=dtype, form=WEIGHTS[weights], level=level, threads=count)
+        if kernels == "auto" and torch.device(device).type == "cpu":
+            _log.warning("torch computes, several times slower: %s", why_not_compiled(config, dtype, device))
         ops = ops_for(device, None if kernels == "auto" else kernels)
         loaded = load_weights(config, tensors, ops, dtype=dtype, device=torch.device(device))
         return Transformer(config, loaded, ops, dtype=dtype)

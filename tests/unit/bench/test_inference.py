@@ -1,0 +1,87 @@
+"""The benchmarks of one engine: what they count, and the shape that scripts read."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvferry.bench.inference import Bench, Report, mixed_shapes
+from kvferry.bench.products import FORMS, ROWS
+from kvferry.bench.roofline import Machine, Work, level_of, step_work
+from kvferry.cli.main import main
+from kvferry.core.clock import SystemClock
+from kvferry.engine.llm import LLM
+from kvferry.model import tiny
+
+TINY = ("--model", "tiny", "--threads", "1", "--kv-memory", "8MiB")
+
+
+def test_a_steps_bound_is_the_longer_of_bytes_and_operations() -> None:
+    machine = Machine(read_gbps=10.0, gflops=100.0, threads=1, level="")
+    assert Work(20e9, 50e9).seconds(machine) == pytest.approx(2.0)
+    assert Work(1e9, 300e9).seconds(machine) == pytest.approx(3.0)
+
+
+def test_a_steps_work_by_hand() -> None:
+    config = tiny.config()
+    # A layer: q 64 x 48, k and v 32 x 48 each, o 48 x 64, three of 112 x 48; two layers. Head 259 x 48.
+    linear, head = 2 * (64 * 48 + 2 * 32 * 48 + 48 * 64 + 3 * 112 * 48), 259 * 48
+    work = step_work(config, weight_bytes=1000, kv_token_bytes=10, rows=3, seen=6, context=7, sampled=1)
+    assert work.num_bytes == 1000 + 70
+    assert work.flops == 2 * 3 * linear + 2 * head + 4 * 2 * 4 * 16 * 6
+
+
+def test_the_level_is_that_of_compiled_kernels_alone() -> None:
+    assert level_of("compiled-avx2") == "avx2"
+    assert level_of("torch") == ""
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_rates_and_bounds_come_out_of_real_steps(kernels: str) -> None:
+    bench = Bench(LLM("tiny", kv_bytes=8 << 20, kernels=kernels, threads=1), 1, SystemClock())
+    seen: list[int] = []
+    run = bench.latency(3, (20, 6), 1, lambda: seen.append(1))
+    assert len(seen) == 2, "one round does not count"
+    assert (run.batch, run.input_tokens, run.output_tokens) == (3, 20, 6)
+    assert run.ttft_ms > 0
+    assert run.least <= run.tokens_per_second <= run.most
+    assert run.share_of_bound == pytest.approx(run.tokens_per_second / run.bound_tokens_per_second)
+    whole = bench.throughput(mixed_shapes(4), 1, lambda: None)
+    report = Report((run, whole), bench.machine()).as_json()
+    assert isinstance(report["machine"], dict)
+    assert report["machine"]["read_gbps"] > 0
+
+
+def test_mixed_sizes_stay_within_what_is_promised() -> None:
+    shapes = mixed_shapes(64)
+    assert {min(i for i, _ in shapes), max(i for i, _ in shapes)} == {32, 512}
+    assert {min(o for _, o in shapes), max(o for _, o in shapes)} == {16, 128}
+
+
+def test_the_files_have_the_public_shape(tmp_path: Path) -> None:
+    out = tmp_path / "runs.json"
+    arguments = ["bench", "latency", "--batch", "2", "--input-tokens", "9", "--output-tokens", "3", "--rounds", "1"]
+    done = CliRunner().invoke(main, [*arguments, *TINY, "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    (run,) = json.loads(out.read_text())["runs"]
+    assert {"batch", "input_tokens", "output_tokens", "ttft_ms", "itl_ms", "tokens_per_second"} <= run.keys()
+    assert {"bound_tokens_per_second", "share_of_bound"} <= run.keys()
+    assert run["itl_ms"].keys() == {"p50", "p90", "p99"}
+    assert {"read_gbps", "bf16_gflops", "threads"} <= json.loads(out.read_text())["machine"].keys()
+
+
+def test_every_form_and_number_of_rows_is_timed(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    # The model's inputs must divide into the blocks of codes, which the tiny one's do not.
+    done = CliRunner().invoke(main, ["bench", "kernels", "--threads", "1", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 2 * len(FORMS) * len(ROWS)
+    assert rows[0].keys() == {"op", "shape", "dtype", "ms", "bytes", "flops", "share_of_bound"}
+
+
+def test_without_compiled_kernels_there_is_nothing_to_time_one_by_one() -> None:
+    done = CliRunner().invoke(main, ["bench", "kernels", "--kernels", "torch"])
+    assert done.exit_code == 2
+    assert "only compiled kernels are measured one by one" in done.output
