@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <mutex>
 #include <stdexcept>
 
 #include "levels.hpp"
@@ -156,7 +157,8 @@ class Runner {
       require(slots.data()[i] >= 0 && slots.data()[i] < num_pages * block_tokens, "a slot is beyond the pages");
     }
     for (int i = 0; i < b.num_sampled; ++i) require(sampled.data()[i] >= 0 && sampled.data()[i] < b.rows, "a sampled row is not there");
-    sequences_.clear();
+    thread_local std::vector<Sequence> sequences;
+    sequences.clear();
     int64_t first = 0;
     const size_t width = tables.shape(1);
     for (int s = 0; s < b.num_sequences; ++s) {
@@ -166,14 +168,14 @@ class Runner {
       const size_t blocks = size_t((context + block_tokens - 1) / block_tokens);
       require(blocks <= width, "a sequence's table of pages is too short");
       for (size_t i = 0; i < blocks; ++i) require(table[i] >= 0 && table[i] < num_pages, "a page is not there");
-      sequences_.push_back({int(first), int(rows), int(context), table});
+      sequences.push_back({int(first), int(rows), int(context), table});
       first += rows;
     }
     require(first == b.rows, "the sequences' rows do not add up");
     b.tokens = tokens.data();
     b.positions = positions.data();
     b.slots = slots.data();
-    b.sequences = sequences_.data();
+    b.sequences = sequences.data();
     b.sampled = sampled.data();
     b.pages = reinterpret_cast<uint8_t*>(pages);
     b.pages_are_bf16 = pages_are_bf16;
@@ -181,7 +183,8 @@ class Runner {
     b.logits = logits.data();
     b.greedy = greedy.data();
     b.finite = finite.data();
-    nb::gil_scoped_release released;
+    nb::gil_scoped_release released;  // first: whoever computes needs the interpreter to come back
+    std::lock_guard<std::mutex> lock(one_step_);
     step_->prepare(b);
     pool_.run(*step_);
   }
@@ -203,7 +206,7 @@ class Runner {
   Pool& pool_;
   Model model_;
   std::vector<Layer> layers_;
-  std::vector<Sequence> sequences_;
+  std::mutex one_step_;  // engines in one process may share a model
   std::vector<nb::object> owners_;
   std::unique_ptr<Step> step_;
 };

@@ -1,7 +1,6 @@
 """`kvferry bench`: measurements that can be repeated, each against a bound that is measured in the same run."""
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import click
 from kvferry.cli import settings
 from kvferry.cli.options import Values, print_json, reported, with_settings
 from kvferry.core.clock import SystemClock
+from kvferry.core.cores import usable_cores
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.settings import size_bytes
 
@@ -135,7 +135,7 @@ def _bench(values: Values) -> "Bench":
 
 
 def _threads(values: Values) -> int:
-    return values["threads"] or len(os.sched_getaffinity(0))
+    return values["threads"] or usable_cores()
 
 
 def _report(bench: "Bench", runs: "list[InferenceRun]", json_file: Path | None) -> None:

@@ -1,7 +1,6 @@
 """`kvferry demo`: one request through prefill, hand-off and decode, the text as it comes, and where the time went."""
 
 import asyncio
-import os
 import sys
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from kvferry.cli.timeline import timeline
 from kvferry.cli.up import stack_config
 from kvferry.client import AsyncClient
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.cores import usable_cores
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.text import Usage
@@ -163,7 +163,7 @@ def _same_on_one_engine(values: Values, dtype: str, result: DemoResult, max_toke
         weights=values["weights"],
         kernels=values["kernels"],
         kv_bytes=256 << 20,
-        threads=len(os.sched_getaffinity(0)),
+        threads=usable_cores(),
     )
     (alone,) = llm.generate([result.prompt_token_ids], SamplingParams(temperature=0.0, max_tokens=max_tokens))
     return list(alone.token_ids) == result.token_ids

@@ -1,7 +1,6 @@
 """`kvferry up`: the whole stack on this machine."""
 
 import asyncio
-import os
 import signal
 import sys
 
@@ -10,6 +9,7 @@ import click
 from kvferry.cli import settings
 from kvferry.cli.options import Values, print_json, with_settings
 from kvferry.core.clock import SystemClock
+from kvferry.core.cores import usable_cores
 from kvferry.kv.tiers.registry import check_tiers
 from kvferry.stack.layout import StackConfig
 from kvferry.stack.local_stack import LocalStack
@@ -36,7 +36,7 @@ def stack_config(values: Values, *, http: str, grpc: str) -> StackConfig:
         connector=values["connector"],
         http=http,
         grpc=grpc,
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         threads=values["threads"],
         tiers=tuple(values["tier"]),
         worker_flags=tuple(worker_flags),

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from kvferry.core.config import cache_dir
+from kvferry.core.cores import usable_cores
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import Incarnation
 from kvferry.engine.cache import PagedKv, PageShape
@@ -66,7 +67,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     Raises:
         KvferryError: it is unknown, damaged, or the settings do not fit it.
     """
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(config.threads or usable_cores())
     source = open_model(config.model, served_name=config.served_name)
     dtype = _dtype(config, source.config)
     transformer = build_model(

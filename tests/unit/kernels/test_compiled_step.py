@@ -1,6 +1,7 @@
 """A whole step in one call: equal to the definition, and the same bits in any batch, chunking and placement."""
 
 import itertools
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -148,6 +149,26 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: t
             for s, first, n in pieces:
                 assert np.array_equal(got[at : at + n], expected[s][first : first + n]), (number, s, first, n)
                 at += n
+
+
+def test_engines_in_one_process_may_share_a_model() -> None:
+    model, world = model_of(VARIANTS[0], "portable"), World(VARIANTS[0], [40, 300], torch.float32)
+    expected, different = world.alone(model), []
+
+    def compute(s: int) -> None:
+        pages = world.pages()
+        for _ in range(30):
+            got = model.compute(world.batch([(s, 0, len(world.tokens[s]))]), pages).values.numpy()
+            if not np.array_equal(got, expected[s]):
+                different.append(s)
+
+    threads = [threading.Thread(target=compute, args=(s,)) for s in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not different
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,10 +1,10 @@
 """From a model's files to something that computes steps: which kernels, in which form, on how many threads."""
 
 import logging
-import os
 
 import torch
 
+from kvferry.core.cores import usable_cores
 from kvferry.core.errors import UsageError
 from kvferry.engine.models.compiled import CompiledTransformer
 from kvferry.engine.models.model import Model
@@ -59,7 +59,7 @@ def build_model(
             if reason is not None:
                 raise UsageError(f"the compiled kernels cannot run here: {reason}", field="kernels")
             level = compiled.choose_level(kernels.partition("-")[2] or None, rounds_activations=dtype == torch.bfloat16)
-            count = threads or len(os.sched_getaffinity(0))
+            count = threads or usable_cores()
             return CompiledTransformer(config, tensors, dtype=dtype, form=WEIGHTS[weights], level=level, threads=count)
         if kernels == "auto" and torch.device(device).type == "cpu":
             _log.warning("torch computes, several times slower: %s", why_not_compiled(config, dtype, device))

@@ -31,7 +31,7 @@ LayerParts = dict[str, "Matrix | Floats | None"]
 
 
 class CompiledTransformer:
-    """A model on the CPU. Calls from one thread at a time."""
+    """A model on the CPU. Calls from several threads wait for each other: engines in one process may share it."""
 
     def __init__(
         self, config: ModelConfig, tensors: TensorSource, *, dtype: torch.dtype, form: str, level: str, threads: int

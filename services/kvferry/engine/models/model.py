@@ -35,7 +35,7 @@ class Logits:
 
 
 class Model(Protocol):
-    """Parameters on one device, and nothing of any request; calls from one thread at a time."""
+    """Parameters on one device, and nothing of any request."""
 
     @property
     def config(self) -> ModelConfig:
