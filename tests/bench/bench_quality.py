@@ -1,0 +1,98 @@
+"""How far each way of computing is from float32: perplexity, and what is lost of the distribution, on a fixed text.
+
+Texts in the public domain (Lincoln, Dickens, Austen, Melville, Carroll, Shakespeare, the Declaration of Independence),
+one after the other in one context. KL is of the float32 distribution from the other, in nats, over the same positions.
+"""
+
+import argparse
+import csv
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from kvferry.core.ids import BlockId, RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.batch import build_batch
+from kvferry.engine.cache import PagedKv, PageShape
+from kvferry.engine.models.build import build_model
+from kvferry.engine.step import ScheduledSequence, StepPlan
+from kvferry.kernels import compiled
+from kvferry.model.source import ModelSource, open_model
+
+HERE = Path(__file__).parent
+BLOCK = 16
+CHUNK = 256
+REFERENCE = ("torch", "float32", "shipped")
+
+
+def ways() -> list[tuple[str, str, str]]:
+    """Kernels, KV, weights: the reference first."""
+    found = [REFERENCE]
+    for level in compiled.levels():
+        found += [(f"compiled-{level}", dtype, "shipped") for dtype in ("float32", "bfloat16")]
+        found.append((f"compiled-{level}", "bfloat16", "bfloat16"))
+    return [*found, ("torch", "bfloat16", "bfloat16")]
+
+
+@torch.inference_mode()
+def log_probabilities(source: ModelSource, tokens: list[int], way: tuple[str, str, str]) -> torch.Tensor:
+    """[tokens, vocabulary] float64, of every position."""
+    kernels, dtype_name, weights = way
+    dtype = getattr(torch, dtype_name)
+    model = build_model(source.config, source.tensors, dtype=dtype, weights=weights, kernels=kernels)
+    kv = PagedKv.allocate(PageShape.of(source.config, block_tokens=BLOCK, dtype=dtype), len(tokens) // BLOCK + 1)
+    found = []
+    for first in range(0, len(tokens), CHUNK):
+        now = min(CHUNK, len(tokens) - first)
+        one = ScheduledSequence(
+            request_id=RequestId("text"),
+            token_ids=tokens,
+            num_prompt=len(tokens),
+            num_computed=first,
+            num_scheduled=now,
+            block_ids=[BlockId(i) for i in range(kv.num_blocks)],
+            samples=True,
+            sampling=SamplingParams(temperature=0.0),
+            sample_index=0,
+        )
+        batch = build_batch(StepPlan((one,)), block_tokens=BLOCK, device="cpu")
+        logits = model.compute(replace(batch, sample_rows=torch.arange(now)), kv.pages)
+        found.append(torch.log_softmax(logits.values.double(), dim=-1))
+    return torch.cat(found)
+
+
+def main() -> int:
+    """Print a table; append rows to a file where one is named."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="as for kvferry worker")
+    parser.add_argument("--csv", type=Path, help="append the rows here")
+    arguments = parser.parse_args()
+    source = open_model(arguments.model)
+    tokens = source.tokenizer.encode((HERE / "texts" / "public_domain.txt").read_text(), add_special=True)
+    targets = torch.tensor(tokens[1:])
+    reference = torch.empty(0)
+    print(
+        f"{len(tokens)} tokens\nkernels, KV, weights                        perplexity   mean KL    worst KL   same best token"
+    )
+    for way in ways():
+        found = log_probabilities(source, tokens, way)[:-1]
+        if way == REFERENCE:
+            reference = found
+        perplexity = float(torch.exp(-found.gather(1, targets[:, None]).mean()))
+        kl = (reference.exp() * (reference - found)).sum(-1)
+        same = float((reference.argmax(-1) == found.argmax(-1)).double().mean())
+        name = " ".join(way)
+        print(
+            f"{name:<44} {perplexity:10.4f}  {float(kl.mean()):.2e}  {float(kl.max()):.2e}  {100 * same:8.2f} %",
+            flush=True,
+        )
+        if arguments.csv is not None:
+            with arguments.csv.open("a", newline="") as file:
+                csv.writer(file).writerow([name, perplexity, float(kl.mean()), float(kl.max()), same])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
