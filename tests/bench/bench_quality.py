@@ -73,9 +73,8 @@ def main() -> int:
     tokens = source.tokenizer.encode((HERE / "texts" / "public_domain.txt").read_text(), add_special=True)
     targets = torch.tensor(tokens[1:])
     reference = torch.empty(0)
-    print(
-        f"{len(tokens)} tokens\nkernels, KV, weights                        perplexity   mean KL    worst KL   same best token"
-    )
+    print(f"{len(tokens)} tokens")
+    print(f"{'kernels, KV, weights':<44} perplexity   mean KL    worst KL   same best token")
     for way in ways():
         found = log_probabilities(source, tokens, way)[:-1]
         if way == REFERENCE:
