@@ -1,4 +1,4 @@
-"""The default way of computing stays near float32 on real text; how near, `tests/bench/bench_quality.py` tells in full."""
+"""The default way of computing stays near float32 on real text; `tests/bench/bench_quality.py` tells how near."""
 
 import importlib.util
 from pathlib import Path
