@@ -22,6 +22,16 @@ ACCOUNTS = {
 _COPIED = ("/etc/ld.so.cache", "/etc/ssl/certs/ca-certificates.crt")
 
 
+def why_not(environment: Path = Path(sys.prefix)) -> str:
+    """Why containers would not see the environment; empty: they will."""
+    if _COVERED not in environment.resolve().parents:
+        return ""
+    return (
+        f"the environment {environment} lies in {_COVERED}, which every pod covers with a folder of its own;"
+        " make the checkout somewhere else"
+    )
+
+
 def folders(more: Iterable[Path] = ()) -> list[Path]:
     """What such a container must see: the system's libraries, the interpreter, the environment, the checkout.
 
@@ -46,12 +56,8 @@ def write(out: Path, mounts: Iterable[Path]) -> Path:
         UsageError: the environment lies where pods have a folder of their own.
     """
     environment = Path(sys.prefix)
-    if _COVERED in environment.resolve().parents:
-        raise UsageError(
-            f"the environment {environment} lies in {_COVERED}, which every pod covers with a folder of its own, so its"
-            " containers would not see it; make the checkout somewhere else",
-            field="environment",
-        )
+    if reason := why_not(environment):
+        raise UsageError(reason, field="environment")
     env = {"PATH": f"{environment}/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHONSAFEPATH": "1"}  # noqa: S108
     image = Image(NAME, [str(environment / "bin" / "kvferry")], env)
     write_archive(out, image, [entries(mounts)])
