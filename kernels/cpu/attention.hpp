@@ -13,9 +13,11 @@
 constexpr int kPartition = 256;
 
 static inline V v_exp(V x) {
-  // e^x = 2^n * e^r, |r| <= ln(2) / 2, polynomial of degree 6 (Cephes, expf). 0 below -87, where floats end.
-  const V n = v_round(v_mul(x, v_set(1.44269504088896341f)));
-  V r = v_fma(n, v_set(-0.693359375f), x);
+  // e^x = 2^n * e^r, |r| <= ln(2) / 2, polynomial of degree 6 (Cephes, expf). 0 below -87, where floats end; what is
+  // above 88 counts as 88, because beyond it 2^n has no exponent. NaN stays NaN.
+  const V within = v_max(v_set(-88.0f), v_min(v_set(88.0f), x));
+  const V n = v_round(v_mul(within, v_set(1.44269504088896341f)));
+  V r = v_fma(n, v_set(-0.693359375f), within);
   r = v_fma(n, v_set(2.12194440e-4f), r);
   V y = v_set(1.9875691500e-4f);
   y = v_fma(y, r, v_set(1.3981999507e-3f));

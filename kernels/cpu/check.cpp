@@ -66,7 +66,7 @@ struct World {
     model.kv_heads = 2;
     model.head_dim = 32;
     model.hidden = large ? 256 : 96;
-    model.intermediate = large ? 256 : 64;
+    model.intermediate = large ? 256 : 112;
     model.vocabulary = 131;
     model.max_tokens = 700;
     model.epsilon = 1e-5f;

@@ -257,6 +257,15 @@ static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thr
     product = v_load_bf16(to.narrow + at);
 #endif
     to.sums[at / kSumWidth] = v_sum(product);
+    // Inputs beyond the last panel meet weights of zero, but what lies there may be another batch's, and not finite.
+    for (int i = panel / 2 * kPanel + kPanel; panel + 1 == m.panels && i < to.stride; i += kPanel) {
+      const size_t beyond = size_t(row) * to.stride + size_t(i);
+      v_store(to.wide + beyond, v_zero());
+#if KVFERRY_PAIRS
+      v_store_bf16(to.narrow + beyond, v_zero());
+#endif
+      to.sums[beyond / kSumWidth] = 0.0f;
+    }
   });
 }
 

@@ -28,6 +28,14 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw nb::value_error(what.c_str());
 }
 
+// An array as it is: one that would have to be converted first would not live as long as what points to it.
+template <class A>
+A exactly(nb::handle from, const char* what) {
+  A array;
+  if (!nb::try_cast<A>(from, array, false)) throw nb::type_error((std::string(what) + " must be a contiguous numpy array of the right type").c_str());
+  return array;
+}
+
 std::vector<Source> sources(const std::vector<int>& types) {
   std::vector<Source> found;
   for (int type : types) found.push_back(Source(type));
@@ -67,16 +75,18 @@ void pack_matrix(PackedMatrix& packed, const std::vector<int>& types, const std:
 }
 
 void attach(PackedMatrix& packed, nb::object data, nb::object bias) {
-  const auto bytes = nb::cast<Array<const uint8_t>>(data);
+  require(packed.matrix.data == nullptr, "the matrix has its data already");
+  const auto bytes = exactly<Array<const uint8_t>>(data, "packed data");
   require(bytes.size() == packed.bytes(), "the packed matrix has another size");
-  packed.matrix.data = bytes.data();
-  packed.owners = {data};
+  const float* values = nullptr;
   if (!bias.is_none()) {
-    const auto values = nb::cast<Floats>(bias);
-    require(values.size() == size_t(packed.matrix.panels) * kPanel, "a bias needs a value for every padded row");
-    packed.matrix.bias = values.data();
-    packed.owners.push_back(bias);
+    const auto given = exactly<Floats>(bias, "a bias");
+    require(given.size() == size_t(packed.matrix.panels) * kPanel, "a bias needs a value for every padded row");
+    values = given.data();
   }
+  packed.matrix.data = bytes.data();
+  packed.matrix.bias = values;
+  packed.owners = {data, bias};
 }
 
 // A model ready to run: its description, what keeps its memory alive, and one step at a time.
@@ -126,6 +136,11 @@ class Runner {
   // Seconds by phase since the last call, of all threads together; the first call begins to count.
   nb::dict phase_seconds() {
     nb::dict found;
+    std::unique_lock<std::mutex> lock(one_step_, std::defer_lock);
+    {
+      nb::gil_scoped_release released;
+      lock.lock();
+    }
     for (int phase = 0; phase < kPhases; ++phase) {
       double total = 0;
       for (auto& of_thread : step_->seconds) {
@@ -146,6 +161,7 @@ class Runner {
     b.num_sequences = int(queries.size());
     b.num_sampled = int(sampled.size());
     require(b.rows > 0, "a step needs rows");
+    require(b.num_sampled <= b.rows, "more rows are sampled than there are");
     require(positions.size() == tokens.size() && slots.size() == tokens.size(), "tokens, positions and slots differ in number");
     require(contexts.size() == queries.size() && tables.ndim() == 2 && tables.shape(0) == queries.size(), "the sequences' arrays differ in number");
     require(logits.size() == sampled.size() * size_t(model_.vocabulary) && greedy.size() == sampled.size() && finite.size() == sampled.size(),
@@ -197,7 +213,7 @@ class Runner {
     return packed.matrix;
   }
   const float* floats(nb::handle from, size_t count) {
-    const auto values = nb::cast<Floats>(from);
+    const auto values = exactly<Floats>(from, "a vector of weights");
     require(values.size() == count, "an array has another size");
     owners_.push_back(nb::borrow(from));
     return values.data();
@@ -268,15 +284,15 @@ NB_MODULE(_cpu, m) {
         const char* names[] = {"f32", "f16", "bf16", "codes4", "codes8"};
         return std::string(names[int(p.matrix.format)]);
       })
-      .def("pack", &pack_matrix, "types"_a, "parts"_a, "order"_a, "out"_a)
+      .def("pack", &pack_matrix, "types"_a, "parts"_a, "order"_a, "out"_a.noconvert())
       .def("attach", &attach, "data"_a, "bias"_a = nb::none());
   nb::class_<Runner>(m, "Runner")
       .def(nb::init<nb::dict, nb::dict, nb::list, const std::string&, Pool&>(), "shape"_a, "parts"_a, "layers"_a, "level"_a, "pool"_a,
            nb::keep_alive<1, 6>())
       .def("phase_seconds", &Runner::phase_seconds)
       .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a, "sampled"_a,
-           "pages"_a, "num_pages"_a, "block_tokens"_a, "pages_are_bf16"_a, "logits"_a, "greedy"_a, "finite"_a);
-  m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a, "x [rows, cols] times the matrix, into out.");
+           "pages"_a, "num_pages"_a, "block_tokens"_a, "pages_are_bf16"_a, "logits"_a.noconvert(), "greedy"_a.noconvert(), "finite"_a.noconvert());
+  m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "x [rows, cols] times the matrix, into out.");
   m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a, "Reads an array: the bound of whatever reads as many bytes.");
   m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "Adds products in registers; how many operations that were.");
   m.def("row_bytes", [](int type, int cols) { return row_bytes(Source(type), cols); }, "type_id"_a, "cols"_a);

@@ -1,5 +1,9 @@
 #include "pool.hpp"
 
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
 namespace kvferry {
 namespace {
 
@@ -25,10 +29,19 @@ inline int chunk_of(uint64_t ticket) { return int(ticket & kChunkMask); }
 }  // namespace
 
 Pool::Pool(int threads) : ticket_(make_ticket(kNoPhase, 0)) {
-  for (int i = 1; i < threads; ++i) helpers_.emplace_back([this, i] { help(i); });
+  try {
+    for (int i = 1; i < threads; ++i) helpers_.emplace_back([this, i] { help(i); });
+  } catch (const std::system_error&) {
+    const size_t started = helpers_.size() + 1;
+    close();
+    throw std::runtime_error("only " + std::to_string(started) + " of " + std::to_string(threads) +
+                             " threads could be started; ask for fewer (--threads)");
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { close(); }
+
+void Pool::close() {
   closing_.store(true);
   news_.fetch_add(1);
   news_.notify_all();
@@ -37,6 +50,8 @@ Pool::~Pool() {
 
 void Pool::run(Job& job) {
   std::lock_guard<std::mutex> lock(one_job_);
+  for (int phase = 0; phase < job.phases(); ++phase)
+    if (uint64_t(job.chunks(phase)) + uint64_t(threads()) > kChunkMask) throw std::length_error("too many chunks in a phase");
   job_ = &job;
   phases_ = job.phases();
   open_from(0, 0);

@@ -35,6 +35,7 @@ class Pool {
   void run(Job& job);
 
  private:
+  void close();
   void help(int thread);
   void work(int thread);
   void open_from(int phase, int thread);

@@ -52,7 +52,7 @@ Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), th
 }
 
 Rows Step::rows_of(Buffer& buffer, int rows, int width) {
-  // Inputs beyond a matrix's own are multiplied by zeros, so they must be finite: they are zero for ever.
+  // Inputs beyond a matrix's own are multiplied by zeros, so they must be finite: who fills a row fills all of it.
   const int stride = round_up(width, kGroup);
   const size_t elements = size_t(rows) * stride;
   auto* at = static_cast<uint8_t*>(buffer.reserve(elements * 6 + elements / kSumWidth * 4));
@@ -103,7 +103,7 @@ void Step::plan_attention() {
   const int most = group >= 64 ? 1 : tile;
   // All KV heads of a page lie together. Where there are sequences enough to share out, an item reads them all.
   const int heads_at_once = batch.num_sequences >= 4 * threads_ ? model.kv_heads : 1;
-  int partials_used = 0;
+  int partials_used = 0, most_split = 1;
   const auto add = [&](int s, int first, int queries, int begin, int end, int partial) {
     for (int h = 0; h < model.kv_heads; h += heads_at_once)
       items.push_back({s, h, std::min(h + heads_at_once, model.kv_heads), first, queries, begin, end, partial < 0 ? -1 : partial + h});
@@ -114,6 +114,7 @@ void Step::plan_attention() {
     const int parts = pieces(q.context, kPartitionTokens);
     if (q.queries <= std::min(kSplitQueries, most) && parts > 1) {
       first_partial[size_t(s)] = partials_used;
+      most_split = std::max(most_split, q.queries);
       for (int p = 0; p < parts; ++p, partials_used += model.kv_heads) add(s, 0, q.queries, p, p + 1, partials_used);
       continue;
     }
@@ -122,7 +123,7 @@ void Step::plan_attention() {
       add(s, first, queries, 0, pieces(before + first + queries, kPartitionTokens), -1);
     }
   }
-  partial_floats = kSplitQueries * group * (model.head_dim + 2);
+  partial_floats = most_split * group * (model.head_dim + 2);
   partials = static_cast<float*>(partials_.reserve(size_t(std::max(1, partials_used)) * partial_floats * 4));
 }
 

@@ -24,6 +24,7 @@ static inline V v_mul(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps
 static inline V v_div(V x, V y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 static inline V v_fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 static inline V v_max(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline V v_min(V x, V y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 static inline V v_zero_below(V x, V a, float limit) {
   const __m256 bound = _mm256_set1_ps(limit);
   return {_mm256_andnot_ps(_mm256_cmp_ps(a.a, bound, _CMP_LT_OQ), x.a),

@@ -22,6 +22,7 @@ static inline V v_mul(V x, V y) { return {_mm512_mul_ps(x.v, y.v)}; }
 static inline V v_div(V x, V y) { return {_mm512_div_ps(x.v, y.v)}; }
 static inline V v_fma(V x, V y, V z) { return {_mm512_fmadd_ps(x.v, y.v, z.v)}; }
 static inline V v_max(V x, V y) { return {_mm512_max_ps(x.v, y.v)}; }
+static inline V v_min(V x, V y) { return {_mm512_min_ps(x.v, y.v)}; }
 static inline V v_zero_below(V x, V a, float limit) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, _mm512_set1_ps(limit), _CMP_NLT_UQ), x.v)};
 }

@@ -47,6 +47,8 @@ static inline V v_fma(V a, V b, V c) {
 static inline V v_fma(V a, V b, V c) { KVFERRY_LANES(a.q[i] * b.q[i] + c.q[i]); }
 #endif
 static inline V v_max(V a, V b) { KVFERRY_LANES(a.q[i] > b.q[i] ? a.q[i] : b.q[i]); }
+static inline V v_min(V a, V b) { KVFERRY_LANES(a.q[i] < b.q[i] ? a.q[i] : b.q[i]); }
+// Of v_max and v_min: where either is NaN, the second.
 // where a < limit: 0, elsewhere x
 static inline V v_zero_below(V x, V a, float limit) {
   const V bound = v_set(limit);

@@ -8,6 +8,7 @@
 Weights stay as they were shipped, in panels of 16 outputs; kernels/cpu/pack.hpp says how.
 """
 
+import contextlib
 import functools
 import importlib
 import mmap
@@ -72,7 +73,8 @@ class Arena:
     def __init__(self, num_bytes: int) -> None:
         self._memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self._used = 0
 
@@ -104,10 +106,17 @@ def make_matrix(form: str, types: Sequence[int], rows: int, cols: int) -> "Matri
 
 
 def make_pool(threads: int) -> "Pool":
-    """Threads that compute steps; the caller of a step is one of them."""
+    """Threads that compute steps; the caller of a step is one of them.
+
+    Raises:
+        UsageError: the machine does not give so many.
+    """
     module = extension()
     assert module is not None, "asked only where it was built"
-    pool: Pool = module.Pool(threads)
+    try:
+        pool: Pool = module.Pool(threads)
+    except RuntimeError as error:
+        raise UsageError(str(error), field="threads") from error
     return pool
 
 

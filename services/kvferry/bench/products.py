@@ -40,7 +40,10 @@ def measure(config: ModelConfig, level: str, machine: Callable[[], Machine], thr
     for op, outputs in (("gate_up", 2 * config.intermediate_size), ("head", config.vocab_size)):
         for dtype, (form, type_id) in FORMS.items():
             matrix = compiled.make_matrix(form, [type_id], outputs, config.hidden_size)
-            raw = rng.integers(0, 60, outputs * module.row_bytes(type_id, config.hidden_size), dtype=np.uint8)
+            num_bytes = outputs * module.row_bytes(type_id, config.hidden_size)
+            raw = rng.integers(0, 60, num_bytes, dtype=np.uint8)
+            if type_id == 0:  # random bits would be denormal now and then, which some machines take long over
+                raw = rng.standard_normal(num_bytes // 4, dtype=np.float32).view(np.uint8)
             memory = compiled.Arena(matrix.num_bytes).take(matrix.num_bytes)
             matrix.pack([type_id], [raw], np.arange(outputs), memory)
             matrix.attach(memory)

@@ -145,6 +145,23 @@ def test_weights_that_are_no_numbers_are_refused(form: str, name: str) -> None:
         pack(form, name, raw, 256)
 
 
+def test_arrays_that_would_be_copied_first_are_refused() -> None:
+    matrix = compiled.make_matrix("f32", [0], 16, 32)
+    out = np.zeros(matrix.num_bytes, np.uint8)
+    with pytest.raises(TypeError, match="a bias must be a contiguous numpy array"):
+        matrix.attach(out, np.zeros(16, np.float64))
+    matrix.attach(out)
+    with pytest.raises(ValueError, match="has its data already"):
+        matrix.attach(out)
+    with pytest.raises(TypeError):
+        extension.product(POOL, "portable", matrix, np.zeros((1, 32), np.float32), np.zeros((1, 16), np.float64))
+
+
+def test_a_phase_of_too_many_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match="too many chunks"):
+        extension.sum_products(POOL, "portable", 1 << 20)
+
+
 def test_a_weight_too_large_for_its_form_is_refused() -> None:
     raw = np.full((16, 32), 1e6, np.float32)
     with pytest.raises(ArithmeticError, match="not finite"):

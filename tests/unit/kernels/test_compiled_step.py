@@ -199,6 +199,7 @@ def test_inputs_out_of_range_are_refused_before_anything_is_touched() -> None:
         (replace(good, attention=replace(good.attention, block_tables=bad_table)), "a page is not there"),
         (replace(good, attention=replace(good.attention, queries=np.array([19]))), "do not add up"),
         (replace(good, sample_rows=torch.tensor([20])), "a sampled row is not there"),
+        (replace(good, sample_rows=torch.zeros(21, dtype=torch.int64)), "more rows are sampled than there are"),
     ]
     for batch, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -226,6 +227,44 @@ def test_without_the_compiled_module_torch_computes(monkeypatch: pytest.MonkeyPa
     assert model.compute(world.batch([(0, 0, 9)]), world.pages().zero_()).finite == [True] * 9
     with pytest.raises(UsageError, match="they were not built"):
         build_model(VARIANTS[0], tiny.TinyTensors(VARIANTS[0]), dtype=torch.float32, kernels="compiled-avx2")
+
+
+class Scaled(tiny.TinyTensors):
+    """Gates so large that their exponentials have no float."""
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        return super().read(name) * np.float32(100 if name.endswith("gate_proj.weight") else 1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gates_of_any_size(level: str) -> None:
+    config, world = tiny.config(), World(tiny.config(), [40], torch.float32)
+    exact = build_model(config, Scaled(config), dtype=torch.float64, kernels="reference")
+    (expected,) = World(config, [40], torch.float64).alone(exact)
+    (got,) = world.alone(build_model(config, Scaled(config), dtype=torch.float32, kernels=f"compiled-{level}"))
+    tolerance = 0.5 if level == "avx512_bf16" else 3e-3  # rounded to bfloat16, as forced
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_another_batch_left_behind_changes_nothing(level: str, dtype: torch.dtype) -> None:
+    """112 inputs of the last product are no whole group: what fills it must not be an earlier batch's, nor NaN."""
+    config = tiny.config()
+    for weights in ("shipped", "bfloat16"):
+        tensors = tiny.TinyTensors(config)
+        model = build_model(config, tensors, dtype=dtype, weights=weights, kernels=f"compiled-{level}")
+        world = World(config, [40, 300], dtype)
+        small, large = world.batch([(0, 0, 40)]), world.batch([(1, 0, 300)])
+        pages = world.pages()
+        first = [model.compute(batch, pages).values for batch in (small, large)]
+        poisoned = model.compute(world.batch([(0, 3, 2)]), world.pages())
+        assert poisoned.finite == [False, False]
+        for _ in range(2):
+            again = [model.compute(batch, pages) for batch in (large, small)]
+            assert all(all(logits.finite) for logits in again)
+            assert torch.equal(again[0].values, first[1])
+            assert torch.equal(again[1].values, first[0])
 
 
 class Broken(tiny.TinyTensors):

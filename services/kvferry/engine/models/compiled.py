@@ -176,7 +176,10 @@ class _Loader:
         firsts = np.cumsum([0, *(len(s.order) for s in stored)])
         rows = np.concatenate([s.order + first for s, first in zip(stored, firsts, strict=False)])
         chosen = rows if order is None else np.where(order < 0, -1, rows[order])
-        matrix = compiled.make_matrix(self._form, [s.type_id for s in stored], len(chosen), cols)
+        try:
+            matrix = compiled.make_matrix(self._form, [s.type_id for s in stored], len(chosen), cols)
+        except ValueError as error:
+            raise ModelFileError(f"tensors {', '.join(names)} of {cols} columns: {error}") from error
         values = None
         if bias:
             values = np.zeros(matrix.padded_rows, np.float32)
