@@ -5,14 +5,18 @@ Each round measures the machine first and the engine right after it, so that bot
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 
-from kvferry.bench.roofline import Machine, Work, level_of, measure_machine, random_tokens, step_work
+from kvferry.bench.roofline import Machine, Work, measure_machine, random_tokens, step_work
+from kvferry.bench.rows import as_row
 from kvferry.core.clock import Clock
+from kvferry.core.errors import UsageError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.llm import LLM
 from kvferry.engine.messages import EngineRequest
+from kvferry.engine.models.build import level_of
+from kvferry.engine.models.compiled import CompiledTransformer
 from kvferry.engine.step import StepPlan
 
 
@@ -68,11 +72,25 @@ class Report:
             "threads": self.machine.threads,
             "level": self.machine.level,
         }
-        return {"runs": [_rounded(asdict(run)) for run in self.runs], "machine": machine}
+        return {"runs": [as_row(run) for run in self.runs], "machine": machine}
 
 
 Shape = tuple[int, int]
 """Tokens in, tokens out."""
+
+
+@dataclass(slots=True)
+class _Trip:
+    """One round: all requests from their start to their last token."""
+
+    first: float = 0.0
+    """Seconds until every request had a token."""
+    gaps: list[float] = field(default_factory=list)
+    """Seconds of each step after that."""
+    work: list[Work] = field(default_factory=list)
+    """Of every step."""
+    seconds: float = 0.0
+    """Of all of it."""
 
 
 class Bench:
@@ -98,67 +116,96 @@ class Bench:
 
     def latency(self, batch: int, shape: Shape, rounds: int, on_round: Callable[[], None]) -> Run:
         """A batch that starts together, and its rate once all of it is decoding."""
-        ttft, gaps, rates, bounds = [], [], [], []
-        for number in range(rounds + 1):
-            machine = self._measure()
-            first, steps, work = self._go([shape] * batch)
-            on_round()
-            if not number:
-                continue  # what is touched for the first time
-            self._seen.append(machine)
-            ttft.append(first)
-            gaps += steps
-            if steps:
-                rates.append(batch * len(steps) / sum(steps))
-                bounds.append(batch * len(steps) / sum(w.seconds(machine) for w in work[-len(steps) :]))
-        return _run(batch, shape, ttft, gaps, rates, bounds)
+
+        def decoding(trip: _Trip) -> tuple[int, float, list[Work]]:
+            return batch * len(trip.gaps), sum(trip.gaps), trip.work[len(trip.work) - len(trip.gaps) :]
+
+        return self._rounds([shape] * batch, rounds, decoding, on_round)
+
+    def phases(self, shape: Shape, batch: int) -> dict[str, float]:
+        """Milliseconds of all threads by phase, for a step of one more such batch once all of it is decoding.
+
+        Raises:
+            UsageError: torch computes, which does not say.
+        """
+        model = self._llm.runner.model
+        if not isinstance(model, CompiledTransformer):
+            raise UsageError("only the compiled kernels say where a step's time goes", field="phases")
+        tokens_in, tokens_out = shape
+        self._go([(tokens_in, tokens_out)] * batch, when_decoding=model.phase_seconds)
+        return {name: 1e3 * seconds / (tokens_out - 1) for name, seconds in model.phase_seconds().items()}
 
     def throughput(self, shapes: list[Shape], rounds: int, on_round: Callable[[], None]) -> Run:
         """Requests of many sizes, all given at once; output tokens over the whole time."""
         outputs = sum(out for _, out in shapes)
-        ttft, gaps, rates, bounds = [], [], [], []
+        return self._rounds(shapes, rounds, lambda trip: (outputs, trip.seconds, trip.work), on_round)
+
+    def _rounds(
+        self,
+        shapes: list[Shape],
+        rounds: int,
+        counted: "Callable[[_Trip], tuple[int, float, list[Work]]]",
+        on_round: Callable[[], None],
+    ) -> Run:
+        """The same requests round after round; `counted` says which tokens, seconds and steps make the rate."""
+        ttft: list[float] = []
+        gaps: list[float] = []
+        rates: list[float] = []
+        bounds: list[float] = []
         for number in range(rounds + 1):
             machine = self._measure()
-            begun = self._clock.monotonic()
-            first, steps, work = self._go(shapes)
-            spent = self._clock.monotonic() - begun
+            trip = self._go(shapes)
             on_round()
             if not number:
-                continue
+                continue  # what is touched for the first time
             self._seen.append(machine)
-            ttft.append(first)
-            gaps += steps
-            rates.append(outputs / spent)
-            bounds.append(outputs / sum(w.seconds(machine) for w in work))
-        mean = (sum(i for i, _ in shapes) // len(shapes), outputs // len(shapes))
-        return _run(len(shapes), mean, ttft, gaps, rates, bounds)
+            ttft.append(trip.first)
+            gaps += trip.gaps
+            tokens, seconds, work = counted(trip)
+            if tokens:
+                rates.append(tokens / seconds)
+                bounds.append(tokens / sum(w.seconds(machine) for w in work))
+        rate, bound = (statistics.median(found) if found else 0.0 for found in (rates, bounds))
+        shares = [r / b for r, b in zip(rates, bounds, strict=True)]
+        return Run(
+            batch=len(shapes),
+            input_tokens=sum(tokens_in for tokens_in, _ in shapes) // len(shapes),
+            output_tokens=sum(tokens_out for _, tokens_out in shapes) // len(shapes),
+            ttft_ms=1e3 * statistics.median(ttft),
+            itl_ms=Percentiles.of(gaps),
+            tokens_per_second=rate,
+            bound_tokens_per_second=bound,
+            share_of_bound=statistics.median(shares) if shares else 0.0,
+            least=min(rates, default=0.0),
+            most=max(rates, default=0.0),
+        )
 
-    def _go(self, shapes: list[Shape]) -> tuple[float, list[float], list[Work]]:
-        """Seconds to the last first token, seconds of the steps after it, and each step's work."""
+    def _go(self, shapes: list[Shape], when_decoding: Callable[[], object] = lambda: None) -> "_Trip":
+        """One round; `when_decoding` is called once every request has a token."""
         engine, config, clock = self._llm.engine, self._llm.config, self._clock
-        lengths: dict[RequestId, int] = {}
         waiting: set[RequestId] = set()
         for tokens_in, tokens_out in shapes:
             self._seed += 1
             name = RequestId(f"bench-{self._seed}")
             params = SamplingParams(temperature=0.0, max_tokens=tokens_out, ignore_eos=True)
             engine.add(EngineRequest(name, random_tokens(config, tokens_in, self._seed), params))
-            lengths[name] = tokens_in
             waiting.add(name)
-        gaps: list[float] = []
-        work: list[Work] = []
-        self._llm.runner.watch = lambda plan: work.append(self._work(plan))
-        begun, first = clock.monotonic(), 0.0
+        trip = _Trip()
+        self._llm.runner.watch = lambda plan: trip.work.append(self._work(plan))
+        begun = clock.monotonic()
         while engine.has_work:
             started = clock.monotonic()
             result = engine.step()
             ended = clock.monotonic()
             if waiting:
                 waiting -= {update.request_id for update in result.updates}
-                first = ended - begun
+                trip.first = ended - begun
+                if not waiting:
+                    when_decoding()
             else:
-                gaps.append(ended - started)
-        return first, gaps, work
+                trip.gaps.append(ended - started)
+        trip.seconds = clock.monotonic() - begun
+        return trip
 
     def _work(self, plan: StepPlan) -> Work:
         parts = [(s.num_computed, s.num_scheduled) for s in plan.scheduled]
@@ -176,31 +223,3 @@ class Bench:
 def mixed_shapes(count: int) -> list[Shape]:
     """Requests of 32 to 512 tokens in and 16 to 128 out, the same every time."""
     return [(32 + 480 * (7 * i % 16) // 15, 16 + 112 * (5 * i % 8) // 7) for i in range(count)]
-
-
-def _run(
-    batch: int, shape: Shape, ttft: list[float], gaps: list[float], rates: list[float], bounds: list[float]
-) -> Run:
-    rate, bound = (statistics.median(found) if found else 0.0 for found in (rates, bounds))
-    shares = [r / b for r, b in zip(rates, bounds, strict=True)]
-    return Run(
-        batch=batch,
-        input_tokens=shape[0],
-        output_tokens=shape[1],
-        ttft_ms=1e3 * statistics.median(ttft),
-        itl_ms=Percentiles.of(gaps),
-        tokens_per_second=rate,
-        bound_tokens_per_second=bound,
-        share_of_bound=statistics.median(shares) if shares else 0.0,
-        least=min(rates, default=0.0),
-        most=max(rates, default=0.0),
-    )
-
-
-def _rounded(values: dict[str, object]) -> dict[str, object]:
-    def one(value: object) -> object:
-        if isinstance(value, dict):
-            return {k: one(v) for k, v in value.items()}
-        return round(value, 4) if isinstance(value, float) else value
-
-    return {name: one(value) for name, value in values.items()}

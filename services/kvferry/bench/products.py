@@ -1,13 +1,13 @@
 """`kvferry bench kernels`: one matrix product at a time, by form of weights and number of rows, against its bound."""
 
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from kvferry.bench.roofline import Machine, Work
+from kvferry.bench.sampling import alternate
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
 from kvferry.model.config import ModelConfig
@@ -15,7 +15,7 @@ from kvferry.model.config import ModelConfig
 FORMS = {"float32": ("f32", 0), "bfloat16": ("bf16", 0), "Q4_1": ("shipped", 3), "Q8_0": ("shipped", 8)}
 """Name to the packed form and the GGUF number of the type that it is made from."""
 ROWS = (1, 4, 16, 64, 512)
-_BUDGET_SECONDS = 0.15
+_ROUNDS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ def measure(config: ModelConfig, level: str, machine: Callable[[], Machine], thr
             for rows in ROWS:
                 x = rng.standard_normal((rows, config.hidden_size), dtype=np.float32)
                 out = np.empty((rows, outputs), np.float32)
-                seconds = _median(partial(module.product, pool, level, matrix, x, out), clock)
+                action = partial(module.product, pool, level, matrix, x, out)
+                seconds = alternate({op: action}, rounds=_ROUNDS, clock=clock)[op].median
                 work = Work(matrix.num_bytes, 2.0 * rows * outputs * config.hidden_size)
                 found.append(
                     Row(
@@ -65,19 +66,3 @@ def measure(config: ModelConfig, level: str, machine: Callable[[], Machine], thr
                     )
                 )
     return found
-
-
-def as_json(rows: list[Row]) -> dict[str, object]:
-    """The public shape."""
-    return {"rows": [{k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(r).items()} for r in rows]}
-
-
-def _median(action: Callable[[], None], clock: Clock) -> float:
-    action()
-    seconds: list[float] = []
-    end = clock.monotonic() + _BUDGET_SECONDS
-    while not seconds or clock.monotonic() < end:
-        begun = clock.monotonic()
-        action()
-        seconds.append(clock.monotonic() - begun)
-    return statistics.median(seconds)

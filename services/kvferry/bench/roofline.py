@@ -43,17 +43,9 @@ class Work:
     num_bytes: float
     flops: float
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.num_bytes + other.num_bytes, self.flops + other.flops)
-
     def seconds(self, machine: Machine) -> float:
         """At least so long."""
         return max(self.num_bytes / machine.read_gbps, self.flops / machine.gflops) / 1e9
-
-
-def level_of(kernels: str) -> str:
-    """The compiled level in a model's kernels; empty where torch computes."""
-    return kernels.removeprefix("compiled-") if kernels.startswith("compiled-") else ""
 
 
 def measure_machine(level: str, threads: int, clock: Clock) -> Callable[[], Machine]:

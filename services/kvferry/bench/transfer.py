@@ -9,7 +9,7 @@ tcp          as many bytes over one loopback connection, in large pieces
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from kvferry.bench import bounds
@@ -136,11 +136,6 @@ def summary(runs: Sequence[Run]) -> list[dict[str, object]]:
         }
         for r in best.values()
     ]
-
-
-def as_rows(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Runs as plain values."""
-    return [{k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(run).items()} for run in runs]
 
 
 def _bound(name: str, num_blocks: int, block_bytes: int) -> AbstractContextManager[Callable[[], None]]:

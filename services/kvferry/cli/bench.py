@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from kvferry.bench.inference import Bench
     from kvferry.bench.inference import Run as InferenceRun
     from kvferry.bench.transfer import Run
+
+
+_LEAST_MS = 0.005
+"""Of a phase that is worth a word."""
 
 
 @click.group("bench")
@@ -54,6 +58,7 @@ def _engine_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--batch", "batches", multiple=True, type=click.IntRange(1, 1024), help="Requests together; repeat.")
 @click.option("--input-tokens", default=128, show_default=True, type=click.IntRange(1, 1 << 20), help="Of each prompt.")
 @click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(2, 1 << 16), help="Of each answer.")
+@click.option("--phases", is_flag=True, help="Also where a step's time went; compiled kernels only.")
 @_engine_options
 def latency(
     values: Values,
@@ -61,6 +66,7 @@ def latency(
     batches: tuple[int, ...],
     input_tokens: int,
     output_tokens: int,
+    phases: bool,
     rounds: int,
     json_file: Path | None,
 ) -> None:
@@ -71,6 +77,8 @@ def latency(
         with _progress(f"batch {batch}", rounds + 1) as advance:
             run = bench.latency(batch, (input_tokens, output_tokens), rounds, advance)
         click.echo(_run_line(run))
+        if phases:
+            click.echo("  all threads, ms a step: " + _phases_line(bench.phases((input_tokens, output_tokens), batch)))
         runs.append(run)
     _report(bench, runs, json_file)
 
@@ -95,12 +103,15 @@ def throughput(values: Values, *, requests: int, rounds: int, json_file: Path | 
 def kernels(values: Values, *, json_file: Path | None) -> None:
     """Matrix products of the model's shapes, in every form of weights, by number of rows."""
     from kvferry.bench import products
-    from kvferry.bench.roofline import level_of, measure_machine
-    from kvferry.engine.models.build import resolve_kernels
+    from kvferry.bench.roofline import measure_machine
+    from kvferry.bench.rows import as_row
+    from kvferry.engine.compute_dtype import choose_dtype
+    from kvferry.engine.models.build import level_of, resolve_kernels
     from kvferry.model.source import open_model
 
     config = open_model(values["model"]).config
-    level = level_of(resolve_kernels(values["kernels"], config, values["dtype"]))
+    dtype = choose_dtype(values["dtype"], config, kernels=values["kernels"])
+    level = level_of(resolve_kernels(values["kernels"], config, dtype))
     if not level:
         raise UsageError("only compiled kernels are measured one by one, and they are not in use here", field="kernels")
     threads, clock = _threads(values), SystemClock()
@@ -110,8 +121,7 @@ def kernels(values: Values, *, json_file: Path | None) -> None:
             f"{row.op:<8} {row.shape:<18} {row.dtype:<9} {row.ms:9.4f} ms  {row.bytes / row.ms / 1e6:7.1f} GB/s "
             f"{row.flops / row.ms / 1e6:7.0f} GFLOP/s  {100 * row.share_of_bound:5.1f} % of the bound"
         )
-    if json_file is not None:
-        json_file.write_text(json.dumps(products.as_json(rows), indent=1) + "\n")
+    _write(json_file, {"rows": [as_row(row) for row in rows]})
 
 
 def _bench(values: Values) -> "Bench":
@@ -144,8 +154,16 @@ def _report(bench: "Bench", runs: "list[InferenceRun]", json_file: Path | None) 
     report = Report(tuple(runs), bench.machine())
     machine = report.machine
     click.echo(f"beside it: {machine.read_gbps:.1f} GB/s read, {machine.gflops:.0f} GFLOP/s")
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    _write(json_file, report.as_json())
+
+
+def _phases_line(milliseconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {ms:.2f}" for name, ms in milliseconds.items() if ms >= _LEAST_MS)
+
+
+def _write(file: Path | None, found: Mapping[str, object]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _run_line(run: "InferenceRun") -> str:
@@ -176,6 +194,7 @@ def _progress(label: str, length: int) -> Iterator[Callable[[], None]]:
 def transfer(names: tuple[str, ...], counts: tuple[int, ...], block_size: str, rounds: int, json_file: Path) -> None:
     """Pages from one process to another, by transport, size and scatter: against memcpy, loopback, bare NIXL."""
     from kvferry.bench import transfer as bench
+    from kvferry.bench.rows import as_row
     from kvferry.kv import registry
 
     with reported():
@@ -200,9 +219,8 @@ def transfer(names: tuple[str, ...], counts: tuple[int, ...], block_size: str, r
                         continue
                     runs.append(run)
                     click.echo(_line(run))
-        found = {"summary": bench.summary(runs), "runs": bench.as_rows(runs)}
-        if json_file is not None:
-            json_file.write_text(json.dumps(found, indent=1) + "\n")
+        found = {"summary": bench.summary(runs), "runs": [as_row(run) for run in runs]}
+        _write(json_file, found)
         print_json(found["summary"])
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
-from kvferry.engine.models.build import computes_compiled
+from kvferry.engine.models.build import level_of, resolve_kernels
 from kvferry.kernels.ops import Ops, ops_for
 from kvferry.model.config import ModelConfig
 
@@ -66,7 +66,7 @@ def is_measured(wanted: str, config: ModelConfig, *, kernels: str = "auto", devi
     bfloat16 at no cost, and so does a GPU."""
     if wanted != AUTO or torch.device(device).type != "cpu":
         return False
-    return not computes_compiled(kernels, config, torch.bfloat16, device)
+    return not level_of(resolve_kernels(kernels, config, torch.bfloat16, device))
 
 
 def _seconds(config: ModelConfig, ops: Ops, dtype: torch.dtype, clock: Clock) -> float:

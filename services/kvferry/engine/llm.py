@@ -103,7 +103,7 @@ class LLM:
         self.block_bytes = shape.block_bytes
         """Of one page."""
         self.dtype = str(chosen).removeprefix("torch.")
-        """Of computation and KV."""
+        """Of the KV."""
 
     @property
     def config(self) -> ModelConfig:

@@ -39,7 +39,7 @@ class LoadedModel:
     """A model in memory, ready for any number of engines in this process."""
 
     source: ModelSource
-    transformer: Model
+    model: Model
     dtype: str
     """Of the KV."""
     weights: str = "shipped"
@@ -70,7 +70,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     torch.set_num_threads(config.threads or usable_cores())
     source = open_model(config.model, served_name=config.served_name)
     dtype = _dtype(config, source.config)
-    transformer = build_model(
+    model = build_model(
         source.config,
         source.tensors,
         dtype=dtype,
@@ -78,7 +78,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         kernels=config.kernels,
         threads=config.threads,
     )
-    return LoadedModel(source, transformer, str(dtype).removeprefix("torch."), config.weights)
+    return LoadedModel(source, model, str(dtype).removeprefix("torch."), config.weights)
 
 
 def build_engine(
@@ -113,10 +113,10 @@ def build_engine(
         )
     transport = open_transport(connector, incarnation, setup)
     memory = transport.allocate(num_blocks, layout.block_bytes)
-    shape = PageShape.of(shape_of, block_tokens=config.block_tokens, dtype=model.transformer.dtype)
+    shape = PageShape.of(shape_of, block_tokens=config.block_tokens, dtype=model.model.dtype)
     most = shape_of.max_model_tokens
     engine = Engine(
-        Runner(model.transformer, PagedKv.over(shape, memory.pages)),
+        Runner(model.model, PagedKv.over(shape, memory.pages)),
         num_blocks=num_blocks,
         block_tokens=config.block_tokens,
         max_model_tokens=min(config.max_model_tokens or most, most),

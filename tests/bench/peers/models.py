@@ -18,6 +18,7 @@ from kvferry.model.catalog import DEFAULT_MODEL
 from kvferry.model.config import ModelConfig
 from kvferry.model.gguf_file import GgufModel
 from kvferry.model.source import open_model
+from kvferry.model.tensors import linear_weights
 
 _GGUF_TYPES = {"f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16}
 _FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "bf16": gguf.LlamaFileType.MOSTLY_BF16}
@@ -54,10 +55,8 @@ class Models:
     def prefill_flop(self, tokens: int) -> float:
         """Of a prompt: products of the layers, and causal attention; the head sees one token only and is left out."""
         c = self.config
-        heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        layer = 2 * c.hidden_size * heads + 2 * c.hidden_size * kv + 3 * c.hidden_size * c.intermediate_size
-        attention = heads * 4 * tokens * tokens / 2
-        return float(c.num_layers * (2 * layer * tokens + attention))
+        attention = c.num_layers * c.num_heads * c.head_dim * 4 * tokens * tokens / 2
+        return float(2 * linear_weights(c) * tokens + attention)
 
     def _made(self, name: str, write: Callable[[Path], None]) -> Path:
         path = self._folder / name

@@ -23,15 +23,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peers import report
-from peers.bounds import Bounds, decode_share, measurer, prefill_share
+from peers.bounds import decode_share, prefill_share
 from peers.cells import Cell, Trial, cells, wrong_counts
 from peers.engines import ENGINES, THREADS, Engine, start
 from peers.models import Models
 from peers.protocol import Child, EngineFailed
 from peers.report import Measured
 
+from kvferry.bench.roofline import Machine, measure_machine
 from kvferry.core.clock import SystemClock
 from kvferry.core.config import cache_dir
+from kvferry.kernels import compiled
 from kvferry.testing.machine import commit, cpu_name
 
 CLOCK = SystemClock()
@@ -44,12 +46,12 @@ class Comparison:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._models = Models(arguments.work / "models")
-        self._bounds = measurer(THREADS, CLOCK)
+        self._measure = measure_machine((compiled.levels() or [""])[-1], THREADS, CLOCK)
         self._children: dict[str, Child] = {}
         self._engines: dict[str, Engine] = {}
         self._idle_since: dict[str, tuple[float, float]] = {}
         self.measured: list[Measured] = []
-        self.bounds: list[Bounds] = []
+        self.machines: list[Machine] = []
         self.left_out: dict[str, str] = {}
         self.facts: dict[str, dict[str, object]] = {}
         self.idle_share: dict[str, float] = {}
@@ -83,9 +85,9 @@ class Comparison:
     def round(self, number: int, chosen: Sequence[Cell]) -> None:
         """Every cell by every engine; round 0 is not recorded."""
         for cell in chosen:
-            bounds = self._bounds() if self._bounds is not None else None
-            if bounds is not None and number:
-                self.bounds.append(bounds)
+            machine = self._measure()
+            if number:
+                self.machines.append(machine)
             names = list(self._children)
             turn = number % len(names) if names else 0
             trials = cell.trials(number)
@@ -97,7 +99,7 @@ class Comparison:
                     self._leave_out(name, f"{cell.name}: {error}")
                     continue
                 if number:
-                    self.measured += [self._measured(number, row, name, cell, v, bounds) for row, v in found.items()]
+                    self.measured += [self._measured(number, row, name, cell, v, machine) for row, v in found.items()]
 
     def close(self) -> None:
         """End every child."""
@@ -125,14 +127,14 @@ class Comparison:
                 share = (child.cpu_seconds() - used) / passed
                 self.idle_share[name] = max(self.idle_share.get(name, 0.0), share)
 
-    def _measured(self, number: int, row: str, name: str, cell: Cell, value: float, bounds: Bounds | None) -> Measured:
+    def _measured(self, number: int, row: str, name: str, cell: Cell, value: float, machine: Machine) -> Measured:
         weight_class = self._engines[name].weight_class
         share = None
-        if bounds is not None and cell.reads_weights:
-            share = decode_share(value, self._models.weight_bytes(weight_class), bounds)
-        elif bounds is not None and cell.prefill_tokens:
+        if cell.reads_weights:
+            share = decode_share(value, self._models.weight_bytes(weight_class), machine)
+        elif cell.prefill_tokens:
             tokens = cell.prefill_tokens
-            share = prefill_share(value, tokens, self._models.prefill_flop(tokens), bounds)
+            share = prefill_share(value, tokens, self._models.prefill_flop(tokens), machine)
         return Measured(number, row, name, weight_class, value, share)
 
     def _leave_out(self, name: str, reason: str) -> None:
@@ -204,10 +206,10 @@ def write(comparison: Comparison, arguments: argparse.Namespace, show: Callable[
         "load_average": round(os.getloadavg()[0], 2),
     }
     bounds = {}
-    if comparison.bounds:
+    if comparison.machines:
         bounds = {
-            "read_gbps": report.Spread.of([b.bytes_per_second / 1e9 for b in comparison.bounds]),
-            "products_gflops": report.Spread.of([b.flop_per_second / 1e9 for b in comparison.bounds]),
+            "read_gbps": report.Spread.of([machine.read_gbps for machine in comparison.machines]),
+            "products_gflops": report.Spread.of([machine.gflops for machine in comparison.machines]),
         }
     show(report.markdown(found))
     show("")

@@ -8,10 +8,12 @@ from click.testing import CliRunner
 
 from kvferry.bench.inference import Bench, Report, mixed_shapes
 from kvferry.bench.products import FORMS, ROWS
-from kvferry.bench.roofline import Machine, Work, level_of, step_work
+from kvferry.bench.roofline import Machine, Work, step_work
 from kvferry.cli.main import main
 from kvferry.core.clock import SystemClock
+from kvferry.core.errors import UsageError
 from kvferry.engine.llm import LLM
+from kvferry.engine.models.build import level_of
 from kvferry.model import tiny
 
 TINY = ("--model", "tiny", "--threads", "1", "--kv-memory", "8MiB")
@@ -51,6 +53,16 @@ def test_rates_and_bounds_come_out_of_real_steps(kernels: str) -> None:
     report = Report((run, whole), bench.machine()).as_json()
     assert isinstance(report["machine"], dict)
     assert report["machine"]["read_gbps"] > 0
+
+
+def test_the_phases_of_a_step_are_said() -> None:
+    bench = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="compiled", threads=1), 1, SystemClock())
+    phases = bench.phases((9, 6), 2)
+    assert {"qkv", "attend", "gate_up", "down", "head"} <= phases.keys()
+    assert all(ms > 0 for name, ms in phases.items() if name != "embed")
+    slow = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="torch", threads=1), 1, SystemClock())
+    with pytest.raises(UsageError, match="only the compiled kernels say"):
+        slow.phases((9, 6), 2)
 
 
 def test_mixed_sizes_stay_within_what_is_promised() -> None:

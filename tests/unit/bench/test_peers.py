@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.bench.roofline import Machine
 from kvferry.core.clock import SystemClock
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 from peers import report, run  # noqa: E402
-from peers.bounds import Bounds, decode_share, prefill_share  # noqa: E402
+from peers.bounds import decode_share, prefill_share  # noqa: E402
 from peers.cells import Outcome, Request, Trial, cells, wrong_counts  # noqa: E402
 from peers.engines import ENGINES, engine_command  # noqa: E402
 from peers.protocol import Child, EngineFailed, last_line  # noqa: E402
@@ -92,7 +93,7 @@ def test_an_engine_that_counts_otherwise_is_found_out() -> None:
 
 
 def test_shares_of_the_bounds() -> None:
-    bounds = Bounds(bytes_per_second=1e9, flop_per_second=1e12)
+    bounds = Machine(read_gbps=1.0, gflops=1000.0, threads=2, level="")
     assert decode_share(50.0, 10_000_000, bounds) == pytest.approx(0.5)
     assert prefill_share(1000.0, 100, 2e10, bounds) == pytest.approx(0.2)
 

@@ -9,10 +9,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from kvferry.cli.settings import ENGINE
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.batch import StepBatch
 from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.models.build import build_model
+from kvferry.engine.models.build import KERNELS, WEIGHTS, build_model
 from kvferry.engine.models.model import Model
 from kvferry.kernels import compiled
 from kvferry.kernels.batch import AttentionBatch
@@ -218,6 +219,18 @@ def test_what_the_compiled_kernels_cannot_do_is_said() -> None:
         build_model(config, tiny.TinyTensors(config), dtype=torch.float32, kernels="cuda-magic")
     with pytest.raises(UsageError, match="no weights 'int3'; known: shipped"):
         build_model(config, tiny.TinyTensors(config), dtype=torch.float32, weights="int3")
+
+
+def test_torch_converts_no_weights() -> None:
+    config = tiny.config()
+    with pytest.raises(UsageError, match="weights in float32 need the compiled kernels"):
+        build_model(config, tiny.TinyTensors(config), dtype=torch.float32, kernels="torch", weights="float32")
+
+
+def test_the_command_line_knows_all_kernels_and_weights() -> None:
+    choices = {setting.name: setting.choices for setting in ENGINE}
+    assert set(choices["kernels"]) == set(KERNELS)
+    assert choices["weights"] == tuple(WEIGHTS)
 
 
 def test_without_the_compiled_module_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ from kvferry.model.tensors import TensorSource
 
 _log = logging.getLogger(__name__)
 
-COMPILED = "compiled"
-KERNELS = ("auto", COMPILED, *(f"{COMPILED}-{level}" for level in ("portable", "avx2", "avx512_bf16")), *FAMILIES)
+AUTO, COMPILED, TORCH = "auto", "compiled", "torch"
+KERNELS = (AUTO, COMPILED, *(f"{COMPILED}-{level}" for level in ("portable", "avx2", "avx512_bf16")), *FAMILIES)
 """What may be asked for: the best, the best compiled, one level of the compiled, or a family of torch."""
-WEIGHTS = {"shipped": "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+SHIPPED = "shipped"
+WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Names of weights' forms, to what the compiled kernels call them."""
 
 
@@ -29,9 +30,9 @@ def build_model(
     tensors: TensorSource,
     *,
     dtype: torch.dtype,
-    weights: str = "shipped",
+    weights: str = SHIPPED,
     device: torch.device | str = "cpu",
-    kernels: str = "auto",
+    kernels: str = AUTO,
     threads: int = 0,
 ) -> Model:
     """Load a model's parameters and make it ready to run.
@@ -40,7 +41,7 @@ def build_model(
         config: its shape.
         tensors: its weights (`ModelSource.tensors`).
         dtype: of the KV. With float32 no activation is rounded either.
-        weights: a name of `WEIGHTS`; torch's families keep them in `dtype` whatever is said here.
+        weights: a name of `WEIGHTS`; torch's families keep them in `dtype`, and take no other.
         device: where it runs.
         kernels: a name of `KERNELS`.
         threads: that compute a step; 0: as many as there are cores for this process. Torch has its own setting.
@@ -49,41 +50,49 @@ def build_model(
         ModelFileError: the weights do not fit the configuration.
         UsageError: the kernels, or the weights' form, cannot be had here.
     """
-    if kernels not in KERNELS:
-        raise UsageError(f"no kernels {kernels!r}; known: {', '.join(KERNELS)}", field="kernels")
     if weights not in WEIGHTS:
         raise UsageError(f"no weights {weights!r}; known: {', '.join(WEIGHTS)}", field="weights")
+    chosen = resolve_kernels(kernels, config, dtype, device)
+    level = level_of(chosen)
     with torch.inference_mode():
-        if kernels.startswith(COMPILED) or computes_compiled(kernels, config, dtype, device):
-            reason = why_not_compiled(config, dtype, device)
-            if reason is not None:
-                raise UsageError(f"the compiled kernels cannot run here: {reason}", field="kernels")
-            level = compiled.choose_level(kernels.partition("-")[2] or None, rounds_activations=dtype == torch.bfloat16)
+        if level:
             count = threads or usable_cores()
             return CompiledTransformer(config, tensors, dtype=dtype, form=WEIGHTS[weights], level=level, threads=count)
-        if kernels == "auto" and torch.device(device).type == "cpu":
+        if weights != SHIPPED:
+            raise UsageError(
+                f"weights in {weights} need the compiled kernels; torch keeps them in the type of the KV (--dtype)",
+                field="weights",
+            )
+        if kernels == AUTO and torch.device(device).type == "cpu":
             _log.warning("torch computes, several times slower: %s", why_not_compiled(config, dtype, device))
-        ops = ops_for(device, None if kernels == "auto" else kernels)
+        ops = ops_for(device, chosen)
         loaded = load_weights(config, tensors, ops, dtype=dtype, device=torch.device(device))
         return Transformer(config, loaded, ops, dtype=dtype)
 
 
-def resolve_kernels(kernels: str, config: ModelConfig, dtype: str) -> str:
-    """What `auto` or `compiled` comes to for a type of KV: a level of the compiled kernels, or a family of torch."""
-    wanted = {"float32": torch.float32, "float16": torch.float16}.get(dtype, torch.bfloat16)
-    if not computes_compiled(kernels, config, wanted):
-        return "torch" if kernels == "auto" else kernels
-    level = compiled.choose_level(kernels.partition("-")[2] or None, rounds_activations=wanted == torch.bfloat16)
-    return f"{COMPILED}-{level}"
+def resolve_kernels(kernels: str, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
+    """What `auto` or `compiled` comes to: a level of the compiled kernels, or a family of torch.
+
+    Raises:
+        UsageError: there are no such kernels, or they cannot run here.
+    """
+    if kernels not in KERNELS:
+        raise UsageError(f"no kernels {kernels!r}; known: {', '.join(KERNELS)}", field="kernels")
+    if kernels in FAMILIES:
+        return kernels
+    reason = why_not_compiled(config, dtype, device)
+    if reason is None:
+        level = compiled.choose_level(level_of(kernels) or None, rounds_activations=dtype == torch.bfloat16)
+        return f"{COMPILED}-{level}"
+    if kernels == AUTO:
+        return TORCH
+    raise UsageError(f"the compiled kernels cannot run here: {reason}", field="kernels")
 
 
-def computes_compiled(
-    kernels: str, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> bool:
-    """Whether `build_model` will take the compiled kernels."""
-    if kernels not in KERNELS or not (kernels == "auto" or kernels.startswith(COMPILED)):
-        return False
-    return why_not_compiled(config, dtype, device) is None
+def level_of(kernels: str) -> str:
+    """The level that compiled kernels are named with; empty where none is, or torch computes."""
+    family, _, level = kernels.partition("-")
+    return level if family == COMPILED else ""
 
 
 def why_not_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> str | None:

@@ -70,7 +70,6 @@ class CompiledTransformer:
         parts |= {"cos": cos.numpy(), "sin": sin.numpy()}
         self.weight_bytes = loader.num_bytes
         """Of all packed matrices; a step reads nearly all of them."""
-        self.formats = loader.formats
         self._runner = compiled.make_runner(shape, parts, layers, level, compiled.make_pool(threads))
 
     def compute(self, batch: StepBatch, pages: torch.Tensor) -> Logits:
@@ -97,6 +96,10 @@ class CompiledTransformer:
         )
         return Logits(values, greedy.tolist(), [bool(f) for f in finite])
 
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds of all threads by phase since the last call; the first begins to count."""
+        return self._runner.phase_seconds()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
@@ -118,7 +121,6 @@ class _Loader:
         self._form = form
         self._waiting: list[_Pending] = []
         self.num_bytes = 0
-        self.formats: set[str] = set()
 
     def load(self) -> tuple[Parts, list[LayerParts]]:
         config = self._config
@@ -186,7 +188,6 @@ class _Loader:
             given = self._vector(*bias)
             values[: len(given)] = given
         self._waiting.append(_Pending(matrix, names, stored, chosen, values))
-        self.formats.add(matrix.format)
         return matrix
 
 
