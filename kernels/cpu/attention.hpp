@@ -10,8 +10,6 @@
 // share a KV head are rows of one tile: each key and value is read once for all of them.
 // Included once per level, after products.hpp.
 
-constexpr int kPartition = 256;
-
 static inline V v_exp(V x) {
   // e^x = 2^n * e^r, |r| <= ln(2) / 2, polynomial of degree 6 (Cephes, expf). 0 below -87, where floats end; what is
   // above 88 counts as 88, because beyond it 2^n has no exponent. NaN stays NaN.
@@ -52,7 +50,7 @@ static inline void merge(Running& all, float highest, float sum, const float* va
   all.highest = top;
 }
 
-// One item of a step's attention: rows [first_query, +queries) of a sequence, one KV head, partitions [begin, end).
+// Which layer's pages, and how they and the heads lie.
 struct AttentionGeometry {
   int layer, num_layers, kv_heads, group, head_dim, block_tokens;
   float scale;
@@ -191,9 +189,6 @@ struct AttentionScratch {
   float* highest;   // [rows]
   float* sums;      // [rows]
 };
-constexpr int kMaxTileQueries = 64;
-
-static inline int tile_queries(int group) { return group >= kMaxTileQueries ? 1 : kMaxTileQueries / (group > 4 ? group / 4 : 1); }
 static inline size_t attention_bytes(int group, int head_dim) {
   const size_t rows = size_t(tile_queries(group)) * group;
   return 2 * size_t(kPartition) * head_dim * 4 + 2 * rows * head_dim * 4 + 2 * rows * 4 + 1024;

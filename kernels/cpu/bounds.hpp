@@ -29,35 +29,52 @@ class ReadJob final : public Job {
   std::vector<float> sums_;
 };
 
+// Sums of products, of bytes or of what the level multiplies best.
+template <bool Bytes>
 class SumJob final : public Job {
  public:
   SumJob(int chunks, int threads) : chunks_(chunks), sums_(size_t(threads) * 16) {}
   int phases() const override { return 1; }
   int chunks(int) const override { return chunks_; }
   void run(int, int chunk, int thread) override {
-    constexpr int accumulators = KVFERRY_PAIRS ? 24 : 6;
-    V sums[accumulators];
+    V all;
+    if constexpr (Bytes) {
+      S sums[kAccumulators];
 #pragma GCC unroll 24
-    for (int i = 0; i < accumulators; ++i) sums[i] = v_set(float(chunk + i * i));  // all different: none can be left out
+      for (int i = 0; i < kAccumulators; ++i) sums[i] = s_start8(chunk + i * i + 1);  // all different: none can be left out
+      B codes[2];
+      alignas(64) const uint8_t some[64] = {uint8_t(chunk), 1, 2, 3};
+      b_codes4(some, codes[0], codes[1]);
+      for (int n = 0; n < kRounds; ++n)
+#pragma GCC unroll 24
+        for (int i = 0; i < kAccumulators; ++i) sums[i] = s_add4(sums[i], codes[i % 2], uint32_t(n));
+      all = s_float8(sums[0]);
+#pragma GCC unroll 24
+      for (int i = 1; i < kAccumulators; ++i) all = v_add(all, s_float8(sums[i]));
+    } else {
+      V sums[kAccumulators];
+#pragma GCC unroll 24
+      for (int i = 0; i < kAccumulators; ++i) sums[i] = v_set(float(chunk + i * i));
 #if KVFERRY_PAIRS
-    const P a = p_set(0x3f803f80u), b = p_set(0x3c003c00u + uint32_t(thread));
-    for (int n = 0; n < kRounds; ++n)
+      const P a = p_set(0x3f803f80u), b = p_set(0x3c003c00u + uint32_t(thread));
+      for (int n = 0; n < kRounds; ++n)
 #pragma GCC unroll 24
-      for (int i = 0; i < accumulators; ++i) sums[i] = p_dot(sums[i], a, b);
+        for (int i = 0; i < kAccumulators; ++i) sums[i] = p_dot(sums[i], a, b);
 #else
-    const V a = v_set(1.0f), b = v_set(0.01f + float(thread));
-    for (int n = 0; n < kRounds; ++n)
+      const V a = v_set(1.0f), b = v_set(0.01f + float(thread));
+      for (int n = 0; n < kRounds; ++n)
 #pragma GCC unroll 24
-      for (int i = 0; i < accumulators; ++i) sums[i] = v_fma(a, b, sums[i]);
+        for (int i = 0; i < kAccumulators; ++i) sums[i] = v_fma(a, b, sums[i]);
 #endif
-    V all = sums[0];
-    for (int i = 1; i < accumulators; ++i) all = v_add(all, sums[i]);
+      all = sums[0];
+      for (int i = 1; i < kAccumulators; ++i) all = v_add(all, sums[i]);
+    }
     v_store(&sums_[size_t(thread) * 16], all);
   }
-  double flops() const { return double(chunks_) * kRounds * (KVFERRY_PAIRS ? 24 * 64 : 6 * 32); }
+  double operations() const { return double(chunks_) * kRounds * kAccumulators * 2 * 16 * (Bytes ? 4 : KVFERRY_PAIRS ? 2 : 1); }
 
  private:
-  static constexpr int kRounds = 20000;
+  static constexpr int kRounds = 20000, kAccumulators = KVFERRY_PAIRS ? 24 : 6;
   int chunks_;
   std::vector<float> sums_;
 };
@@ -69,8 +86,11 @@ static void read_all(Pool& pool, const uint8_t* data, size_t bytes) {
   pool.run(job);
 }
 
-static double sum_products(Pool& pool, int chunks) {
-  SumJob job(chunks, pool.threads());
+template <bool Bytes>
+static double sum_all(Pool& pool, int chunks) {
+  SumJob<Bytes> job(chunks, pool.threads());
   pool.run(job);
-  return job.flops();
+  return job.operations();
 }
+
+static double sum_products(Pool& pool, int chunks, bool bytes) { return bytes ? sum_all<true>(pool, chunks) : sum_all<false>(pool, chunks); }

@@ -1,7 +1,20 @@
-// What each phase of a step computes, once per instruction set. Included last, inside the level's namespace.
+// What each phase of a step computes. Included once per level, after attention.hpp.
 
+// The rounded forms of 16 inputs, and their sum: of what will be multiplied. The second half of a group ends the group.
+static inline void round_input(const Rows& rows, int row, int input, V v) {
+  const size_t at = size_t(row) * rows.stride + size_t(input);
+#if KVFERRY_PAIRS
+  v_store_bf16(rows.narrow + at, v);
+  v = v_load_bf16(rows.narrow + at);
+#endif
+  rows.half_sums[at / kSumWidth] = v_sum(v);
+  if (input % kGroup == 0) return;
+  rows.group_sums[at / kGroup] = rows.half_sums[at / kSumWidth - 1] + rows.half_sums[at / kSumWidth];
+  if (rows.bytes) write_bytes(rows, row, input / kGroup);
+}
+
+// One row of inputs, in every form; `values` may be the row's own `wide`.
 static inline void write_input(const Rows& rows, int row, int n, const float* values) {
-  // `values` may be the row's own `wide`.
   float* wide = rows.wide + size_t(row) * rows.stride;
   for (int i = 0; i < rows.stride; i += kSumWidth) {
     V v = v_zero();
@@ -13,12 +26,7 @@ static inline void write_input(const Rows& rows, int row, int n, const float* va
       v = v_load(tail);
     }
     v_store(wide + i, v);
-#if KVFERRY_PAIRS
-    uint16_t* narrow = rows.narrow + size_t(row) * rows.stride + i;
-    v_store_bf16(narrow, v);
-    v = v_load_bf16(narrow);  // the sum is of what will be multiplied
-#endif
-    rows.sums[size_t(row) * (rows.stride / kSumWidth) + i / kSumWidth] = v_sum(v);
+    round_input(rows, row, i, v);
   }
 }
 
@@ -73,7 +81,7 @@ static inline void matrix_row(const Matrix& m, int row, float* to) {
         if (m.format == Format::codes4) {
           uint16_t word;
           std::memcpy(&word, block + (inner / 8) * 64 + (lane * 2 + inner % 2) * 2, 2);
-          code = float(word >> (4 * (inner % 8 / 2)) & 15);
+          code = float(word >> (4 * nibble_of_pair(inner % 8 / 2)) & 15);
         } else {
           code = float(int8_t(block[(inner / 2) * 32 + lane * 2 + inner % 2]));
         }
@@ -218,28 +226,6 @@ static inline void merge_rows(Step& step, int chunk) {
   }
 }
 
-// One chunk of a product: some panels for some rows. `put(row, panel, value)` takes 16 outputs of a row.
-template <class Put>
-static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows, const Step::Cut& cut, int chunk, uint8_t* scratch, Put&& put) {
-  const int row_blocks = (num_rows + cut.rows - 1) / cut.rows;
-  // Neighbouring chunks share their panels, so that what one core fetched another finds in the shared cache.
-  const int first_row = chunk % row_blocks * cut.rows, first_panel = chunk / row_blocks * cut.panels;
-  const int count = num_rows - first_row < cut.rows ? num_rows - first_row : cut.rows;
-  const int last_panel = m.panels < first_panel + cut.panels ? m.panels : first_panel + cut.panels;
-  const Input x = Input{rows.wide, rows.narrow, rows.sums, rows.stride}.from(first_row);
-  for (int panel = first_panel; panel < last_panel; panel += kChunkPanels) {
-    const int panels = last_panel - panel < kChunkPanels ? last_panel - panel : kChunkPanels;
-    product(m, x, count, panel, panels, scratch, [&](int row, int n, int at, int columns, const float* values) {
-      for (int r = 0; r < n; ++r)
-        for (int c = 0; c < columns; ++c) {
-          V v = v_load(values + (r * columns + c) * kPanel);
-          if (m.bias) v = v_add(v, v_load(m.bias + size_t(at + c) * kPanel));
-          put(first_row + row + r, at + c, v);
-        }
-    });
-  }
-}
-
 static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thread) {
   const Rows& to = step.hidden_up;
   product_chunk(m, step.x, step.batch.rows, step.cut_gate_up, chunk, step.scratch(thread), [&](int row, int panel, V v) {
@@ -250,26 +236,19 @@ static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thr
     }
     const V gate = v_load(to.wide + at);
     const V silu = v_div(gate, v_add(v_set(1.0f), v_exp(v_sub(v_zero(), gate))));
-    V product = v_mul(silu, v);
+    const V product = v_mul(silu, v);
     v_store(to.wide + at, product);
-#if KVFERRY_PAIRS
-    v_store_bf16(to.narrow + at, product);
-    product = v_load_bf16(to.narrow + at);
-#endif
-    to.sums[at / kSumWidth] = v_sum(product);
+    int i = panel / 2 * kPanel;
+    round_input(to, row, i, product);
     // Inputs beyond the last panel meet weights of zero, but what lies there may be another batch's, and not finite.
-    for (int i = panel / 2 * kPanel + kPanel; panel + 1 == m.panels && i < to.stride; i += kPanel) {
-      const size_t beyond = size_t(row) * to.stride + size_t(i);
-      v_store(to.wide + beyond, v_zero());
-#if KVFERRY_PAIRS
-      v_store_bf16(to.narrow + beyond, v_zero());
-#endif
-      to.sums[beyond / kSumWidth] = 0.0f;
+    for (i += kPanel; panel + 1 == m.panels && i < to.stride; i += kPanel) {
+      v_store(to.wide + size_t(row) * to.stride + size_t(i), v_zero());
+      round_input(to, row, i, v_zero());
     }
   });
 }
 
-static inline void add_chunk(Step& step, const Matrix& m, const Rows& from, const Step::Cut& cut, int chunk, int thread) {
+static inline void add_chunk(Step& step, const Matrix& m, const Rows& from, const Cut& cut, int chunk, int thread) {
   product_chunk(m, from, step.batch.rows, cut, chunk, step.scratch(thread), [&](int row, int panel, V v) {
     float* to = step.residual + size_t(row) * step.x.stride + size_t(panel) * kPanel;
     v_store(to, v_add(v_load(to), v));
@@ -360,50 +339,4 @@ static size_t scratch_bytes(const Model& m) {
     consider(m.layers[i].down);
   }
   return most;
-}
-
-namespace {
-
-class ProductJob final : public Job {
- public:
-  ProductJob(const Matrix& m, const float* x, int rows, float* out, int threads)
-      : matrix(m), out_(out), num_rows(rows), cut(Step::cut(m, rows, threads)) {
-    rows_.stride = m.depth;
-    const size_t elements = size_t(rows) * m.depth;
-    uint8_t* at = static_cast<uint8_t*>(inputs_.reserve(elements * 6 + elements / kSumWidth * 4));
-    rows_.wide = (float*)at;
-    rows_.narrow = (uint16_t*)(at + elements * 4);
-    rows_.sums = (float*)(at + elements * 6);
-    const size_t bytes = (unpacked_bytes(m) + 63) / 64 * 64;
-    scratch_ = static_cast<uint8_t*>(scratches_.reserve(bytes * threads));
-    scratch_bytes_ = bytes;
-    for (int r = 0; r < rows; ++r) write_input(rows_, r, m.cols, x + size_t(r) * m.cols);
-  }
-  int phases() const override { return 1; }
-  int chunks(int) const override { return cut.count; }
-  void run(int, int chunk, int thread) override {
-    product_chunk(matrix, rows_, num_rows, cut, chunk, scratch_ + scratch_bytes_ * thread, [&](int row, int panel, V v) {
-      alignas(64) float lanes[kPanel];
-      v_store(lanes, v);
-      const int valid = matrix.rows - panel * kPanel < kPanel ? matrix.rows - panel * kPanel : kPanel;
-      std::memcpy(out_ + size_t(row) * matrix.rows + size_t(panel) * kPanel, lanes, size_t(valid) * 4);
-    });
-  }
-
- private:
-  const Matrix& matrix;
-  float* out_;
-  int num_rows;
-  Step::Cut cut;
-  Rows rows_;
-  Buffer inputs_, scratches_;
-  uint8_t* scratch_;
-  size_t scratch_bytes_;
-};
-
-}  // namespace
-
-static void run_product(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out) {
-  ProductJob job(matrix, x, rows, out, pool.threads());
-  pool.run(job);
 }

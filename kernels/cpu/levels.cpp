@@ -18,7 +18,8 @@ std::vector<const Level*> usable_levels() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
     levels.push_back(&avx2::kLevel);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
+        __builtin_cpu_supports("avx512vnni"))
       levels.push_back(&avx512_bf16::kLevel);
   }
 #endif

@@ -9,6 +9,10 @@ constexpr int kPanel = 16;     // outputs that stand side by side in a packed ma
 constexpr int kGroup = 32;     // inputs are padded to a multiple of this
 constexpr int kSumWidth = 16;  // inputs whose sum is kept, for formats with a minimum
 
+// Where the pairs of neighbours of 8 inputs stand in codes4, from the lowest nibbles on: 0 2 1 3. Nibbles two apart are
+// the two pairs of a quad, so that one mask takes a quad out of a word pair, and one shift a pair.
+constexpr int nibble_of_pair(int pair) { return pair == 1 ? 2 : pair == 2 ? 1 : pair; }
+
 enum class Format : int { f32 = 0, f16 = 1, bf16 = 2, codes4 = 3, codes8 = 4 };
 
 // [panel][...] with the inputs of 16 outputs together; see pack.cpp for the order within a panel.
@@ -54,6 +58,7 @@ struct Model {
   const float* sin = nullptr;       // first half negated
   const Layer* layers = nullptr;
   int num_layers = 0;
+  bool bytes = false;               // inputs of matrices of codes are rounded to 8 bits
 };
 
 struct Sequence {

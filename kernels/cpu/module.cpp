@@ -28,6 +28,12 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw nb::value_error(what.c_str());
 }
 
+const Level& usable(const std::string& level) {
+  const Level* found = level_named(level);
+  require(found != nullptr, "this machine does not run level " + level);
+  return *found;
+}
+
 // An array as it is: one that would have to be converted first would not live as long as what points to it.
 template <class A>
 A exactly(nb::handle from, const char* what) {
@@ -104,6 +110,7 @@ class Runner {
     m.max_tokens = whole("max_tokens");
     m.epsilon = nb::cast<float>(shape["epsilon"]);
     m.scale = nb::cast<float>(shape["scale"]);
+    m.bytes = nb::cast<bool>(shape["bytes"]);
     require(m.head_dim % 16 == 0 && m.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16, at most 256");
     require(m.kv_heads > 0 && m.heads % m.kv_heads == 0, "heads must be a multiple of kv_heads");
     m.embedding = matrix(parts["embedding"], m.vocabulary, m.hidden);
@@ -128,9 +135,7 @@ class Runner {
     require(!layers_.empty(), "a model needs a layer");
     m.layers = layers_.data();
     m.num_layers = int(layers_.size());
-    const Level* found = level_named(level);
-    require(found != nullptr, "this machine does not run level " + level);
-    step_ = std::make_unique<Step>(model_, *found, pool.threads());
+    step_ = std::make_unique<Step>(model_, usable(level), pool.threads());
   }
 
   // Seconds by phase since the last call, of all threads together; the first call begins to count.
@@ -227,22 +232,15 @@ class Runner {
   std::unique_ptr<Step> step_;
 };
 
-void product(Pool& pool, const std::string& level, const PackedMatrix& packed, Floats x, Array<float> out) {
+void product(Pool& pool, const std::string& level, const PackedMatrix& packed, Floats x, Array<float> out, bool bytes) {
   const Matrix& m = packed.matrix;
-  const Level* found = level_named(level);
-  require(found != nullptr, "this machine does not run level " + level);
+  const Level& found = usable(level);
   require(m.data != nullptr, "the matrix has no data");
   require(x.ndim() == 2 && x.shape(1) == size_t(m.cols), "the inputs have another width");
   require(out.ndim() == 2 && out.shape(0) == x.shape(0) && out.shape(1) == size_t(m.rows), "the outputs have another shape");
   const int rows = int(x.shape(0));
   nb::gil_scoped_release released;
-  if (rows) found->product(pool, m, x.data(), rows, out.data());
-}
-
-const Level& usable(const std::string& level) {
-  const Level* found = level_named(level);
-  require(found != nullptr, "this machine does not run level " + level);
-  return *found;
+  if (rows) found.product(pool, m, x.data(), rows, out.data(), bytes);
 }
 
 void read_all(Pool& pool, const std::string& level, Array<const uint8_t> data) {
@@ -251,10 +249,10 @@ void read_all(Pool& pool, const std::string& level, Array<const uint8_t> data) {
   found.read(pool, data.data(), data.size());
 }
 
-double sum_products(Pool& pool, const std::string& level, int chunks) {
+double sum_products(Pool& pool, const std::string& level, int chunks, bool bytes) {
   const Level& found = usable(level);
   nb::gil_scoped_release released;
-  return found.sum_products(pool, chunks);
+  return found.sum_products(pool, chunks, bytes);
 }
 
 std::vector<std::string> level_names() {
@@ -292,8 +290,9 @@ NB_MODULE(_cpu, m) {
       .def("phase_seconds", &Runner::phase_seconds)
       .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a, "sampled"_a,
            "pages"_a, "num_pages"_a, "block_tokens"_a, "pages_are_bf16"_a, "logits"_a.noconvert(), "greedy"_a.noconvert(), "finite"_a.noconvert());
-  m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "x [rows, cols] times the matrix, into out.");
+  m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "of_bytes"_a = false,
+        "x [rows, cols] times the matrix, into out; with `of_bytes`, x rounded to 8 bits where the matrix is of codes.");
   m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a, "Reads an array: the bound of whatever reads as many bytes.");
-  m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "Adds products in registers; how many operations that were.");
+  m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "of_bytes"_a = false, "Adds products in registers; how many operations that were.");
   m.def("row_bytes", [](int type, int cols) { return row_bytes(Source(type), cols); }, "type_id"_a, "cols"_a);
 }

@@ -229,7 +229,7 @@ void pack_code_lane(const Matrix& m, const CodedRow& row, int lane, int shift, u
       for (int g = 0; g < m.block / 8; ++g)
         for (int j = 0; j < 2; ++j) {
           uint16_t word = 0;
-          for (int i = 0; i < 4; ++i) word = uint16_t(word | (codes[g * 8 + 2 * i + j] & 15) << (4 * i));
+          for (int i = 0; i < 4; ++i) word = uint16_t(word | (codes[g * 8 + 2 * i + j] & 15) << (4 * nibble_of_pair(i)));
           std::memcpy(out + g * 64 + (lane * 2 + j) * 2, &word, 2);
         }
     } else {

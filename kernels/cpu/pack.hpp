@@ -7,8 +7,9 @@
 //   codes4     per block: [8 inputs][16 outputs][2 words of 4 bits x 4], scales [16], minima [16]
 //   codes8     per block: [input / 2][16 outputs][2 inputs], scales [16], minima [16]
 //
-// In a group of 8 inputs of codes4, input 2 i + j of output o is nibble i of 16-bit word 2 o + j: shifted by 4 i, each
-// word pair holds two neighbouring inputs, as the products of pairs want them.
+// In a group of 8 inputs of codes4, input 2 p + j of output o is nibble `nibble_of_pair(p)` of 16-bit word 2 o + j:
+// shifted, each word pair holds two neighbouring inputs, as the products of pairs want them; masked, it holds four, in
+// the order 0 2 1 3, as the products of bytes want them.
 // Block formats: the ggml project's ggml-common.h. Codes, scales and minima are kept as shipped, not rounded again.
 #pragma once
 #include <cstdint>

@@ -13,9 +13,9 @@
 namespace kvferry {
 namespace {
 
-constexpr int kPartitionTokens = 256;
 constexpr int kSplitQueries = 4;  // sequences with at most so many rows are shared out by partition
 constexpr int kRowBlock = 96;     // rows of a product's chunk: their inputs stay in a core's own cache
+constexpr int kPerLayer = 9;      // phases
 constexpr size_t kHuge = size_t(2) << 20;
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
@@ -54,25 +54,18 @@ Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), th
 Rows Step::rows_of(Buffer& buffer, int rows, int width) {
   // Inputs beyond a matrix's own are multiplied by zeros, so they must be finite: who fills a row fills all of it.
   const int stride = round_up(width, kGroup);
-  const size_t elements = size_t(rows) * stride;
-  auto* at = static_cast<uint8_t*>(buffer.reserve(elements * 6 + elements / kSumWidth * 4));
-  Rows r;
-  r.stride = stride;
-  r.wide = reinterpret_cast<float*>(at);
-  r.narrow = reinterpret_cast<uint16_t*>(at + elements * 4);
-  r.sums = reinterpret_cast<float*>(at + elements * 6);
-  return r;
+  auto* memory = static_cast<uint8_t*>(buffer.reserve(Rows::memory_of(rows, stride, model.bytes)));
+  return Rows::over(memory, rows, stride, model.bytes);
 }
 
-Step::Cut Step::cut(const Matrix& matrix, int rows, int threads) {
+Cut cut_product(const Matrix& matrix, int rows, int threads, int panels_of) {
   Cut c;
   if (rows == 0) return c;
   // Enough chunks that nobody waits long for the last one, and not so many that handing them out costs.
   c.rows = rows <= 16 ? rows : std::min(kRowBlock, round_up(pieces(rows, 2), 12));
   const int row_blocks = pieces(rows, c.rows), wanted = std::max(1, threads * 8 / row_blocks);
-  int panels = std::max(2, matrix.panels / wanted);
-  panels = panels >= 4 ? panels / 4 * 4 : 2;
-  c.panels = std::min(panels, 32);
+  const int panels = matrix.panels / wanted;
+  c.panels = std::clamp(panels >= 4 ? panels / 4 * 4 : 2, panels_of, 32);
   c.count = row_blocks * pieces(matrix.panels, c.panels);
   return c;
 }
@@ -86,11 +79,12 @@ void Step::prepare(const Batch& b) {
   hidden_up = rows_of(up_, capacity, round_up(model.intermediate, kPanel));
   residual = static_cast<float*>(residual_.reserve(size_t(capacity) * x.stride * 4));
   qkv = static_cast<float*>(qkv_.reserve(size_t(capacity) * model.layers[0].qkv.panels * kPanel * 4));
-  cut_qkv = cut(model.layers[0].qkv, batch.rows, threads_);
-  cut_output = cut(model.layers[0].output, batch.rows, threads_);
-  cut_gate_up = cut(model.layers[0].gate_up, batch.rows, threads_);
-  cut_down = cut(model.layers[0].down, batch.rows, threads_);
-  cut_head = cut(model.head, batch.num_sampled, threads_);
+  cut_qkv = cut_product(model.layers[0].qkv, batch.rows, threads_);
+  cut_output = cut_product(model.layers[0].output, batch.rows, threads_);
+  // A gate and its up make 16 inputs of `down`; a group has two of these, and one owner.
+  cut_gate_up = cut_product(model.layers[0].gate_up, batch.rows, threads_, 4);
+  cut_down = cut_product(model.layers[0].down, batch.rows, threads_);
+  cut_head = cut_product(model.head, batch.num_sampled, threads_);
   row_chunk = batch.rows <= 8 ? 8 : std::clamp(pieces(batch.rows, threads_ * 4), 4, 32);
   plan_attention();
 }
@@ -98,9 +92,7 @@ void Step::prepare(const Batch& b) {
 void Step::plan_attention() {
   items.clear();
   first_partial.assign(size_t(batch.num_sequences), -1);
-  const int group = model.heads / model.kv_heads;
-  const int tile = std::max(1, 64 / (group > 4 ? group / 4 : 1));
-  const int most = group >= 64 ? 1 : tile;
+  const int group = model.heads / model.kv_heads, most = tile_queries(group);
   // All KV heads of a page lie together. Where there are sequences enough to share out, an item reads them all.
   const int heads_at_once = batch.num_sequences >= 4 * threads_ ? model.kv_heads : 1;
   int partials_used = 0, most_split = 1;
@@ -111,7 +103,7 @@ void Step::plan_attention() {
   for (int s = 0; s < batch.num_sequences; ++s) {
     const Sequence& q = batch.sequences[s];
     const int before = q.context - q.queries;
-    const int parts = pieces(q.context, kPartitionTokens);
+    const int parts = pieces(q.context, kPartition);
     if (q.queries <= std::min(kSplitQueries, most) && parts > 1) {
       first_partial[size_t(s)] = partials_used;
       most_split = std::max(most_split, q.queries);
@@ -120,15 +112,11 @@ void Step::plan_attention() {
     }
     for (int first = (q.queries - 1) / most * most; first >= 0; first -= most) {  // the longest first
       const int queries = std::min(most, q.queries - first);
-      add(s, first, queries, 0, pieces(before + first + queries, kPartitionTokens), -1);
+      add(s, first, queries, 0, pieces(before + first + queries, kPartition), -1);
     }
   }
   partial_floats = most_split * group * (model.head_dim + 2);
   partials = static_cast<float*>(partials_.reserve(size_t(std::max(1, partials_used)) * partial_floats * 4));
-}
-
-namespace {
-constexpr int kPerLayer = 9;
 }
 
 int Step::phases() const { return 1 + kPerLayer * model.num_layers + (batch.num_sampled ? 2 : 0); }

@@ -8,10 +8,16 @@
 
 #include "model.hpp"
 #include "pool.hpp"
+#include "rows.hpp"
 
 namespace kvferry {
 
 constexpr int kMaxHeadDim = 256;
+constexpr int kPartition = 256;      // tokens of a context whose scores are weighed together
+constexpr int kMaxTileQueries = 64;  // rows of an item of attention, at most
+
+// Query positions of an item, where so many heads share a KV head.
+constexpr int tile_queries(int group) { return group >= kMaxTileQueries ? 1 : kMaxTileQueries / (group > 4 ? group / 4 : 1); }
 
 // Work of one chunk of attention.
 struct AttentionItem {
@@ -42,26 +48,27 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-struct Rows {  // activations in both forms, and sums of 16; see products.hpp
-  float* wide = nullptr;
-  uint16_t* narrow = nullptr;
-  float* sums = nullptr;
-  int stride = 0;
+// How a product's chunks are cut: panels of each, rows of each.
+struct Cut {
+  int panels = 0, rows = 0, count = 0;
 };
+// `panels_of` divides the panels of a chunk.
+Cut cut_product(const Matrix& matrix, int rows, int threads, int panels_of = 2);
 
 class Step;
 
 // What one instruction set brings.
 struct Level {
   const char* name;
-  bool needs_narrow;
   size_t (*scratch_bytes)(const Model& model);  // of one thread
   void (*run)(Step& step, Phase phase, int layer, int chunk, int thread);
-  // x [rows, cols] times a matrix, to out [rows, matrix rows]; for tests and benchmarks.
-  void (*product)(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out);
-  // Bounds: reads all of a range; adds products in registers, and says how many operations that were.
+  // x [rows, cols] times a matrix, to out [rows, matrix rows], inputs rounded to 8 bits if `bytes`; for tests and
+  // benchmarks.
+  void (*product)(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out, bool bytes);
+  // Bounds: reads all of a range; adds products in registers (of bytes, or of what the level multiplies best) and says
+  // how many operations that were.
   void (*read)(Pool& pool, const uint8_t* data, size_t bytes);
-  double (*sum_products)(Pool& pool, int chunks);
+  double (*sum_products)(Pool& pool, int chunks, bool bytes);
 };
 
 class Step final : public Job {
@@ -74,12 +81,6 @@ class Step final : public Job {
   int phases() const override;
   int chunks(int phase) const override;
   void run(int phase, int chunk, int thread) override;
-
-  // How a product's chunks are cut: panels of each, rows of each.
-  struct Cut {
-    int panels = 0, rows = 0, count = 0;
-  };
-  static Cut cut(const Matrix& matrix, int rows, int threads);
 
   const Model& model;
   const Level& level;
@@ -107,6 +108,5 @@ class Step final : public Job {
   Buffer x_, attended_, up_, residual_, qkv_, partials_;
   std::vector<Buffer> scratches_;
 };
-
 
 }  // namespace kvferry

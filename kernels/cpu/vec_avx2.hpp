@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "model.hpp"
+
 namespace kvferry::avx2 {
 
 struct V {
@@ -82,8 +84,8 @@ static inline void v_codes4(const uint8_t* p, V out[8]) {
   for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j)
-      out[2 * i + j] = {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a, 16 * j + 4 * i), low)),
-                        _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(b, 16 * j + 4 * i), low))};
+      out[2 * i + j] = {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a, 16 * j + 4 * nibble_of_pair(i)), low)),
+                        _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(b, 16 * j + 4 * nibble_of_pair(i)), low))};
 }
 static inline void v_codes8(const int8_t* p, V& first, V& second) {
   const __m256i a = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p));
@@ -91,6 +93,51 @@ static inline void v_codes8(const int8_t* p, V& first, V& second) {
   first = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
            _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))};
   second = {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 8)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 8))};
+}
+
+// --- products of bytes ---------------------------------------------------------------------------------------------
+struct B {
+  __m256i a, b;
+};
+struct S {  // of 4-bit codes: two 16-bit sums a lane, which 32 inputs cannot fill (16 * 15 * 127 < 2^15)
+  __m256i a, b;
+};
+
+static inline void b_codes4(const uint8_t* p, B& low, B& high) {
+  const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
+  const __m256i mask = _mm256_set1_epi8(15);
+  low = {_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)};
+  high = {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)};
+}
+static inline B b_codes8(const uint8_t* p) {
+  const __m256i first = _mm256_loadu_si256((const __m256i*)p), second = _mm256_loadu_si256((const __m256i*)(p + 32));
+  const __m256i low = _mm256_unpacklo_epi8(first, second), high = _mm256_unpackhi_epi8(first, second);
+  return {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};
+}
+static inline S s_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline S s_start8(int32_t) { return s_zero(); }
+static inline S s_add4(S sum, B codes, uint32_t quad) {
+  const __m256i inputs = _mm256_set1_epi32(int(quad));
+  return {_mm256_add_epi16(sum.a, _mm256_maddubs_epi16(codes.a, inputs)), _mm256_add_epi16(sum.b, _mm256_maddubs_epi16(codes.b, inputs))};
+}
+// One factor has no sign, so the codes' signs go to the inputs; -128 becomes 128, which fits: 2 * 128 * 127 < 2^15.
+static inline __m256i add8_half(__m256i sum, __m256i codes, __m256i inputs) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(inputs, codes));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+static inline S s_add8(S sum, B codes, uint32_t quad) {
+  const __m256i inputs = _mm256_set1_epi32(int(quad));
+  return {add8_half(sum.a, codes.a, inputs), add8_half(sum.b, codes.b, inputs)};
+}
+static inline V s_float4(S sum) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_cvtepi32_ps(_mm256_madd_epi16(sum.a, ones)), _mm256_cvtepi32_ps(_mm256_madd_epi16(sum.b, ones))};
+}
+static inline V s_float8(S sum) { return {_mm256_cvtepi32_ps(sum.a), _mm256_cvtepi32_ps(sum.b)}; }
+static inline void v_store_bytes(int8_t* p, V whole) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(whole.a), _mm256_cvtps_epi32(whole.b)), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128((__m128i*)p, _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15)));
 }
 
 }  // namespace kvferry::avx2

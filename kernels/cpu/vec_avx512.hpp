@@ -1,10 +1,12 @@
-// Sixteen floats at a time as one register of AVX-512, with BF16. Names: vec_portable.hpp; the products of pairs of
-// bfloat16 (`dot`) and what makes such pairs out of codes are here alone.
+// Sixteen floats at a time as one register of AVX-512, with BF16 and VNNI. Names: vec_portable.hpp; the products of
+// pairs of bfloat16 (`p_`) and what makes such pairs out of codes are here alone.
 #pragma once
 #include <immintrin.h>
 
 #include <cstdint>
 #include <cstring>
+
+#include "model.hpp"
 
 namespace kvferry::avx512_bf16 {
 
@@ -52,7 +54,7 @@ static inline void v_codes4(const uint8_t* p, V out[8]) {
   for (int i = 0; i < 4; ++i)
 #pragma GCC unroll 2
     for (int j = 0; j < 2; ++j)
-      out[2 * i + j] = {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(lanes, 16 * j + 4 * i), low))};
+      out[2 * i + j] = {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(lanes, 16 * j + 4 * nibble_of_pair(i)), low))};
 }
 static inline void v_codes8(const int8_t* p, V& first, V& second) {
   const __m512i lanes = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
@@ -96,14 +98,50 @@ static inline P p_table4() {
 static inline void p_codes4(const uint8_t* p, P table, P out[4]) {
   const __m512i words = _mm512_loadu_si512(p);
   out[0] = _mm512_permutexvar_epi16(words, table);
-  out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
-  out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
+  out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
+  out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
   out[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
 }
 static inline P p_codes8(const int8_t* p) {
   const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
   const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+// --- products of bytes ---------------------------------------------------------------------------------------------
+struct B {
+  __m512i v;
+};
+struct S {
+  __v16si v;  // what the instruction takes; as __m512i, arrays of it would not stay in registers
+};
+
+static inline __m512i middle_swapped() {
+  return _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+}
+static inline void b_codes4(const uint8_t* p, B& low, B& high) {
+  const __m512i words = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
+  low = {_mm512_and_si512(words, mask)};
+  high = {_mm512_and_si512(_mm512_srli_epi16(words, 4), mask)};
+}
+// One factor of VNNI has no sign: codes are raised by 128, and the sums begin 128 times the inputs lower.
+static inline B b_codes8(const uint8_t* p) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                         19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i quads = _mm512_shuffle_epi8(_mm512_permutexvar_epi16(order, _mm512_loadu_si512(p)), middle_swapped());
+  return {_mm512_xor_si512(quads, _mm512_set1_epi8(char(0x80)))};
+}
+static inline S s_zero() { return {(__v16si)_mm512_setzero_si512()}; }
+static inline S s_start8(int32_t inputs) { return {(__v16si)_mm512_set1_epi32(-128 * inputs)}; }
+static inline S s_add4(S sum, B codes, uint32_t quad) {
+  return {(__v16si)_mm512_dpbusd_epi32((__m512i)sum.v, codes.v, _mm512_set1_epi32(int(quad)))};
+}
+static inline S s_add8(S sum, B codes, uint32_t quad) { return s_add4(sum, codes, quad); }
+static inline V s_float4(S sum) { return {_mm512_cvtepi32_ps((__m512i)sum.v)}; }
+static inline V s_float8(S sum) { return s_float4(sum); }
+static inline void v_store_bytes(int8_t* p, V whole) {
+  const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole.v));
+  _mm_storeu_si128((__m128i*)p, _mm_shuffle_epi8(bytes, _mm512_castsi512_si128(middle_swapped())));
 }
 
 }  // namespace kvferry::avx512_bf16

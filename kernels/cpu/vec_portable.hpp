@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "model.hpp"
+
 namespace kvferry::portable {
 
 typedef float f4 __attribute__((vector_size(16)));
@@ -130,13 +132,13 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   }
 }
 
-// 64 bytes of 4-bit codes: code `2 i + j` of lane `o` is nibble i of word 2 o + j.
+// 64 bytes of 4-bit codes; see pack.hpp.
 static inline void v_codes4(const uint8_t* p, V out[8]) {
   for (int q = 0; q < 4; ++q) {
     i4 lanes;
     std::memcpy(&lanes, p + 16 * q, 16);
     for (int i = 0; i < 4; ++i)
-      for (int j = 0; j < 2; ++j) out[2 * i + j].q[q] = __builtin_convertvector((lanes >> (16 * j + 4 * i)) & 15, f4);
+      for (int j = 0; j < 2; ++j) out[2 * i + j].q[q] = __builtin_convertvector((lanes >> (16 * j + 4 * nibble_of_pair(i))) & 15, f4);
   }
 }
 // 32 bytes of 8-bit codes: code j of lane o is byte 2 o + j.
@@ -146,12 +148,55 @@ static inline void v_codes8(const int8_t* p, V& first, V& second) {
     second.q[o / 4][o % 4] = float(p[2 * o + 1]);
   }
 }
-static inline void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
+// --- products of bytes ---------------------------------------------------------------------------------------------
+// Sixteen lanes of four codes, a quad of inputs in the order 0 2 1 3; and sixteen whole sums of their products.
+struct B {
+  int8_t v[64];
+};
+struct S {
+  int32_t v[16];
+};
+
+// 64 bytes of 4-bit codes to the first quad of each lane and the second.
+static inline void b_codes4(const uint8_t* p, B& low, B& high) {
+  for (int i = 0; i < 64; ++i) {
+    low.v[i] = int8_t(p[i] & 15);
+    high.v[i] = int8_t(p[i] >> 4);
+  }
+}
+// 64 bytes of 8-bit codes, two pairs, to one quad of each lane.
+static inline B b_codes8(const uint8_t* p) {
+  B quads;
+  for (int o = 0; o < 16; ++o)
+    for (int j = 0; j < 2; ++j) {
+      quads.v[4 * o + 2 * j] = int8_t(p[2 * o + j]);
+      quads.v[4 * o + 2 * j + 1] = int8_t(p[32 + 2 * o + j]);
+    }
+  return quads;
+}
+static inline S s_zero() { return {}; }
+// Where sums of 8-bit codes begin, for the sum of all inputs that will be multiplied.
+static inline S s_start8(int32_t) { return {}; }
+// Four inputs of one row times 4-bit codes (at most 32 inputs in one sum), or 8-bit codes.
+static inline S s_add4(S sum, B codes, uint32_t quad) {
+  int8_t q[4];
+  std::memcpy(q, &quad, 4);
+  for (int o = 0; o < 16; ++o)
+    sum.v[o] += codes.v[4 * o] * q[0] + codes.v[4 * o + 1] * q[1] + codes.v[4 * o + 2] * q[2] + codes.v[4 * o + 3] * q[3];
+  return sum;
+}
+static inline S s_add8(S sum, B codes, uint32_t quad) { return s_add4(sum, codes, quad); }
+static inline V s_float8(S sum) {
+  V r;
+  for (int o = 0; o < 16; ++o) r.q[o / 4][o % 4] = float(sum.v[o]);
+  return r;
+}
+static inline V s_float4(S sum) { return s_float8(sum); }
+// Sixteen whole numbers from -127 to 127, each four in the order 0 2 1 3.
+static inline void v_store_bytes(int8_t* p, V whole) {
+  constexpr int order[4] = {0, 2, 1, 3};
+  for (int q = 0; q < 4; ++q)
+    for (int i = 0; i < 4; ++i) p[4 * q + i] = int8_t(whole.q[q][order[i]]);
 }
 
 }  // namespace kvferry::portable

@@ -24,24 +24,26 @@ from kvferry.model.source import ModelSource, open_model
 HERE = Path(__file__).parent
 BLOCK = 16
 CHUNK = 256
-REFERENCE = ("torch", "float32", "shipped")
+Way = tuple[str, str, str, str]
+REFERENCE: Way = ("torch", "float32", "shipped", "exact")
 
 
-def ways() -> list[tuple[str, str, str]]:
-    """Kernels, KV, weights: the reference first."""
+def ways() -> list[Way]:
+    """Kernels, KV, weights, numerics: the reference first."""
     found = [REFERENCE]
     for level in compiled.levels():
-        found += [(f"compiled-{level}", dtype, "shipped") for dtype in ("float32", "bfloat16")]
-        found.append((f"compiled-{level}", "bfloat16", "bfloat16"))
-    return [*found, ("torch", "bfloat16", "shipped")]
+        kernels = f"compiled-{level}"
+        found += [(kernels, dtype, "shipped", "exact") for dtype in ("float32", "bfloat16")]
+        found += [(kernels, "bfloat16", "bfloat16", "exact"), (kernels, "bfloat16", "shipped", "fast")]
+    return [*found, ("torch", "bfloat16", "shipped", "exact")]
 
 
 @torch.inference_mode()
-def log_probabilities(source: ModelSource, tokens: list[int], way: tuple[str, str, str]) -> torch.Tensor:
+def log_probabilities(source: ModelSource, tokens: list[int], way: Way) -> torch.Tensor:
     """[tokens, vocabulary] float64, of every position."""
-    kernels, dtype_name, weights = way
+    kernels, dtype_name, weights, numerics = way
     dtype = getattr(torch, dtype_name)
-    model = build_model(source.config, source.tensors, dtype=dtype, weights=weights, kernels=kernels)
+    model = build_model(source.config, source.tensors, dtype=dtype, weights=weights, numerics=numerics, kernels=kernels)
     kv = PagedKv.allocate(PageShape.of(source.config, block_tokens=BLOCK, dtype=dtype), len(tokens) // BLOCK + 1)
     found = []
     for first in range(0, len(tokens), CHUNK):
@@ -74,7 +76,7 @@ def main() -> int:
     targets = torch.tensor(tokens[1:])
     reference = torch.empty(0)
     print(f"{len(tokens)} tokens")
-    print(f"{'kernels, KV, weights':<44} perplexity   mean KL    worst KL   same best token")
+    print(f"{'kernels, KV, weights, numerics':<48} perplexity   mean KL    worst KL   same best token")
     for way in ways():
         found = log_probabilities(source, tokens, way)[:-1]
         if way == REFERENCE:
@@ -84,7 +86,7 @@ def main() -> int:
         same = float((reference.argmax(-1) == found.argmax(-1)).double().mean())
         name = " ".join(way)
         print(
-            f"{name:<44} {perplexity:10.4f}  {float(kl.mean()):.2e}  {float(kl.max()):.2e}  {100 * same:8.2f} %",
+            f"{name:<48} {perplexity:10.4f}  {float(kl.mean()):.2e}  {float(kl.max()):.2e}  {100 * same:8.2f} %",
             flush=True,
         )
         if arguments.csv is not None:

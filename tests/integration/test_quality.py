@@ -1,4 +1,4 @@
-"""The default way of computing stays near float32 on real text; `tests/bench/bench_quality.py` tells how near."""
+"""How near to float32 ways of computing stay on real text; `tests/bench/bench_quality.py` measures it."""
 
 import importlib.util
 from pathlib import Path
@@ -9,9 +9,10 @@ from kvferry.model.source import ModelSource
 BENCH = Path(__file__).parents[1] / "bench" / "bench_quality.py"
 MEAN_KL = 2e-3
 """Four times what was measured; torch in bfloat16 is beyond it."""
+FAST_KL = 2e-2
 
 
-def test_the_default_is_near_float32(smollm: ModelSource) -> None:
+def test_ways_of_computing_are_near_float32(smollm: ModelSource) -> None:
     spec = importlib.util.spec_from_file_location("bench_quality", BENCH)
     assert spec is not None
     assert spec.loader is not None
@@ -21,6 +22,7 @@ def test_the_default_is_near_float32(smollm: ModelSource) -> None:
     tokens = smollm.tokenizer.encode(text, add_special=True)[:300]
     exact = bench.log_probabilities(smollm, tokens, bench.REFERENCE)
     for level in compiled.levels():
-        found = bench.log_probabilities(smollm, tokens, (f"compiled-{level}", "bfloat16", "shipped"))
-        assert float((exact.exp() * (exact - found)).sum(-1).mean()) < MEAN_KL
-        assert float((exact.argmax(-1) == found.argmax(-1)).double().mean()) > 0.96
+        for numerics, most, same in (("exact", MEAN_KL, 0.96), ("fast", FAST_KL, 0.9)):
+            found = bench.log_probabilities(smollm, tokens, (f"compiled-{level}", "bfloat16", "shipped", numerics))
+            assert float((exact.exp() * (exact - found)).sum(-1).mean()) < most
+            assert float((exact.argmax(-1) == found.argmax(-1)).double().mean()) > same

@@ -99,7 +99,8 @@ class Bench:
     def __init__(self, llm: LLM, threads: int, clock: Clock) -> None:
         self._llm = llm
         self._clock = clock
-        self._measure = measure_machine(level_of(llm.runner.model.kernels), threads, clock)
+        model = llm.runner.model
+        self._measure = measure_machine(level_of(model.kernels), threads, clock, of_bytes=model.rounds_inputs)
         self._token_bytes = llm.block_bytes // llm.engine.allocator.block_tokens
         self._seen: list[Machine] = []
         self._seed = 0

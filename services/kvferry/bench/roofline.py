@@ -48,13 +48,14 @@ class Work:
         return max(self.num_bytes / machine.read_gbps, self.flops / machine.gflops) / 1e9
 
 
-def measure_machine(level: str, threads: int, clock: Clock) -> Callable[[], Machine]:
+def measure_machine(level: str, threads: int, clock: Clock, *, of_bytes: bool = False) -> Callable[[], Machine]:
     """Something that measures when called; the memory it reads is made once.
 
     Args:
         level: a level of the compiled kernels; empty: use torch.
         threads: that work together.
         clock: what to measure with.
+        of_bytes: products of 8-bit numbers, instead of what the level multiplies best.
     """
     if not level:
         return lambda: _by_torch(threads, clock)
@@ -71,7 +72,7 @@ def measure_machine(level: str, threads: int, clock: Clock) -> Callable[[], Mach
             module.read_all(pool, level, memory)
             read = max(read, _READ_BYTES / (clock.monotonic() - begun))
             begun = clock.monotonic()
-            done = module.sum_products(pool, level, _CHUNKS)
+            done = module.sum_products(pool, level, _CHUNKS, of_bytes)
             flops = max(flops, done / (clock.monotonic() - begun))
         return Machine(read / 1e9, flops / 1e9, threads, level)
 

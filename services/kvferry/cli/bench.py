@@ -135,6 +135,7 @@ def _bench(values: Values) -> "Bench":
         values["model"],
         dtype=values["dtype"],
         weights=values["weights"],
+        numerics=values["numerics"],
         kernels=values["kernels"],
         kv_bytes=values["kv_memory"],
         block_tokens=values["block_tokens"],

@@ -161,6 +161,7 @@ def _same_on_one_engine(values: Values, dtype: str, result: DemoResult, max_toke
         values["model"],
         dtype=dtype,
         weights=values["weights"],
+        numerics=values["numerics"],
         kernels=values["kernels"],
         kv_bytes=256 << 20,
         threads=usable_cores(),

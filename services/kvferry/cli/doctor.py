@@ -53,6 +53,7 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
         values["model"],
         dtype=values["dtype"],
         weights=values["weights"],
+        numerics=values["numerics"],
         kernels=values["kernels"],
         kv_bytes=256 << 20,
         threads=values["threads"],

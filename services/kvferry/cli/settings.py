@@ -64,6 +64,12 @@ ENGINE = (
         choices=("shipped", "float32", "float16", "bfloat16"),
     ),
     Setting(
+        "numerics",
+        "exact",
+        "exact: inputs of products as --dtype says. fast: rounded to 8 bits where weights are 4- to 8-bit codes.",
+        choices=("exact", "fast"),
+    ),
+    Setting(
         "kernels",
         "auto",
         "What computes: the best here, the compiled kernels at one level, or plain torch.",
@@ -180,12 +186,16 @@ STACK = (
 
 BENCH = (
     MODEL,
-    *(s for s in ENGINE if s.name in {"dtype", "weights", "kernels", "threads", "kv_memory", "block_tokens"}),
+    *(
+        s
+        for s in ENGINE
+        if s.name in {"dtype", "weights", "numerics", "kernels", "threads", "kv_memory", "block_tokens"}
+    ),
 )
 
 DOCTOR = (
     MODEL,
-    *(s for s in ENGINE if s.name in {"dtype", "weights", "kernels", "threads"}),
+    *(s for s in ENGINE if s.name in {"dtype", "weights", "numerics", "kernels", "threads"}),
     *(s for s in TIERS if s.name in {"tier", "tier_object_tokens"}),
 )
 

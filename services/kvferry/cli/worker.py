@@ -60,6 +60,7 @@ def command(values: Values) -> None:
             served_name=values["served_name"],
             dtype=values["dtype"],
             weights=values["weights"],
+            numerics=values["numerics"],
             kernels=values["kernels"],
             threads=values["threads"],
             kv_bytes=values["kv_memory"],

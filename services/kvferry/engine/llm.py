@@ -52,6 +52,7 @@ class LLM:
         *,
         dtype: str = "auto",
         weights: str = "shipped",
+        numerics: str = "exact",
         kernels: str = "auto",
         kv_bytes: int = 1 << 30,
         block_tokens: int = 16,
@@ -65,6 +66,7 @@ class LLM:
             dtype: of the KV, and how precisely activations are kept: `float32`, `bfloat16`, `float16`, or `auto`:
                 bfloat16 with compiled kernels, else the faster one, measured now.
             weights: their form, a name of `models.build.WEIGHTS`.
+            numerics: how inputs of products are kept, a name of `models.build.NUMERICS`.
             kernels: what computes, a name of `models.build.KERNELS`.
             kv_bytes: memory for KV pages.
             block_tokens: tokens a page.
@@ -83,7 +85,13 @@ class LLM:
         config = self._source.config
         chosen = choose_dtype(dtype, config, kernels=kernels)
         built = build_model(
-            config, self._source.tensors, dtype=chosen, weights=weights, kernels=kernels, threads=threads
+            config,
+            self._source.tensors,
+            dtype=chosen,
+            weights=weights,
+            numerics=numerics,
+            kernels=kernels,
+            threads=threads,
         )
         shape = PageShape.of(config, block_tokens=block_tokens, dtype=chosen)
         num_blocks = max(2, kv_bytes // shape.block_bytes)

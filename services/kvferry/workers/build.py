@@ -44,11 +44,14 @@ class LoadedModel:
     """Of the KV."""
     weights: str = "shipped"
     """Their form."""
+    numerics: str = "exact"
+    """How inputs of products are kept."""
 
     @property
     def digest(self) -> str:
-        """Of what the weights are as computed with: converted ones give other KV than those shipped."""
-        return self.source.digest if self.weights == "shipped" else f"{self.source.digest}-{self.weights}"
+        """Of what the weights are as computed with: converted ones, or rounded inputs, give other KV."""
+        changes = [name for name, default in ((self.weights, "shipped"), (self.numerics, "exact")) if name != default]
+        return "-".join((self.source.digest, *changes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
         source.tensors,
         dtype=dtype,
         weights=config.weights,
+        numerics=config.numerics,
         kernels=config.kernels,
         threads=config.threads,
     )
-    return LoadedModel(source, model, str(dtype).removeprefix("torch."), config.weights)
+    return LoadedModel(source, model, str(dtype).removeprefix("torch."), config.weights, config.numerics)
 
 
 def build_engine(

@@ -49,6 +49,7 @@ ENGINES = (
     Engine("openvino-f16", "openvino", "16-bit", "openvino_engine", "f16", {"step_tokens": 4096}),
     Engine("llamacpp-f16", "llamacpp", "16-bit", "llamacpp_engine", "f16"),
     Engine("kvferry-q4", "kvferry", "4-bit", "kvferry_engine", "shipped", {"weights": "shipped"}),
+    Engine("kvferry-q4-fast", "kvferry", "4-bit", "kvferry_engine", "shipped", {"numerics": "fast"}),
     Engine("openvino-q4", "openvino", "4-bit", "openvino_engine", "shipped", {"step_tokens": 4096}),
     Engine("llamacpp-q4", "llamacpp", "4-bit", "llamacpp_engine", "shipped"),
 )

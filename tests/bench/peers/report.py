@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 OURS = "kvferry"
+FAST = "-fast"
+"""How the names of kvferry's engines with fast numerics end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Row:
     share_of_bound: float | None
     ours_against_it: float | None
     """Median over the rounds of kvferry's value by this engine's, weights of the same class; `None` for kvferry."""
+    fast_against_it: float | None = None
+    """The same of kvferry with fast numerics, where it ran."""
 
 
 def with_ratios(measured: Iterable[Measured], numerator: str, denominator: str, name: str) -> list[Measured]:
@@ -77,7 +81,8 @@ def rows(measured: Sequence[Measured], engines: Sequence[str], units: Mapping[st
     groups: dict[tuple[str, str], list[Measured]] = {}
     for each in measured:
         groups.setdefault((each.row, each.engine), []).append(each)
-    ours = {(m.round, m.row, m.weight_class): m.value for m in measured if _is_ours(m.engine)}
+    ours = _by_cell(m for m in measured if _is_ours(m.engine) and not m.engine.endswith(FAST))
+    fast = _by_cell(m for m in measured if _is_ours(m.engine) and m.engine.endswith(FAST))
     order = list(dict.fromkeys(m.row for m in measured))
     found = []
     for (row, engine), values in sorted(
@@ -85,9 +90,6 @@ def rows(measured: Sequence[Measured], engines: Sequence[str], units: Mapping[st
     ):
         spread = Spread.of([m.value for m in values])
         shares = [m.share for m in values if m.share is not None]
-        against = [
-            ours[m.round, row, m.weight_class] / m.value for m in values if (m.round, row, m.weight_class) in ours
-        ]
         found.append(
             Row(
                 row=row,
@@ -99,23 +101,39 @@ def rows(measured: Sequence[Measured], engines: Sequence[str], units: Mapping[st
                 most=spread.most,
                 n=spread.n,
                 share_of_bound=statistics.median(shares) if shares else None,
-                ours_against_it=statistics.median(against) if against and not _is_ours(engine) else None,
+                ours_against_it=_ratio(ours, values),
+                fast_against_it=_ratio(fast, values),
             )
         )
     return found
 
 
+_Cells = dict[tuple[int, str, str], float]
+"""Round, row and class of weights, to a value."""
+
+
+def _by_cell(measured: Iterable[Measured]) -> _Cells:
+    return {(m.round, m.row, m.weight_class): m.value for m in measured}
+
+
+def _ratio(ours: _Cells, theirs: Sequence[Measured]) -> float | None:
+    """Median over the rounds that both have; `None`: there is none, or these are ours too."""
+    cells = [(ours.get((m.round, m.row, m.weight_class)), m) for m in theirs if not _is_ours(m.engine)]
+    ratios = [value / m.value for value, m in cells if value is not None]
+    return statistics.median(ratios) if ratios else None
+
+
 def markdown(found: Sequence[Row]) -> str:
     """A table for people."""
     lines = [
-        "| | engine | weights | median (least to most) | of the bound | kvferry against it |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| | engine | weights | median (least to most) | of the bound | kvferry against it | fast |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found:
         share = "" if row.share_of_bound is None else f"{100 * row.share_of_bound:.0f} %"
-        against = "" if row.ours_against_it is None else f"{row.ours_against_it:.2f}"
+        against, fast = ("" if r is None else f"{r:.2f}" for r in (row.ours_against_it, row.fast_against_it))
         value = f"{_short(row.median)} ({_short(row.least)} to {_short(row.most)}) {row.unit}"
-        lines.append(f"| {row.row} | {row.engine} | {row.weight_class} | {value} | {share} | {against} |")
+        lines.append(f"| {row.row} | {row.engine} | {row.weight_class} | {value} | {share} | {against} | {fast} |")
     return "\n".join(lines)
 
 

@@ -129,6 +129,16 @@ def test_ratios_need_weights_of_one_class_and_a_common_round() -> None:
     assert [row.share_of_bound for row in rows] == [None, None, None]
 
 
+def test_fast_numerics_have_a_ratio_of_their_own() -> None:
+    names = ["kvferry-q4", "kvferry-q4-fast", "llamacpp-q4"]
+    measured = [
+        Measured(1, "decode-1", name, "4-bit", value) for name, value in zip(names, (6.0, 9.0, 3.0), strict=True)
+    ]
+    exact, fast, theirs = report.rows(measured, names, {})
+    assert (theirs.ours_against_it, theirs.fast_against_it) == (2.0, 3.0)
+    assert exact.ours_against_it is exact.fast_against_it is fast.ours_against_it is fast.fast_against_it is None
+
+
 def test_warm_by_cold() -> None:
     measured = [
         Measured(1, "cold", "vllm-bf16", "16-bit", 10.0),
@@ -146,7 +156,7 @@ def test_the_table_and_the_file_have_every_row(tmp_path: Path) -> None:
     ]
     rows = report.rows(measured, ["kvferry-q4", "openvino-q4"], {})
     table = report.markdown(rows).splitlines()
-    assert table[2] == "| decode-1 | kvferry-q4 | 4-bit | 150 (150 to 150) tokens/s | 50 % |  |"
+    assert table[2] == "| decode-1 | kvferry-q4 | 4-bit | 150 (150 to 150) tokens/s | 50 % |  |  |"
     assert table[3].endswith("| 75.0 (75.0 to 75.0) tokens/s | 25 % | 2.00 |")
     for _ in range(2):
         report.append_csv(tmp_path / "rows.csv", rows, {"commit": "abc"})

@@ -68,10 +68,19 @@ def values_of(form: str, name: str, raw: npt.NDArray[np.uint8]) -> npt.NDArray[n
     return (values.astype(np.float16) if form == "f16" else values).astype(np.float64)
 
 
-def run(level: str, matrix: object, x: Floats) -> Floats:
+def run(level: str, matrix: object, x: Floats, *, rounds: bool = False) -> Floats:
     out = np.full((len(x), matrix.rows), np.nan, np.float32)  # type: ignore[attr-defined]
-    extension.product(POOL, level, matrix, x, out)
+    extension.product(POOL, level, matrix, x, out, rounds)
     return out
+
+
+def to_bytes(x: Floats) -> npt.NDArray[np.float64]:
+    """Each 32 inputs rounded to 127 steps either way of their largest."""
+    groups = x.reshape(len(x), -1, 32)
+    top = np.abs(groups).max(axis=-1, keepdims=True)
+    inverse = np.where(top > 1e-30, np.float32(127) / np.maximum(top, np.float32(1e-30)), np.float32(0))
+    whole = np.rint(groups * inverse.astype(np.float32))
+    return (whole.astype(np.float64) * (top / np.float32(127))).reshape(x.shape)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -92,6 +101,66 @@ def test_a_product_is_right_and_the_same_in_any_batch(form: str, name: str, leve
         for count in ROWS:
             first = int(rng.integers(0, max(ROWS) - count + 1))
             assert np.array_equal(run(level, matrix, x[first : first + count]), whole[first : first + count])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", CODED)
+def test_codes_times_bytes_are_right_and_the_same_in_any_batch(name: str, level: str) -> None:
+    rng = np.random.default_rng(7)
+    for rows, cols in ((93, 512), (16, 256), (5, 768)):
+        raw = random_rows(name, rows, cols, rng)
+        matrix = pack("shipped", name, raw, cols)
+        x = rng.standard_normal((max(ROWS), cols), dtype=np.float32)
+        x[0] = 0
+        x[1, :32] = 1e-35
+        x[2] *= np.float32(1e20)
+        seen, weights = to_bytes(x), values_of("shipped", name, raw)
+        # Sums of codes are exact; what is rounded is one product and two additions a block.
+        bound = (cols / 16 + 64) * 2.0**-24 * (np.abs(seen) @ (np.abs(weights).T + np.abs(weights).max())) + 1e-30
+        whole = run(level, matrix, x, rounds=True)
+        assert (np.abs(whole - seen @ weights.T) <= bound).all()
+        for count in ROWS:
+            first = int(rng.integers(0, max(ROWS) - count + 1))
+            alone = run(level, matrix, x[first : first + count], rounds=True)
+            assert np.array_equal(alone, whole[first : first + count])
+
+
+@pytest.mark.skipif(len(LEVELS) < 3, reason="this machine runs one level with fused products at most")
+@pytest.mark.parametrize("name", CODED)
+def test_levels_with_fused_products_make_the_same_bits_of_bytes(name: str) -> None:
+    rng = np.random.default_rng(9)
+    matrix = pack("shipped", name, random_rows(name, 93, 512, rng), 512)
+    x = rng.standard_normal((130, 512), dtype=np.float32)
+    assert np.array_equal(run("avx2", matrix, x, rounds=True), run("avx512_bf16", matrix, x, rounds=True))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_an_input_that_is_no_number_is_not_rounded_to_one(poison: float, level: str) -> None:
+    rng = np.random.default_rng(5)
+    for name in ("Q4_1", "Q8_0"):
+        matrix = pack("shipped", name, random_rows(name, 32, 64, rng), 64)
+        x = rng.standard_normal((7, 64), dtype=np.float32)
+        x[3, 40] = poison
+        got = run(level, matrix, x, rounds=True)
+        assert not np.isfinite(got[3]).any()
+        assert np.isfinite(np.delete(got, 3, axis=0)).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_extreme_codes_and_inputs_do_not_overflow(level: str) -> None:
+    """All codes and all inputs at their largest magnitudes, either sign."""
+    for code in (-128, 127):
+        blocks = np.zeros((16, 2, 34), np.uint8)
+        blocks[..., :2] = np.array([1.0], np.float16).view(np.uint8)
+        blocks[..., 2:] = np.array([code], np.int8).view(np.uint8)
+        matrix = pack("shipped", "Q8_0", blocks.reshape(16, -1), 64)
+        for x in (np.full((4, 64), 1.0, np.float32), np.full((4, 64), -1.0, np.float32)):
+            np.testing.assert_allclose(run(level, matrix, x, rounds=True), 64 * code * x[0, 0], rtol=1e-6)
+    fours = np.full((16, 2, 20), 0xFF, np.uint8)
+    fours[..., :4] = np.array([1.0, 0.0], np.float16).view(np.uint8)
+    matrix = pack("shipped", "Q4_1", fours.reshape(16, -1), 64)
+    np.testing.assert_allclose(run(level, matrix, np.ones((4, 64), np.float32), rounds=True), 15 * 64, rtol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -8,17 +8,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 
 from kvferry.cli.settings import ENGINE
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.batch import StepBatch
 from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.models.build import KERNELS, WEIGHTS, build_model
+from kvferry.engine.models.build import KERNELS, NUMERICS, WEIGHTS, build_model
 from kvferry.engine.models.model import Model
 from kvferry.kernels import compiled
 from kvferry.kernels.batch import AttentionBatch
 from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
+from kvferry.model.tensors import HEAD, Stored
 
 LEVELS = compiled.levels()
 VARIANTS = [
@@ -31,6 +34,23 @@ VARIANTS = [
 BLOCK = 16
 Piece = tuple[int, int, int]
 """Sequence, first position, rows."""
+
+
+class Coded(tiny.TinyTensors):
+    """Matrices of 4- and 8-bit codes, wherever their inputs fill whole blocks."""
+
+    def stored(self, name: str) -> Stored:
+        values = self.read(name)
+        if values.shape[-1] % 32:
+            return super().stored(name)
+        kind = GGMLQuantizationType.Q8_0 if name == HEAD else GGMLQuantizationType.Q4_1
+        return Stored.plain(int(kind), quantize(values, kind).reshape(-1), len(values))
+
+
+CODED = [
+    replace(tiny.config(), hidden_size=64, intermediate_size=112),
+    replace(tiny.config(qk_norm=True), hidden_size=96, intermediate_size=224),
+]
 
 
 def model_of(config: ModelConfig, level: str, dtype: torch.dtype = torch.float32, threads: int = 3) -> Model:
@@ -77,7 +97,9 @@ class World:
     def alone(self, model: Model) -> list[npt.NDArray[np.float32]]:
         """Logits of every position, each sequence by itself in one piece."""
         pages = self.pages()
-        return [model.compute(self.batch([(s, 0, len(t))]), pages).values.numpy() for s, t in enumerate(self.tokens)]
+        return [
+            model.compute(self.batch([(s, 0, len(t))]), pages).values.numpy().copy() for s, t in enumerate(self.tokens)
+        ]
 
 
 LENGTHS = [1, 5, 16, 17, 40, 300]
@@ -145,11 +167,39 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: t
         for pieces in random_steps(lengths, rng):
             if rng.random() < 0.2:  # the pages move to another engine, as from prefill to decode
                 pages, model = pages.clone(), model_of(config, level, dtype, threads=2)
-            got = model.compute(world.batch(pieces), pages).values.numpy()
+            got = model.compute(world.batch(pieces), pages).values.numpy().copy()
             at = 0
             for s, first, n in pieces:
                 assert np.array_equal(got[at : at + n], expected[s][first : first + n]), (number, s, first, n)
                 at += n
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_with_rounded_inputs_logits_are_the_same_bits_too(level: str) -> None:
+    for number in range(30):
+        rng = np.random.default_rng(number)
+        config = CODED[number % len(CODED)]
+        lengths = [int(n) for n in rng.choice([1, 4, 31, 33, 257, 290], rng.integers(1, 5))]
+        model = build_model(
+            config,
+            Coded(config),
+            dtype=torch.bfloat16,
+            numerics="fast",
+            kernels=f"compiled-{level}",
+            threads=int(rng.integers(1, 4)),
+        )
+        world = World(config, lengths, torch.bfloat16, seed=number)
+        expected, pages = world.alone(model), world.pages()
+        for pieces in random_steps(lengths, rng):
+            got = model.compute(world.batch(pieces), pages).values.numpy().copy()
+            at = 0
+            for s, first, n in pieces:
+                assert np.array_equal(got[at : at + n], expected[s][first : first + n]), (number, s, first, n)
+                at += n
+        exact = build_model(config, Coded(config), dtype=torch.bfloat16, kernels=f"compiled-{level}")
+        near = np.concatenate(World(config, lengths, torch.bfloat16, seed=number).alone(exact))
+        error = np.abs(np.concatenate(expected) - near)
+        assert 0 < error.mean() < 0.05 * near.std()
 
 
 def test_engines_in_one_process_may_share_a_model() -> None:
@@ -159,7 +209,7 @@ def test_engines_in_one_process_may_share_a_model() -> None:
     def compute(s: int) -> None:
         pages = world.pages()
         for _ in range(30):
-            got = model.compute(world.batch([(s, 0, len(world.tokens[s]))]), pages).values.numpy()
+            got = model.compute(world.batch([(s, 0, len(world.tokens[s]))]), pages).values.numpy().copy()
             if not np.array_equal(got, expected[s]):
                 different.append(s)
 
@@ -221,6 +271,20 @@ def test_what_the_compiled_kernels_cannot_do_is_said() -> None:
         build_model(config, tiny.TinyTensors(config), dtype=torch.float32, weights="int3")
 
 
+def test_fast_numerics_where_they_cannot_be_are_refused() -> None:
+    coded, plain = CODED[0], tiny.config()
+    cases = [
+        (plain, tiny.TinyTensors(plain), torch.bfloat16, "compiled", "are for weights in codes"),
+        (coded, Coded(coded), torch.float32, "compiled", "float32 asks for none rounded"),
+        (coded, Coded(coded), torch.bfloat16, "torch", "need the compiled kernels"),
+    ]
+    for config, tensors, dtype, kernels, message in cases:
+        with pytest.raises(UsageError, match=message):
+            build_model(config, tensors, dtype=dtype, numerics="fast", kernels=kernels)
+    with pytest.raises(UsageError, match="no numerics 'swift'; known: exact, fast"):
+        build_model(coded, Coded(coded), dtype=torch.bfloat16, numerics="swift")
+
+
 def test_torch_converts_no_weights() -> None:
     config = tiny.config()
     with pytest.raises(UsageError, match="weights in float32 need the compiled kernels"):
@@ -231,6 +295,7 @@ def test_the_command_line_knows_all_kernels_and_weights() -> None:
     choices = {setting.name: setting.choices for setting in ENGINE}
     assert set(choices["kernels"]) == set(KERNELS)
     assert choices["weights"] == tuple(WEIGHTS)
+    assert choices["numerics"] == NUMERICS
 
 
 def test_without_the_compiled_module_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,14 +335,14 @@ def test_what_another_batch_left_behind_changes_nothing(level: str, dtype: torch
         world = World(config, [40, 300], dtype)
         small, large = world.batch([(0, 0, 40)]), world.batch([(1, 0, 300)])
         pages = world.pages()
-        first = [model.compute(batch, pages).values for batch in (small, large)]
+        first = [model.compute(batch, pages).values.clone() for batch in (small, large)]
         poisoned = model.compute(world.batch([(0, 3, 2)]), world.pages())
         assert poisoned.finite == [False, False]
         for _ in range(2):
-            again = [model.compute(batch, pages) for batch in (large, small)]
-            assert all(all(logits.finite) for logits in again)
-            assert torch.equal(again[0].values, first[1])
-            assert torch.equal(again[1].values, first[0])
+            for batch, expected in ((large, first[1]), (small, first[0])):
+                again = model.compute(batch, pages)
+                assert all(again.finite)
+                assert torch.equal(again.values, expected)
 
 
 class Broken(tiny.TinyTensors):

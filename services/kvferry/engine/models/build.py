@@ -23,6 +23,9 @@ KERNELS = (AUTO, COMPILED, *(f"{COMPILED}-{level}" for level in ("portable", "av
 SHIPPED = "shipped"
 WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Names of weights' forms, to what the compiled kernels call them."""
+EXACT, FAST = "exact", "fast"
+NUMERICS = (EXACT, FAST)
+"""How inputs of products are kept: as the KV's type says, or, where weights are codes, rounded to 8 bits."""
 
 
 def build_model(
@@ -31,6 +34,7 @@ def build_model(
     *,
     dtype: torch.dtype,
     weights: str = SHIPPED,
+    numerics: str = EXACT,
     device: torch.device | str = "cpu",
     kernels: str = AUTO,
     threads: int = 0,
@@ -42,22 +46,30 @@ def build_model(
         tensors: its weights (`ModelSource.tensors`).
         dtype: of the KV. With float32 no activation is rounded either.
         weights: a name of `WEIGHTS`; torch's families keep them in `dtype`, and take no other.
+        numerics: a name of `NUMERICS`; `fast` needs compiled kernels, weights in codes and KV in bfloat16.
         device: where it runs.
         kernels: a name of `KERNELS`.
         threads: that compute a step; 0: as many as there are cores for this process. Torch has its own setting.
 
     Raises:
         ModelFileError: the weights do not fit the configuration.
-        UsageError: the kernels, or the weights' form, cannot be had here.
+        UsageError: the kernels, the weights' form or the numerics cannot be had here.
     """
     if weights not in WEIGHTS:
         raise UsageError(f"no weights {weights!r}; known: {', '.join(WEIGHTS)}", field="weights")
+    if numerics not in NUMERICS:
+        raise UsageError(f"no numerics {numerics!r}; known: {', '.join(NUMERICS)}", field="numerics")
     chosen = resolve_kernels(kernels, config, dtype, device)
     level = level_of(chosen)
+    if numerics == FAST:
+        _check_fast(level, dtype)
     with torch.inference_mode():
         if level:
             count = threads or usable_cores()
-            return CompiledTransformer(config, tensors, dtype=dtype, form=WEIGHTS[weights], level=level, threads=count)
+            form = WEIGHTS[weights]
+            return CompiledTransformer(
+                config, tensors, dtype=dtype, form=form, level=level, threads=count, rounds_inputs=numerics == FAST
+            )
         if weights != SHIPPED:
             raise UsageError(
                 f"weights in {weights} need the compiled kernels; torch keeps them in the type of the KV (--dtype)",
@@ -87,6 +99,16 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: torch.dtype, devic
     if kernels == AUTO:
         return TORCH
     raise UsageError(f"the compiled kernels cannot run here: {reason}", field="kernels")
+
+
+def _check_fast(level: str, dtype: torch.dtype) -> None:
+    if not level:
+        raise UsageError("fast numerics need the compiled kernels; take exact", field="numerics")
+    if dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise UsageError(
+            f"fast numerics round activations, and {name} asks for none rounded (--dtype)", field="numerics"
+        )
 
 
 def level_of(kernels: str) -> str:

@@ -4,6 +4,7 @@ Gates and ups stand in alternating panels of 16, so that whoever computes a gate
 """
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.core.errors import ModelFileError
+from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.batch import StepBatch
 from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
@@ -34,7 +35,15 @@ class CompiledTransformer:
     """A model on the CPU. Calls from several threads wait for each other: engines in one process may share it."""
 
     def __init__(
-        self, config: ModelConfig, tensors: TensorSource, *, dtype: torch.dtype, form: str, level: str, threads: int
+        self,
+        config: ModelConfig,
+        tensors: TensorSource,
+        *,
+        dtype: torch.dtype,
+        form: str,
+        level: str,
+        threads: int,
+        rounds_inputs: bool = False,
     ) -> None:
         """
         Args:
@@ -44,9 +53,11 @@ class CompiledTransformer:
             form: of the weights: `shipped`, `f32`, `f16` or `bf16`.
             level: a name of `compiled.levels()`.
             threads: that compute a step.
+            rounds_inputs: to 8 bits, wherever weights are codes.
 
         Raises:
             ModelFileError: the weights do not fit the configuration, or are not finite.
+            UsageError: inputs are to be rounded for codes, and no weights are.
         """
         check_shapes(config, tensors.shapes(), f"model {config.name!r}")
         self.config = config
@@ -55,6 +66,10 @@ class CompiledTransformer:
         self.kernels = f"compiled-{level}"
         loader = _Loader(config, tensors, form)
         parts, layers = loader.load()
+        if rounds_inputs and not loader.has_codes:
+            raise UsageError(
+                "fast numerics are for weights in codes (4 to 8 bits), and here are none", field="numerics"
+            )
         cos, sin = rotary_table(config)
         shape: dict[str, int | float] = {
             "hidden": config.hidden_size,
@@ -66,16 +81,19 @@ class CompiledTransformer:
             "max_tokens": config.max_model_tokens,
             "epsilon": config.rms_norm_eps,
             "scale": 1.0 / math.sqrt(config.head_dim),
+            "bytes": rounds_inputs,
         }
         parts |= {"cos": cos.numpy(), "sin": sin.numpy()}
         self.weight_bytes = loader.num_bytes
         """Of all packed matrices; a step reads nearly all of them."""
+        self.rounds_inputs = rounds_inputs
+        self._own = threading.local()
         self._runner = compiled.make_runner(shape, parts, layers, level, compiled.make_pool(threads))
 
     def compute(self, batch: StepBatch, pages: torch.Tensor) -> Logits:
         """See `model.Model.compute`."""
         sampled = batch.sample_rows.numpy()
-        values = torch.empty(len(sampled), self.config.vocab_size)
+        values = self._room_for(len(sampled))
         greedy, finite = np.empty(len(sampled), np.int64), np.empty(len(sampled), np.uint8)
         attention = batch.attention
         self._runner.step(
@@ -95,6 +113,13 @@ class CompiledTransformer:
             finite,
         )
         return Logits(values, greedy.tolist(), [bool(f) for f in finite])
+
+    def _room_for(self, rows: int) -> torch.Tensor:
+        """[rows, vocabulary] of this thread, the same memory every time: fresh memory is a page fault each 4 KB."""
+        room: torch.Tensor | None = getattr(self._own, "logits", None)
+        if room is None or len(room) < rows:
+            room = self._own.logits = torch.empty(rows, self.config.vocab_size)
+        return room[:rows]
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds of all threads by phase since the last call; the first begins to count."""
@@ -121,6 +146,7 @@ class _Loader:
         self._form = form
         self._waiting: list[_Pending] = []
         self.num_bytes = 0
+        self.has_codes = False
 
     def load(self) -> tuple[Parts, list[LayerParts]]:
         config = self._config
@@ -129,6 +155,7 @@ class _Loader:
         layers = [self._layer(index) for index in range(config.num_layers)]
         parts: Parts = {"embedding": embedding, "head": head, "final_norm": self._vector(FINAL_NORM)}
         self.num_bytes = sum(compiled.aligned(pending.matrix.num_bytes) for pending in self._waiting)
+        self.has_codes = any(pending.matrix.format.startswith("codes") for pending in self._waiting)
         arena = Arena(self.num_bytes)
         for pending in self._waiting:
             out = arena.take(pending.matrix.num_bytes)

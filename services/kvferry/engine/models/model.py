@@ -58,12 +58,19 @@ class Model(Protocol):
         ...
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether inputs of products with codes are rounded to 8 bits."""
+        ...
+
+    @property
     def weight_bytes(self) -> int:
         """Of all matrices, as a step reads them."""
         ...
 
     def compute(self, batch: StepBatch, pages: torch.Tensor) -> Logits:
         """One step: keys and values of every row into `pages`, logits of the rows that sample.
+
+        The logits stand until the next call from the same thread, which may use their memory again.
 
         Args:
             batch: rows, positions, which rows belong together and where their pages are.

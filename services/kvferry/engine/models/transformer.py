@@ -41,6 +41,7 @@ class Transformer:
         self.dtype = dtype
         self.device = weights.embedding.device
         self.kernels = ops.name
+        self.rounds_inputs = False
         self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)
         """Of all matrices, as a step reads them."""
         self._weights = weights

@@ -15,7 +15,8 @@ def start(settings):
     llm = LLM(
         settings["model"],
         dtype="auto",
-        weights=settings["weights"],
+        weights=settings.get("weights", "shipped"),
+        numerics=settings.get("numerics", "exact"),
         kernels="auto",
         threads=settings["threads"],
         kv_bytes=1 << 30,

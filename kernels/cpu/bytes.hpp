@@ -1,0 +1,128 @@
+// Matrices of codes, inputs rounded to 8 bits (fast): out = sum over blocks of
+//
+//   scale * step * (q0 c0 + q1 c1 + ...) + minimum * step * (q0 + q1 + ...)
+//
+// with whole numbers inside the brackets: exact, in any order, the same on every level. Groups of 32 inputs share a
+// step, the largest magnitude / 127 (the scheme of ggml's Q8_0 and Q8_1; Dettmers et al., LLM.int8(), 2022, section 2).
+// Codes are unpacked in registers for any number of rows: that costs three operations for 64 bytes of a panel.
+// Included once per level, after codes.hpp.
+
+#if KVFERRY_PAIRS
+constexpr int kByteRows = 6;
+#else
+constexpr int kByteRows = 3;
+#endif
+
+// Four inputs of one row.
+static inline uint32_t quad_at(const int8_t* p) {
+  uint32_t quad;
+  std::memcpy(&quad, p, 4);
+  return quad;
+}
+
+// Inputs [32 group, +32) of a row, from its floats.
+static inline void write_bytes(const Rows& rows, int row, int group) {
+  const size_t at = size_t(row) * rows.stride + size_t(group) * kGroup;
+  const V a = v_load(rows.wide + at), b = v_load(rows.wide + at + 16);
+  const float top = v_highest(v_max(v_max(a, v_sub(v_zero(), a)), v_max(b, v_sub(v_zero(), b))));
+  // What is so small has no inverse, and counts as nothing. The last term is NaN once an input is not finite.
+  const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
+  const float step = top / 127.0f + 0.0f * (v_sum(a) + v_sum(b));
+  rows.steps[at / kGroup] = step;
+  float whole_sum = 0.0f;
+  for (int half = 0; half < 2; ++half) {
+    const V scaled = v_mul(half ? b : a, v_set(inverse));
+    const V whole = v_round(v_max(v_min(scaled, v_set(127.0f)), v_set(-127.0f)));  // NaN becomes a number here
+    v_store_bytes(rows.bytes + at + 16 * half, whole);
+    const float sum = v_sum(whole);
+    rows.byte_sums[at / kSumWidth + half] = int32_t(sum);
+    rows.half_sums[at / kSumWidth + half] = step * sum;
+    whole_sum += sum;
+  }
+  rows.group_sums[at / kGroup] = step * whole_sum;
+}
+
+// R rows times C panels from `panel` on.
+template <class Form, int R, int C>
+static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* out) {
+  constexpr int block = Form::block;
+  const bool has_min = adds_minimum(m);
+  const BlockSums inputs = block_sums<block>(x);
+  const size_t halves = size_t(x.stride / kSumWidth), groups = size_t(x.stride / kGroup);
+  V total[R][C];
+  clear(total);
+  const uint8_t* at[C];
+  for (int c = 0; c < C; ++c) at[c] = m.data + size_t(panel + c) * m.panel_bytes;
+  for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
+    S sum[R][C];
+    const int8_t* bytes = x.bytes + size_t(b) * block;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const int32_t* sums = x.byte_sums + r * halves + b * Form::halves;
+      const S start = Form::format == Format::codes4 ? s_zero() : s_start8(Form::halves == 2 ? sums[0] + sums[1] : sums[0]);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sum[r][c] = start;
+    }
+    if constexpr (Form::format == Format::codes4) {
+#pragma GCC unroll 4
+      for (int g = 0; g < block / 8; ++g)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          B low, high;
+          b_codes4(at[c] + g * 64, low, high);
+          if constexpr (R <= kFusedRows) fetch(at[c] + g * 64 + kAhead);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) sum[r][c] = s_add4(sum[r][c], low, quad_at(bytes + size_t(r) * x.stride + g * 8));
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) sum[r][c] = s_add4(sum[r][c], high, quad_at(bytes + size_t(r) * x.stride + g * 8 + 4));
+        }
+    } else {
+#pragma GCC unroll 8
+      for (int g = 0; g < block / 4; ++g)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          const B codes = b_codes8(at[c] + g * 64);
+          if constexpr (R <= kFusedRows) fetch(at[c] + g * 64 + kAhead);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) sum[r][c] = s_add8(sum[r][c], codes, quad_at(bytes + size_t(r) * x.stride + g * 4));
+        }
+    }
+    const float* steps = x.steps + b * block / kGroup;
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      V scale, minimum;
+      load_scales(m, at[c] + m.code_bytes(), scale, minimum);
+      add_column(total, sum, c, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const S& whole, int r) {
+        return v_mul(Form::format == Format::codes4 ? s_float4(whole) : s_float8(whole), v_set(steps[r * groups]));
+      });
+      at[c] += m.block_bytes();
+    }
+  }
+  store(total, out);
+}
+
+// Panels [panel, panel + panels) for any number of rows; `put` as in `product`.
+template <class Put>
+static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel, int panels, Put&& put) {
+  alignas(64) float out[kByteRows * kChunkPanels * kPanel];
+  for (int p = 0; p < panels;) {
+    const int left = panels - p, columns = rows == 1 && left >= 4 ? 4 : KVFERRY_PAIRS && left >= 2 ? 2 : 1;
+    for (int row = 0; row < rows; row += kByteRows) {
+      const Rows at = x.from(row);
+      with_count<kByteRows>(rows - row < kByteRows ? rows - row : kByteRows, [&](auto count) {
+        constexpr int R = decltype(count)::value;
+        const auto run = [&](auto width) {
+          constexpr int C = decltype(width)::value;
+          with_codes(m, [&](auto form) { tile_bytes<decltype(form), R, C>(m, panel + p, at, out); });
+          put(row, R, panel + p, C, out);
+        };
+        if constexpr (R == 1)
+          if (columns == 4) return run(Count<4>{});
+        if constexpr (KVFERRY_PAIRS)
+          if (columns == 2) return run(Count<2>{});
+        run(Count<1>{});
+      });
+    }
+    p += columns;
+  }
+}

@@ -1,0 +1,126 @@
+// Tiles of sums in registers: R rows times C panels of 16 outputs. Each output is one chain of additions in the order of
+// its inputs, whatever the number of rows, so a row's result does not depend on what shares its batch.
+// Included once per level, inside its namespace, after its vec_*.hpp.
+
+// Calls f(integral_constant<n>) for n in 1 .. Most.
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+template <int Most, class F>
+static inline void with_count(int n, F&& f) {
+  if constexpr (Most > 1) {
+    if (n < Most) {
+      with_count<Most - 1>(n, f);
+      return;
+    }
+  }
+  f(Count<Most>{});
+}
+
+#if KVFERRY_PAIRS
+static inline bool takes_pairs(Format format) { return format != Format::f32 && format != Format::f16; }
+constexpr int kTileRows = 6, kTileColumns = 4, kFusedRows = 4;
+#else
+static inline bool takes_pairs(Format) { return false; }
+constexpr int kTileRows = 4, kTileColumns = 1, kFusedRows = 2;
+#endif
+constexpr int kChunkPanels = 4;  // what a chunk unpacks at a time
+constexpr int kAhead = 2048;     // bytes that a stream is fetched ahead
+
+// Columns of a tile where so many panels are left: 4, 2 or 1.
+static inline int widest_of(int panels) { return panels >= kTileColumns ? kTileColumns : kTileColumns > 2 && panels >= 2 ? 2 : 1; }
+template <class F>
+static inline void with_width(int columns, F&& f) {
+  if constexpr (kTileColumns > 2) {
+    if (columns == 2) {
+      f(Count<2>{});
+      return;
+    }
+  }
+  if (kTileColumns > 1 && columns == kTileColumns) {
+    f(Count<kTileColumns>{});
+  } else {
+    f(Count<1>{});
+  }
+}
+
+// Always inlined: the compiler takes a function that only prefetches for one without effect, and drops its calls.
+[[gnu::always_inline]] static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+template <int R, int C>
+[[gnu::always_inline]] static inline void clear(V (&sum)[R][C]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sum[r][c] = v_zero();
+}
+
+template <int R, int C>
+[[gnu::always_inline]] static inline void store(const V (&sum)[R][C], float* out, int stride = C * kPanel) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) v_store(out + r * stride + c * kPanel, sum[r][c]);
+}
+
+// sum += rows of x, at one input, times that input's values of C panels.
+template <int R, int C>
+[[gnu::always_inline]] static inline void add_input(V (&sum)[R][C], const float* x, size_t stride, const V (&panel)[C]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const V a = v_set(x[r * stride]);
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sum[r][c] = v_fma(a, panel[c], sum[r][c]);
+  }
+}
+
+// out [R][C * 16] = x [R] times C panels of floats [k][16].
+template <int R, int C>
+static inline void tile_wide(const float* x, size_t x_stride, const float* w, size_t w_stride, int k, float* out, int out_stride = C * kPanel) {
+  V sum[R][C];
+  clear(sum);
+  for (int i = 0; i < k; ++i) {
+    V panel[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) panel[c] = v_load(w + c * w_stride + size_t(i) * kPanel);
+    add_input(sum, x + i, x_stride, panel);
+  }
+  store(sum, out, out_stride);
+}
+
+#if KVFERRY_PAIRS
+// Two neighbouring inputs of one row.
+static inline uint32_t pair_at(const uint16_t* p) {
+  uint32_t pair;
+  std::memcpy(&pair, p, 4);
+  return pair;
+}
+
+template <int R, int C>
+[[gnu::always_inline]] static inline void add_pair(V (&sum)[R][C], const uint16_t* x, size_t stride, const P (&panel)[C]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const P a = p_set(pair_at(x + r * stride));
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sum[r][c] = p_dot(sum[r][c], a, panel[c]);
+  }
+}
+
+// The same with pairs of inputs: panels [k2][16][2].
+template <int R, int C>
+static inline void tile_pairs(const uint16_t* x, size_t x_stride, const uint8_t* w, size_t w_stride, int k2, float* out, int out_stride = C * kPanel) {
+  V sum[R][C];
+  clear(sum);
+  for (int i = 0; i < k2; ++i) {
+    P panel[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      panel[c] = p_load(w + c * w_stride + size_t(i) * 64);
+      if constexpr (R <= kFusedRows) fetch(w + c * w_stride + size_t(i) * 64 + kAhead);
+    }
+    add_pair(sum, x + 2 * i, x_stride, panel);
+  }
+  store(sum, out, out_stride);
+}
+#endif
