@@ -1,21 +1,26 @@
 """`kvferry bench kernels`: one matrix product at a time, by form of weights and number of rows, against its bound."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from kvferry.bench.roofline import Machine, Work
+from kvferry.bench.roofline import Work, measure_machine
 from kvferry.bench.sampling import alternate
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
 from kvferry.model.config import ModelConfig
 
-FORMS = {"float32": ("f32", 0), "bfloat16": ("bf16", 0), "Q4_1": ("shipped", 3), "Q8_0": ("shipped", 8)}
-"""Name to the packed form and the GGUF number of the type that it is made from."""
+FORMS = {
+    "float32": ("f32", 0, False),
+    "bfloat16": ("bf16", 0, False),
+    "Q4_1": ("shipped", 3, False),
+    "Q4_1-fast": ("shipped", 3, True),
+    "Q8_0": ("shipped", 8, False),
+    "Q8_0-fast": ("shipped", 8, True),
+}
+"""Name to the packed form, the GGUF number of the type that it is made from, whether inputs are rounded to bytes."""
 ROWS = (1, 4, 16, 64, 512)
-_ROUNDS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +36,15 @@ class Row:
     share_of_bound: float
 
 
-def measure(config: ModelConfig, level: str, machine: Callable[[], Machine], threads: int, clock: Clock) -> list[Row]:
-    """A layer's widest product and the head, in every form and for several numbers of rows."""
+def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: Clock) -> list[Row]:
+    """A layer's widest product and the head, in every form and for several numbers of rows; medians of the rounds."""
     module = compiled.extension()
     assert module is not None, "asked only where it was built"
     pool, rng = compiled.make_pool(threads), np.random.default_rng(0)
+    machines = {of_bytes: measure_machine(level, threads, clock, of_bytes=of_bytes) for of_bytes in (False, True)}
     found: list[Row] = []
     for op, outputs in (("gate_up", 2 * config.intermediate_size), ("head", config.vocab_size)):
-        for dtype, (form, type_id) in FORMS.items():
+        for dtype, (form, type_id, of_bytes) in FORMS.items():
             matrix = compiled.make_matrix(form, [type_id], outputs, config.hidden_size)
             num_bytes = outputs * module.row_bytes(type_id, config.hidden_size)
             raw = rng.integers(0, 60, num_bytes, dtype=np.uint8)
@@ -47,12 +53,12 @@ def measure(config: ModelConfig, level: str, machine: Callable[[], Machine], thr
             memory = compiled.Arena(matrix.num_bytes).take(matrix.num_bytes)
             matrix.pack([type_id], [raw], np.arange(outputs), memory)
             matrix.attach(memory)
-            rates = machine()
+            rates = machines[of_bytes]()
             for rows in ROWS:
                 x = rng.standard_normal((rows, config.hidden_size), dtype=np.float32)
                 out = np.empty((rows, outputs), np.float32)
-                action = partial(module.product, pool, level, matrix, x, out)
-                seconds = alternate({op: action}, rounds=_ROUNDS, clock=clock)[op].median
+                action = partial(module.product, pool, level, matrix, x, out, of_bytes)
+                seconds = alternate({op: action}, rounds=rounds, clock=clock)[op].median
                 work = Work(matrix.num_bytes, 2.0 * rows * outputs * config.hidden_size)
                 found.append(
                     Row(

@@ -98,12 +98,12 @@ def throughput(values: Values, *, requests: int, rounds: int, json_file: Path | 
 
 
 @command.command("kernels")
+@click.option("--rounds", default=15, show_default=True, type=click.IntRange(1, 10_000), help="Of each product.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows.")
 @with_settings(settings.BENCH)
-def kernels(values: Values, *, json_file: Path | None) -> None:
+def kernels(values: Values, *, rounds: int, json_file: Path | None) -> None:
     """Matrix products of the model's shapes, in every form of weights, by number of rows."""
     from kvferry.bench import products
-    from kvferry.bench.roofline import measure_machine
     from kvferry.bench.rows import as_row
     from kvferry.engine.compute_dtype import choose_dtype
     from kvferry.engine.models.build import level_of, resolve_kernels
@@ -115,7 +115,7 @@ def kernels(values: Values, *, json_file: Path | None) -> None:
     if not level:
         raise UsageError("only compiled kernels are measured one by one, and they are not in use here", field="kernels")
     threads, clock = _threads(values), SystemClock()
-    rows = products.measure(config, level, measure_machine(level, threads, clock), threads, clock)
+    rows = products.measure(config, level, threads, rounds, clock)
     for row in rows:
         click.echo(
             f"{row.op:<8} {row.shape:<18} {row.dtype:<9} {row.ms:9.4f} ms  {row.bytes / row.ms / 1e6:7.1f} GB/s "

@@ -89,6 +89,10 @@ class GgufModel:
             rows = np.ascontiguousarray(rows.reshape(-1, half, 2).swapaxes(1, 2)).reshape(-1)
         return Stored(info.type_id, self._raw(info), rows)
 
+    def release(self) -> None:
+        """Let the file's pages go; the system may keep them cached, but no longer for this process."""
+        self._data.madvise(mmap.MADV_DONTNEED)
+
     def _raw(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self._data, dtype=np.uint8, count=info.num_bytes, offset=info.start)
 

@@ -63,6 +63,10 @@ class TensorSource(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Give back the memory that reading took. What is read afterwards, or still looked at, comes in anew."""
+        ...
+
 
 def layer_prefix(layer: int) -> str:
     """What the names of a layer's tensors begin with."""

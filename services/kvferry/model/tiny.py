@@ -95,6 +95,9 @@ class TinyTensors:
         values = self.read(name)
         return Stored.plain(F32, np.ascontiguousarray(values).view(np.uint8).reshape(-1), len(values))
 
+    def release(self) -> None:
+        """Nothing is kept."""
+
     def digest(self) -> str:
         """SHA-256 over the configuration and the seed, which decide everything."""
         return hashlib.sha256(json.dumps([repr(self._model), self._seed]).encode()).hexdigest()

@@ -86,7 +86,7 @@ def test_the_files_have_the_public_shape(tmp_path: Path) -> None:
 def test_every_form_and_number_of_rows_is_timed(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     # The model's inputs must divide into the blocks of codes, which the tiny one's do not.
-    done = CliRunner().invoke(main, ["bench", "kernels", "--threads", "1", "--json", str(out)])
+    done = CliRunner().invoke(main, ["bench", "kernels", "--threads", "1", "--rounds", "1", "--json", str(out)])
     assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 2 * len(FORMS) * len(ROWS)

@@ -157,7 +157,7 @@ def test_the_table_and_the_file_have_every_row(tmp_path: Path) -> None:
     rows = report.rows(measured, ["kvferry-q4", "openvino-q4"], {})
     table = report.markdown(rows).splitlines()
     assert table[2] == "| decode-1 | kvferry-q4 | 4-bit | 150 (150 to 150) tokens/s | 50 % |  |  |"
-    assert table[3].endswith("| 75.0 (75.0 to 75.0) tokens/s | 25 % | 2.00 |")
+    assert table[3].endswith("| 75.0 (75.0 to 75.0) tokens/s | 25 % | 2.00 |  |")
     for _ in range(2):
         report.append_csv(tmp_path / "rows.csv", rows, {"commit": "abc"})
     lines = (tmp_path / "rows.csv").read_text().splitlines()

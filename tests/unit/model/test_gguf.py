@@ -275,3 +275,11 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 def test_an_open_file_gives_a_source(good: Path) -> None:
     with pytest.raises(ModelFileError, match="vocabulary and merges do not fit"):
         open_model(str(good))
+
+
+def test_released_pages_come_back_when_they_are_read(good: Path) -> None:
+    source = GgufModel(good)
+    name = next(iter(source.shapes()))
+    before = source.read(name).copy()
+    source.release()
+    assert np.array_equal(source.read(name), before)

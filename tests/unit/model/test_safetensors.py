@@ -266,3 +266,10 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ModelFileError, match=r"cannot read .*config\.json"):
         SafetensorsModel(folder)
+
+
+def test_released_pages_come_back_when_they_are_read(tmp_path: Path) -> None:
+    source = SafetensorsModel(make_folder(tmp_path))
+    for name, values in weights().items():
+        source.release()
+        assert np.array_equal(source.read(name), values)

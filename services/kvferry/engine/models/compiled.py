@@ -66,6 +66,7 @@ class CompiledTransformer:
         self.kernels = f"compiled-{level}"
         loader = _Loader(config, tensors, form)
         parts, layers = loader.load()
+        tensors.release()  # all of it was copied; the file's own pages would count as this process's memory
         if rounds_inputs and not loader.has_codes:
             raise UsageError(
                 "fast numerics are for weights in codes (4 to 8 bits), and here are none", field="numerics"
