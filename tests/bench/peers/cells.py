@@ -1,7 +1,8 @@
 """What every engine is asked: requests drawn from a seed, so that all get the same tokens and none sees one twice."""
 
 import random
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_TOKEN, END_TOKEN = 500, 40_000
@@ -16,6 +17,8 @@ class Request:
 
     tokens: tuple[int, ...]
     new_tokens: int
+    at: float = 0.0
+    """Seconds after the beginning when it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,10 @@ class Outcome:
     """To the first token of any."""
     input_tokens: int
     output_tokens: int
+    ttft: Sequence[float] = ()
+    """Seconds from a request's coming to its first token, of each."""
+    tpot: Sequence[float] = ()
+    """Mean seconds between its tokens, of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +53,14 @@ class Cell:
     about: str
     trials: Callable[[int], Mapping[str, Trial]]
     """Of a round: by the name of the row that each fills."""
-    rate: Callable[[Outcome], float]
-    """Tokens a second."""
+    rates: Callable[[Outcome], Mapping[str, float]]
+    """What is measured, by what is added to the row's name; tokens a second where nothing else is said."""
     prefill_tokens: int = 0
     """Prompt length where the products are the bound."""
     reads_weights: bool = False
     """Whether reading the weights once a token is the bound."""
+    comes_over_time: bool = False
+    """Whether requests come one after the other, which not every adapter can do."""
 
 
 def cells() -> dict[str, Cell]:
@@ -61,7 +70,7 @@ def cells() -> dict[str, Cell]:
             "decode-1",
             "one stream, 32 tokens in, 128 out; tokens/s after the first",
             lambda n: {"decode-1": Trial((_request(_random("decode-1", n), 32, 128),))},
-            lambda o: (o.output_tokens - 1) / (o.seconds - o.first_seconds),
+            lambda o: {"": (o.output_tokens - 1) / (o.seconds - o.first_seconds)},
             reads_weights=True,
         ),
         _prefill(1024),
@@ -70,13 +79,24 @@ def cells() -> dict[str, Cell]:
             "batch-64",
             "64 requests at once, 32 to 512 in, 16 to 128 out; tokens drawn a second",
             lambda n: {"batch-64": Trial(_batch(_random("batch-64", n)))},
-            lambda o: o.output_tokens / o.seconds,
+            lambda o: {"": o.output_tokens / o.seconds},
         ),
         Cell(
             "prefix-16",
             "16 requests of 1,024 + 32 in, 32 out; drawn a second: a prefix each (cold), one for all computed before",
             lambda n: prefixes(_random("prefix-16", n)),
-            lambda o: o.output_tokens / o.seconds,
+            lambda o: {"": o.output_tokens / o.seconds},
+        ),
+        Cell(
+            "poisson-2",
+            "40 requests of 256 in and 64 out, two a second on average; milliseconds, less is better",
+            lambda n: {"poisson-2": Trial(_poisson(_random("poisson-2", n), 40, 2.0))},
+            lambda o: {
+                " TTFT p50": 1e3 * statistics.median(o.ttft),
+                " TTFT p99": 1e3 * sorted(o.ttft)[int(0.99 * len(o.ttft))],
+                " TPOT p50": 1e3 * statistics.median(o.tpot),
+            },
+            comes_over_time=True,
         ),
     ]
     return {cell.name: cell for cell in found}
@@ -115,13 +135,21 @@ def _prefill(length: int) -> Cell:
         name,
         f"one prompt of {length:,} tokens, 1 out; prompt tokens/s",
         lambda n: {name: Trial((_request(_random(name, n), length, 1),))},
-        lambda o: o.input_tokens / o.seconds,
+        lambda o: {"": o.input_tokens / o.seconds},
         prefill_tokens=length,
     )
 
 
 def _batch(draw: random.Random) -> tuple[Request, ...]:
     return tuple(_request(draw, draw.randint(32, 512), draw.randint(16, 128)) for _ in range(64))
+
+
+def _poisson(draw: random.Random, count: int, per_second: float) -> tuple[Request, ...]:
+    found, at = [], 0.0
+    for _ in range(count):
+        found.append(Request(_tokens(draw, 256), 64, at))
+        at += draw.expovariate(per_second)
+    return tuple(found)
 
 
 def _request(draw: random.Random, length: int, new_tokens: int) -> Request:

@@ -4,13 +4,14 @@
 
     parent                                                child
                                                           {"ready": facts}
-    {"requests": [{"tokens": [..], "new_tokens": n}]}     {"seconds": s, "first_seconds": f,
-                                                           "input_tokens": i, "output_tokens": o}
+    {"requests": [{"tokens": [..], "new_tokens": n,       {"seconds": s, "first_seconds": f,
+                   "at": seconds}]}                        "input_tokens": i, "output_tokens": o,
+                                                           "ttft": [..], "tpot": [..]}
     end of input                                          exits
 
 One JSON object a line. Between lines the child sleeps in a read. What libraries print goes to standard error.
-An adapter has one function, `start(settings) -> (serve, facts)`; `serve(requests)` runs all of them at once and returns
-what is answered. A `close` among the facts is called at the end and not sent.
+An adapter has one function, `start(settings) -> (serve, facts)`; `serve(requests)` runs all of them, each from its
+`at` on (`arrivals` helps), and returns what is answered. A `close` among the facts is called at the end and not sent.
 """
 
 import importlib.util

@@ -31,6 +31,8 @@ class Engine:
     """Of the model, a name of `models`."""
     settings: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    takes_arrivals: bool = True
+    """Whether its adapter can take a request while others run."""
 
 
 _VLLM = {
@@ -47,11 +49,11 @@ ENGINES = (
     Engine("kvferry-bf16", "kvferry", "16-bit", "kvferry_engine", "shipped", {"weights": "bfloat16"}),
     Engine("vllm-bf16", "vllm", "16-bit", "vllm_engine", "folder", environment=_VLLM),
     Engine("openvino-f16", "openvino", "16-bit", "openvino_engine", "f16", {"step_tokens": 4096}),
-    Engine("llamacpp-f16", "llamacpp", "16-bit", "llamacpp_engine", "f16"),
+    Engine("llamacpp-f16", "llamacpp", "16-bit", "llamacpp_engine", "f16", takes_arrivals=False),
     Engine("kvferry-q4", "kvferry", "4-bit", "kvferry_engine", "shipped", {"weights": "shipped"}),
     Engine("kvferry-q4-fast", "kvferry", "4-bit", "kvferry_engine", "shipped", {"numerics": "fast"}),
     Engine("openvino-q4", "openvino", "4-bit", "openvino_engine", "shipped", {"step_tokens": 4096}),
-    Engine("llamacpp-q4", "llamacpp", "4-bit", "llamacpp_engine", "shipped"),
+    Engine("llamacpp-q4", "llamacpp", "4-bit", "llamacpp_engine", "shipped", takes_arrivals=False),
 )
 
 

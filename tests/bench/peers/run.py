@@ -15,7 +15,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,13 +88,17 @@ class Comparison:
             machine = self._measure()
             if number:
                 self.machines.append(machine)
-            names = list(self._children)
+            names = [n for n in self._children if self._engines[n].takes_arrivals or not cell.comes_over_time]
             turn = number % len(names) if names else 0
             trials = cell.trials(number)
             for name in names[turn:] + names[:turn]:
                 say(f"round {number} of {self._arguments.rounds}: {cell.name}, {name}")
                 try:
-                    found = {row: self._ask(name, cell, trial) for row, trial in trials.items()}
+                    found = {
+                        row + detail: value
+                        for row, trial in trials.items()
+                        for detail, value in self._ask(name, cell, trial).items()
+                    }
                 except EngineFailed as error:
                     self._leave_out(name, f"{cell.name}: {error}")
                     continue
@@ -107,7 +111,7 @@ class Comparison:
             child.close()
         self._children.clear()
 
-    def _ask(self, name: str, cell: Cell, trial: Trial) -> float:
+    def _ask(self, name: str, cell: Cell, trial: Trial) -> Mapping[str, float]:
         child = self._children[name]
         self._note_idle(name, child)
         if trial.before:
@@ -117,7 +121,7 @@ class Comparison:
         wrong = wrong_counts(trial, outcome)
         if wrong:
             raise EngineFailed(wrong)
-        return cell.rate(outcome)
+        return cell.rates(outcome)
 
     def _note_idle(self, name: str, child: Child) -> None:
         if name in self._idle_since:
@@ -132,7 +136,7 @@ class Comparison:
         share = None
         if cell.reads_weights:
             share = decode_share(value, self._models.weight_bytes(weight_class), machine)
-        elif cell.prefill_tokens:
+        elif cell.prefill_tokens and not name.endswith(report.FAST):  # the bound is of the products that exact makes
             tokens = cell.prefill_tokens
             share = prefill_share(value, tokens, self._models.prefill_flop(tokens), machine)
         return Measured(number, row, name, weight_class, value, share)
@@ -198,7 +202,8 @@ def main() -> None:
 def write(comparison: Comparison, arguments: argparse.Namespace, show: Callable[[str], None]) -> None:
     """The table, and the files that were asked for."""
     measured = report.with_ratios(comparison.measured, "prefix-16 warm", "prefix-16 cold", RATIO)
-    found = report.rows(measured, [engine.name for engine in ENGINES], {RATIO: "times"})
+    units = {RATIO: "times", **{f"poisson-2 {what}": "ms" for what in ("TTFT p50", "TTFT p99", "TPOT p50")}}
+    found = report.rows(measured, [engine.name for engine in ENGINES], units)
     about: dict[str, object] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),

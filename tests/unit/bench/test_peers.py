@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 
 from peers import report, run  # noqa: E402
+from peers.arrivals import Arrivals  # noqa: E402
 from peers.bounds import decode_share, prefill_share  # noqa: E402
 from peers.cells import Outcome, Request, Trial, cells, wrong_counts  # noqa: E402
 from peers.engines import ENGINES, engine_command  # noqa: E402
@@ -80,9 +82,40 @@ def test_cold_and_warm_are_as_much_work_but_for_the_prefix() -> None:
 def test_rates() -> None:
     known = cells()
     outcome = Outcome(seconds=3.0, first_seconds=1.0, input_tokens=300, output_tokens=9)
-    assert known["decode-1"].rate(outcome) == 4.0
-    assert known["prefill-1024"].rate(outcome) == 100.0
-    assert known["batch-64"].rate(outcome) == 3.0
+    assert known["decode-1"].rates(outcome) == {"": 4.0}
+    assert known["prefill-1024"].rates(outcome) == {"": 100.0}
+    assert known["batch-64"].rates(outcome) == {"": 3.0}
+    times = Outcome(20.0, 0.1, 0, 0, ttft=[0.1, 0.2, 0.9], tpot=[0.01, 0.02, 0.03])
+    assert known["poisson-2"].rates(times) == {" TTFT p50": 200.0, " TTFT p99": 900.0, " TPOT p50": 20.0}
+
+
+def test_requests_that_come_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr("peers.arrivals.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    asked = [{"tokens": [1, 2], "new_tokens": 3, "at": 2.0}, {"tokens": [1], "new_tokens": 1, "at": 0.0}]
+    arrivals = Arrivals(asked)
+    assert arrivals.due() == [(1, asked[1])]
+    sleep(0.5)
+    arrivals.drew(1)
+    assert not arrivals.are_all_here
+    assert arrivals.due() == []
+    arrivals.rest()
+    assert arrivals.due() == [(0, asked[0])]
+    assert arrivals.are_all_here
+    sleep(1.0)
+    arrivals.drew(0, 1)
+    arrivals.drew(0, 0)
+    sleep(1.0)
+    arrivals.drew(0, 2)
+    assert arrivals.drawn(0) == 3
+    told = arrivals.outcome()
+    assert (told["seconds"], told["first_seconds"], told["input_tokens"], told["output_tokens"]) == (4.0, 0.5, 3, 4)
+    assert (told["ttft"], told["tpot"]) == ([0.5, 1.0], [0.5])
 
 
 def test_an_engine_that_counts_otherwise_is_found_out() -> None:

@@ -3,7 +3,7 @@
 Compiled kernels, two threads, KV in bfloat16 (1 GiB), the engine's own limits. Nothing is detokenised.
 """
 
-import time
+from arrivals import Arrivals
 
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
@@ -26,24 +26,18 @@ def start(settings):
 
     def serve(requests):
         nonlocal count
-        made = []
-        for request in requests:
-            params = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True)
-            made.append(EngineRequest(RequestId(f"peers-{count}"), request["tokens"], params))
-            count += 1
-        drawn, first = 0, None
-        begun = time.monotonic()
-        for request in made:
-            engine.add(request)
-        while engine.has_work:
-            drawn += len(engine.step().updates)
-            if drawn and first is None:
-                first = time.monotonic() - begun
-        return {
-            "seconds": time.monotonic() - begun,
-            "first_seconds": first,
-            "input_tokens": sum(len(r["tokens"]) for r in requests),
-            "output_tokens": drawn,
-        }
+        first = count
+        count += len(requests)
+        arrivals = Arrivals(requests)
+        while not arrivals.are_all_here or engine.has_work:
+            for number, request in arrivals.due():
+                params = SamplingParams(temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True)
+                engine.add(EngineRequest(RequestId(str(first + number)), request["tokens"], params))
+            if not engine.has_work:
+                arrivals.rest()
+                continue
+            for update in engine.step().updates:
+                arrivals.drew(int(update.request_id) - first)
+        return arrivals.outcome()
 
     return serve, {"version": "this tree", "dtype": llm.dtype}

@@ -4,11 +4,10 @@ Two threads, 1 GB of KV, prefix caching on. Its own choices stand otherwise: pro
 KV in 8 bits, less than the others keep. How many tokens a step may take is set, since its default is 256.
 """
 
-import time
-
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
+from arrivals import Arrivals
 
 
 def start(settings):
@@ -24,26 +23,21 @@ def start(settings):
 
     def serve(requests):
         nonlocal count
-        handles, drawn, first = [], 0, None
-        begun = time.monotonic()
-        for request in requests:
-            config = genai.GenerationConfig()
-            config.max_new_tokens, config.ignore_eos, config.do_sample = request["new_tokens"], True, False
-            ids = ov.Tensor(np.array([request["tokens"]], dtype=np.int64))
-            handles.append(engine.add_request(count, ids, config))
-            count += 1
-        while engine.has_non_finished_requests():
+        handles, arrivals = {}, Arrivals(requests)
+        while not arrivals.are_all_here or engine.has_non_finished_requests():
+            for number, request in arrivals.due():
+                config = genai.GenerationConfig()
+                config.max_new_tokens, config.ignore_eos, config.do_sample = request["new_tokens"], True, False
+                ids = ov.Tensor(np.array([request["tokens"]], dtype=np.int64))
+                handles[number] = engine.add_request(count, ids, config)
+                count += 1
+            if not engine.has_non_finished_requests():
+                arrivals.rest()
+                continue
             engine.step()
-            for handle in handles:
+            for number, handle in handles.items():
                 while handle.can_read():
-                    drawn += sum(len(output.generated_ids) for output in handle.read().values())
-            if drawn and first is None:
-                first = time.monotonic() - begun
-        return {
-            "seconds": time.monotonic() - begun,
-            "first_seconds": first,
-            "input_tokens": sum(len(r["tokens"]) for r in requests),
-            "output_tokens": drawn,
-        }
+                    arrivals.drew(number, sum(len(output.generated_ids) for output in handle.read().values()))
+        return arrivals.outcome()
 
     return serve, {"version": genai.__version__}

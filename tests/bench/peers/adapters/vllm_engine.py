@@ -5,8 +5,7 @@ takes one of the two from the kernels. Threads unbound and two (VLLM_CPU_OMP_THR
 because its own choice on two cores leaves one to compute. 1 GiB of KV. Prefix caching on. No tokenizer: ids in and out.
 """
 
-import time
-
+from arrivals import Arrivals
 from vllm import LLM, SamplingParams, TokensPrompt, __version__
 
 
@@ -24,25 +23,22 @@ def start(settings):
 
     def serve(requests):
         nonlocal count
-        drawn, read, first = {}, {}, None
-        begun = time.monotonic()
-        for request in requests:
-            params = SamplingParams(
-                temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True, detokenize=False
-            )
-            engine.add_request(f"peers-{count}", TokensPrompt(prompt_token_ids=request["tokens"]), params)
-            count += 1
-        while engine.has_unfinished_requests():
+        first = count
+        count += len(requests)
+        arrivals, read = Arrivals(requests), {}
+        while not arrivals.are_all_here or engine.has_unfinished_requests():
+            for number, request in arrivals.due():
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=request["new_tokens"], ignore_eos=True, detokenize=False
+                )
+                engine.add_request(str(first + number), TokensPrompt(prompt_token_ids=request["tokens"]), params)
+            if not engine.has_unfinished_requests():
+                arrivals.rest()
+                continue
             for output in engine.step():
-                drawn[output.request_id] = len(output.outputs[0].token_ids)
-                read[output.request_id] = len(output.prompt_token_ids)
-                if first is None:
-                    first = time.monotonic() - begun
-        return {
-            "seconds": time.monotonic() - begun,
-            "first_seconds": first,
-            "input_tokens": sum(read.values()),
-            "output_tokens": sum(drawn.values()),
-        }
+                number = int(output.request_id) - first
+                arrivals.drew(number, len(output.outputs[0].token_ids) - arrivals.drawn(number))
+                read[number] = len(output.prompt_token_ids)
+        return arrivals.outcome(sum(read.values()))
 
     return serve, {"version": __version__}
