@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack iproute2 procps
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns bench-bursts bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ bench-transfer: $(READY) ## every connector against its bound; rows appended to 
 
 bench-turns: $(READY) redis ## a prompt that left the pages, from each tier and computed again; tests/bench/results/turns.csv
 	@$(BIN)/python tests/bench/bench_turns.py $(ARGS)
+
+bench-bursts: $(READY) ## times between tokens beside bursts of long prompts: split, and on one worker; tests/bench/results/bursts.csv
+	@$(BIN)/python tests/bench/bench_bursts.py $(ARGS)
 
 bench-peers: $(READY) ## beside vLLM, OpenVINO GenAI and llama.cpp on this CPU, installed for it; tests/bench/results/peers.csv; over an hour
 	@$(BIN)/python tests/bench/peers/run.py --csv tests/bench/results/peers.csv $(ARGS)
