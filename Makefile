@@ -128,7 +128,7 @@ cluster-assets: $(READY) node-tools ## the binaries of a real Kubernetes, built 
 	@$(BIN)/python -m kvferry.testing.kube build control node tools
 
 test-cluster: cluster-assets ## the tests on a real Kubernetes on this machine, as root with a node
-	@$(BIN)/python -m pytest -m "(cluster or node) and not long" $(ARGS)
+	@$(BIN)/python -m kvferry.testing.kube.side_by_side $(ARGS)
 
 zero-loss: $(READY) node-tools ## everything that can happen to a pool, under load on a node, and the table of docs/operations.md; minutes, as root
 	@$(BIN)/python -m kvferry.testing.kube build control node tools >/dev/null

@@ -10,11 +10,9 @@ import yaml
 from tests.cluster.neighbours import definition
 from tests.cluster.operators import Kube, a_cluster, a_pool, an_operator, eventually, rendered
 
-from kvferry.operator import run
-
 pytestmark = pytest.mark.cluster
 
-LOOKS_SECONDS = run._INSTALLED_SECONDS + 15
+QUICK = ("--look-seconds", "2")
 EXTENSION = "inferencepools.inference.networking.k8s.io"
 
 
@@ -71,17 +69,17 @@ def test_the_pool_of_the_inference_extension_is_made_as_its_definition_wants(
 
 def test_kinds_come_and_go_while_the_operator_runs(kube: Kube, namespace: str) -> None:
     pod_monitors = definition("pod-monitor")
-    with an_operator(kube.kubeconfig, namespace) as operator:
+    with an_operator(kube.kubeconfig, namespace, *QUICK) as operator:
         kube.apply(a_pool(namespace, gateway={"inferenceExtension": "Auto"}))
         eventually(lambda: integration(kube, namespace) == "KindNotInstalled")
         for _ in range(2):
             kube.define(definition("inference-extension"), pod_monitors)
-            eventually(lambda: integration(kube, namespace) == "Emitted", "emitted", LOOKS_SECONDS)
+            eventually(lambda: integration(kube, namespace) == "Emitted", "emitted")
             eventually(lambda: kube.api.get("monitoring.coreos.com/v1", "PodMonitor", namespace, "chat"))
             monitor = emitted(kube, namespace, "podmonitors.monitoring.coreos.com")
             assert [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]] == ["metrics", "http"]
             remove(kube, EXTENSION, "podmonitors.monitoring.coreos.com")
-            eventually(lambda: integration(kube, namespace) == "KindNotInstalled", "gone again", LOOKS_SECONDS)
+            eventually(lambda: integration(kube, namespace) == "KindNotInstalled", "gone again")
         assert operator.process.process.poll() is None
         assert operator.get("/healthz")[0] == 200
         assert kube.condition(namespace, "ChildrenApplied")["status"] == "True"

@@ -21,7 +21,7 @@ from kvferry.testing.machine import ROOT
 from kvferry.testing.processes import running
 
 DEFINITIONS: Path = ROOT / "charts/kvferry/files/crds"
-PATIENCE = 30.0
+PATIENCE = 60.0
 COLLECTED = 90.0
 """The garbage collector learns of new kinds every half a minute."""
 LOOK = 0.1

@@ -165,7 +165,7 @@ EVENTS: dict[str, Callable[[PoolOnNode], None]] = {
     "workers killed": worker_killed,
     "a worker pod evicted": evicted,
 }
-SHORT = ("rolling update of both roles", "scale in decode", "workers killed")
+SHORT = ("rolling update of both roles", "workers killed")
 
 
 def undergo(pool: PoolOnNode, asked: list[Question], event: str, say: Callable[[str], None]) -> Row:

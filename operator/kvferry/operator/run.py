@@ -29,7 +29,6 @@ from kvferry.operator.work_queue import WorkQueue
 _log = logging.getLogger(__name__)
 LEASE = "kvferry-operator"
 _DEFINITIONS_SECONDS = 5.0
-_INSTALLED_SECONDS = 30.0
 _FIRST_LOOK_SECONDS = 1.0
 _LAST_PASS_SECONDS = 1.5
 """For passes under way, before the lease is given back."""
@@ -53,6 +52,8 @@ class OperatorConfig:
     lease: LeaseTimes = field(default_factory=LeaseTimes)
     health_address: str = "0.0.0.0:8080"
     pulse_seconds: float = 10.0
+    look_seconds: float = 30.0
+    """Between looks at which kinds of others are installed."""
     workers: int = 4
     """Pools reconciled at the same time."""
 
@@ -330,7 +331,7 @@ class Operator:
 
     async def _keep_looking_around(self) -> None:
         while True:
-            await asyncio.sleep(_INSTALLED_SECONDS)
+            await asyncio.sleep(self._config.look_seconds)
             await self._look_around()
 
     def _ill(self) -> str:

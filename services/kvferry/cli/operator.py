@@ -45,6 +45,7 @@ def run(values: Values) -> None:
         lease=LeaseTimes(duration=lease, renew=lease / 5, deadline=lease * 2 / 3),
         health_address=values["health"],
         pulse_seconds=values["pulse_seconds"],
+        look_seconds=values["look_seconds"],
         workers=values["workers"],
     )
     follow_parent()

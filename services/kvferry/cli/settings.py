@@ -225,6 +225,12 @@ OPERATOR = (
     Setting("identity", "", "Name in the lease; default: the host's."),
     Setting("health", "0.0.0.0:8080", "HOST:PORT of /healthz, /readyz and /metrics."),
     Setting("pulse_seconds", 10.0, "How often each watch has to prove that it lives.", parse=seconds(1, 3600)),
+    Setting(
+        "look_seconds",
+        30.0,
+        "How often to look whether others' kinds (InferencePool of the inference extension, PodMonitor) are installed.",
+        parse=seconds(1, 3600),
+    ),
     Setting("workers", 4, "Pools reconciled at the same time.", parse=whole(1, 64)),
 )
 

@@ -1,0 +1,55 @@
+"""`make test-cluster`: tests with a node beside tests without one, since both wait more than they compute.
+
+    python -m kvferry.testing.kube.side_by_side [pytest's options]
+
+Each run has clusters and a pytest cache of its own. The run with a node speaks at once; what the other said comes when
+it has ended. The status is 0 if neither failed; options may leave one of the two without tests.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from tempfile import TemporaryFile
+
+from kvferry.testing.machine import ROOT
+
+_NO_TESTS = 5
+"""How pytest ends when nothing was selected."""
+
+
+def command(markers: str, cache: str, options: Sequence[str]) -> list[str]:
+    """One run of pytest; nothing that failed before means nothing to try again."""
+    fixed = ("-m", markers, "-o", f"cache_dir={ROOT / '.pytest_cache' / cache}", "--last-failed-no-failures=none")
+    return [sys.executable, "-m", "pytest", *fixed, *options]
+
+
+def status_of(statuses: Sequence[int]) -> int:
+    """Of all runs together: the first that failed; else 0 if any had tests."""
+    failed = [status for status in statuses if status not in (0, _NO_TESTS)]
+    return failed[0] if failed else min(statuses)
+
+
+def main(options: Sequence[str]) -> int:
+    """Run both; pytest's status."""
+    with ExitStack() as stack:
+        words = stack.enter_context(TemporaryFile())
+        plain = subprocess.Popen(
+            command("cluster and not node and not long", "cluster", options),
+            cwd=ROOT,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+        )
+        stack.callback(plain.wait)
+        stack.callback(plain.terminate)  # when this ends early; of an ended process nothing is asked
+        with_node = subprocess.run(command("node and not long", "node", options), cwd=ROOT, check=False).returncode
+        without = plain.wait()
+        words.seek(0)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(b"--- the tests without a node\n" + words.read())
+        sys.stdout.flush()
+    return status_of((with_node, without))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
