@@ -15,7 +15,7 @@ from kvferry.client import Client
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.scheduler import SchedulerLimits
+from kvferry.engine.room import SchedulerLimits
 from kvferry.testing.idle import assert_workers_idle
 from kvferry.testing.processes import running
 from kvferry.v1 import inference_pb2, inference_pb2_grpc

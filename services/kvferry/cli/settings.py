@@ -96,6 +96,12 @@ ENGINE = (
     ),
     Setting("token_budget", 2048, "Tokens computed in one step, over all requests.", parse=whole(1, 1 << 20)),
     Setting("max_chunk_tokens", 512, "Tokens of one prompt in one step.", parse=whole(1, 1 << 20)),
+    Setting(
+        "max_mixed_tokens",
+        256,
+        "Tokens of all prompts in a step in which other requests decode; fewer: steadier answers, later first tokens.",
+        parse=whole(1, 1 << 20),
+    ),
     Setting("max_sequences", 64, "Requests in the running batch.", parse=whole(1, 4096)),
 )
 

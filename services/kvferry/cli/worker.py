@@ -41,7 +41,7 @@ def command(values: Values) -> None:
     leave_on_signals()
     follow_parent()
     # Imported here: these load torch, which `--help` and wrong flags need not wait for.
-    from kvferry.engine.scheduler import SchedulerLimits
+    from kvferry.engine.room import SchedulerLimits
     from kvferry.kv.offers import OfferTimes
     from kvferry.kv.price import LoadPolicy
     from kvferry.workers.config import EngineConfig, WorkerConfig
@@ -70,6 +70,7 @@ def command(values: Values) -> None:
             limits=SchedulerLimits(
                 token_budget=values["token_budget"],
                 max_chunk_tokens=values["max_chunk_tokens"],
+                max_mixed_tokens=values["max_mixed_tokens"],
                 max_sequences=values["max_sequences"],
             ),
         ),

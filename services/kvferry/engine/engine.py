@@ -19,7 +19,8 @@ from kvferry.engine.blocks import BlockPool
 from kvferry.engine.jobs import Export, LoadJob
 from kvferry.engine.messages import EngineLoad, EngineRequest, StepOutput
 from kvferry.engine.prefix_index import PrefixIndex
-from kvferry.engine.scheduler import Scheduler, SchedulerLimits, SequenceUpdate
+from kvferry.engine.room import SchedulerLimits
+from kvferry.engine.scheduler import Scheduler, SequenceUpdate
 from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepPlan, StepResult
 from kvferry.engine.tier_side import TierSide

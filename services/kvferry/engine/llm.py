@@ -13,8 +13,8 @@ from kvferry.engine.compute_dtype import choose_dtype
 from kvferry.engine.engine import Engine, one_secret
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.models.build import build_model
+from kvferry.engine.room import SchedulerLimits
 from kvferry.engine.runner import Runner
-from kvferry.engine.scheduler import SchedulerLimits
 from kvferry.model.config import ModelConfig
 from kvferry.model.detokenizer import Detokenizer
 from kvferry.model.source import open_model

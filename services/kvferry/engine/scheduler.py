@@ -2,7 +2,8 @@
 
 One step, in order:
 
-1. *Running* sequences, oldest first, each get min(N - C, chunk limit, budget left) tokens. When pages are
+1. *Running* sequences, oldest first, each get min(N - C, chunk limit, budget left) tokens; where any decodes, all
+   prompts together get no more than `max_mixed_tokens`, so that nobody's next token waits for long. When pages are
    short, the youngest running sequence is preempted: its pages go back, C returns to 0, its tokens stay,
    and it waits at the front of the line to be recomputed (Kwon et al., PagedAttention, section 4.5).
 2. *Waiting* sequences, in order of arrival, start from their longest cached prefix (C = hit, at most N - 1)
@@ -24,23 +25,10 @@ from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.engine.allocation import Allocator, BlockTable, PageCopy
 from kvferry.engine.jobs import Export, LoadJob, Progress, StoreJob
+from kvferry.engine.room import Room, SchedulerLimits
 from kvferry.engine.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
 from kvferry.engine.step import ScheduledSequence, StepPlan, StepResult
 from kvferry.kv.tiering import ObjectKey
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much one step may do."""
-
-    token_budget: int = 2048
-    """Tokens computed in one step over all sequences; bounds the step's time and activation memory."""
-    max_chunk_tokens: int = 512
-    """Tokens of one sequence in one step, so that a long prompt does not stall the streams beside it."""
-    max_sequences: int = 64
-    """Sequences that hold pages at a time."""
-    reserve_share: float = 0.01
-    """Share of pages that admission leaves free; without it newcomers take the last page and cause preemptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +102,27 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Empty when nothing can run now."""
-        budget = self.limits.token_budget
+        room = Room(self.limits, self._running)
         planned: list[ScheduledSequence] = []
         copies: list[PageCopy] = []
         preempted_before = self.num_preemptions
         for sequence in list(self._running):
-            if budget == 0:
+            if room.tokens == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted by an older one in this very loop
-            count = min(sequence.num_tokens - sequence.num_computed, self.limits.max_chunk_tokens, budget)
+            wanted = sequence.num_tokens - sequence.num_computed
+            count = room.fit(wanted)
+            if count == 0:
+                continue  # a prompt; those who decode still find room
             made = self._grow_or_preempt(sequence, count)
             if made is None:
                 continue
             copies += made
             planned.append(_scheduled(sequence, count))
-            budget -= count
+            room.take(wanted, count)
         if self.num_preemptions == preempted_before:  # pages are short enough to take some back: nobody new
-            self._admit(budget, planned)
+            self._admit(room, planned)
         return StepPlan(tuple(planned), tuple(copies))
 
     def take_loads(self) -> list[LoadJob]:
@@ -264,9 +255,9 @@ class Scheduler:
         self._waiting.appendleft(victim)
         self.num_preemptions += 1
 
-    def _admit(self, budget: int, planned: list[ScheduledSequence]) -> None:
+    def _admit(self, room: Room, planned: list[ScheduledSequence]) -> None:
         asking: list[Sequence] = []
-        while self._waiting and budget > 0:
+        while self._waiting and room.tokens > 0:
             sequence = self._waiting[0]
             if sequence.is_asking:
                 asking.append(self._waiting.popleft())
@@ -278,7 +269,10 @@ class Scheduler:
             remote = sequence.remote
             # What was cached here when the tiers were asked may have been evicted since: then there is a gap.
             fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
-            count = min(sequence.num_tokens - hit_tokens, self.limits.max_chunk_tokens, budget)
+            wanted = sequence.num_tokens - hit_tokens
+            count = room.fit(wanted)
+            if count == 0 and not fetches:
+                break
             upto = sequence.num_tokens if fetches else hit_tokens + count
             if not self._has_room(hit, sequence.num_tokens):  # for all its tokens, though the first chunk takes fewer
                 break
@@ -298,7 +292,7 @@ class Scheduler:
             sequence.move(SequenceEvent.ADMIT)
             self._running.append(sequence)
             planned.append(_scheduled(sequence, count))
-            budget -= count
+            room.take(wanted, count)
         self._waiting.extendleft(reversed(asking))
         self._running.sort(key=lambda s: s.arrival)
 

@@ -7,7 +7,7 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
-from kvferry.engine.scheduler import SchedulerLimits
+from kvferry.engine.room import SchedulerLimits
 from kvferry.engine.sequence import RemoteKv
 from kvferry.engine.step import StepPlan, StepResult
 

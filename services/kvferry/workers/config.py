@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.scheduler import SchedulerLimits
+from kvferry.engine.room import SchedulerLimits
 from kvferry.kv.offers import OfferTimes
 from kvferry.kv.price import LoadPolicy
 

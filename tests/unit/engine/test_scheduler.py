@@ -9,7 +9,7 @@ from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
-from kvferry.engine.scheduler import SchedulerLimits
+from kvferry.engine.room import SchedulerLimits
 from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepResult
 from kvferry.kv.connector import LoadOutcome, PagesQuiet
@@ -109,6 +109,52 @@ def test_decodes_go_on_beside_a_long_prompt() -> None:
     for _ in range(5):
         engine.step()
     assert shares(runner)[1:6] == [[("short", 1), ("long", 8)]] * 5
+
+
+def test_many_prompts_beside_a_decode_share_one_allowance() -> None:
+    """A chunk for each of them would keep the decode waiting for all of these chunks."""
+    engine, runner = an_engine(limits=limits(max_chunk_tokens=8, max_mixed_tokens=12))
+    engine.add(a_request("short", [1, 2, 3], max_tokens=6))
+    engine.step()
+    for i in range(3):
+        engine.add(a_request(f"long-{i}", [i, *range(9)], max_tokens=2))
+    for _ in range(4):
+        engine.step()
+    assert shares(runner)[1:5] == [
+        [("short", 1), ("long-0", 8), ("long-1", 4)],
+        [("short", 1), ("long-0", 2), ("long-1", 6), ("long-2", 4)],
+        [("short", 1), ("long-0", 1), ("long-1", 1), ("long-2", 6)],
+        [("short", 1), ("long-2", 1)],
+    ]
+    run_until_idle(engine)
+    assert engine.is_idle
+
+
+def test_prompts_alone_take_the_whole_budget() -> None:
+    engine, runner = an_engine(limits=limits(max_chunk_tokens=8, max_mixed_tokens=1))
+    for i in range(3):
+        engine.add(a_request(f"long-{i}", [i, *range(9)], max_tokens=1))
+    engine.step()
+    assert shares(runner)[0] == [("long-0", 8), ("long-1", 8), ("long-2", 8)]
+
+
+def test_a_prompt_waits_for_its_turn_at_the_allowance_and_a_fetch_does_not() -> None:
+    engine, runner = an_engine(limits=limits(max_mixed_tokens=1))
+    engine.add(a_request("short", [1, 2, 3], max_tokens=9))
+    engine.step()
+    engine.add(a_request("first", list(range(10, 16)), max_tokens=1))
+    engine.step()
+    assert shares(runner)[1] == [("short", 1), ("first", 1)]
+    assert engine.scheduler.num_waiting == 0
+    engine.add(a_request("second", list(range(20, 26)), max_tokens=1))
+    engine.step()
+    assert shares(runner)[2] == [("short", 1), ("first", 1)]
+    assert engine.scheduler.num_waiting == 1, "first has used the allowance up"
+    engine.abort(RequestId("second"))
+    HeldLoader(engine)
+    engine.add(remote_request([1, *range(30, 40)]))
+    engine.step()
+    assert engine.load().loading == 1
 
 
 def test_the_first_that_does_not_fit_ends_admission() -> None:
@@ -413,6 +459,7 @@ def workloads(draw: st.DrawFn) -> tuple[int, SchedulerLimits, list[tuple[list[in
     bounds = SchedulerLimits(
         token_budget=draw(st.integers(1, 40)),
         max_chunk_tokens=draw(st.integers(1, 20)),
+        max_mixed_tokens=draw(st.integers(1, 20)),
         max_sequences=draw(st.integers(1, 6)),
         reserve_share=draw(st.sampled_from([0.0, 0.1])),
     )
