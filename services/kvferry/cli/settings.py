@@ -66,7 +66,7 @@ ENGINE = (
     Setting(
         "kernels",
         "auto",
-        "What computes: the best here, the compiled kernels at one level, or plain torch.",
+        "What computes: the best here, the compiled kernels at one level, plain torch, or the kernels for GPUs.",
         choices=(
             "auto",
             "compiled",
@@ -75,6 +75,7 @@ ENGINE = (
             "compiled-avx512_bf16",
             "torch",
             "reference",
+            "triton",
         ),
     ),
     Setting(
