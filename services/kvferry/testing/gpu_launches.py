@@ -6,7 +6,9 @@ import numpy as np
 import torch
 
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
-from kvferry.kernels.gpu import attend, heads, norms, plan, rows
+from kvferry.kernels.block_moves import Overlay
+from kvferry.kernels.gpu import attend, blocks, digest, draw, heads, logits, norms, plan, rows
+from kvferry.kernels.rows_of_logits import Adjustments, Draws, TokenLists
 
 BF16 = torch.bfloat16
 
@@ -54,9 +56,34 @@ def _attention_cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
+def _sampling() -> None:
+    given = torch.zeros(2, 128256)
+    ints, floats = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
+    listed = TokenLists(
+        torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.float64), 4
+    )
+    allowed = torch.zeros(2, 4008, dtype=torch.int32)
+    adjusted = logits.adjust_logits(given, Adjustments(listed, listed, listed, listed, allowed))
+    for some in (given, adjusted):
+        draw.sample(some, Draws(floats, ints, floats, floats, ints, ints, ints))
+    logits.log_probabilities(given, ints)
+
+
+def _blocks() -> None:
+    pages, some = torch.zeros(3, 2, 2, 8, 16, 128, dtype=BF16), torch.zeros(2, dtype=torch.int64)
+    blocks.copy_blocks(pages, some, some)
+    blocks.scatter_blocks(blocks.gather_blocks(pages, some), pages, some)
+    digest.digest_blocks(pages, some)
+    for dtype, tokens in ((torch.float16, 16), (BF16, 24)):
+        target = torch.zeros(3, 2, 2, 4, tokens, 128, dtype=dtype)
+        blocks.relayout_blocks(pages, target, some, Overlay(0, 48, 2, 100))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "rows": _rows,
     **{f"heads {d}": lambda d=d: _heads(d) for d in (64, 80, 128)},  # type: ignore[misc]
     **_attention_cases(),
+    "sampling": _sampling,
+    "blocks": _blocks,
 }
 """Name to a call; together they launch everything."""

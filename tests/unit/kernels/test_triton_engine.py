@@ -1,4 +1,4 @@
-"""Engines over the Triton family give the tokens of the torch family, and a hand-off between two of them changes none."""
+"""Engines over the Triton family give the tokens of the torch family; nobody who does not ask for it imports Triton."""
 
 import subprocess
 import sys

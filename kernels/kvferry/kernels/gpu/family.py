@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
-from kvferry.kernels.gpu import attend, device, heads, norms, plan, rows
-from kvferry.kernels.ops import Linear, Ops
+from kvferry.kernels.gpu import attend, blocks, device, digest, draw, heads, logits, norms, plan, rows
+from kvferry.kernels.ops import DeviceOps, Linear, Ops
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -26,4 +26,17 @@ OPS = Ops(
     silu_mul=rows.silu_mul,
     gather_rows=rows.take_rows,
     why_not=device.why_not,
+)
+
+DEVICE_OPS = DeviceOps(
+    attend=attend.attend,
+    plan_cascade=plan.plan_cascade,
+    adjust_logits=logits.adjust_logits,
+    sample=draw.sample,
+    log_probabilities=logits.log_probabilities,
+    copy_blocks=blocks.copy_blocks,
+    gather_blocks=blocks.gather_blocks,
+    scatter_blocks=blocks.scatter_blocks,
+    relayout_blocks=blocks.relayout_blocks,
+    digest_blocks=digest.digest_blocks,
 )
