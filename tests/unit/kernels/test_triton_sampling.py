@@ -1,5 +1,7 @@
 """Tokens drawn by the Triton family are those of the host's sampler, whatever the row wishes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -43,7 +45,30 @@ def draws(params: list[SamplingParams], positions: list[int], device: torch.devi
     )
 
 
-@settings(max_examples=40, deadline=None)
+def drawn_by_the_host(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
+    return [
+        int(row.argmax())
+        if p.is_greedy
+        else sampler.draw(row.double().numpy(), p, uniform(p.seed or 0, index, positions[index]))
+        for index, (row, p) in enumerate(zip(logits, params, strict=True))
+    ]
+
+
+def test_every_cut_counts(device: torch.device) -> None:
+    """Rows in which each of the cuts changes what is drawn, alone and with the others."""
+    cuts: list[dict[str, float]] = [{"top_k": 6}, {"top_p": 0.4}, {"min_p": 0.15}]
+    wishes = [*cuts, cuts[0] | cuts[1], cuts[0] | cuts[2], cuts[1] | cuts[2], cuts[0] | cuts[1] | cuts[2], {}]
+    params = [SamplingParams(temperature=2.0, seed=i, **w) for i, w in enumerate(wishes * 5)]  # type: ignore[arg-type]
+    logits = torch.round(torch.randn(len(params), 50, generator=torch.Generator().manual_seed(4)) * 4) / 2
+    positions = list(range(len(params)))
+    expected = drawn_by_the_host(logits, params, positions)
+    for cut in ("top_k", "top_p", "min_p"):
+        without = [replace(p, **{cut: 1.0 if cut == "top_p" else 0}) for p in params]
+        assert drawn_by_the_host(logits, without, positions) != expected
+    assert DEVICE_OPS.sample(logits.to(device), draws(params, positions, device)).tolist() == expected
+
+
+@settings(max_examples=20, deadline=None)
 @given(
     wishes=st.lists(WISHES, min_size=1, max_size=3),
     vocabulary=st.sampled_from([1, 2, 60, 300]),
@@ -61,12 +86,7 @@ def test_draws_are_the_sampler_s(
         logits[0, 1] = -torch.inf
     params = [SamplingParams(**w) for w in wishes]  # type: ignore[arg-type]
     positions = [position + i for i in range(len(params))]
-    expected = [
-        int(row.argmax())
-        if p.is_greedy
-        else sampler.draw(row.double().numpy(), p, uniform(p.seed or 0, index, positions[index]))
-        for index, (row, p) in enumerate(zip(logits, params, strict=True))
-    ]
+    expected = drawn_by_the_host(logits, params, positions)
     assert DEVICE_OPS.sample(logits.to(device), draws(params, positions, device)).tolist() == expected
     assert reference.DEVICE_OPS.sample(logits, draws(params, positions, "cpu")).tolist() == expected
 
