@@ -32,3 +32,39 @@ class AttentionBatch:
     def num_rows(self) -> int:
         """Rows over all sequences."""
         return int(self.queries.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """What queries and keys are normed with before they are rotated (Qwen 3)."""
+
+    query: torch.Tensor
+    """[head dim]."""
+    key: torch.Tensor
+    """[head dim]."""
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRules:
+    """What a layer's attention is, beyond causal."""
+
+    scale: float
+    """Scores are multiplied by it."""
+    window: int | None = None
+    """A row sees so many positions, its own included; `None`: all before it."""
+    soft_cap: float | None = None
+    """Scores s become cap * tanh(s / cap), after the scale."""
+    sinks: torch.Tensor | None = None
+    """[H] float32: a score that each head's weights are shared with and that brings no value (Xiao et al., Efficient
+    Streaming Language Models with Attention Sinks, 2024, in the learned form)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Sequences that begin with the same pages."""
+
+    members: tuple[int, ...]
+    """Rows of the batch's tables, each computing one token or a few."""
+    tokens: int
+    """How many of their first tokens are the same; all of these were computed in earlier steps."""

@@ -1,23 +1,39 @@
-"""One table of operations, and which family of kernels fills it on which device.
+"""The tables of operations, and which family of kernels fills them on which device.
 
-Shapes: T rows, H query heads, K key-value heads (H a multiple of K), D values per head, B tokens per page.
-Pages are `[pages, layers, 2, K, B, D]`, keys before values: one page of all layers is one range of memory.
+`Ops` is what a model is made of, and every family has all of it. `DeviceOps` is what a runner needs beside it to stay
+on its device between steps; the torch family has none, because on a CPU numpy does the same (`engine/sampler.py`).
+
+    family      Ops   DeviceOps   runs on
+    reference   yes   yes         anything; the definition of both, written to be read
+    torch       yes   no          anything
+    triton      yes   yes         GPUs, and any CPU in Triton's interpreter, for tests
+
+Shapes: T rows, H query heads, K key-value heads (H a multiple of K), D values per head, B tokens per page, R rows of
+logits, V the vocabulary. Pages are `[pages, layers, 2, K, B, D]`, keys before values: one page of all layers is one
+range of memory.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
 from kvferry.core.errors import UsageError
-from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
+from kvferry.kernels.block_moves import Overlay
+from kvferry.kernels.rows_of_logits import Adjustments, Draws
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """[T, in] to [T, out], with its weights inside."""
 
 AttentionPlan = object
 """What a family works out once per step and uses in every layer; made and read by the same family."""
+
+
+def _runs_anywhere(device: torch.device) -> str | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +61,15 @@ class Ops:
     write_kv: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
     """(kv [T, 2, K, D], pages, layer, slots [T]): each row's key and value into its slot."""
 
-    plan_attention: Callable[[AttentionBatch, torch.Tensor], AttentionPlan]
-    """(batch, pages) to what `paged_attention` needs for this step, in every layer."""
+    place_qkv: Callable[
+        [torch.Tensor, HeadNorms | None, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None
+    ]
+    """(qkv [T, H + 2 K, D], norms or none, cos, sin, pages, layer, slots): `rms_norm` of each query and key head where
+    there are norms, `rotate` of both, `write_kv`. Queries are left in `qkv`; what stays of its keys and values is
+    anybody's guess."""
+
+    plan_attention: Callable[[AttentionBatch, torch.Tensor, int], AttentionPlan]
+    """(batch, pages, H) to what `paged_attention` needs for this step, in every layer."""
 
     paged_attention: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, float], torch.Tensor]
     """(q [T, H, D], pages, layer, plan, scale) to [T, H * D]: causal attention of each row over its sequence's
@@ -59,9 +82,59 @@ class Ops:
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """(x [T, n], rows [R] int64) to [R, n]."""
 
+    why_not: Callable[[torch.device], str | None] = _runs_anywhere
+    """What keeps the family from running on a device, with what to do about it; `None`: nothing."""
 
-FAMILIES = {"reference": "kvferry.kernels.reference", "torch": "kvferry.kernels.torch_cpu"}
+
+@dataclass(frozen=True, slots=True)
+class DeviceOps:
+    """What a runner needs that brings nothing to the host between steps."""
+
+    attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
+    """`Ops.paged_attention` by other rules: sliding window, capped scores, sinks."""
+
+    plan_cascade: Callable[[AttentionBatch, torch.Tensor, int, Sequence[SharedPrefix]], AttentionPlan]
+    """`Ops.plan_attention` for sequences of which some begin with the same pages: these are read once for all of
+    them. The results are the same."""
+
+    adjust_logits: Callable[[torch.Tensor, Adjustments], torch.Tensor]
+    """(logits [R, V] float32, wishes) to [R, V] float64: bias, penalties, bans, in the order of the sampler."""
+
+    sample: Callable[[torch.Tensor, Draws], torch.Tensor]
+    """(logits [R, V] float32 or float64, draws) to token ids [R] int64; what `engine.sampler.draw` draws."""
+
+    log_probabilities: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(logits [R, V] float32, token ids [R]) to their natural log-probabilities [R] float64."""
+
+    copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """(pages, sources [N] int64, targets [N]): whole pages inside the pool; no target is a source or twice there."""
+
+    gather_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(pages, blocks [N] int64) to [N, layers, 2, K, B, D], contiguous."""
+
+    scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """(staged [N, layers, 2, K, B, D], pages, blocks [N]): the inverse."""
+
+    relayout_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Overlay], torch.Tensor]
+    """(staged [n, layers, 2, k, b, D], pages, blocks [N] int64, overlay): what staged pages of another block size,
+    element type or share of the heads hold of the target blocks' tokens, into these; nothing else is written.
+    Returns [1] int32: of finite values how many the target's type could not hold."""
+
+    digest_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """(pages, blocks [N] int64) to [N, 2] int64: 128 bits of each page's content. It tells damage, not forgery."""
+
+
+FAMILIES = {
+    "reference": "kvferry.kernels.reference",
+    "torch": "kvferry.kernels.torch_cpu",
+    "triton": "kvferry.kernels.gpu.family",
+}
 """Family name to the module whose `OPS` it is; imported when asked for."""
+
+
+def family_for(device: torch.device | str) -> str:
+    """The fastest family of torch tensors that runs on a device."""
+    return "triton" if torch.device(device).type == "cuda" else "torch"
 
 
 def ops_for(device: torch.device | str, family: str | None = None) -> Ops:
@@ -72,11 +145,38 @@ def ops_for(device: torch.device | str, family: str | None = None) -> Ops:
         family: a name of `FAMILIES`; `None`: the fastest that runs there.
 
     Raises:
-        UsageError: there is no such family.
+        UsageError: there is no such family, or it does not run there.
     """
-    chosen = family or "torch"
+    ops = _load(device, family).OPS
+    assert isinstance(ops, Ops)
+    if reason := ops.why_not(torch.device(device)):
+        raise UsageError(reason, field="kernels")
+    return ops
+
+
+def device_ops_for(device: torch.device | str, family: str | None = None) -> DeviceOps:
+    """The operations of a runner that stays on its device.
+
+    Raises:
+        UsageError: the family has none, or does not run there.
+    """
+    name = ops_for(device, family).name
+    found = getattr(_load(device, name), "DEVICE_OPS", None)
+    if found is None:
+        raise UsageError(f"the kernels {name!r} have no operations of a runner on its device", field="kernels")
+    assert isinstance(found, DeviceOps)
+    return found
+
+
+def _load(device: torch.device | str, family: str | None) -> ModuleType:
+    chosen = family or family_for(device)
     if chosen not in FAMILIES:
         raise UsageError(f"no kernel family {chosen!r}; known: {', '.join(FAMILIES)}", field="kernels")
-    ops = importlib.import_module(FAMILIES[chosen]).OPS
-    assert isinstance(ops, Ops)
-    return ops
+    try:
+        return importlib.import_module(FAMILIES[chosen])
+    except ModuleNotFoundError as error:
+        if error.name != chosen:
+            raise
+        raise UsageError(
+            f"the kernels {chosen!r} need the package {chosen}, which is not installed here", field="kernels"
+        ) from error

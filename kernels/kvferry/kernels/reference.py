@@ -1,13 +1,16 @@
 """Every operation in plain torch, written to be read: the definition that the fast families are tested against.
 
 Each works in whatever precision its inputs have, so the same code in float64 and in the low precision tells how
-much error is fair.
+much error is fair. The rest of `DeviceOps` is in `reference_sampling` and `reference_blocks`.
 """
+
+from collections.abc import Sequence
 
 import torch
 
-from kvferry.kernels.batch import AttentionBatch
-from kvferry.kernels.ops import AttentionPlan, Linear, Ops
+from kvferry.kernels import reference_blocks, reference_sampling
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
+from kvferry.kernels.ops import AttentionPlan, DeviceOps, Linear, Ops
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -45,25 +48,66 @@ def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Ten
         pages[slot // block_tokens, layer, :, :, slot % block_tokens] = kv[row]
 
 
-def plan_attention(batch: AttentionBatch, pages: torch.Tensor) -> AttentionPlan:
+def place_qkv(
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+) -> None:
+    kv_heads = pages.shape[3]
+    heads = qkv.shape[1] - 2 * kv_heads
+    queries, keys = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+    if norms is not None:
+        queries.copy_(rms_norm(queries, norms.query, norms.epsilon))
+        keys.copy_(rms_norm(keys, norms.key, norms.epsilon))
+    rotate(qkv[:, : heads + kv_heads], cos, sin)
+    write_kv(qkv[:, heads:].view(len(qkv), 2, kv_heads, qkv.shape[2]), pages, layer, slots)
+
+
+def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
+    return batch
+
+
+def plan_cascade(
+    batch: AttentionBatch, pages: torch.Tensor, num_heads: int, shared: Sequence[SharedPrefix]
+) -> AttentionPlan:
     return batch
 
 
 def paged_attention(
     q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
+    return attend(q, pages, layer, plan, AttentionRules(scale))
+
+
+def attend(
+    q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, rules: AttentionRules
+) -> torch.Tensor:
     assert isinstance(plan, AttentionBatch)
     block_tokens, outputs, first = pages.shape[4], [], 0
     for queries, context, table in zip(plan.queries.tolist(), plan.contexts.tolist(), plan.block_tables, strict=True):
-        places = torch.arange(context)
-        page = torch.as_tensor(table)[places // block_tokens]
+        places = torch.arange(context, device=q.device)
+        page = torch.as_tensor(table, device=q.device)[places // block_tokens]
         kv = pages[page, layer, :, :, places % block_tokens]  # [context, 2, K, D]
         rows = q[first : first + queries]
         group = q.shape[1] // kv.shape[2]
         keys, values = kv[:, 0].repeat_interleave(group, dim=1), kv[:, 1].repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,chd->hqc", rows, keys) * scale
-        seen = places[None, :] <= torch.arange(context - queries, context)[:, None]
-        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+        scores = torch.einsum("qhd,chd->hqc", rows, keys) * rules.scale
+        if rules.soft_cap is not None:
+            scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
+        position = torch.arange(context - queries, context, device=q.device)[:, None]
+        seen = places[None, :] <= position
+        if rules.window is not None:
+            seen &= places[None, :] > position - rules.window
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if rules.sinks is not None:
+            sinks = rules.sinks.to(scores.dtype)[:, None, None].expand(-1, queries, 1)
+            weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, dim=-1)
         outputs.append(torch.einsum("hqc,chd->qhd", weights, values).flatten(1))
         first += queries
     return torch.cat(outputs)
@@ -86,8 +130,22 @@ OPS = Ops(
     add_rms_norm=add_rms_norm,
     rotate=rotate,
     write_kv=write_kv,
+    place_qkv=place_qkv,
     plan_attention=plan_attention,
     paged_attention=paged_attention,
     silu_mul=silu_mul,
     gather_rows=gather_rows,
+)
+
+DEVICE_OPS = DeviceOps(
+    attend=attend,
+    plan_cascade=plan_cascade,
+    adjust_logits=reference_sampling.adjust_logits,
+    sample=reference_sampling.sample,
+    log_probabilities=reference_sampling.log_probabilities,
+    copy_blocks=reference_blocks.copy_blocks,
+    gather_blocks=reference_blocks.gather_blocks,
+    scatter_blocks=reference_blocks.scatter_blocks,
+    relayout_blocks=reference_blocks.relayout_blocks,
+    digest_blocks=reference_blocks.digest_blocks,
 )

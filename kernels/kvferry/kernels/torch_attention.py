@@ -61,7 +61,7 @@ class _Plan:
     chunks: tuple[_Chunk, ...]
 
 
-def plan_attention(batch: AttentionBatch, pages: torch.Tensor) -> AttentionPlan:
+def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
     """Work out what to gather and what to mask; the same for every layer."""
     firsts = np.concatenate(([0], np.cumsum(batch.queries)[:-1]))
     single = np.flatnonzero(batch.queries == 1)

@@ -72,7 +72,7 @@ ENGINE = (
     Setting(
         "kernels",
         "auto",
-        "What computes: the best here, the compiled kernels at one level, or plain torch.",
+        "What computes: the best here, the compiled kernels at one level, plain torch, or the kernels for GPUs.",
         choices=(
             "auto",
             "compiled",
@@ -81,6 +81,7 @@ ENGINE = (
             "compiled-avx512_bf16",
             "torch",
             "reference",
+            "triton",
         ),
     ),
     Setting(

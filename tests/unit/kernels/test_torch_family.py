@@ -1,7 +1,6 @@
 """The torch family computes what the reference defines, on odd shapes, and never looks beyond a context."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,29 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.kernels import reference
 from kvferry.kernels.batch import AttentionBatch
 from kvferry.kernels.ops import Ops, ops_for
+from kvferry.testing import kernel_cases
+from kvferry.testing.kernel_cases import Cast, attend, make_case
 
 FAST = ops_for("cpu", "torch")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def fair_error(exact: torch.Tensor, low: torch.Tensor) -> float:
-    """Twice the error that the definition itself makes in the low precision, and a few units in the last place."""
-    unit = torch.finfo(low.dtype).eps * float(exact.abs().max())
-    return 2 * float((low.double() - exact).abs().max()) + 8 * unit
-
-
-def assert_as_good_as_reference(
-    run: Callable[[Ops, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor], dtype: torch.dtype
-) -> None:
-    """`run(ops, cast)` with the definition in float64, the definition in `dtype`, and the fast family in `dtype`."""
-    exact = run(reference.OPS, lambda t: t.to(dtype).double())
-    low = run(reference.OPS, lambda t: t.to(dtype).clone())
-    fast = run(FAST, lambda t: t.to(dtype).clone())
-    assert fast.dtype == dtype
-    assert float((fast.double() - exact).abs().max()) <= fair_error(exact, low)
+def assert_as_good_as_reference(run: Callable[[Ops, Cast], torch.Tensor], dtype: torch.dtype) -> None:
+    kernel_cases.assert_as_good_as_reference(run, dtype, FAST)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -45,7 +32,7 @@ class TestRowOps:
     def test_add_rms_norm_returns_the_norm_and_updates_the_residual(self, rows: int, dtype: torch.dtype) -> None:
         x, residual, w = torch.randn(rows, 57), torch.randn(rows, 57), torch.randn(57)
 
-        def run(ops: Ops, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        def run(ops: Ops, cast: Cast) -> torch.Tensor:
             total = cast(residual)
             normed = ops.add_rms_norm(cast(x), total, cast(w), 1e-5)
             return torch.cat((normed, total))
@@ -55,7 +42,7 @@ class TestRowOps:
     def test_rotate(self, rows: int, dtype: torch.dtype) -> None:
         x, cos, sin = torch.randn(rows, 5, 14), torch.randn(rows, 14), torch.randn(rows, 14)
 
-        def run(ops: Ops, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        def run(ops: Ops, cast: Cast) -> torch.Tensor:
             wider = torch.cat((cast(x), cast(x)), dim=1)
             ops.rotate(wider[:, :5], cos, sin)  # a view, as the model passes one
             return wider
@@ -70,7 +57,7 @@ class TestRowOps:
     def test_linear(self, rows: int, dtype: torch.dtype, has_bias: bool) -> None:
         x, w, b = torch.randn(rows, 57), torch.randn(93, 57), torch.randn(93)
 
-        def run(ops: Ops, cast: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        def run(ops: Ops, cast: Cast) -> torch.Tensor:
             return ops.pack_linear(cast(w), cast(b) if has_bias else None)(cast(x))
 
         assert_as_good_as_reference(run, dtype)
@@ -79,52 +66,6 @@ class TestRowOps:
         table, ids = torch.randn(31, 13), torch.randint(0, 31, (rows,))
         assert_as_good_as_reference(lambda ops, cast: ops.embedding(ids, cast(table)), dtype)
         assert_as_good_as_reference(lambda ops, cast: ops.gather_rows(cast(table), ids), dtype)
-
-
-@dataclass
-class Case:
-    """A ragged batch over randomly placed pages."""
-
-    pages: torch.Tensor
-    q: torch.Tensor
-    kv: torch.Tensor
-    batch: AttentionBatch
-
-    LAYERS = 3
-
-
-def make_case(
-    shapes: list[tuple[int, int]], *, kv_heads: int, group: int, head_dim: int, block_tokens: int, seed: int
-) -> Case:
-    """`shapes` are (queries, history) of each sequence."""
-    generator = torch.Generator().manual_seed(seed)
-    queries = np.array([q for q, _ in shapes])
-    contexts = np.array([q + h for q, h in shapes])
-    blocks = -(-contexts // block_tokens)
-    spare = 3
-    order = torch.randperm(int(blocks.sum()) + spare, generator=generator).numpy()
-    table = np.zeros((len(shapes), int(blocks.max())), dtype=np.int64)
-    used, slots = 0, []
-    for i, n in enumerate(blocks):
-        table[i, :n] = order[used : used + n]
-        used += n
-        positions = np.arange(contexts[i] - queries[i], contexts[i])
-        slots.append(table[i, positions // block_tokens] * block_tokens + positions % block_tokens)
-    pages = torch.randn(len(order), Case.LAYERS, 2, kv_heads, block_tokens, head_dim, generator=generator)
-    rows = int(queries.sum())
-    return Case(
-        pages,
-        torch.randn(rows, kv_heads * group, head_dim, generator=generator),
-        torch.randn(rows, 2, kv_heads, head_dim, generator=generator),
-        AttentionBatch(queries, contexts, table, torch.from_numpy(np.concatenate(slots))),
-    )
-
-
-def attend(case: Case, ops: Ops, cast: Callable[[torch.Tensor], torch.Tensor], layer: int = 1) -> torch.Tensor:
-    pages = cast(case.pages)
-    ops.write_kv(cast(case.kv), pages, layer, case.batch.slots)
-    plan = ops.plan_attention(case.batch, pages)
-    return ops.paged_attention(cast(case.q), pages, layer, plan, 0.37)
 
 
 shapes_strategy = st.lists(
@@ -161,14 +102,9 @@ def test_unused_slots_full_of_nan_change_nothing(shapes: list[tuple[int, int]], 
     case = make_case(shapes, kv_heads=2, group=2, head_dim=8, block_tokens=block_tokens, seed=1)
     ops = ops_for("cpu", family)
     clean = attend(case, ops, torch.clone)
-    used = torch.zeros(case.pages.shape[0] * block_tokens, dtype=torch.bool)
-    for context, table in zip(case.batch.contexts.tolist(), case.batch.block_tables, strict=True):
-        positions = np.arange(context)
-        used[table[positions // block_tokens] * block_tokens + positions % block_tokens] = True
-    unused = ~used.view(-1, 1, 1, 1, block_tokens, 1)
-    case.pages = case.pages.masked_fill(unused, torch.nan)
-    assert torch.isnan(case.pages).any()  # at least the spare pages
-    assert torch.equal(attend(case, ops, torch.clone), clean)
+    poisoned = case.poisoned()
+    assert torch.isnan(poisoned.pages).any()  # at least the spare pages
+    assert torch.equal(attend(poisoned, ops, torch.clone), clean)
 
 
 @pytest.mark.parametrize("family", ["reference", "torch"])
@@ -193,10 +129,10 @@ def test_attention_equals_dense_causal_attention_for_any_placement_of_pages() ->
         slots = torch.from_numpy(placement[positions // block_tokens] * block_tokens + positions % block_tokens)
         batch = AttentionBatch(np.array([33]), np.array([33]), placement[None], slots)
         FAST.write_kv(torch.stack((k[0], v[0])).permute(2, 0, 1, 3), pages, 0, slots)
-        out = FAST.paged_attention(q[0].transpose(0, 1), pages, 0, FAST.plan_attention(batch, pages), 0.25)
+        out = FAST.paged_attention(q[0].transpose(0, 1), pages, 0, FAST.plan_attention(batch, pages, 2), 0.25)
         torch.testing.assert_close(out, dense[0].transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-5)
 
 
 def test_an_unknown_family_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="no kernel family 'cuda-magic'; known: reference, torch"):
+    with pytest.raises(UsageError, match="no kernel family 'cuda-magic'; known: reference, torch, triton"):
         ops_for("cpu", "cuda-magic")

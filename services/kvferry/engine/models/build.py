@@ -11,15 +11,15 @@ from kvferry.engine.models.model import Model
 from kvferry.engine.models.transformer import Transformer
 from kvferry.engine.models.weights import load_weights
 from kvferry.kernels import compiled
-from kvferry.kernels.ops import FAMILIES, ops_for
+from kvferry.kernels.ops import FAMILIES, family_for, ops_for
 from kvferry.model.config import ModelConfig
 from kvferry.model.tensors import TensorSource
 
 _log = logging.getLogger(__name__)
 
-AUTO, COMPILED, TORCH = "auto", "compiled", "torch"
+AUTO, COMPILED = "auto", "compiled"
 KERNELS = (AUTO, COMPILED, *(f"{COMPILED}-{level}" for level in ("portable", "avx2", "avx512_bf16")), *FAMILIES)
-"""What may be asked for: the best, the best compiled, one level of the compiled, or a family of torch."""
+"""What may be asked for: the best, the best compiled, one level of the compiled, or a family over torch's tensors."""
 SHIPPED = "shipped"
 WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Names of weights' forms, to what the compiled kernels call them."""
@@ -97,7 +97,7 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: torch.dtype, devic
         level = compiled.choose_level(level_of(kernels) or None, rounds_activations=dtype == torch.bfloat16)
         return f"{COMPILED}-{level}"
     if kernels == AUTO:
-        return TORCH
+        return family_for(device)
     raise UsageError(f"the compiled kernels cannot run here: {reason}", field="kernels")
 
 

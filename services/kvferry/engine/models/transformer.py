@@ -2,7 +2,7 @@
 
 Per layer, with T rows of one step's ragged batch:
 
-    hidden -> norm -> q, k, v -> rotate q, k -> write k, v to pages -> paged attention -> output  ┐ added to the
+    hidden -> norm -> q, k, v -> (norm) rotate q, k, write k, v to pages -> attention -> output  ┐ added to the
     hidden -> norm -> gate, up -> silu * -> down                                                  ┘ residual
 """
 
@@ -74,7 +74,7 @@ class Transformer:
             cos=self._cos.index_select(0, positions),
             sin=self._sin.index_select(0, positions),
             slots=batch.slots,
-            plan=ops.plan_attention(batch, pages),
+            plan=ops.plan_attention(batch, pages, self.config.num_heads),
         )
         residual = ops.embedding(token_ids, self._weights.embedding)
         layers = self._weights.layers
@@ -99,14 +99,8 @@ class Transformer:
 
     def _attend(self, x: torch.Tensor, layer: LayerWeights, index: int, step: _Step) -> torch.Tensor:
         config, ops = self.config, self.ops
-        rows, heads, kv_heads = x.shape[0], config.num_heads, config.num_kv_heads
-        qkv = layer.qkv(x).view(rows, heads + 2 * kv_heads, config.head_dim)
-        qk = qkv[:, : heads + kv_heads]
-        kv = qkv[:, heads:].view(rows, 2, kv_heads, config.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qkv[:, :heads] = ops.rms_norm(qkv[:, :heads], layer.q_norm, config.rms_norm_eps)
-            kv[:, 0] = ops.rms_norm(kv[:, 0], layer.k_norm, config.rms_norm_eps)
-        ops.rotate(qk, step.cos, step.sin)
-        ops.write_kv(kv, step.pages, index, step.slots)
+        heads, all_heads = config.num_heads, config.num_heads + 2 * config.num_kv_heads
+        qkv = layer.qkv(x).view(x.shape[0], all_heads, config.head_dim)
+        ops.place_qkv(qkv, layer.head_norms, step.cos, step.sin, step.pages, index, step.slots)
         seen = ops.paged_attention(qkv[:, :heads], step.pages, index, step.plan, self._scale)
         return layer.output(seen)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.core.errors import ModelFileError
+from kvferry.kernels.batch import HeadNorms
 from kvferry.kernels.ops import Linear, Ops
 from kvferry.model.config import ModelConfig
 from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, TensorSource, check_shapes, layer_prefix
@@ -12,13 +13,12 @@ from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, TensorSource, che
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer. Norm weights are [hidden] or [head_dim]; projections take [T, in]."""
+    """One layer. Norm weights are [hidden]; projections take [T, in]."""
 
     attention_norm: torch.Tensor
     qkv: Linear
     """[T, hidden] to [T, (H + 2 K) * D]: queries, keys, values."""
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    head_norms: HeadNorms | None
     output: Linear
     mlp_norm: torch.Tensor
     gate_up: Linear
@@ -61,13 +61,17 @@ def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
     return LayerWeights(
         attention_norm=reader.tensor(at + "input_layernorm.weight"),
         qkv=reader.linear(*(f"{attention}{x}_proj.weight" for x in "qkv"), bias=bias),
-        q_norm=reader.tensor(attention + "q_norm.weight") if config.qk_norm else None,
-        k_norm=reader.tensor(attention + "k_norm.weight") if config.qk_norm else None,
+        head_norms=_head_norms(reader, attention, config.rms_norm_eps) if config.qk_norm else None,
         output=reader.linear(attention + "o_proj.weight"),
         mlp_norm=reader.tensor(at + "post_attention_layernorm.weight"),
         gate_up=reader.linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
         down=reader.linear(mlp + "down_proj.weight"),
     )
+
+
+def _head_norms(reader: "_Reader", attention: str, epsilon: float) -> HeadNorms:
+    query, key = (reader.tensor(f"{attention}{x}_norm.weight") for x in "qk")
+    return HeadNorms(query, key, epsilon)
 
 
 class _Reader:

@@ -1,0 +1,155 @@
+"""Paged attention by a plan: a launch for rows of prefills, one or two for decoding rows, one that merges their parts.
+
+See `plan` for what is cut how, `tiles` for the kernels.
+"""
+
+import torch
+import triton
+
+from kvferry.kernels.batch import AttentionRules
+from kvferry.kernels.gpu import check
+from kvferry.kernels.gpu.device import INTERPRETED
+from kvferry.kernels.gpu.launch import choose
+from kvferry.kernels.gpu.plan import Members, Plan, Tiles
+from kvferry.kernels.gpu.tiles import attend_tiles, merge_parts
+from kvferry.kernels.ops import AttentionPlan
+
+
+def paged_attention(
+    q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    """See `Ops.paged_attention`.
+
+    Raises:
+        BadKernelInput: as `attend`.
+    """
+    return attend(q, pages, layer, plan, AttentionRules(scale))
+
+
+def attend(
+    q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, rules: AttentionRules
+) -> torch.Tensor:
+    """See `DeviceOps.attend`.
+
+    Raises:
+        BadKernelInput: queries, pages and plan do not go together, or the rules ask for what there is not.
+    """
+    assert isinstance(plan, Plan)
+    _check(q, pages, plan, rules)
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+    at_layer = pages.select(1, layer)
+    if plan.large is not None and plan.large_members is not None:
+        _launch(out, None, q, at_layer, plan, plan.large, plan.large_members, rules)
+    if plan.small_members is not None:
+        parts = _parts(q, plan, plan.small_members)
+        for tiles in plan.small:
+            _launch(out, parts, q, at_layer, plan, tiles, plan.small_members, rules)
+        _merge(out, parts, q, plan, plan.small_members, rules)
+    return out
+
+
+def _check(q: torch.Tensor, pages: torch.Tensor, plan: Plan, rules: AttentionRules) -> None:
+    check.ready("q", q, pages, plan.positions)
+    check.floats("q", q, like=pages)
+    check.dense("q", q)
+    if tuple(pages.shape[1:]) != plan.shape:
+        raise check.fault("pages", "SHAPE", f"{tuple(pages.shape)}; the plan was made for pages of {plan.shape}")
+    check.shaped("q", q, plan.num_rows, plan.num_heads, pages.shape[5])
+    if rules.window is not None and rules.window < 1:
+        raise check.fault("window", "SHAPE", f"{rules.window} positions; a row sees at least itself")
+    if rules.window is not None and plan.has_shared:
+        raise check.fault("window", "SHAPE", "a shared prefix is computed without a window; plan this layer alone")
+    if rules.sinks is not None:
+        check.ready("sinks", rules.sinks, q)
+        check.typed("sinks", rules.sinks, torch.float32)
+        check.shaped("sinks", rules.sinks, plan.num_heads)
+        check.contiguous("sinks", rules.sinks)
+
+
+def _parts(q: torch.Tensor, plan: Plan, members: Members) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for what partitions come to: values and logarithms of their sums of weights."""
+    shape = (members.count, plan.num_heads, plan.num_partitions)
+    peaks = torch.empty(shape, dtype=torch.float32, device=q.device)
+    return torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device), peaks
+
+
+def _launch(
+    out: torch.Tensor,
+    parts: tuple[torch.Tensor, torch.Tensor] | None,
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    plan: Plan,
+    tiles: Tiles,
+    members: Members,
+    rules: AttentionRules,
+) -> None:
+    head_dim, kv_heads = q.shape[2], pages.shape[2]
+    values, peaks = parts or (out, out)
+    tiles.choice.run(
+        attend_tiles,
+        (tiles.count, kv_heads, plan.num_partitions if tiles.partition else 1),
+        out,
+        values,
+        peaks,
+        q,
+        pages,
+        plan.tables,
+        tiles.numbers,
+        tiles.listed,
+        members.rows,
+        plan.positions,
+        plan.positions if rules.sinks is None else rules.sinks,
+        tiles.count,
+        plan.num_partitions,
+        plan.tables.stride(0),
+        rules.scale,
+        rules.soft_cap or 0.0,
+        rules.window or 0,
+        q.stride(0),
+        q.stride(1),
+        pages.stride(0),
+        pages.stride(1),
+        pages.stride(2),
+        pages.stride(3),
+        group=q.shape[1] // kv_heads,
+        head_dim=head_dim,
+        dim=max(16, triton.next_power_of_2(head_dim)),
+        block_tokens=pages.shape[3],
+        num_rows=tiles.rows,
+        num_keys=tiles.choice.sizes["keys"],
+        partition=tiles.partition,
+        is_capped=rules.soft_cap is not None,
+        is_windowed=rules.window is not None,
+        has_sinks=rules.sinks is not None,
+        precision="ieee" if q.dtype == torch.float32 else "tf32",
+        widens=INTERPRETED and q.dtype == torch.bfloat16,
+    )
+
+
+def _merge(
+    out: torch.Tensor,
+    parts: tuple[torch.Tensor, torch.Tensor],
+    q: torch.Tensor,
+    plan: Plan,
+    members: Members,
+    rules: AttentionRules,
+) -> None:
+    head_dim = q.shape[2]
+    choice = choose("merge_parts", q.device)
+    choice.run(
+        merge_parts,
+        (members.count, plan.num_heads),
+        out,
+        *parts,
+        members.rows,
+        plan.positions,
+        plan.positions if rules.sinks is None else rules.sinks,
+        plan.num_partitions,
+        rules.window or 0,
+        head_dim=head_dim,
+        dim=triton.next_power_of_2(head_dim),
+        partition=plan.small[0].partition,
+        block=choice.sizes["block"],
+        is_windowed=rules.window is not None,
+        has_sinks=rules.sinks is not None,
+    )

@@ -1,0 +1,42 @@
+"""The tables of the Triton family. Projections are the GPU's own library's: nobody multiplies matrices faster."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+
+from kvferry.kernels.gpu import attend, blocks, device, digest, draw, heads, logits, norms, plan, rows
+from kvferry.kernels.ops import DeviceOps, Linear, Ops
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    """cuBLAS through torch."""
+    return lambda x: F.linear(x, weight, bias)
+
+
+OPS = Ops(
+    name="triton",
+    pack_linear=pack_linear,
+    embedding=rows.embedding,
+    rms_norm=norms.rms_norm,
+    add_rms_norm=norms.add_rms_norm,
+    rotate=heads.rotate,
+    write_kv=heads.write_kv,
+    place_qkv=heads.place_qkv,
+    plan_attention=plan.plan_attention,
+    paged_attention=attend.paged_attention,
+    silu_mul=rows.silu_mul,
+    gather_rows=rows.take_rows,
+    why_not=device.why_not,
+)
+
+DEVICE_OPS = DeviceOps(
+    attend=attend.attend,
+    plan_cascade=plan.plan_cascade,
+    adjust_logits=logits.adjust_logits,
+    sample=draw.sample,
+    log_probabilities=logits.log_probabilities,
+    copy_blocks=blocks.copy_blocks,
+    gather_blocks=blocks.gather_blocks,
+    scatter_blocks=blocks.scatter_blocks,
+    relayout_blocks=blocks.relayout_blocks,
+    digest_blocks=digest.digest_blocks,
+)

@@ -1,0 +1,256 @@
+"""What happens to heads between projection and attention: norm, rotation, the way into pages; in one kernel.
+
+    qkv row    [ q0 .. q(H-1) | k0 .. k(K-1) | v0 .. v(K-1) ]
+                 norm, turn     norm, turn
+                 in place       └──── slot's place in its page ────┘
+
+Apart, a decoding step would read and write each row three times. `rotate` and `write_kv` are there for whoever wants
+one of the steps alone. The idea of one kernel that reshapes and writes blocks is Kwon et al., Efficient memory
+management for large language model serving with PagedAttention, 2023, section 5.1.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvferry.kernels.batch import HeadNorms
+from kvferry.kernels.gpu import check
+from kvferry.kernels.gpu.launch import choose
+
+
+@triton.jit
+def _turned(
+    first: tl.tensor,
+    second: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    size: tl.constexpr,
+) -> tl.tensor:
+    """Both halves of heads, turned by one row's angles."""
+    left = first * tl.load(cos + at, mask=inside, other=0.0) + second * tl.load(sin + at, mask=inside, other=0.0)
+    cos += size
+    sin += size
+    right = second * tl.load(cos + at, mask=inside, other=0.0) + first * tl.load(sin + at, mask=inside, other=0.0)
+    return left, right
+
+
+@triton.jit
+def _rotate(
+    x: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    heads: tl.tensor,
+    row_stride: tl.tensor,
+    head_stride: tl.tensor,
+    size: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * tile + tl.arange(0, tile)[:, None]
+    at = tl.arange(0, block)[None, :]
+    inside = (head < heads) & (at < size)
+    source = x + row * row_stride + head * head_stride + at
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
+    angles = row * 2 * size
+    left, right = _turned(first, second, cos + angles, sin + angles, at, at < size, size)
+    tl.store(source, left.to(x.dtype.element_ty), mask=inside)
+    tl.store(source + size, right.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _place(
+    qkv: tl.tensor,
+    query_norm: tl.tensor,
+    key_norm: tl.tensor,
+    epsilon: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    pages: tl.tensor,
+    slots: tl.tensor,
+    heads: tl.tensor,
+    kv_heads: tl.tensor,
+    row_stride: tl.tensor,
+    head_stride: tl.tensor,
+    page_stride: tl.tensor,
+    value_stride: tl.tensor,
+    page_head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    block_tokens: tl.constexpr,
+    size: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+    norms: tl.constexpr,
+    turns: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * tile + tl.arange(0, tile)[:, None]
+    at = tl.arange(0, block)[None, :]
+    inside = (head < heads + 2 * kv_heads) & (at < size)
+    is_query = head < heads
+    is_value = head >= heads + kv_heads
+    source = qkv + row * row_stride + head * head_stride + at
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + size, mask=inside, other=0.0).to(tl.float32)
+    left, right = first, second
+    if norms:
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = (1.0 / tl.sqrt(squares / (2 * size) + epsilon))[:, None]
+        known = at < size
+        query_left = tl.load(query_norm + at, mask=known, other=0.0).to(tl.float32)
+        query_right = tl.load(query_norm + size + at, mask=known, other=0.0).to(tl.float32)
+        key_left = tl.load(key_norm + at, mask=known, other=0.0).to(tl.float32)
+        key_right = tl.load(key_norm + size + at, mask=known, other=0.0).to(tl.float32)
+        left = first * scale * tl.where(is_query, query_left, key_left)
+        right = second * scale * tl.where(is_query, query_right, key_right)
+    if turns:
+        angles = row * 2 * size
+        left, right = _turned(left, right, cos + angles, sin + angles, at, at < size, size)
+    left = tl.where(is_value, first, left).to(qkv.dtype.element_ty)
+    right = tl.where(is_value, second, right).to(qkv.dtype.element_ty)
+    tl.store(source, left, mask=inside & is_query)
+    tl.store(source + size, right, mask=inside & is_query)
+    slot = tl.load(slots + row).to(tl.int64)  # pools are larger than 2^31 values
+    kv_head = head - heads - tl.where(is_value, kv_heads, 0)
+    target = pages + (slot // block_tokens) * page_stride + (slot % block_tokens) * token_stride
+    target = target + tl.where(is_value, value_stride, 0) + kv_head * page_head_stride + at
+    tl.store(target, left, mask=inside & (head >= heads))
+    tl.store(target + size, right, mask=inside & (head >= heads))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """See `Ops.rotate`. Moves T * heads * D values in and out, and 8 T D bytes of angles.
+
+    Raises:
+        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+    """
+    check.ready("x", x, cos, sin)
+    check.floats("x", x)
+    check.dense("x", x)
+    _angles(x, cos, sin)
+    rows, heads, head_dim = x.shape
+    size = head_dim // 2
+    c = choose("rotate", x.device)
+    tile = min(c.sizes["tile"], triton.next_power_of_2(heads))
+    c.run(
+        _rotate,
+        (rows, triton.cdiv(heads, tile)),
+        x,
+        cos,
+        sin,
+        heads,
+        x.stride(0),
+        x.stride(1),
+        size=size,
+        tile=tile,
+        block=triton.next_power_of_2(size),
+    )
+
+
+def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
+    """See `Ops.write_kv`. Moves 2 T K D values in and out.
+
+    Args:
+        kv: [T, 2, K, D], each head's values dense, keys before values at K times the heads' stride.
+        pages: the pool.
+        layer: which.
+        slots: [T] int64.
+
+    Raises:
+        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+    """
+    if kv.ndim != 4:
+        raise check.fault("kv", "SHAPE", f"{tuple(kv.shape)} is not [T, 2, K, D]")
+    if kv.stride(1) != kv.shape[2] * kv.stride(2):
+        raise check.fault("kv", "STRIDES", "keys and values do not follow each other; call contiguous() on it first")
+    _launch(kv.flatten(1, 2), None, None, pages, layer, slots)
+
+
+def place_qkv(
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+) -> None:
+    """See `Ops.place_qkv`. Moves T (H + 2 K) D values in and out, and 8 T D bytes of angles. Between norm and rotation
+    nothing is rounded.
+
+    Raises:
+        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+    """
+    _angles(qkv, cos, sin)
+    if norms is not None:
+        for name, weight in (("query norm", norms.query), ("key norm", norms.key)):
+            check.ready(name, weight, qkv)
+            check.floats(name, weight, like=qkv)
+            check.shaped(name, weight, qkv.shape[2])
+            check.contiguous(name, weight)
+    _launch(qkv, norms, (cos, sin), pages, layer, slots)
+
+
+def _angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    if x.ndim != 3:
+        raise check.fault("x", "SHAPE", f"{tuple(x.shape)} is not [T, heads, D]")
+    check.head_dim("x", x.shape[2])
+    for name, angles in (("cos", cos), ("sin", sin)):
+        check.ready(name, angles, x)
+        check.typed(name, angles, torch.float32)
+        check.shaped(name, angles, x.shape[0], x.shape[2])
+        check.contiguous(name, angles)
+
+
+def _launch(
+    qkv: torch.Tensor,
+    norms: HeadNorms | None,
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
+    pages: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+) -> None:
+    check.ready("qkv", qkv, pages, slots)
+    check.pool("pages", pages)
+    check.floats("qkv", qkv, like=pages)
+    check.dense("qkv", qkv)
+    check.typed("slots", slots, torch.int64)
+    check.shaped("slots", slots, qkv.shape[0])
+    check.contiguous("slots", slots)
+    rows, all_heads, head_dim = qkv.shape
+    kv_heads = pages.shape[3]
+    if head_dim != pages.shape[5] or all_heads < 2 * kv_heads:
+        raise check.fault("qkv", "SHAPE", f"{tuple(qkv.shape)} does not go with pages of {tuple(pages.shape[1:])}")
+    at_layer = pages.select(1, layer)
+    c = choose("place_qkv", qkv.device)
+    tile = min(c.sizes["tile"], triton.next_power_of_2(all_heads))
+    cos, sin = angles or (slots, slots)
+    c.run(
+        _place,
+        (rows, triton.cdiv(all_heads, tile)),
+        qkv,
+        slots if norms is None else norms.query,
+        slots if norms is None else norms.key,
+        0.0 if norms is None else norms.epsilon,
+        cos,
+        sin,
+        at_layer,
+        slots,
+        all_heads - 2 * kv_heads,
+        kv_heads,
+        qkv.stride(0),
+        qkv.stride(1),
+        at_layer.stride(0),
+        at_layer.stride(1),
+        at_layer.stride(2),
+        at_layer.stride(3),
+        block_tokens=pages.shape[4],
+        size=head_dim // 2,
+        tile=tile,
+        block=triton.next_power_of_2(head_dim // 2),
+        norms=norms is not None,
+        turns=angles is not None,
+    )

@@ -1,0 +1,151 @@
+"""What requests wish of their logits, done where the logits are, and the log-probabilities of what was drawn.
+
+Everything is float64, as in the sampler of the host (`engine/sampler.py`), so that a token is the same wherever it is
+drawn. Only rows that wish something pay for it: lists of tokens, not tables as wide as the vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvferry.kernels.gpu import check
+from kvferry.kernels.gpu.launch import choose
+from kvferry.kernels.rows_of_logits import Adjustments, TokenLists
+
+_ADD, _REPEAT, _TAKE, _BAN = range(4)
+
+
+@triton.jit(do_not_specialize=["vocabulary"])
+def _adjust_listed(
+    logits: tl.tensor,
+    starts: tl.tensor,
+    ids: tl.tensor,
+    values: tl.tensor,
+    vocabulary: tl.tensor,
+    what: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    entry = begin + tl.program_id(1) * block + tl.arange(0, block)
+    is_entry = entry < end
+    token = tl.load(ids + entry, mask=is_entry, other=0)
+    is_entry = is_entry & (token >= 0) & (token < vocabulary)
+    at = logits + row.to(tl.int64) * vocabulary + token
+    given = tl.load(at, mask=is_entry, other=0.0)
+    value = tl.load(values + entry, mask=is_entry, other=1.0)
+    if what == 0:
+        given = given + value
+    elif what == 1:
+        given = tl.where(given > 0, given / value, given * value)
+    elif what == 2:
+        given = given - value
+    else:
+        given = tl.zeros([block], tl.float64) + float("-inf")
+    tl.store(at, given, mask=is_entry)
+
+
+@triton.jit(do_not_specialize=["vocabulary", "words"])
+def _adjust_allowed(
+    logits: tl.tensor, allowed: tl.tensor, vocabulary: tl.tensor, words: tl.tensor, block: tl.constexpr
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * block + tl.arange(0, block)
+    word = tl.load(allowed + row * words + token // 32, mask=token // 32 < words, other=0)
+    is_out = ((word >> (token % 32)) & 1) == 0
+    never = tl.zeros([block], tl.float64) + float("-inf")
+    tl.store(logits + row * vocabulary + token, never, mask=is_out & (token < vocabulary))
+
+
+def adjust_logits(logits: torch.Tensor, wishes: Adjustments) -> torch.Tensor:
+    """See `DeviceOps.adjust_logits`. Moves 12 R V bytes for the copy, 24 a listed token, V / 8 a row with a grammar and
+    8 a token that it forbids. The penalties are Keskar et al., CTRL, 2019, and OpenAI's.
+
+    Raises:
+        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+    """
+    check.ready("logits", logits)
+    check.typed("logits", logits, torch.float32)
+    rows, vocabulary = logits.shape
+    out = logits.to(torch.float64, memory_format=torch.contiguous_format)
+    for name, what in (("bias", _ADD), ("seen", _REPEAT), ("generated", _TAKE), ("banned", _BAN)):
+        lists: TokenLists | None = getattr(wishes, name)
+        if lists is not None:
+            _check_lists(name, lists, logits)
+            c = choose("adjust_listed", logits.device)
+            grid = (rows, triton.cdiv(lists.longest, c.sizes["block"]))
+            c.run(
+                _adjust_listed, grid, out, lists.starts, lists.ids, lists.values, vocabulary, what=what,
+                block=c.sizes["block"],
+            )  # fmt: skip
+    if wishes.allowed is not None:
+        check.ready("allowed", wishes.allowed, logits)
+        check.typed("allowed", wishes.allowed, torch.int32)
+        check.contiguous("allowed", wishes.allowed)
+        words = wishes.allowed.shape[1]
+        check.shaped("allowed", wishes.allowed, rows, words)
+        c = choose("adjust_allowed", logits.device)
+        block = c.sizes["block"]
+        c.run(
+            _adjust_allowed, (rows, triton.cdiv(vocabulary, block)), out, wishes.allowed, vocabulary, words, block=block
+        )
+    return out
+
+
+def _check_lists(name: str, lists: TokenLists, logits: torch.Tensor) -> None:
+    check.ready(name, lists.starts, lists.ids, lists.values, logits)
+    check.typed(f"{name}.starts", lists.starts, torch.int32)
+    check.typed(f"{name}.ids", lists.ids, torch.int32)
+    check.typed(f"{name}.values", lists.values, torch.float64)
+    check.shaped(f"{name}.starts", lists.starts, logits.shape[0] + 1)
+    check.shaped(f"{name}.values", lists.values, len(lists.ids))
+    for part in (lists.starts, lists.ids, lists.values):
+        check.contiguous(name, part)
+
+
+@triton.jit(do_not_specialize=["vocabulary"])
+def _log_probabilities(
+    out: tl.tensor, logits: tl.tensor, tokens: tl.tensor, vocabulary: tl.tensor, row_stride: tl.tensor,
+    block: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0)
+    at = logits + row.to(tl.int64) * row_stride
+    peaks = tl.full([block], float("-inf"), tl.float32)
+    for start in range(0, vocabulary, block):
+        token = start + tl.arange(0, block)
+        peaks = tl.maximum(peaks, tl.load(at + token, mask=token < vocabulary, other=float("-inf")))
+    peak = tl.max(peaks, axis=0).to(tl.float64)
+    sums = tl.zeros([block], tl.float64)
+    for start in range(0, vocabulary, block):
+        token = start + tl.arange(0, block)
+        given = tl.load(at + token, mask=token < vocabulary, other=float("-inf")).to(tl.float64)
+        sums += tl.exp(given - peak)
+    chosen = tl.load(at + tl.load(tokens + row)).to(tl.float64)
+    tl.store(out + row, chosen - peak - tl.log(tl.sum(sums, axis=0)))
+
+
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """See `DeviceOps.log_probabilities`. Reads the rows twice, 8 R V bytes, of which the second pass finds much in the
+    cache.
+
+    Args:
+        logits: [R, V] float32, finite.
+        tokens: [R] int64, below V.
+
+    Raises:
+        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+    """
+    check.ready("logits", logits, tokens)
+    check.typed("logits", logits, torch.float32)
+    check.typed("tokens", tokens, torch.int64)
+    check.dense("logits", logits)
+    check.shaped("tokens", tokens, logits.shape[0])
+    check.contiguous("tokens", tokens)
+    out = torch.empty(len(tokens), dtype=torch.float64, device=logits.device)
+    c = choose("log_probabilities", logits.device)
+    c.run(
+        _log_probabilities, (len(tokens),), out, logits, tokens, logits.shape[1], logits.stride(0),
+        block=c.sizes["block"],
+    )  # fmt: skip
+    return out

@@ -1,0 +1,259 @@
+"""A step's attention cut into tiles: who attends together over which keys, worked out once for all layers.
+
+A tile is up to `queries` rows of one sequence, each with the H / K heads that share a KV head, over keys of one table:
+
+    tile rows    row 0: heads 0..g-1 | row 1: heads 0..g-1 | ..      as rows of one small matrix, so that
+    keys         begin ........ full ........ end                    no key is read twice for them
+                 seen by all rows    seen by some
+
+Sequences with few rows (decoding) have small tiles, and their keys are cut into partitions counted from the beginning
+of the sequence, so that one long context keeps a whole GPU busy (Dao et al., Flash-Decoding, 2023); `merge` puts the
+parts together in order. Where a cut falls depends on the sequence alone, so a row's result does not depend on its
+batch. Sequences that begin with the same pages can have their whole shared partitions computed once, in tiles that
+hold rows of all of them: cascade attention (Ye et al., FlashInfer, 2025, section 3; Juravsky et al., Hydragen, 2024).
+
+All numbers reach the device in one copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from kvferry.kernels.batch import AttentionBatch, SharedPrefix
+from kvferry.kernels.gpu import check
+from kvferry.kernels.gpu.launch import Choice, choose
+from kvferry.kernels.ops import AttentionPlan
+
+Ints = npt.NDArray[np.int64]
+_ALIGNED = 4
+"""Numbers that every part begins at a multiple of: Triton compiles a kernel anew for another alignment."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tiles:
+    """Tiles of one size; one launch."""
+
+    choice: Choice
+    rows: int
+    """Of a tile's matrix: queries times heads, padded to a power of two."""
+    partition: int
+    """Keys; 0: not cut."""
+    count: int
+    numbers: torch.Tensor
+    """[6, count] int32: table row, first listed row, listed rows, begin, full, end."""
+    listed: torch.Tensor
+    """[..] int32: the tiles' rows, as indices into `members`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """Rows of the batch that some tiles compute."""
+
+    count: int
+    rows: torch.Tensor
+    """[count] int32: where they are in the batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What every layer's launches share."""
+
+    num_rows: int
+    num_heads: int
+    shape: tuple[int, ...]
+    """Of one page."""
+    tables: torch.Tensor
+    """[sequences, blocks] int32."""
+    positions: torch.Tensor
+    """[T] int32."""
+    large: Tiles | None
+    large_members: Members | None
+    small: tuple[Tiles, ...]
+    """Those with partitions: one sequence's own, then those of shared prefixes."""
+    small_members: Members | None
+    num_partitions: int
+    """Of the longest context among the small members."""
+    has_shared: bool
+
+
+@dataclass(slots=True)
+class _Upload:
+    """Parts of one array on the host."""
+
+    parts: list[Ints] = field(default_factory=list)
+    used: int = 0
+
+    def add(self, numbers: Ints) -> slice:
+        flat = numbers.reshape(-1)
+        padding = -len(flat) % _ALIGNED
+        self.parts += [flat, np.zeros(padding, np.int64)]
+        self.used += len(flat) + padding
+        return slice(self.used - len(flat) - padding, self.used - padding)
+
+    def send(self, device: torch.device) -> torch.Tensor:
+        numbers = torch.from_numpy(np.concatenate(self.parts).astype(np.int32))
+        if device.type == "cpu":
+            return numbers
+        return numbers.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Tiles before they are on the device."""
+
+    choice: Choice
+    rows: int
+    partition: int
+    numbers: Ints
+    listed: Ints
+
+
+def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
+    """See `Ops.plan_attention`.
+
+    Raises:
+        BadKernelInput: the pages are not such as the kernels read, or a table is too short for its context.
+    """
+    return plan_cascade(batch, pages, num_heads, ())
+
+
+def plan_cascade(
+    batch: AttentionBatch, pages: torch.Tensor, num_heads: int, shared: Sequence[SharedPrefix]
+) -> AttentionPlan:
+    """See `DeviceOps.plan_cascade`.
+
+    Raises:
+        BadKernelInput: as `plan_attention`, or a shared prefix is none.
+    """
+    check.ready("pages", pages)
+    check.pool("pages", pages)
+    queries, contexts = batch.queries, batch.contexts
+    if (len(queries) and int((contexts - queries).min()) < 0) or int(queries.min(initial=1)) < 1:
+        raise check.fault("queries", "SHAPE", "a sequence has no row, or more rows than context")
+    check.tables(batch.block_tables, contexts, pages)
+    group = _group(num_heads, pages)
+    starts = np.cumsum(queries) - queries
+    num_rows = int(queries.sum())
+    owner = np.repeat(np.arange(len(queries)), queries)
+    positions = np.arange(num_rows) + np.repeat(contexts - queries - starts, queries)
+
+    small_choice = choose("attend_small", pages.device, _shape(pages))
+    small_rows = max(small_choice.sizes["rows"], triton.next_power_of_2(group))
+    is_small = queries <= small_rows // group
+    small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
+    small_members, large_members = np.flatnonzero(is_small[owner]), np.flatnonzero(~is_small[owner])
+
+    cuts: list[_Cut] = []
+    partition = small_choice.sizes["partition"]
+    if len(small):
+        begins = np.zeros(len(queries), np.int64)
+        joint = [_joint(batch, prefix, is_small, small_members, owner, partition, pages) for prefix in shared]
+        for prefix, (tokens, _) in zip(shared, joint, strict=True):
+            begins[list(prefix.members)] = tokens
+        own = _tiles(small, queries, contexts, small_rows // group, begins)
+        cuts.append(_Cut(small_choice, small_rows, partition, own, np.arange(len(small_members))))
+        cuts += _shared_cuts([j for j in joint if j[0]], shared, group, pages)
+    elif shared:
+        raise check.fault("shared", "SHAPE", "no sequence of the batch computes few rows; there is nothing to share")
+    if len(large):
+        choice = choose("attend_large", pages.device, _shape(pages))
+        rows = max(choice.sizes["rows"], triton.next_power_of_2(group))
+        numbers = _tiles(large, queries, contexts, rows // group, np.zeros(len(queries), np.int64))
+        heaviest = np.argsort(-numbers[5], kind="stable")  # first, so that none of them is left for the end
+        cuts.append(_Cut(choice, rows, 0, numbers[:, heaviest], np.arange(len(large_members))))
+
+    upload = _Upload()
+    tables = upload.add(batch.block_tables)
+    at_positions, at_small, at_large = (upload.add(part) for part in (positions, small_members, large_members))
+    placed = [(cut, upload.add(cut.numbers), upload.add(cut.listed)) for cut in cuts]
+    sent = upload.send(pages.device)
+    tiles = [
+        Tiles(c.choice, c.rows, c.partition, c.numbers.shape[1], sent[numbers].view(6, -1), sent[listed])
+        for c, numbers, listed in placed
+    ]
+    return Plan(
+        num_rows=num_rows,
+        num_heads=num_heads,
+        shape=tuple(pages.shape[1:]),
+        tables=sent[tables].view(batch.block_tables.shape),
+        positions=sent[at_positions],
+        large=next((t for t in tiles if not t.partition), None),
+        large_members=Members(len(large_members), sent[at_large]) if len(large) else None,
+        small=tuple(t for t in tiles if t.partition),
+        small_members=Members(len(small_members), sent[at_small]) if len(small) else None,
+        num_partitions=-(-int(contexts[small].max(initial=0)) // partition),
+        has_shared=any(tokens for tokens, _ in joint) if len(small) else False,
+    )
+
+
+def _group(num_heads: int, pages: torch.Tensor) -> int:
+    kv_heads = pages.shape[3]
+    if num_heads < 1 or num_heads % kv_heads:
+        raise check.fault("q", "SHAPE", f"{num_heads} query heads cannot share {kv_heads} KV heads evenly")
+    group = num_heads // kv_heads
+    if group > 128:
+        raise check.fault("q", "SHAPE", f"{group} query heads to a KV head; at most 128 are supported")
+    return group
+
+
+def _shape(pages: torch.Tensor) -> str:
+    """The class of shapes that launches go by: heads padded, and how wide a value is."""
+    wide = "32bit" if pages.dtype == torch.float32 else "16bit"
+    return f"d{max(16, triton.next_power_of_2(pages.shape[5]))}-{wide}"
+
+
+def _tiles(sequences: Ints, queries: Ints, contexts: Ints, most: int, begins: Ints) -> Ints:
+    """[6, tiles], each of at most `most` rows, of these sequences in order; their rows are listed in order too."""
+    each = -(-queries[sequences] // most)
+    owner = np.repeat(sequences, each)
+    index = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
+    counts = np.minimum(most, queries[owner] - index * most)
+    lowest = contexts[owner] - queries[owner] + index * most
+    first = np.cumsum(counts) - counts
+    return np.stack((owner, first, counts, begins[owner], lowest + 1, lowest + counts))
+
+
+def _joint(
+    batch: AttentionBatch,
+    prefix: SharedPrefix,
+    is_small: npt.NDArray[np.bool_],
+    small_members: Ints,
+    owner: Ints,
+    partition: int,
+    pages: torch.Tensor,
+) -> tuple[int, Ints]:
+    """Tokens that are computed for all of a prefix's sequences at once, whole partitions, and the small members."""
+    members = np.array(prefix.members, np.int64)
+    if len(set(prefix.members)) != len(members) or not np.isin(members, np.flatnonzero(is_small)).all():
+        raise check.fault("shared", "SHAPE", f"sequences {prefix.members} are not all different ones with few rows")
+    computed = batch.contexts[members] - batch.queries[members]
+    if prefix.tokens > int(computed.min()):
+        raise check.fault("shared", "SHAPE", f"{prefix.tokens} shared tokens; a member had computed {computed.min()}")
+    blocks = batch.block_tables[members, : -(-prefix.tokens // pages.shape[4])]
+    if (blocks != blocks[0]).any():
+        raise check.fault("shared", "TABLE", f"the first {prefix.tokens} tokens are not on the same pages for all")
+    return prefix.tokens // partition * partition, np.flatnonzero(np.isin(owner[small_members], members))
+
+
+def _shared_cuts(
+    joint: list[tuple[int, Ints]], shared: Sequence[SharedPrefix], group: int, pages: torch.Tensor
+) -> list[_Cut]:
+    """The tiles of all prefixes that are worth one."""
+    if not joint:
+        return []
+    small, choice = (choose(op, pages.device, _shape(pages)) for op in ("attend_small", "attend_shared"))
+    rows = max(choice.sizes["rows"], triton.next_power_of_2(group))
+    most, listed, columns = rows // group, 0, []
+    tables = [prefix.members[0] for prefix in shared if prefix.tokens >= small.sizes["partition"]]
+    for (tokens, members), table in zip(joint, tables, strict=True):
+        first = np.arange(0, len(members), most)
+        counts = np.minimum(most, len(members) - first)
+        same = np.full(len(first), tokens)
+        columns.append(np.stack((np.full(len(first), table), listed + first, counts, np.zeros_like(first), same, same)))
+        listed += len(members)
+    numbers, members = np.concatenate(columns, axis=1), np.concatenate([m for _, m in joint])
+    return [_Cut(choice, rows, small.sizes["partition"], numbers, members)]

@@ -1,0 +1,275 @@
+"""Attention of one tile of rows over pages: scores, running softmax and weighted values, tile of keys by tile of keys.
+
+The online softmax is Dao et al., FlashAttention, 2022 (algorithm 1) in powers of two; reading keys through a table of
+pages is Kwon et al., PagedAttention, 2023. Keys that all rows of the tile see come first and need no mask at all. Only
+those from `full` to `end` are masked, and of their slots nothing beyond `end` is read: neither a table's unused places
+nor what stands in a page's unfilled slots, since zero times NaN is NaN.
+
+Sums are float32. Products of float32 inputs are true float32 (`ieee`), because that is what float32 was asked for.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _product(a: tl.tensor, b: tl.tensor, precision: tl.constexpr, widens: tl.constexpr) -> tl.tensor:
+    """Matrix product into float32. The interpreter cannot multiply bfloat16, hence `widens`."""
+    if widens:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=precision)
+
+
+@triton.jit
+def _absorb(
+    total: tl.tensor,
+    peak: tl.tensor,
+    values_sum: tl.tensor,
+    queries: tl.tensor,
+    position: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    pages: tl.tensor,
+    table: tl.tensor,
+    page_stride: tl.tensor,
+    value_stride: tl.tensor,
+    token_stride: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    window: tl.tensor,
+    head_dim: tl.constexpr,
+    dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    num_keys: tl.constexpr,
+    is_capped: tl.constexpr,
+    is_windowed: tl.constexpr,
+    is_masked: tl.constexpr,
+    precision: tl.constexpr,
+    widens: tl.constexpr,
+) -> tl.tensor:
+    """One tile of keys more: (sum of weights, highest score, weighted values)."""
+    token = start + tl.arange(0, num_keys)
+    at = tl.arange(0, dim)
+    if is_masked:
+        page = tl.load(table + token // block_tokens, mask=token < end, other=0)
+    else:
+        page = tl.load(table + token // block_tokens)
+    # 64 bits: a pool has more than 2^31 values.
+    source = pages + page.to(tl.int64)[:, None] * page_stride
+    source = source + (token % block_tokens)[:, None] * token_stride + at[None, :]
+    if is_masked:
+        inside = (token < end)[:, None] & (at < head_dim)[None, :]
+        keys = tl.load(source, mask=inside, other=0.0)
+        values = tl.load(source + value_stride, mask=inside, other=0.0)
+    elif dim != head_dim:
+        inside = (token >= 0)[:, None] & (at < head_dim)[None, :]
+        keys = tl.load(source, mask=inside, other=0.0)
+        values = tl.load(source + value_stride, mask=inside, other=0.0)
+    else:
+        keys = tl.load(source)
+        values = tl.load(source + value_stride)
+    scores = _product(queries, tl.trans(keys), precision, widens)
+    if is_capped:
+        bounded = 2.0 * scores * scale / soft_cap
+        small = tl.exp2(-tl.abs(bounded) * _LOG2E)  # tanh(x / 2) without overflow
+        tangent = (1.0 - small) / (1.0 + small)
+        scores = tl.where(bounded >= 0, tangent, -tangent) * soft_cap * _LOG2E
+    else:
+        scores = scores * (scale * _LOG2E)
+    if is_masked:
+        seen = (token[None, :] <= position[:, None]) & (token < end)[None, :]
+        if is_windowed:
+            seen = seen & (token[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    reached = higher
+    if is_masked:
+        reached = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+    weights = tl.exp2(scores - reached[:, None])
+    shrink = tl.exp2(peak - reached)
+    total = total * shrink + tl.sum(weights, axis=1)
+    values_sum = values_sum * shrink[:, None] + _product(weights.to(values.dtype), values, precision, widens)
+    return total, higher, values_sum
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_partitions", "table_stride", "window"])
+def attend_tiles(
+    out: tl.tensor,
+    parts: tl.tensor,
+    part_peaks: tl.tensor,
+    q: tl.tensor,
+    pages: tl.tensor,
+    tables: tl.tensor,
+    tiles: tl.tensor,
+    listed: tl.tensor,
+    members: tl.tensor,
+    positions: tl.tensor,
+    sinks: tl.tensor,
+    num_tiles: tl.tensor,
+    num_partitions: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    window: tl.tensor,
+    row_stride: tl.tensor,
+    head_stride: tl.tensor,
+    page_stride: tl.tensor,
+    value_stride: tl.tensor,
+    page_head_stride: tl.tensor,
+    token_stride: tl.tensor,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    num_rows: tl.constexpr,
+    num_keys: tl.constexpr,
+    partition: tl.constexpr,
+    is_capped: tl.constexpr,
+    is_windowed: tl.constexpr,
+    has_sinks: tl.constexpr,
+    precision: tl.constexpr,
+    widens: tl.constexpr,
+) -> None:
+    """Grid: tiles, KV heads, partitions (1 where they are not cut). Reads of each KV head's keys and values once what
+    the tile sees, 4 D bytes a token at 16 bits; writes D values a row and head, or D + 1 float32 a partition.
+
+    Args:
+        out: [T, H * D], written where tiles are not cut.
+        parts: [members, H, partitions, D] float32, each divided by its own sum of weights, where they are.
+        part_peaks: [members, H, partitions] float32, the logarithm to base 2 of the sum of weights.
+        q: [T, H, D], strided.
+        pages: at the layer: [pages, 2, K, B, D], strided.
+        tables: [sequences, blocks] int32.
+        tiles: [6, tiles] int32, `plan.Tiles.numbers`.
+        listed: [..] int32.
+        members: [..] int32.
+        positions: [T] int32.
+        sinks: [H] float32.
+        partition: keys; 0: not cut.
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    cut = tl.program_id(2)
+    heads = tl.num_programs(1) * group
+    table = tl.load(tiles + tile)
+    first = tl.load(tiles + num_tiles + tile)
+    count = tl.load(tiles + 2 * num_tiles + tile)
+    begin = tl.load(tiles + 3 * num_tiles + tile)
+    full = tl.load(tiles + 4 * num_tiles + tile)
+    end = tl.load(tiles + 5 * num_tiles + tile)
+    if is_windowed:
+        begin = tl.maximum(begin, (full - window) // num_keys * num_keys)
+    if partition:
+        begin = tl.maximum(begin, cut * partition)
+        end = tl.minimum(end, cut * partition + partition)
+    if begin >= end:
+        return
+
+    row = tl.arange(0, num_rows)
+    is_row = (row // group < count) & (row // group < num_rows // group)
+    member = tl.load(listed + first + row // group, mask=is_row, other=0)
+    batch_row = tl.load(members + member, mask=is_row, other=0)
+    position = tl.load(positions + batch_row, mask=is_row, other=0)
+    head = kv_head * group + row % group
+    at = tl.arange(0, dim)
+    is_value = is_row[:, None] & (at < head_dim)[None, :]
+    source = q + batch_row.to(tl.int64)[:, None] * row_stride + head[:, None] * head_stride + at[None, :]
+    queries = tl.load(source, mask=is_value, other=0.0)
+
+    pages += kv_head * page_head_stride
+    tables += table.to(tl.int64) * table_stride
+    total = tl.zeros([num_rows], tl.float32)
+    peak = tl.full([num_rows], float("-inf"), tl.float32)
+    values_sum = tl.zeros([num_rows, dim], tl.float32)
+    masked_from = begin
+    if not is_windowed:
+        masked_from = begin + tl.maximum(tl.minimum(full, end) - begin, 0) // num_keys * num_keys
+    for start in range(begin, masked_from, num_keys):
+        total, peak, values_sum = _absorb(
+            total, peak, values_sum, queries, position, start, end, pages, tables, page_stride, value_stride,
+            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, num_keys, is_capped, is_windowed,
+            False, precision, widens,
+        )  # fmt: skip
+    for start in range(masked_from, end, num_keys):
+        total, peak, values_sum = _absorb(
+            total, peak, values_sum, queries, position, start, end, pages, tables, page_stride, value_stride,
+            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, num_keys, is_capped, is_windowed,
+            True, precision, widens,
+        )  # fmt: skip
+
+    if partition:
+        nothing = total == 0.0  # a windowed row may see nothing of its tile's partition
+        some = tl.where(nothing, 1.0, total)
+        place = (member.to(tl.int64) * heads + head) * num_partitions + cut
+        tl.store(part_peaks + place, tl.where(nothing, float("-inf"), peak + tl.log2(some)), mask=is_row)
+        tl.store(parts + place[:, None] * head_dim + at[None, :], values_sum / some[:, None], mask=is_value)
+    else:
+        if has_sinks:
+            sink = tl.load(sinks + head, mask=is_row, other=0.0) * _LOG2E
+            higher = tl.maximum(peak, sink)
+            total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
+            values_sum = values_sum * tl.exp2(peak - higher)[:, None]
+        total = tl.where(is_row, total, 1.0)
+        target = out + (batch_row.to(tl.int64)[:, None] * heads + head[:, None]) * head_dim + at[None, :]
+        tl.store(target, (values_sum / total[:, None]).to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit(do_not_specialize=["num_partitions", "window"])
+def merge_parts(
+    out: tl.tensor,
+    parts: tl.tensor,
+    part_peaks: tl.tensor,
+    members: tl.tensor,
+    positions: tl.tensor,
+    sinks: tl.tensor,
+    num_partitions: tl.tensor,
+    window: tl.tensor,
+    head_dim: tl.constexpr,
+    dim: tl.constexpr,
+    partition: tl.constexpr,
+    block: tl.constexpr,
+    is_windowed: tl.constexpr,
+    has_sinks: tl.constexpr,
+) -> None:
+    """Grid: members, H. A row's partitions into its result, in their order whatever the batch; the same formula that
+    merges a shared prefix with what follows it: weights by log-sum-exp.
+
+    Reads (D + 1) * 4 bytes a partition, writes D values.
+    """
+    member = tl.program_id(0)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    row = tl.load(members + member)
+    position = tl.load(positions + row)
+    last = position // partition + 1
+    low = 0
+    if is_windowed:
+        low = tl.maximum(position - window + 1, 0) // partition
+    base = (member.to(tl.int64) * heads + head) * num_partitions
+    at = tl.arange(0, dim)
+    total = 0.0
+    peak = float("-inf")
+    values_sum = tl.zeros([dim], tl.float32)
+    for start in range(low // block * block, last, block):
+        cut = start + tl.arange(0, block)
+        known = (cut >= low) & (cut < last)
+        peaks = tl.load(part_peaks + base + cut, mask=known, other=float("-inf"))
+        source = parts + (base + cut)[:, None] * head_dim + at[None, :]
+        values = tl.load(source, mask=known[:, None] & (at < head_dim)[None, :], other=0.0)
+        higher = tl.maximum(peak, tl.max(peaks, axis=0))
+        reached = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(peaks - reached)
+        shrink = tl.exp2(peak - reached)
+        total = total * shrink + tl.sum(weights, axis=0)
+        values_sum = values_sum * shrink + tl.sum(weights[:, None] * values, axis=0)
+        peak = higher
+    if has_sinks:
+        sink = tl.load(sinks + head) * _LOG2E
+        higher = tl.maximum(peak, sink)
+        total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
+        values_sum = values_sum * tl.exp2(peak - higher)
+    target = out + (row.to(tl.int64) * heads + head) * head_dim + at
+    tl.store(target, (values_sum / total).to(out.dtype.element_ty), mask=at < head_dim)

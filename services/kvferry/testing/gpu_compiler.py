@@ -1,0 +1,144 @@
+"""Compiles what the Triton family would launch on a GPU, on a machine that has none.
+
+The interpreter accepts much that the compiler does not. So here the wrappers run on ordinary tensors, and each launch
+ends in a compilation for the named GPU instead of a run: Triton's own passes, then NVIDIA's assembler, which comes with
+Triton. What the assembler says of registers and memory is kept.
+
+    TRITON_INTERPRET=0 python -m kvferry.testing.gpu_compiler [sm90]
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kvferry.kernels.gpu import check, device, launch
+from kvferry.testing import gpu_launches
+
+ARCHITECTURES = {"sm80": 80, "sm90": 90, "sm100": 100}
+_ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel for one set of types and constants."""
+
+    kernel: str
+    case: str
+    registers: int
+    stack_bytes: int
+    """Spilled registers, mostly; 0 is wanted."""
+    shared_bytes: int
+    """Stages of tiles, as Triton asks for them at launch."""
+
+
+def compile_all(architecture: str, only: str = "") -> list[Compiled]:
+    """Compile every launch of `gpu_launches.CASES` once.
+
+    Args:
+        architecture: a name of `ARCHITECTURES`.
+        only: part of the name of the cases wanted; all if empty.
+    """
+    if device.INTERPRETED:
+        raise RuntimeError("Triton interprets in this process; start it with TRITON_INTERPRET=0")
+    found: dict[tuple[object, ...], Compiled] = {}
+    target = GPUTarget("cuda", ARCHITECTURES[architecture], 32)
+    for name, case in gpu_launches.CASES.items():
+        if only in name:
+            with (
+                _compiling(name, target, found),
+                mock.patch.object(launch, "device_class", return_value=architecture),
+                mock.patch.object(check, "why_not", return_value=None),
+            ):
+                case()
+    return list(found.values())
+
+
+def _compiling(case: str, target: GPUTarget, found: dict[tuple[object, ...], Compiled]) -> Any:
+    """While this lasts a launch compiles, and runs nothing."""
+
+    def run(self: JITFunction[Callable[..., object]], *args: Any, grid: Any, warmup: bool, **more: Any) -> None:
+        options = {key: more.pop(key) for key in list(more) if key not in self.arg_names}
+        values = dict(zip(self.arg_names, args, strict=False)) | more
+        signature, constants, attributes = _specialized(self, values)
+        key = (self.__name__, *signature.items(), *sorted(constants.items()), *attributes, *options.items())
+        if key not in found:
+            source = ASTSource(self, signature, constants, attributes)
+            kernel = triton.compile(source, target=target, options=options)
+            registers, stack = _usage(kernel.asm["cubin"])
+            found[key] = Compiled(self.__name__, case, registers, stack, kernel.metadata.shared)
+
+    return mock.patch.object(JITFunction, "run", run)
+
+
+def _specialized(
+    kernel: JITFunction[Callable[..., object]], values: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[object]]]]:
+    """Types, constants and alignments, as a launch finds them."""
+    signature, constants, attributes = {}, {}, {}
+    for index, param in enumerate(kernel.params):
+        value = values[param.name]
+        if param.is_constexpr:
+            signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = f"*{_TYPES[value.dtype]}"
+            if value.data_ptr() % 16 == 0:
+                attributes[index,] = _ALIGNED
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        elif value == 1 and not param.do_not_specialize:
+            signature[param.name], constants[param.name] = "constexpr", 1
+        else:
+            signature[param.name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attributes[index,] = _ALIGNED
+    return signature, constants, attributes
+
+
+_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.uint8: "u8",
+}
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """(registers of a thread, bytes of its stack)"""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+    numbers = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert numbers, said
+    return int(numbers[1]), int(numbers[2])
+
+
+def main() -> None:
+    """One JSON object a kernel."""
+    architecture, only = [*sys.argv[1:], *("sm90", "")[len(sys.argv) - 1 :]]
+    for row in compile_all(architecture, only):
+        sys.stdout.write(json.dumps(asdict(row)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

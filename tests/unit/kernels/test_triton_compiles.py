@@ -1,0 +1,40 @@
+"""Every kernel compiles to machine code of GPUs, without one at hand; what the interpreter lets pass is caught here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARTS = ["rows", "heads", "attention 64 bfloat16", "attention 128 bfloat16", "sampling", "blocks"]
+
+
+def compiled(folder: Path, *words: str) -> list[dict[str, int]]:
+    """In a process of its own, because Triton interprets in this one."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "kvferry.testing.gpu_compiler", *words],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels_compile_for_hopper_and_keep_everything_in_registers(tmp_path: Path, part: str) -> None:
+    for kernel in compiled(tmp_path, "sm90", part):
+        assert kernel["stack_bytes"] <= 16, kernel
+        assert kernel["shared_bytes"] <= 227 << 10, kernel
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("architecture", "most_shared"), [("sm80", 163), ("sm90", 227), ("sm100", 227)])
+def test_all_shapes_compile_for_every_generation(tmp_path: Path, architecture: str, most_shared: int) -> None:
+    kernels = compiled(tmp_path, architecture)
+    assert len(kernels) > 50
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= most_shared << 10, kernel

@@ -1,0 +1,63 @@
+"""Engines over the Triton family give the tokens of the torch family; nobody who does not ask for it imports Triton."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvferry.core.errors import UsageError
+from kvferry.engine.cache import PagedKv, PageShape
+from kvferry.engine.models.build import build_model, resolve_kernels
+from kvferry.engine.runner import Runner
+from kvferry.kernels.ops import device_ops_for, ops_for
+from kvferry.model import tiny
+from kvferry.model.config import ModelConfig
+from kvferry.testing.stepping import generate
+
+PROMPTS = [[5], list(range(100, 117)), [257, *b"user\nhello", 258], list(b"a longer prompt " * 3)]
+VARIANTS = [tiny.config(), tiny.config(qk_norm=True), tiny.config(qkv_bias=True)]
+
+
+def tokens(config: ModelConfig, kernels: str, device: torch.device | str, chunks: Sequence[int]) -> list[list[int]]:
+    model = build_model(config, tiny.TinyTensors(config), dtype=torch.float32, kernels=kernels, device=device)
+    shape = PageShape.of(config, block_tokens=4, dtype=torch.float32)
+    runner = Runner(model, PagedKv.allocate(shape, 64, device))
+    turn = iter([*chunks, *[10_000] * 1000])
+    made = generate(runner, PROMPTS, 8, chunk=lambda _: next(turn))
+    return [g.tokens[len(g.prompt) :] for g in made]
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=lambda c: c.architecture)
+def test_tokens_are_the_torch_family_s(device: torch.device, config: ModelConfig) -> None:
+    assert tokens(config, "triton", device, [1, 5, 3, 7, 2]) == tokens(config, "torch", "cpu", ())
+
+
+def test_the_family_is_taken_for_gpus_alone() -> None:
+    config = tiny.config()
+    assert resolve_kernels("auto", config, torch.bfloat16, "cuda") == "triton"
+    assert resolve_kernels("auto", config, torch.float16, "cpu") == "torch"
+    with pytest.raises(UsageError, match="run on CUDA and ROCm devices, not on meta"):
+        ops_for("meta", "triton")
+    with pytest.raises(UsageError, match="'torch' have no operations of a runner on its device"):
+        device_ops_for("cpu", "torch")
+
+
+@pytest.mark.parametrize("code", ["ops_for('cpu', 'triton')", "resolve_kernels('auto', None, None, 'cuda')"])
+def test_without_interpreter_or_gpu_it_is_said_and_nothing_else_imports_triton(code: str) -> None:
+    program = f"""
+import sys
+from kvferry.engine.models.build import resolve_kernels
+from kvferry.engine.runner import Runner
+from kvferry.kernels.ops import ops_for
+assert "triton" not in sys.modules, "nobody asked for it"
+print({code})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env={"TRITON_INTERPRET": "0"}
+    )
+    if "auto" in code:
+        assert done.stdout.strip() == "triton", done.stderr
+    else:
+        assert "the kernels 'triton' need a GPU; the device is the CPU. Take --kernels auto" in done.stderr
