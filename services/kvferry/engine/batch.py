@@ -8,6 +8,7 @@ Positions restart in each sequence; nothing is padded except the table of blocks
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.core.errors import InvariantBroken
@@ -35,14 +36,13 @@ def build_batch(plan: StepPlan, *, block_tokens: int, device: torch.device) -> S
         InvariantBroken: a sequence has fewer pages or tokens than the plan needs.
     """
     scheduled = plan.scheduled
+    if all(s.num_scheduled == 1 for s in scheduled):
+        return _one_row_each(scheduled, block_tokens, device)
     computed = np.array([s.num_computed for s in scheduled], dtype=np.int64)
     queries = np.array([s.num_scheduled for s in scheduled], dtype=np.int64)
     contexts = computed + queries
     needed = -(-contexts // block_tokens)
-    _check(scheduled, needed.tolist())
-    table = np.zeros((len(scheduled), int(needed.max())), dtype=np.int64)
-    for row, (s, blocks) in enumerate(zip(scheduled, needed.tolist(), strict=True)):
-        table[row, :blocks] = s.block_ids[:blocks]
+    table = _table(scheduled, needed.tolist())
     ends = np.cumsum(queries)
     owner = np.repeat(np.arange(len(scheduled)), queries)
     positions = np.arange(int(ends[-1])) - np.repeat(ends - queries - computed, queries)
@@ -55,6 +55,39 @@ def build_batch(plan: StepPlan, *, block_tokens: int, device: torch.device) -> S
         attention=AttentionBatch(queries, contexts, table, torch.from_numpy(slots).to(device)),
         sample_rows=torch.from_numpy(ends[samples] - 1).to(device),
     )
+
+
+def _one_row_each(
+    scheduled: tuple[ScheduledSequence, ...], block_tokens: int, device: torch.device
+) -> StepBatch:
+    """The same for a step that only decodes, which is most of them: a few lists instead of a dozen small arrays. What
+    streams through the caches between two steps makes every call here several times as dear as in a loop."""
+    positions = [s.num_computed for s in scheduled]
+    table = _table(scheduled, [position // block_tokens + 1 for position in positions])
+    tokens = [s.token_ids[position] for s, position in zip(scheduled, positions, strict=True)]
+    slots = [
+        s.block_ids[position // block_tokens] * block_tokens + position % block_tokens
+        for s, position in zip(scheduled, positions, strict=True)
+    ]
+    samples = [row for row, s in enumerate(scheduled) if s.samples]
+    rows = np.array((tokens, positions, slots), dtype=np.int64)
+    on_device = torch.from_numpy(rows).to(device)
+    queries = np.ones(len(scheduled), dtype=np.int64)
+    return StepBatch(
+        token_ids=on_device[0],
+        positions=on_device[1],
+        attention=AttentionBatch(queries, rows[1] + 1, table, on_device[2]),
+        sample_rows=torch.tensor(samples, dtype=torch.int64).to(device),
+    )
+
+
+def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> npt.NDArray[np.int64]:
+    """[sequences, most blocks of any], after a check that there are so many tokens and pages."""
+    _check(scheduled, needed)
+    table = np.zeros((len(scheduled), max(needed)), dtype=np.int64)
+    for row, (s, blocks) in enumerate(zip(scheduled, needed, strict=True)):
+        table[row, :blocks] = s.block_ids[:blocks]
+    return table
 
 
 def _check(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> None:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockId, RequestId
@@ -53,6 +55,30 @@ def test_only_sequences_that_sample_give_a_row() -> None:
     batch = build(sequence(list(range(9)), 2, 3, [7, 8, 9]), sequence([1, 2], 1, 1, [0]))
     assert batch.sample_rows.tolist() == [3]
     assert batch.attention.block_tables.tolist() == [[7, 8], [0, 0]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=6))
+def test_a_step_of_single_rows_is_what_any_other_step_says_of_them(sequences: list[tuple[int, bool]]) -> None:
+    ones = [
+        sequence(list(range(100 * i, 100 * i + computed + 1 + more)), computed, 1, list(range(10 * i, 10 * i + 10)))
+        for i, (computed, more) in enumerate(sequences)
+    ]
+    other = sequence(list(range(900, 940)), 0, 40, list(range(90, 100)))
+    alone, beside = build(*ones), build(*ones, other)
+    n = len(ones)
+    for ours, theirs in (
+        (alone.token_ids, beside.token_ids),
+        (alone.positions, beside.positions),
+        (alone.attention.slots, beside.attention.slots),
+    ):
+        assert ours.dtype == theirs.dtype
+        assert ours.is_contiguous()
+        assert ours.tolist() == theirs[:n].tolist()
+    assert alone.sample_rows.tolist() == beside.sample_rows.tolist()[:-1]
+    assert alone.attention.queries.tolist() == [1] * n
+    assert alone.attention.contexts.tolist() == beside.attention.contexts[:n].tolist()
+    width = alone.attention.block_tables.shape[1]
+    assert alone.attention.block_tables.tolist() == beside.attention.block_tables[:n, :width].tolist()
 
 
 @pytest.mark.parametrize(
