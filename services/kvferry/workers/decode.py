@@ -109,6 +109,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 async for item in stream:
                     message = _message([item, *stream.take_ready()], handoff)
                     if message is not None:
+                        if message.handoff.outcome == Outcome.OUTCOME_RECOMPUTED:
+                            why = message.handoff.reason
+                            _log.info("computed what was offered: %s", why, extra={"request_id": stream.request_id})
                         self._add_kept(message, request, tokens, handoff)
                         yield message
         finally:
