@@ -39,22 +39,27 @@ class SumJob final : public Job {
   void run(int, int chunk, int thread) override {
     V all;
     if constexpr (Bytes) {
+      // All different, and only known when it runs: nothing can be left out, or done once for several.
+      alignas(64) uint8_t some[64], quads[4 * (kAccumulators + kQuads)];
+      for (int i = 0; i < 64; ++i) some[i] = uint8_t(chunk * 7 + i * 37);
+      for (int i = 0; i < 4 * (kAccumulators + kQuads); ++i) quads[i] = uint8_t(chunk + i * 11) & 63;
+      B codes[2];
+      b_codes4(some, codes[0], codes[1]);
       S sums[kAccumulators];
 #pragma GCC unroll 24
-      for (int i = 0; i < kAccumulators; ++i) sums[i] = s_start8(chunk + i * i + 1);  // all different: none can be left out
-      B codes[2];
-      alignas(64) const uint8_t some[64] = {uint8_t(chunk), 1, 2, 3};
-      b_codes4(some, codes[0], codes[1]);
-      for (int n = 0; n < kRounds; ++n)
+      for (int i = 0; i < kAccumulators; ++i) sums[i] = s_zero();
+      for (int n = 0; n < kRounds; ++n) {
+        const uint8_t* at = quads + 4 * (n % kQuads);
 #pragma GCC unroll 24
-        for (int i = 0; i < kAccumulators; ++i) sums[i] = s_add4(sums[i], codes[i % 2], uint32_t(n));
+        for (int i = 0; i < kAccumulators; ++i) sums[i] = s_add4(sums[i], codes[i % 2], quad_at((const int8_t*)at + 4 * i));
+      }
       all = s_float8(sums[0]);
 #pragma GCC unroll 24
       for (int i = 1; i < kAccumulators; ++i) all = v_add(all, s_float8(sums[i]));
     } else {
       V sums[kAccumulators];
 #pragma GCC unroll 24
-      for (int i = 0; i < kAccumulators; ++i) sums[i] = v_set(float(chunk + i * i));
+      for (int i = 0; i < kAccumulators; ++i) sums[i] = v_set(float(chunk + i * i));  // all different: none can be left out
 #if KVFERRY_PAIRS
       const P a = p_set(0x3f803f80u), b = p_set(0x3c003c00u + uint32_t(thread));
       for (int n = 0; n < kRounds; ++n)
@@ -74,7 +79,7 @@ class SumJob final : public Job {
   double operations() const { return double(chunks_) * kRounds * kAccumulators * 2 * 16 * (Bytes ? 4 : KVFERRY_PAIRS ? 2 : 1); }
 
  private:
-  static constexpr int kRounds = 20000, kAccumulators = KVFERRY_PAIRS ? 24 : 6;
+  static constexpr int kRounds = 20000, kAccumulators = KVFERRY_PAIRS ? 24 : 6, kQuads = 32;
   int chunks_;
   std::vector<float> sums_;
 };

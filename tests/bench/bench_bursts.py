@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import csv
 import os
+import random
 import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -32,7 +33,7 @@ from kvferry.stack.local_stack import LocalStack
 from kvferry.testing.machine import commit, cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "bursts.csv"
-WHOLE = ("--max-chunk-tokens", "8192", "--token-budget", "8192")
+WHOLE = ("--max-chunk-tokens", "8192", "--token-budget", "8192", "--max-mixed-tokens", "8192")
 SYSTEMS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "split": ({"prefill": 1, "decode": 1, "both": 0}, ("--threads", "1")),
     "chunked": ({"prefill": 0, "decode": 0, "both": 1}, ("--threads", "2")),
@@ -71,8 +72,9 @@ async def arrivals(
 
 
 def a_prompt(length: int, seed: int) -> list[int]:
-    """Tokens that no other seed begins with."""
-    return [1000 + (seed * 7919 + i * 104_729) % 20_000 for i in range(length)]
+    """Tokens that no other seed gives."""
+    draw = random.Random(seed)
+    return [draw.randrange(1000, 20_000) for _ in range(length)]
 
 
 async def one_round(client: AsyncClient, seed: int) -> Round:

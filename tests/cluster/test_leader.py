@@ -32,7 +32,7 @@ pytestmark = pytest.mark.cluster
 
 LEASE_SECONDS = 4
 WORKERS = 4
-QUICK = ("--lease-seconds", str(LEASE_SECONDS))
+QUICK = ("--lease-seconds", str(LEASE_SECONDS), "--workers", str(WORKERS))
 
 
 @pytest.fixture(scope="module")

@@ -133,8 +133,8 @@ class Recorder:
 
         def compute(batch: StepBatch, pages: torch.Tensor) -> Logits:
             logits = original(batch, pages)
-            if len(logits.values):
-                recorder.steps.append(logits.values)
+            if len(logits.values.clone()):
+                recorder.steps.append(logits.values.clone())
             return logits
 
         monkeypatch.setattr(runner.model, "compute", compute)

@@ -93,7 +93,7 @@ def test_a_variant_gives_the_references_logits(
 
     def compute(batch: StepBatch, pages: torch.Tensor) -> Logits:
         logits = original(batch, pages)
-        steps.append(logits.values)
+        steps.append(logits.values.clone())
         return logits
 
     monkeypatch.setattr(model, "compute", compute)

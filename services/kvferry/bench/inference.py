@@ -87,6 +87,8 @@ class _Trip:
     """Seconds until every request had a token."""
     gaps: list[float] = field(default_factory=list)
     """Seconds of each step after that."""
+    drawn: int = 0
+    """Tokens of these steps."""
     work: list[Work] = field(default_factory=list)
     """Of every step."""
     seconds: float = 0.0
@@ -119,7 +121,7 @@ class Bench:
         """A batch that starts together, and its rate once all of it is decoding."""
 
         def decoding(trip: _Trip) -> tuple[int, float, list[Work]]:
-            return batch * len(trip.gaps), sum(trip.gaps), trip.work[len(trip.work) - len(trip.gaps) :]
+            return trip.drawn, sum(trip.gaps), trip.work[len(trip.work) - len(trip.gaps) :]
 
         return self._rounds([shape] * batch, rounds, decoding, on_round)
 
@@ -205,6 +207,7 @@ class Bench:
                     when_decoding()
             else:
                 trip.gaps.append(ended - started)
+                trip.drawn += len(result.updates)
         trip.seconds = clock.monotonic() - begun
         return trip
 

@@ -57,9 +57,7 @@ def build_batch(plan: StepPlan, *, block_tokens: int, device: torch.device) -> S
     )
 
 
-def _one_row_each(
-    scheduled: tuple[ScheduledSequence, ...], block_tokens: int, device: torch.device
-) -> StepBatch:
+def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int, device: torch.device) -> StepBatch:
     """The same for a step that only decodes, which is most of them: a few lists instead of a dozen small arrays. What
     streams through the caches between two steps makes every call here several times as dear as in a loop."""
     positions = [s.num_computed for s in scheduled]

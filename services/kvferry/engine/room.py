@@ -1,6 +1,6 @@
 """How much one step may do, and how much of that is left while it is planned."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvferry.engine.sequence import Sequence
@@ -26,19 +26,26 @@ class SchedulerLimits:
 class Room:
     """What a step may still take."""
 
-    def __init__(self, limits: SchedulerLimits, running: Iterable[Sequence]) -> None:
-        others_decode = any(s.num_tokens - s.num_computed == 1 for s in running)
+    def __init__(self, limits: SchedulerLimits, running: Collection[Sequence], num_waiting: int) -> None:
+        prompts = sum(s.num_tokens - s.num_computed > 1 for s in running)
         self._chunk = limits.max_chunk_tokens
         self.tokens = limits.token_budget
-        self._of_prompts = min(self.tokens, limits.max_mixed_tokens) if others_decode else self.tokens
+        self._is_mixed = prompts < len(running)
+        self._of_prompts = min(self.tokens, limits.max_mixed_tokens) if self._is_mixed else self.tokens
+        self._in_line = prompts + num_waiting
 
     def fit(self, wanted: int) -> int:
-        """How many of a sequence's tokens there is room for."""
+        """How many of a sequence's tokens there is room for. Beside those who decode, no prompt but the last in line
+        takes more than half of what is left, so that a short one need not wait for the end of a long one."""
         most = min(wanted, self._chunk, self.tokens)
-        return most if wanted == 1 else min(most, self._of_prompts)
+        if wanted == 1:
+            return most
+        share = -(-self._of_prompts // 2) if self._is_mixed and self._in_line > 1 else self._of_prompts
+        return min(most, share)
 
     def take(self, wanted: int, count: int) -> None:
         """Use it up: `count` of the `wanted` tokens of a sequence."""
         self.tokens -= count
         if wanted > 1:
             self._of_prompts -= count
+            self._in_line -= 1

@@ -102,7 +102,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step. Empty when nothing can run now."""
-        room = Room(self.limits, self._running)
+        room = Room(self.limits, self._running, len(self._waiting))
         planned: list[ScheduledSequence] = []
         copies: list[PageCopy] = []
         preempted_before = self.num_preemptions

@@ -22,8 +22,9 @@ class EngineConfig:
     """Of the KV: `float32`, `bfloat16`, `float16`, or `auto` (`compute_dtype`). Workers that agree exchange KV as it
     is, others convert it."""
     weights: str = "shipped"
-    numerics: str = "exact"
     """Form of the weights, a name of `models.build.WEIGHTS`. Workers must agree."""
+    numerics: str = "exact"
+    """How inputs of products are kept: exact, or fast."""
     kernels: str = "auto"
     """What computes, a name of `models.build.KERNELS`."""
     threads: int = 0

@@ -138,10 +138,17 @@ def markdown(found: Sequence[Row]) -> str:
 
 
 def append_csv(path: Path, found: Sequence[Row], about: Mapping[str, object]) -> None:
-    """Rows at the end of a file, each with what is said about the run; with a heading if the file is new."""
+    """Rows at the end of a file, each with what is said about the run; with a heading if the file is new.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    columns = [*about, *(f.name for f in fields(Row))]
     is_new = not path.exists()
+    if not is_new and path.read_text().partition("\n")[0].strip() != ",".join(columns):
+        raise ValueError(f"{path} has other columns than {','.join(columns)}; name another file")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*about, *(f.name for f in fields(Row))])
+        writer = csv.DictWriter(file, columns)
         if is_new:
             writer.writeheader()
         writer.writerows({**about, **{k: _plain(v) for k, v in asdict(row).items()}} for row in found)

@@ -6,16 +6,18 @@ Each run has clusters and a pytest cache of its own. The run with a node speaks 
 it has ended. The status is 0 if neither failed; options may leave one of the two without tests.
 """
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from tempfile import TemporaryFile
 
 from kvferry.testing.machine import ROOT
 
 _NO_TESTS = 5
 """How pytest ends when nothing was selected."""
+_INTERRUPTED = 2
+_END_SECONDS = 120.0
 
 
 def command(markers: str, cache: str, options: Sequence[str]) -> list[str]:
@@ -30,25 +32,38 @@ def status_of(statuses: Sequence[int]) -> int:
     return failed[0] if failed else min(statuses)
 
 
+def end(runs: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Let them take down what they started; they are told as by Ctrl-C, once."""
+    for run in runs:
+        if run.poll() is None:
+            run.send_signal(signal.SIGINT)
+    for run in runs:
+        try:
+            run.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            run.wait()
+
+
 def main(options: Sequence[str]) -> int:
     """Run both; pytest's status."""
-    with ExitStack() as stack:
-        words = stack.enter_context(TemporaryFile())
-        plain = subprocess.Popen(
-            command("cluster and not node and not long", "cluster", options),
-            cwd=ROOT,
-            stdout=words,
-            stderr=subprocess.STDOUT,
-        )
-        stack.callback(plain.wait)
-        stack.callback(plain.terminate)  # when this ends early; of an ended process nothing is asked
-        with_node = subprocess.run(command("node and not long", "node", options), cwd=ROOT, check=False).returncode
-        without = plain.wait()
-        words.seek(0)
-        sys.stdout.flush()
-        sys.stdout.buffer.write(b"--- the tests without a node\n" + words.read())
-        sys.stdout.flush()
-    return status_of((with_node, without))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    runs: list[subprocess.Popen[bytes]] = []
+    with TemporaryFile() as words:
+        try:
+            plain = command("cluster and not node and not long", "cluster", options)
+            runs.append(subprocess.Popen(plain, cwd=ROOT, stdout=words, stderr=subprocess.STDOUT, process_group=0))
+            runs.append(subprocess.Popen(command("node and not long", "node", options), cwd=ROOT, process_group=0))
+            statuses = [run.wait() for run in reversed(runs)]
+        except KeyboardInterrupt:
+            end(runs)
+            statuses = [_INTERRUPTED]
+        finally:
+            words.seek(0)
+            sys.stdout.flush()
+            sys.stdout.buffer.write(b"--- the tests without a node\n" + words.read())
+            sys.stdout.flush()
+    return status_of(statuses)
 
 
 if __name__ == "__main__":
