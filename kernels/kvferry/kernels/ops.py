@@ -178,5 +178,7 @@ def _load(device: torch.device | str, family: str | None) -> ModuleType:
         if error.name != chosen:
             raise
         raise UsageError(
-            f"the kernels {chosen!r} need the package {chosen}, which is not installed here", field="kernels"
+            f"the kernels {chosen!r} need the package {chosen}, which is not installed here; install it, or take"
+            " --kernels torch",
+            field="kernels",
         ) from error

@@ -16,7 +16,12 @@ INTERPRETER = "interpreter"
 def why_not(device: torch.device) -> str | None:
     """What keeps the kernels from running on a device; `None`: nothing."""
     if device.type == "cuda":
-        return None if torch.cuda.is_available() else "the kernels 'triton' need a GPU, and torch sees none here"
+        if not torch.cuda.is_available():
+            return "the kernels 'triton' need a GPU, and torch sees none here"
+        current = torch.cuda.current_device()
+        if device.index not in (None, current):  # Triton would launch on the other one
+            return f"it is on {device}, and cuda:{current} is the current device; call torch.cuda.set_device first"
+        return None
     if device.type != "cpu":
         return f"the kernels 'triton' run on CUDA and ROCm devices, not on {device.type}"
     if INTERPRETED:
