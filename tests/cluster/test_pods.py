@@ -56,22 +56,25 @@ def test_the_documented_pool_answers_with_one_engines_tokens(
 
 def check_answers(pool: PoolOnNode, alone: Callable[[list[int]], list[int]], connector: str) -> None:
     """By both clients. A gateway asks its workers twice a second what they are, so that the very first request after
-    a rollout may be computed by the decode pod alone."""
+    a rollout may be computed by the decode pod alone, which then knows that question: each try asks another one."""
     with Client(pool.grpc, timeout=60) as client:
-        expected = alone(client.tokenize(QUESTION))
-        handoffs = []
+        handoffs: list[tuple[str, str]] = []
+        question, expected = QUESTION, list[int]()
 
         def fetched() -> bool:
-            chunks = list(client.generate(QUESTION, GREEDY))
+            nonlocal question, expected
+            question = [*QUESTION[:-1], {**QUESTION[-1], "content": f"{QUESTION[-1]['content']} ({len(handoffs)})"}]
+            expected = alone(client.tokenize(question))
+            chunks = list(client.generate(question, GREEDY))
             assert [token.token_id for chunk in chunks for token in chunk.tokens] == expected
             assert chunks[-1].timing is not None
             handoffs.append((chunks[-1].timing.handoff_outcome, chunks[-1].timing.connector))
             return handoffs[-1] == ("fetched", connector)
 
-        eventually(fetched, "KV is fetched", 5.0, lambda: str(handoffs))
+        eventually(fetched, "KV is fetched", 20.0, lambda: str(handoffs))
         text = client.detokenize(expected)
     with OpenAI(base_url=pool.http, api_key="none", timeout=60) as openai:
-        answer = openai.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24)
+        answer = openai.chat.completions.create(model=MODEL, messages=question, temperature=0, max_tokens=24)
     assert answer.choices[0].message.content == text
 
 
