@@ -100,7 +100,9 @@ class Bench:
         self._llm = llm
         self._clock = clock
         model = llm.runner.model
-        self._measure = measure_machine(level_of(model.kernels), threads, clock, of_bytes=model.rounds_inputs)
+        self._measure = measure_machine(
+            level_of(model.kernels), threads, clock, of_bytes=model.rounds_inputs, device=model.device
+        )
         self._token_bytes = llm.block_bytes // llm.engine.allocator.block_tokens
         self._seen: list[Machine] = []
         self._seed = 0
