@@ -6,6 +6,7 @@ by the geometric mean over all shapes that are launched by the same row, and by 
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 Values = tuple[tuple[str, int], ...]
@@ -14,30 +15,48 @@ Values = tuple[tuple[str, int], ...]
 LEAST_GAIN = 1.02
 """How many times as fast a candidate is at least to win."""
 
+
+@dataclass(frozen=True, slots=True)
+class Tunable:
+    """How one operation of the launch table is tuned."""
+
+    ops: tuple[str, ...]
+    """Measured operations that it decides about."""
+    grid: Mapping[str, Sequence[int]]
+    """To names of its values what is tried."""
+
+
 _BLOCKS: Mapping[str, Sequence[int]] = {"block": (512, 1024, 2048, 4096, 8192), "warps": (4, 8, 16)}
-_HEADS: Mapping[str, Sequence[int]] = {"tile": (2, 4, 8, 16, 32), "warps": (1, 2, 4, 8)}
 _SWEEPS: Mapping[str, Sequence[int]] = {"block": (1024, 2048, 4096, 8192), "warps": (8, 16, 32)}
-GRIDS: Mapping[str, Mapping[str, Sequence[int]]] = MappingProxyType(
+TUNABLE: Mapping[str, Tunable] = MappingProxyType(
     {
-        "attend_small": {
-            "keys": (16, 32, 64, 128),
-            "partition": (256, 512, 1024, 2048),
-            "warps": (2, 4, 8),
-            "stages": (2, 3, 4, 5, 6),
-        },
-        "attend_large": {"rows": (64, 128), "keys": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4, 5)},
-        "merge_parts": {"block": (4, 8, 16, 32), "warps": (1, 2, 4, 8)},
-        "rms_norm": {"warps": (2, 4, 8, 16)},
-        "silu_mul": _BLOCKS,
-        "take_rows": _BLOCKS,
-        "move_blocks": _BLOCKS,
-        "digest_blocks": {"block": (512, 1024, 2048, 4096), "turns": (2, 4, 8, 16), "warps": (4, 8, 16)},
-        "place_qkv": _HEADS,
-        "sample": _SWEEPS,
-        "log_probabilities": _SWEEPS,
+        "attend_small": Tunable(
+            ("decode_attention",),
+            {
+                "keys": (16, 32, 64, 128),
+                "partition": (256, 512, 1024, 2048),
+                "warps": (2, 4, 8),
+                "stages": (2, 3, 4, 5, 6),
+            },
+        ),
+        "merge_parts": Tunable(("decode_attention",), {"block": (4, 8, 16, 32), "warps": (1, 2, 4, 8)}),
+        "attend_large": Tunable(
+            ("prefill_attention",),
+            {"rows": (64, 128), "keys": (32, 64, 128), "warps": (4, 8), "stages": (2, 3, 4, 5)},
+        ),
+        "rms_norm": Tunable(("add_rms_norm",), {"warps": (2, 4, 8, 16)}),
+        "silu_mul": Tunable(("silu_mul",), _BLOCKS),
+        "place_qkv": Tunable(("place_qkv",), {"tile": (2, 4, 8, 16, 32), "warps": (1, 2, 4, 8)}),
+        "take_rows": Tunable(("embedding", "gather_rows"), _BLOCKS),
+        "sample": Tunable(("sample",), _SWEEPS),
+        "log_probabilities": Tunable(("log_probabilities",), _SWEEPS),
+        "move_blocks": Tunable(("copy_blocks", "gather_blocks", "scatter_blocks"), _BLOCKS),
+        "digest_blocks": Tunable(
+            ("digest_blocks",), {"block": (512, 1024, 2048, 4096), "turns": (2, 4, 8, 16), "warps": (4, 8, 16)}
+        ),
     }
 )
-"""What is tried for each operation of the table; the others stay as they are."""
+"""To each operation of the launch table; the others stay as they are."""
 
 
 def steps(current: Values, grid: Mapping[str, Sequence[int]]) -> list[Values]:

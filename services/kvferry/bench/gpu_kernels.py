@@ -13,6 +13,7 @@ import torch
 
 from kvferry.bench import gpu_tune
 from kvferry.bench.gpu_cases import Case, differs, make_case
+from kvferry.bench.gpu_choice import TUNABLE
 from kvferry.bench.gpu_session import Session
 from kvferry.bench.gpu_tune import in_words
 from kvferry.bench.gpu_work import Row, Spec, Timing, need_of, row
@@ -74,7 +75,11 @@ def measure(specs: Sequence[Spec], session: Session) -> Iterator[Row]:
         with launch.trial() as asked:
             action = case.make()
             expected = action().clone()
-        by = "; ".join(f"{op}: {in_words(launch.choose(op, device, shape))}" for op, _, shape in sorted(asked))
+        by = "; ".join(
+            f"{op}: {in_words(launch.choose(op, device, shape))}"
+            for op, _, shape in sorted(asked)
+            if spec.op in TUNABLE[op].ops  # a plan also asks for what it then has no use for
+        )
         yield row(about, spec, need, session.timer(action), session.rates, dtype=name, kernels=OURS, launch=by)
         for peer in case.peers:
             timing = _peer(case, peer, expected, session)

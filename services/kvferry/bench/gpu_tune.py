@@ -8,26 +8,23 @@ import torch
 from triton import TritonError
 
 from kvferry.bench.gpu_cases import Case, differs, make_case
-from kvferry.bench.gpu_choice import GRIDS, Values, gain, steps, winner
+from kvferry.bench.gpu_choice import TUNABLE, Tunable, Values, gain, steps, winner
 from kvferry.bench.gpu_session import Session
 from kvferry.bench.gpu_work import Spec
 from kvferry.kernels.gpu import launch
 from kvferry.kernels.gpu.launch import Choice, Key
 
 _PASSES = 2
-Grids = Mapping[str, Mapping[str, Sequence[int]]]
 
 
-def tune(specs: Sequence[Spec], session: Session, grids: Grids = GRIDS) -> list[Choice]:
+def tune(specs: Sequence[Spec], session: Session, tunable: Mapping[str, Tunable] = TUNABLE) -> list[Choice]:
     """Rows that are faster than the table's, for this kind of device and the classes of shapes of these specs."""
     found: list[Choice] = []
-    for op in dict.fromkeys(spec.op for spec in specs):
-        cases = [make_case(spec, session.device, session.dtype) for spec in specs if spec.op == op]
-        for key, own in sorted(_by_key(cases).items()):
-            if key[0] not in grids:
-                continue
+    for op, how in tunable.items():
+        cases = [make_case(spec, session.device, session.dtype) for spec in specs if spec.op in how.ops]
+        for key, own in sorted(_by_key(op, cases).items()):
             before = replace(launch.choose(key[0], session.device, key[2]), device=key[1], shape=key[2])
-            after = _tuned(before, own, grids[key[0]], found, session)
+            after = _tuned(before, own, how.grid, found, session)
             session.say(f"{' '.join(key)}: {in_words(before)} -> {in_words(after) if after else 'stays'}")
             if after:
                 found = launch.merged(found, [after])
@@ -41,14 +38,15 @@ def rewrite(path: Path, rows: Sequence[Choice]) -> None:
     launch.write(path, launch.merged(launch.read(path), rows))
 
 
-def _by_key(cases: Sequence[Case]) -> dict[Key, list[Case]]:
-    """To each row that is asked for the cases that ask."""
+def _by_key(op: str, cases: Sequence[Case]) -> dict[Key, list[Case]]:
+    """To each row of an operation that is asked for the cases that ask."""
     found: dict[Key, list[Case]] = {}
     for case in cases:
         with launch.trial() as asked:
             case.make()()
         for key in asked:
-            found.setdefault(key, []).append(case)
+            if key[0] == op:
+                found.setdefault(key, []).append(case)
     return found
 
 

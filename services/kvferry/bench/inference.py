@@ -138,6 +138,11 @@ class Bench:
         self._go([(tokens_in, tokens_out)] * batch, when_decoding=model.phase_seconds)
         return {name: 1e3 * seconds / (tokens_out - 1) for name, seconds in model.phase_seconds().items()}
 
+    def steps(self, batch: int, shape: Shape) -> list[tuple[float, Work]]:
+        """Seconds and work of each step of one more such batch, once all of it is decoding."""
+        trip = self._go([shape] * batch)
+        return list(zip(trip.gaps, trip.work[len(trip.work) - len(trip.gaps) :], strict=True))
+
     def throughput(self, shapes: list[Shape], rounds: int, on_round: Callable[[], None]) -> Run:
         """Requests of many sizes, all given at once; output tokens over the whole time."""
         outputs = sum(out for _, out in shapes)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from kvferry.bench import gpu_cases, gpu_kernels, gpu_tune
 from kvferry.bench.gpu_cases import differs, make_case
+from kvferry.bench.gpu_choice import TUNABLE, Tunable
 from kvferry.bench.gpu_session import Session, about_now, on_gpu
 from kvferry.bench.gpu_timing import Action, HostTimer, rates_of
 from kvferry.bench.gpu_work import OPERATIONS, SMALL, Rates, Spec, Timing
@@ -119,7 +120,7 @@ class Favourite:
 def test_the_tuner_finds_the_fastest_and_writes_it_down(tmp_path: Path) -> None:
     said: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "silu_mul")
-    grids = {"silu_mul": {"block": (8, 16, 32, 64)}}
+    grids = {"silu_mul": Tunable(("silu_mul",), {"block": (8, 16, 32, 64)})}
     (won,) = gpu_tune.tune(specs, session(said, specs, Favourite("silu_mul", 16)), grids)
     assert (won.key, dict(won.sizes)) == (("silu_mul", "interpreter", "any"), {"block": 16})
     assert won.why.startswith("measured on interpreter, torch ")
@@ -150,17 +151,15 @@ def test_what_is_fast_and_wrong_or_does_not_run_never_wins(monkeypatch: pytest.M
         return replace(case, make=make)
 
     monkeypatch.setattr(gpu_tune, "make_case", broken)
-    grids = {"silu_mul": {"block": (8, 16)}}
+    grids = {"silu_mul": Tunable(("silu_mul",), {"block": (8, 16)})}
     assert gpu_tune.tune(specs, session(said, specs, Favourite("silu_mul", 8)), grids) == []
     assert said == ["silu_mul interpreter any: block=32 warps=1 stages=1 -> stays"]
 
 
-def test_attention_is_tuned_by_both_of_its_kernels_and_measured_with_the_winners(tmp_path: Path) -> None:
+def test_a_second_kernel_is_tuned_too_and_rows_say_by_what_they_were_launched() -> None:
     said: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "decode_attention")
-    table = tmp_path / "launch.toml"
-    table.write_bytes(launch.TABLE.read_bytes())
-    grids = {"merge_parts": {"block": (2, 4)}}
+    grids = {"merge_parts": Tunable(("decode_attention",), {"block": (2, 4)})}
     won = gpu_tune.tune(specs, session(said, specs, Favourite("merge_parts", 4)), grids)
     assert [row.key for row in won] == [("merge_parts", "interpreter", "any")]
     with launch.trial(won):
@@ -185,6 +184,26 @@ def test_a_trial_counts_while_it_lasts_and_hears_what_is_asked_for() -> None:
 def test_bounds_are_measured_by_a_copy_and_a_product() -> None:
     rates = rates_of(CPU, lambda action: Timing.of([0.5 if action().ndim == 1 else 0.25]), copy_bytes=1000, side=10)
     assert rates == Rates(2 * 1000 / 0.5 / 1e9, 2 * 10**3 / 0.25 / 1e12)
+
+
+def test_all_that_is_tunable_is_tuned_on_a_copy_of_the_table_and_then_measured(tmp_path: Path) -> None:
+    said: list[str] = []
+    table = tmp_path / "launch.toml"
+    table.write_bytes(launch.TABLE.read_bytes())
+    specs = tuple(s for s in SMALL if s.op in {"log_probabilities", "embedding", "gather_rows"})
+    slow = session(said, specs, lambda action: Timing.of([1.0 if action() is not None else 0.0]))
+    rows = gpu_kernels.run(slow, (), lambda _: None, tune=True, table=table)
+    assert [row.op for row in rows if row.kernels == "triton"] == ["embedding", "gather_rows", "log_probabilities"]
+    assert said == [
+        "take_rows interpreter any: block=32 warps=1 stages=1 -> stays",
+        "log_probabilities interpreter any: block=128 warps=1 stages=1 -> stays",
+        "0 rows of launch.toml are new",
+    ]
+    assert launch.read(table) == launch.read(launch.TABLE), "nobody is faster"
+
+
+def test_every_measured_operation_can_be_tuned() -> None:
+    assert {op for tunable in TUNABLE.values() for op in tunable.ops} == set(OPERATIONS)
 
 
 def test_without_a_gpu_it_is_said() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.bench.gpu_choice import GRIDS, gain, steps, winner
+from kvferry.bench.gpu_choice import TUNABLE, gain, steps, winner
 from kvferry.bench.gpu_work import (
     OPERATIONS,
     SERVED,
@@ -105,6 +105,6 @@ def test_the_winner_is_clearly_faster_over_all_shapes() -> None:
 
 def test_the_grids_name_operations_and_sizes_of_the_table() -> None:
     rows = launch.table()
-    for op, grid in GRIDS.items():
+    for op, tunable in TUNABLE.items():
         sizes = rows[op, "any", "any"].sizes if (op, "any", "any") in rows else rows[op, "any", "wide"].sizes
-        assert grid.keys() <= {*sizes, "warps", "stages"}, op
+        assert tunable.grid.keys() <= {*sizes, "warps", "stages"}, op
