@@ -5,6 +5,7 @@ comparison.
 """
 
 import csv
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -45,12 +46,14 @@ def run(
         table: of launch choices.
 
     Raises:
-        UsageError: there is no such operation.
+        UsageError: there is no such operation, or the table cannot be written.
     """
     known = list(dict.fromkeys(spec.op for spec in session.specs))
     if missing := [op for op in ops if op not in known]:
         raise UsageError(f"no operation {missing[0]!r}; known: {', '.join(known)}", field="op")
     specs = [spec for spec in session.specs if not ops or spec.op in ops]
+    if tune and not os.access(table, os.W_OK):  # before minutes of trials, not after them
+        raise UsageError(f"--tune writes {table.name}, which is read-only here; run it in a checkout", field="tune")
     winners: list[Choice] = []
     if tune:
         winners = gpu_tune.tune(specs, session)

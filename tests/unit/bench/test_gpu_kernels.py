@@ -202,6 +202,11 @@ def test_all_that_is_tunable_is_tuned_on_a_copy_of_the_table_and_then_measured(t
     assert launch.read(table) == launch.read(launch.TABLE), "nobody is faster"
 
 
+def test_a_table_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--tune writes launch\.toml, which is read-only here"):
+        gpu_kernels.run(session([]), (), print, tune=True, table=tmp_path / "missing" / "launch.toml")
+
+
 def test_every_measured_operation_can_be_tuned() -> None:
     assert {op for tunable in TUNABLE.values() for op in tunable.ops} == set(OPERATIONS)
 
