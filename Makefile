@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack iproute2 procps
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 
-.PHONY: sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-tiers bench-transfer bench-turns bench-bursts bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -124,6 +124,10 @@ coverage: $(READY) ## branch coverage by the unit tests; fails where a pure modu
 # Compiled kernels, not interpreted ones; without a GPU each test is skipped and says so.
 test-gpu: $(READY) ## the tests marked gpu, on the GPU that is here: the kernels' own tests, compiled
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu $(ARGS)
+
+# Rows are appended as they come: a run that is cut short leaves what it has.
+bench-gpu: $(READY) ## every kernel, decode steps of an 8B shape and tokens beside transformers, on the GPU that is here; under 9 minutes; tests/bench/results/gpu.csv
+	@TRITON_INTERPRET=0 timeout 540 $(BIN)/python tests/bench/bench_gpu.py $(ARGS)
 
 cluster-assets: $(READY) node-tools ## the binaries of a real Kubernetes, built once with Go (about ten minutes) into the user's cache
 	@$(BIN)/python -m kvferry.testing.kube build control node tools

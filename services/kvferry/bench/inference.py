@@ -102,7 +102,9 @@ class Bench:
         self._llm = llm
         self._clock = clock
         model = llm.runner.model
-        self._measure = measure_machine(level_of(model.kernels), threads, clock, of_bytes=model.rounds_inputs)
+        self._measure = measure_machine(
+            level_of(model.kernels), threads, clock, of_bytes=model.rounds_inputs, device=model.device
+        )
         self._token_bytes = llm.block_bytes // llm.engine.allocator.block_tokens
         self._seen: list[Machine] = []
         self._seed = 0
@@ -137,6 +139,11 @@ class Bench:
         tokens_in, tokens_out = shape
         self._go([(tokens_in, tokens_out)] * batch, when_decoding=model.phase_seconds)
         return {name: 1e3 * seconds / (tokens_out - 1) for name, seconds in model.phase_seconds().items()}
+
+    def steps(self, batch: int, shape: Shape) -> list[tuple[float, Work]]:
+        """Seconds and work of each step of one more such batch, once all of it is decoding."""
+        trip = self._go([shape] * batch)
+        return list(zip(trip.gaps, trip.work[len(trip.work) - len(trip.gaps) :], strict=True))
 
     def throughput(self, shapes: list[Shape], rounds: int, on_round: Callable[[], None]) -> Run:
         """Requests of many sizes, all given at once; output tokens over the whole time."""

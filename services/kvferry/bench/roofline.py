@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvferry.bench.gpu_timing import CudaTimer, rates_of
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
 from kvferry.model.config import ModelConfig
@@ -48,7 +49,9 @@ class Work:
         return max(self.num_bytes / machine.read_gbps, self.flops / machine.gflops) / 1e9
 
 
-def measure_machine(level: str, threads: int, clock: Clock, *, of_bytes: bool = False) -> Callable[[], Machine]:
+def measure_machine(
+    level: str, threads: int, clock: Clock, *, of_bytes: bool = False, device: torch.device | None = None
+) -> Callable[[], Machine]:
     """Something that measures when called; the memory it reads is made once.
 
     Args:
@@ -56,7 +59,16 @@ def measure_machine(level: str, threads: int, clock: Clock, *, of_bytes: bool = 
         threads: that work together.
         clock: what to measure with.
         of_bytes: products of 8-bit numbers, instead of what the level multiplies best.
+        device: that computes; `None`: the CPU. A GPU's rates are those of a copy and of a product in bfloat16.
     """
+    if device is not None and device.type == "cuda":
+        timer = CudaTimer(device, seconds=0.05)
+
+        def by_events() -> Machine:
+            rates = rates_of(device, timer)
+            return Machine(rates.gbps, 1e3 * rates.tflops, threads, "")
+
+        return by_events
     if not level:
         return lambda: _by_torch(threads, clock)
     module = compiled.extension()

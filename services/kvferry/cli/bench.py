@@ -33,7 +33,8 @@ def command() -> None:
     \b
       kvferry bench latency                        one stream and a few, on one engine in this process
       kvferry bench throughput --weights bfloat16  64 requests of mixed sizes at once
-      kvferry bench kernels --json rows.json       one matrix product at a time
+      kvferry bench kernels --json rows.json       one matrix product at a time; on a GPU one kernel at a time
+      kvferry bench latency --load-format dummy --model llama-3.1-8b --device cuda --batch 64 --kv-memory 16GiB
       kvferry bench transfer                       every transport, 1 to 64 blocks of the default model
       kvferry bench transfer --transport shm --transport tcp --json rows.json
     """
@@ -98,18 +99,53 @@ def throughput(values: Values, *, requests: int, rounds: int, json_file: Path | 
 
 
 @command.command("kernels")
-@click.option("--rounds", default=15, show_default=True, type=click.IntRange(1, 10_000), help="Of each product.")
+@click.option("--rounds", default=15, show_default=True, type=click.IntRange(1, 10_000), help="Of each product; CPU.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows.")
+@click.option("--csv", "csv_file", type=click.Path(path_type=Path, dir_okay=False), help="Append the rows; GPU.")
+@click.option("--op", "ops", multiple=True, metavar="NAME", help="Only these operations; repeat. GPU.")
+@click.option("--tune", is_flag=True, help="Try launch choices first and write the winners to launch.toml; GPU.")
 @with_settings(settings.BENCH)
-def kernels(values: Values, *, rounds: int, json_file: Path | None) -> None:
-    """Matrix products of the model's shapes, in every form of weights, by number of rows."""
+def kernels(
+    values: Values, *, rounds: int, json_file: Path | None, csv_file: Path | None, ops: tuple[str, ...], tune: bool
+) -> None:
+    """What computes, one piece at a time, against its bound.
+
+    On a CPU: matrix products of the model's shapes, in every form of weights, by number of rows. On a GPU: every
+    operation of the Triton kernels in the shapes of Llama 3.1 8B, beside torch and what else is installed of
+    flash-attn, flashinfer and liger-kernel.
+    """
+    from kvferry.engine.device import choose_device
+
+    device = choose_device(values["device"], kernels=values["kernels"])
+    if device.type == "cuda":
+        from kvferry.bench import gpu_kernels
+        from kvferry.bench.gpu_session import on_gpu
+        from kvferry.bench.rows import as_row
+
+        session = on_gpu(device, SystemClock(), say=lambda text: click.echo(f"  {text}", err=True))
+        found = gpu_kernels.run(session, ops, click.echo, tune=tune, csv_file=csv_file)
+        _write(json_file, {"rows": [as_row(row) for row in found]})
+        return
+    for flag, is_given in (("--tune", tune), ("--csv", csv_file is not None), ("--op", bool(ops))):
+        if is_given:
+            raise UsageError(
+                f"{flag} is for kernels of GPUs, and these are products on the CPU; leave it out, or take --device cuda"
+                " where there is a GPU",
+                field=flag.removeprefix("--"),
+            )
+    _products(values, rounds, json_file)
+
+
+def _products(values: Values, rounds: int, json_file: Path | None) -> None:
     from kvferry.bench import products
     from kvferry.bench.rows import as_row
     from kvferry.engine.compute_dtype import choose_dtype
     from kvferry.engine.models.build import level_of, resolve_kernels
+    from kvferry.model.shapes import shape_of
     from kvferry.model.source import open_model
 
-    config = open_model(values["model"]).config
+    is_dummy = values["load_format"] == "dummy"
+    config = shape_of(values["model"]) if is_dummy else open_model(values["model"]).config
     dtype = choose_dtype(values["dtype"], config, kernels=values["kernels"])
     level = level_of(resolve_kernels(values["kernels"], config, dtype))
     if not level:
@@ -133,6 +169,8 @@ def _bench(values: Values) -> "Bench":
     threads = _threads(values)
     llm = LLM(
         values["model"],
+        device=values["device"],
+        load_format=values["load_format"],
         dtype=values["dtype"],
         weights=values["weights"],
         numerics=values["numerics"],

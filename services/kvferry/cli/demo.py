@@ -159,6 +159,7 @@ def _same_on_one_engine(values: Values, dtype: str, result: DemoResult, max_toke
         raise InvariantBroken("the stack answered without a token")
     llm = LLM(
         values["model"],
+        device="cpu",  # where the workers compute
         dtype=dtype,
         weights=values["weights"],
         numerics=values["numerics"],

@@ -51,6 +51,7 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
     say("loading the model and computing prompts")
     llm = LLM(
         values["model"],
+        device="cpu",  # where workers compute
         dtype=values["dtype"],
         weights=values["weights"],
         numerics=values["numerics"],

@@ -51,6 +51,12 @@ API_KEYS = Setting("api_keys_file", "", "File with lines of `key tenant`; withou
 
 ENGINE = (
     Setting(
+        "device",
+        "auto",
+        "Where the model computes; auto: a GPU where torch sees one. Workers compute on the CPU so far.",
+        choices=("auto", "cpu", "cuda"),
+    ),
+    Setting(
         "dtype",
         "auto",
         "Of the KV, and how precisely activations are kept: float32 rounds none. auto: bfloat16 with compiled kernels, "
@@ -191,12 +197,20 @@ STACK = (
     *TIERS,
 )
 
+LOAD_FORMAT = Setting(
+    "load_format",
+    "auto",
+    "auto: the model's files. dummy: random weights of the shape that --model names, drawn where they compute.",
+    choices=("auto", "dummy"),
+)
+
 BENCH = (
     MODEL,
+    LOAD_FORMAT,
     *(
         s
         for s in ENGINE
-        if s.name in {"dtype", "weights", "numerics", "kernels", "threads", "kv_memory", "block_tokens"}
+        if s.name in {"device", "dtype", "weights", "numerics", "kernels", "threads", "kv_memory", "block_tokens"}
     ),
 )
 

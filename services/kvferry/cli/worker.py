@@ -58,6 +58,7 @@ def command(values: Values) -> None:
         engine=EngineConfig(
             model=values["model"],
             served_name=values["served_name"],
+            device=values["device"],
             dtype=values["dtype"],
             weights=values["weights"],
             numerics=values["numerics"],

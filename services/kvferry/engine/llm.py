@@ -5,21 +5,27 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import InvalidRequest, UsageError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.compute_dtype import choose_dtype
+from kvferry.engine.device import choose_device
 from kvferry.engine.engine import Engine, one_secret
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.models.build import build_model
+from kvferry.engine.models.random_tensors import RandomTensors
 from kvferry.engine.room import SchedulerLimits
 from kvferry.engine.runner import Runner
-from kvferry.model.config import ModelConfig
 from kvferry.model.detokenizer import Detokenizer
-from kvferry.model.source import open_model
+from kvferry.model.shapes import shape_of
+from kvferry.model.source import ModelSource, open_model
 from kvferry.model.stop_strings import StopMatcher
+from kvferry.model.tensors import TensorSource
 from kvferry.model.tokenizer import Tokenizer
+
+LOAD_FORMATS = ("auto", "dummy")
+"""Where weights come from: the model's files, or a generator of random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class LLM:
         self,
         model: str,
         *,
+        device: str = "auto",
+        load_format: str = "auto",
         dtype: str = "auto",
         weights: str = "shipped",
         numerics: str = "exact",
@@ -62,7 +70,11 @@ class LLM:
     ) -> None:
         """
         Args:
-            model: a known name, a `.gguf` file or a folder with safetensors.
+            model: a known name, a `.gguf` file or a folder with safetensors; with `dummy` a name of
+                `model.shapes.SHAPES`.
+            device: where it computes, and where the pages are: `cpu`, `cuda`, or `auto`, a GPU where torch sees one.
+            load_format: `auto`, the model's files; or `dummy`, random weights of its shape, for benchmarks: there is
+                no tokenizer then, and prompts are token ids.
             dtype: of the KV, and how precisely activations are kept: `float32`, `bfloat16`, `float16`, or `auto`:
                 bfloat16 with compiled kernels, else the faster one, measured now.
             weights: their form, a name of `models.build.WEIGHTS`.
@@ -72,30 +84,41 @@ class LLM:
             block_tokens: tokens a page.
             limits: how much one step may do.
             threads: compute threads; 0: one for each core, or torch's own choice where torch computes.
-            seed: for requests that bring none.
+            seed: for requests that bring none, and for random weights.
 
         Raises:
             KvferryError: the model is unknown or damaged, or a setting does not fit it.
         """
         if threads:
             torch.set_num_threads(threads)
-        self._source = open_model(model)
+        if load_format not in LOAD_FORMATS:
+            raise UsageError(f"no load format {load_format!r}; known: {', '.join(LOAD_FORMATS)}", field="load_format")
+        where = choose_device(device, kernels=kernels)
+        self._source: ModelSource | None = open_model(model) if load_format == "auto" else None
+        """`None`: random weights."""
         self._seed = seed
         self._count = 0
-        config = self._source.config
-        chosen = choose_dtype(dtype, config, kernels=kernels)
+        self.config = config = shape_of(model) if self._source is None else self._source.config
+        """The model's shape."""
+        chosen = choose_dtype(dtype, config, kernels=kernels, device=where)
+        tensors: TensorSource = (
+            RandomTensors(config, dtype=chosen, device=where, seed=seed)
+            if self._source is None
+            else self._source.tensors
+        )
         built = build_model(
             config,
-            self._source.tensors,
+            tensors,
             dtype=chosen,
             weights=weights,
             numerics=numerics,
+            device=where,
             kernels=kernels,
             threads=threads,
         )
         shape = PageShape.of(config, block_tokens=block_tokens, dtype=chosen)
         num_blocks = max(2, kv_bytes // shape.block_bytes)
-        self.runner = Runner(built, PagedKv.allocate(shape, num_blocks))
+        self.runner = Runner(built, PagedKv.allocate(shape, num_blocks, where))
         """Computes the engine's steps."""
         self.engine = Engine(
             self.runner,
@@ -114,13 +137,17 @@ class LLM:
         """Of the KV."""
 
     @property
-    def config(self) -> ModelConfig:
-        """The model's shape."""
-        return self._source.config
-
-    @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """The model's tokenizer.
+
+        Raises:
+            UsageError: the weights are random.
+        """
+        if self._source is None:
+            raise UsageError(
+                "random weights (--load-format dummy) have no tokenizer; give token ids instead of text",
+                field="load_format",
+            )
         return self._source.tokenizer
 
     def generate(
@@ -130,6 +157,7 @@ class LLM:
 
         Raises:
             InvalidRequest: a prompt is empty or too long; nothing was generated then.
+            UsageError: there is text in a prompt or among the stop strings, and the weights are random.
         """
         chosen = sampling or SamplingParams()
         streams = [self._start(prompt, chosen) for prompt in prompts]
@@ -150,18 +178,19 @@ class LLM:
         return [s.completion() for s in streams]
 
     def _start(self, prompt: str | Sequence[int], sampling: SamplingParams) -> "_Stream":
-        tokenizer = self._source.tokenizer
-        tokens = tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, add_special=True)
         self._count += 1
         params = sampling if sampling.seed is not None else replace(sampling, seed=self._seed + self._count)
-        request = EngineRequest(RequestId(f"offline-{self._count}"), tokens, params)
-        return _Stream(request, Detokenizer(tokenizer), StopMatcher(params.stop))
+        request = EngineRequest(RequestId(f"offline-{self._count}"), list(prompt), params)
+        detokenizer = None if self._source is None and not params.stop else Detokenizer(self.tokenizer)
+        return _Stream(request, detokenizer, StopMatcher(params.stop))
 
 
 class _Stream:
     """One prompt's output as it grows."""
 
-    def __init__(self, request: EngineRequest, detokenizer: Detokenizer, stops: StopMatcher) -> None:
+    def __init__(self, request: EngineRequest, detokenizer: Detokenizer | None, stops: StopMatcher) -> None:
         self.request = request
         self._detokenizer = detokenizer
         self._stops = stops
@@ -174,6 +203,9 @@ class _Stream:
         """Take a token; whether a stop string ended the text, so that the engine must be told."""
         self._tokens.append(token)
         self._num_cached = num_cached
+        if self._detokenizer is None:  # no tokenizer, no text
+            self._reason = reason
+            return False
         self._text += self._stops.feed(self._detokenizer.feed([token.token_id]))
         if self._stops.matched is not None:
             self._reason = FinishReason.STOP

@@ -18,11 +18,13 @@ class Runner:
     def __init__(self, model: Model, kv: PagedKv) -> None:
         """
         Raises:
-            InvariantBroken: the pages are not of the model's shape and type.
+            InvariantBroken: the pages are not of the model's shape and type, or not where it computes.
         """
         expected = PageShape.of(model.config, block_tokens=kv.shape.block_tokens, dtype=model.dtype)
         if kv.shape != expected:
             raise InvariantBroken(f"pages of {kv.shape} were given to a model that needs {expected}")
+        if kv.pages.device != model.device:
+            raise InvariantBroken(f"pages on {kv.pages.device} were given to a model on {model.device}")
         self.model = model
         self.kv = kv
         self.watch: Callable[[StepPlan], None] | None = None

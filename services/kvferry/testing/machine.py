@@ -1,22 +1,11 @@
 """What a measurement says about where it was made: the commit and the processor."""
 
 import os
-import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from kvferry.bench.commit import ROOT, commit
 
-
-def commit() -> str:
-    """Of the working tree; `+` when it differs from what was committed."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return described.stdout.strip() or "unknown"
+__all__ = ["ROOT", "commit", "cpu_name"]
 
 
 def cpu_name() -> str:

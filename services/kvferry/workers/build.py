@@ -71,6 +71,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         KvferryError: it is unknown, damaged, or the settings do not fit it.
     """
     torch.set_num_threads(config.threads or usable_cores())
+    if config.device == AUTO and torch.cuda.is_available():
+        _log.warning("there is a GPU, and it is not used: workers keep their pages in the host's memory so far")
     source = open_model(config.model, served_name=config.served_name)
     dtype = _dtype(config, source.config)
     model = build_model(

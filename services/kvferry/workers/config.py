@@ -18,6 +18,8 @@ class EngineConfig:
     """A catalog name, a `.gguf` file or a folder."""
     served_name: str = ""
     """What clients call the model; empty: its own name."""
+    device: str = "auto"
+    """`auto` or `cpu`: transports read and write pages in the host's memory."""
     dtype: str = "auto"
     """Of the KV: `float32`, `bfloat16`, `float16`, or `auto` (`compute_dtype`). Workers that agree exchange KV as it
     is, others convert it."""
@@ -82,6 +84,12 @@ class WorkerConfig:
                 f"connector 'memory' works within one process, role {self.role!r} needs another; "
                 "use 'shm', 'nixl' or 'tcp', or role 'split'",
                 field="connector",
+            )
+        if self.engine.device not in {"auto", "cpu"}:
+            raise UsageError(
+                f"device {self.engine.device!r}: connector {self.connector!r} moves pages in the host's memory, so a "
+                "worker cannot keep them on a GPU yet; take --device cpu (kvferry bench and LLM(...) run on GPUs)",
+                field="device",
             )
         if self.tier_object_tokens % self.engine.block_tokens:
             raise UsageError(

@@ -1,12 +1,13 @@
 """How kernels are launched, as data: block sizes, warps and stages by operation, device and class of shape.
 
 The rows are in launch.toml, each with the measurement or the reason behind it. A row for `any` device or shape stands
-in where there is none of its own; the device counts for more than the shape. `merged` and `write` are for who measures.
+in where there is none of its own; the device counts for more than the shape. `trial`, `merged` and `write` are for who
+measures.
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from kvferry.kernels.gpu.device import INTERPRETED, device_class
 
 TABLE = Path(__file__).with_name("launch.toml")
 ANY = "any"
+Key = tuple[str, str, str]
+"""Operation, device, class of shapes."""
 _HEADER = """\
 # How kernels are launched. `device` and `shape` may be "any"; `why` is a measurement (GPU, shape, number) or a reason.
 """
@@ -41,7 +44,7 @@ class Choice:
     why: str
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         """What a row is found by."""
         return self.op, self.device, self.shape
 
@@ -66,7 +69,32 @@ def choose(op: str, device: torch.device, shape: str = ANY) -> Choice:
     Raises:
         InvariantBroken: the table has none.
     """
-    return _chosen(op, device_class(device), shape)
+    key = op, device_class(device), shape
+    if _TRIALS:
+        rows, asked = _TRIALS[-1]
+        asked.add(key)
+        if key in rows:
+            return rows[key]
+    return _chosen(*key)
+
+
+_TRIALS: list[tuple[dict[Key, Choice], set[Key]]] = []
+
+
+@contextmanager
+def trial(rows: Iterable[Choice] = ()) -> Iterator[set[Key]]:
+    """While this lasts, these rows count before the table's, in every thread; plans keep what they were made by.
+    A trial within another begins with that one's rows.
+
+    Gives the keys that are asked for, each with its own device and class of shapes, never `any`.
+    """
+    asked: set[Key] = set()
+    outer = _TRIALS[-1][0] if _TRIALS else {}
+    _TRIALS.append((outer | {row.key: row for row in rows}, asked))
+    try:
+        yield asked
+    finally:
+        _TRIALS.pop()
 
 
 @cache
@@ -79,7 +107,7 @@ def _chosen(op: str, device: str, shape: str) -> Choice:
 
 
 @cache
-def table() -> dict[tuple[str, str, str], Choice]:
+def table() -> dict[Key, Choice]:
     """All rows of the shipped table, read once."""
     return {row.key: row for row in read(TABLE)}
 

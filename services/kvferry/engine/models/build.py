@@ -120,7 +120,7 @@ def level_of(kernels: str) -> str:
 def why_not_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> str | None:
     """What keeps a model from running on the compiled kernels; `None`: nothing."""
     if torch.device(device).type != "cpu":
-        return f"they are for CPUs, not for {device}"
+        return f"they are for CPUs, not for {device} (--device cpu)"
     if not compiled.levels():
         return "they were not built; a C++ compiler at installation builds them"
     if dtype not in (torch.float32, torch.bfloat16):

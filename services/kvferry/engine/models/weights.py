@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.core.errors import ModelFileError
+from kvferry.engine.models.random_tensors import RandomTensors
 from kvferry.kernels.batch import HeadNorms
 from kvferry.kernels.ops import Linear, Ops
 from kvferry.model.config import ModelConfig
@@ -85,6 +86,9 @@ class _Reader:
 
     def tensor(self, *names: str) -> torch.Tensor:
         """The tensors, one after the other along the first axis, in memory of their own."""
+        if isinstance(self._tensors, RandomTensors):  # drawn in place: billions of them would take minutes on a host
+            parts = [self._tensors.draw(name).to(self._device, self._dtype) for name in names]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         arrays = [self._tensors.read(name) for name in names]
         shape = (sum(array.shape[0] for array in arrays), *arrays[0].shape[1:])
         joined = torch.empty(shape, dtype=self._dtype)

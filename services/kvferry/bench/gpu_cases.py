@@ -1,0 +1,243 @@
+"""One measured operation with its inputs on a device: what runs it, and what else is run beside it.
+
+An action is made anew for each trial of launch choices, because plans keep theirs, and because some operations change
+their inputs. Its first result tells whether two ways of computing are the same thing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.bench import gpu_peers as peers
+from kvferry.bench.gpu_timing import Action
+from kvferry.bench.gpu_work import Spec
+from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.ops import DeviceOps, Ops, device_ops_for, ops_for
+from kvferry.kernels.rows_of_logits import Draws
+
+_SEED = 1
+_EPSILON = 1e-5
+_SPREAD_OF_LOGITS = 4.0
+_UNITS = 64
+"""In the last place, of the largest value, by which two good results may differ."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """One spec's inputs."""
+
+    spec: Spec
+    make: Callable[[], Action]
+    """An action over kvferry's own kernels, its inputs as they were."""
+    peers: Mapping[str, Callable[[], Action]] = field(default_factory=dict)
+    """Others, by name; making one raises ImportError where it is not installed."""
+    is_comparable: bool = True
+    """Whether peers compute the same values; other random draws are as right."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """Where and with what."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ops: Ops
+    more: DeviceOps
+    plain: Ops
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(_SEED)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device).normal_(generator=generator)
+
+    def whole(self, high: int, count: int) -> torch.Tensor:
+        numbers = np.random.default_rng(_SEED).integers(0, high, count)
+        return torch.from_numpy(numbers).to(self.device)
+
+    def shuffled(self, count: int) -> npt.NDArray[np.int64]:
+        return np.random.default_rng(_SEED).permutation(count)
+
+
+def make_case(spec: Spec, device: torch.device, dtype: torch.dtype) -> Case:
+    """Inputs of a spec, drawn.
+
+    Raises:
+        UsageError: the Triton family does not run there.
+    """
+    here = _Here(device, dtype, ops_for(device, "triton"), device_ops_for(device, "triton"), ops_for(device, "torch"))
+    return _CASES[spec.op](spec, here)
+
+
+def _decode(s: Spec, here: _Here) -> Case:
+    batch, context = s["batch"], s["context"]
+    queries, contexts = np.ones(batch, np.int64), np.full(batch, context)
+    return _attention(s, here, queries, contexts, peers.decode_attention)
+
+
+def _prefill(s: Spec, here: _Here) -> Case:
+    queries, contexts = np.array([s["tokens"]]), np.array([s["tokens"] + s["history"]])
+    # A chunk over a history would need a mask from torch, and then it no longer takes its fast kernels.
+    return _attention(s, here, queries, contexts, None if s["history"] else peers.prefill_attention)
+
+
+def _attention(
+    s: Spec,
+    here: _Here,
+    queries: npt.NDArray[np.int64],
+    contexts: npt.NDArray[np.int64],
+    others: Callable[[peers.Attention], Mapping[str, Callable[[], Action]]] | None,
+) -> Case:
+    blocks = int(-(-contexts.max() // s["block_tokens"]))
+    tables = here.shuffled(len(queries) * blocks).reshape(len(queries), blocks)
+    pages = here.normal(tables.size, 1, 2, s["kv_heads"], s["block_tokens"], s["head_dim"])
+    q = here.normal(int(queries.sum()), s["heads"], s["head_dim"])
+    slots = torch.zeros(len(q), dtype=torch.int64, device=here.device)
+    batch, scale = AttentionBatch(queries, contexts, tables, slots), s["head_dim"] ** -0.5
+
+    def make() -> Action:
+        plan = here.ops.plan_attention(batch, pages, s["heads"])
+        return lambda: here.ops.paged_attention(q, pages, 0, plan, scale)
+
+    given = peers.Attention(q, pages, tables, int(contexts[0]), scale)
+    return Case(s, make, others(given) if others else {})
+
+
+def _add_rms_norm(s: Spec, here: _Here) -> Case:
+    residual, weight = here.normal(s["rows"], s["columns"]), here.normal(s["columns"])
+    x = torch.zeros_like(residual)  # so that the sum stays the same from run to run
+
+    def make(ops: Ops) -> Callable[[], Action]:
+        def made() -> Action:
+            own = residual.clone()
+            return lambda: ops.add_rms_norm(x, own, weight, _EPSILON)
+
+        return made
+
+    others = {"torch": make(here.plain), **peers.add_rms_norm(residual, weight, _EPSILON)}
+    return Case(s, make(here.ops), others)
+
+
+def _silu_mul(s: Spec, here: _Here) -> Case:
+    gate_up = here.normal(s["rows"], 2 * s["columns"])
+    others = {"torch": lambda: lambda: here.plain.silu_mul(gate_up), **peers.silu_mul(gate_up)}
+    return Case(s, lambda: lambda: here.ops.silu_mul(gate_up), others)
+
+
+def _place_qkv(s: Spec, here: _Here) -> Case:
+    rows, tokens = s["rows"], s["block_tokens"]
+    given = here.normal(rows, s["heads"] + 2 * s["kv_heads"], s["head_dim"])
+    angles = here.normal(rows, s["head_dim"], dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    slots = torch.from_numpy(here.shuffled(rows)).to(here.device)
+
+    def make(ops: Ops) -> Callable[[], Action]:
+        def made() -> Action:
+            qkv = given.clone()
+            pages = given.new_zeros(-(-rows // tokens), 1, 2, s["kv_heads"], tokens, s["head_dim"])
+
+            def run() -> torch.Tensor:
+                ops.place_qkv(qkv, None, cos, sin, pages, 0, slots)
+                return pages
+
+            return run
+
+        return made
+
+    return Case(s, make(here.ops), {"torch": make(here.plain)})
+
+
+def _embedding(s: Spec, here: _Here) -> Case:
+    table, ids = here.normal(s["vocabulary"], s["columns"]), here.whole(s["vocabulary"], s["rows"])
+    others = {"torch": lambda: lambda: table.index_select(0, ids)}
+    return Case(s, lambda: lambda: here.ops.gather_rows(table, ids), others)
+
+
+def _sample(s: Spec, here: _Here) -> Case:
+    rows = s["rows"]
+    logits = _SPREAD_OF_LOGITS * here.normal(rows, s["vocabulary"], dtype=torch.float32)
+    ones = torch.ones(rows, dtype=torch.float64, device=here.device)
+    whole = torch.arange(rows, device=here.device)
+    draws = Draws(
+        temperature=ones,
+        top_k=torch.full_like(whole, s["top_k"]),
+        top_p=ones * (s["top_p_percent"] / 100),
+        min_p=torch.zeros_like(ones),
+        seed=whole + 7,
+        stream=torch.zeros_like(whole),
+        position=whole + 100,
+    )
+    others = peers.sample(logits, s["top_k"], s["top_p_percent"] / 100)
+    return Case(s, lambda: lambda: here.more.sample(logits, draws), others, is_comparable=False)
+
+
+def _log_probabilities(s: Spec, here: _Here) -> Case:
+    logits = _SPREAD_OF_LOGITS * here.normal(s["rows"], s["vocabulary"], dtype=torch.float32)
+    tokens = here.whole(s["vocabulary"], s["rows"])
+    others = {"torch": lambda: lambda: logits.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)}
+    return Case(s, lambda: lambda: here.more.log_probabilities(logits, tokens), others)
+
+
+def _blocks(s: Spec, here: _Here) -> Case:
+    count, more = s["blocks"], here.more
+    pages = here.normal(2 * count, s["layers"], 2, s["kv_heads"], s["block_tokens"], s["head_dim"])
+    order = torch.from_numpy(here.shuffled(2 * count)).to(here.device)
+    sources, targets = order[:count].contiguous(), order[count:].contiguous()
+    staged = pages.index_select(0, sources)
+
+    def copied() -> torch.Tensor:
+        more.copy_blocks(pages, sources, targets)
+        return pages
+
+    def scattered() -> torch.Tensor:
+        more.scatter_blocks(staged, pages, targets)
+        return pages
+
+    ours: dict[str, Action] = {
+        "copy_blocks": copied,
+        "gather_blocks": lambda: more.gather_blocks(pages, sources),
+        "scatter_blocks": scattered,
+        "digest_blocks": lambda: more.digest_blocks(pages, sources),
+    }
+    theirs: dict[str, Action] = {
+        "copy_blocks": lambda: pages.index_copy_(0, targets, pages.index_select(0, sources)),
+        "gather_blocks": lambda: pages.index_select(0, sources),
+        "scatter_blocks": lambda: pages.index_copy_(0, targets, staged),
+    }
+    others = {"torch": lambda: theirs[s.op]} if s.op in theirs else {}
+    return Case(s, lambda: ours[s.op], others)
+
+
+_CASES: Mapping[str, Callable[[Spec, _Here], Case]] = MappingProxyType(
+    {
+        "decode_attention": _decode,
+        "prefill_attention": _prefill,
+        "add_rms_norm": _add_rms_norm,
+        "silu_mul": _silu_mul,
+        "place_qkv": _place_qkv,
+        "embedding": _embedding,
+        "gather_rows": _embedding,
+        "sample": _sample,
+        "log_probabilities": _log_probabilities,
+        "copy_blocks": _blocks,
+        "gather_blocks": _blocks,
+        "scatter_blocks": _blocks,
+        "digest_blocks": _blocks,
+    }
+)
+
+
+def differs(got: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """In what two results are not the same thing, beyond rounding; `None`: they are."""
+    one, other = got.detach().reshape(-1), expected.detach().reshape(-1)
+    if one.numel() != other.numel():
+        return f"{tuple(got.shape)} instead of {tuple(expected.shape)}"
+    if not (got.is_floating_point() and expected.is_floating_point()):
+        count = int((one != other).sum())
+        return f"{count} of {other.numel()} numbers differ" if count else None
+    unit = max(torch.finfo(x.dtype).eps for x in (got, expected))
+    allowed = _UNITS * unit * float(other.abs().max())
+    worst = float((one.double() - other.double()).abs().max())
+    return None if worst <= allowed else f"{worst:.3g} off, {allowed:.3g} would be rounding"

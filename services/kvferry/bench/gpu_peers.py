@@ -1,0 +1,182 @@
+"""What others offer for the same operations, where it is installed; each asked for only when it is made.
+
+Keys and values are laid out as each wants them before anything is timed, which is in their favour: torch and flash-attn
+get them without pages, FlashInfer reads kvferry's pages as they lie.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvferry.bench.gpu_timing import Action
+
+Peers = Mapping[str, Callable[[], Action]]
+_WORKSPACE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attention:
+    """Queries over paged sequences of one length."""
+
+    q: torch.Tensor
+    """[T, H, D]"""
+    pages: torch.Tensor
+    """[pages, 1, 2, K, B, D]"""
+    tables: npt.NDArray[np.int64]
+    """[sequences, blocks]"""
+    context: int
+    scale: float
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values without pages, each [sequences, K, context, D]."""
+        order = torch.from_numpy(self.tables).to(self.pages.device)
+        keys, values = (self.pages[:, 0, part][order].transpose(1, 2).flatten(2, 3) for part in (0, 1))
+        return keys[:, :, : self.context].contiguous(), values[:, :, : self.context].contiguous()
+
+
+def decode_attention(given: Attention) -> Peers:
+    """A row for each sequence."""
+
+    def flash_attn() -> Action:
+        module: Any = importlib.import_module("flash_attn")
+        keys, values = (x.transpose(1, 2).contiguous() for x in given.dense())
+        lengths = torch.full((len(keys),), given.context, dtype=torch.int32, device=keys.device)
+        return lambda: module.flash_attn_with_kvcache(
+            given.q[:, None], keys, values, cache_seqlens=lengths, softmax_scale=given.scale, causal=True
+        )
+
+    def flashinfer() -> Action:
+        module: Any = importlib.import_module("flashinfer")
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=given.q.device)
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        (sequences, blocks), (_, _, _, kv_heads, block_tokens, head_dim) = given.tables.shape, given.pages.shape
+        starts = torch.arange(sequences + 1, dtype=torch.int32) * blocks
+        last = torch.full((sequences,), given.context - (blocks - 1) * block_tokens, dtype=torch.int32)
+        order = torch.from_numpy(given.tables.reshape(-1).astype(np.int32))
+        wrapper.plan(
+            *(x.to(given.q.device) for x in (starts, order, last)),
+            given.q.shape[1],
+            kv_heads,
+            head_dim,
+            block_tokens,
+            q_data_type=given.q.dtype,
+            kv_data_type=given.q.dtype,
+            sm_scale=given.scale,
+        )
+        return lambda: wrapper.run(given.q, given.pages[:, 0])
+
+    return {**_sdpa(given, is_causal=False), "flash-attn": flash_attn, "flashinfer": flashinfer}
+
+
+def prefill_attention(given: Attention) -> Peers:
+    """All rows of one sequence, causal."""
+
+    def by_token() -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (x[0].transpose(0, 1).contiguous() for x in given.dense())
+        return keys, values
+
+    def flash_attn() -> Action:
+        module: Any = importlib.import_module("flash_attn")
+        keys, values = by_token()
+        return lambda: module.flash_attn_func(
+            given.q[None], keys[None], values[None], softmax_scale=given.scale, causal=True
+        )
+
+    def flashinfer() -> Action:
+        module: Any = importlib.import_module("flashinfer")
+        keys, values = by_token()
+        return lambda: module.single_prefill_with_kv_cache(given.q, keys, values, causal=True, sm_scale=given.scale)
+
+    return {**_sdpa(given, is_causal=True), "flash-attn": flash_attn, "flashinfer": flashinfer}
+
+
+def _sdpa(given: Attention, *, is_causal: bool) -> Peers:
+    """Torch's own, by each backend that a device has for it."""
+
+    def by(backend: SDPBackend | None) -> Callable[[], Action]:
+        def made() -> Action:
+            keys, values = given.dense()
+            # [T, H, D] to [sequences, H, rows, D]
+            q = given.q.view(len(keys), -1, *given.q.shape[1:]).transpose(1, 2)
+
+            def run() -> torch.Tensor:
+                with nullcontext() if backend is None else sdpa_kernel(backend):
+                    out = F.scaled_dot_product_attention(
+                        q, keys, values, is_causal=is_causal, scale=given.scale, enable_gqa=True
+                    )
+                return out.transpose(1, 2)
+
+            return run
+
+        return made
+
+    if given.q.device.type == "cpu":
+        return {"torch sdpa": by(None)}
+    return {
+        "torch sdpa flash": by(SDPBackend.FLASH_ATTENTION),
+        "torch sdpa cudnn": by(SDPBackend.CUDNN_ATTENTION),
+    }
+
+
+def add_rms_norm(residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Peers:
+    """With a residual."""
+
+    def flashinfer() -> Action:
+        module: Any = importlib.import_module("flashinfer.norm")
+        own, x = residual.clone(), torch.zeros_like(residual)
+
+        def run() -> torch.Tensor:
+            module.fused_add_rmsnorm(x, own, weight, epsilon)
+            return x
+
+        return run
+
+    return {"flashinfer": flashinfer}
+
+
+def silu_mul(gate_up: torch.Tensor) -> Peers:
+    """Gates and ups in one tensor; Liger wants two."""
+
+    def flashinfer() -> Action:
+        module: Any = importlib.import_module("flashinfer.activation")
+        return lambda: module.silu_and_mul(gate_up)
+
+    def liger() -> Action:
+        module: Any = importlib.import_module("liger_kernel.ops.swiglu")
+        gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=1))
+        return lambda: module.LigerSiLUMulFunction.apply(gate, up)
+
+    return {"flashinfer": flashinfer, "liger": liger}
+
+
+def sample(logits: torch.Tensor, top_k: int, top_p: float) -> Peers:
+    """Draws by random numbers of their own."""
+
+    def plain() -> Action:
+        if top_k or top_p < 1.0:
+            return lambda: _sorted_draw(logits, top_k, top_p)
+        return lambda: torch.multinomial(logits.softmax(1), 1).squeeze(1)
+
+    def flashinfer() -> Action:
+        module: Any = importlib.import_module("flashinfer.sampling")
+        if top_k or top_p < 1.0:
+            return lambda: module.top_k_top_p_sampling_from_logits(logits, top_k or logits.shape[1], top_p)
+        return lambda: module.sampling_from_logits(logits)
+
+    return {"torch": plain, "flashinfer": flashinfer}
+
+
+def _sorted_draw(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Top k, then top p of what is left, then a draw."""
+    kept, ids = logits.topk(top_k or logits.shape[1], dim=1)
+    weights = kept.softmax(1)
+    weights = weights.masked_fill(weights.cumsum(1) - weights >= top_p, 0.0)
+    return ids.gather(1, torch.multinomial(weights, 1)).squeeze(1)

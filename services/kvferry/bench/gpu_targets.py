@@ -1,0 +1,66 @@
+"""What a GPU's rows come to: each target as a ratio within one run, and whether it was reached."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.bench.gpu_work import Row
+
+OURS = "triton"
+_LARGE_BYTES = 16 << 20
+_SMALL_OPS = ("add_rms_norm", "silu_mul", "place_qkv")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One target."""
+
+    name: str
+    worst: float | None
+    """The lowest ratio over the shapes; `None`: nothing was measured."""
+    target: float
+    at: str = ""
+    """Where it was the lowest."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether it was measured and is high enough."""
+        return self.worst is not None and self.worst >= self.target
+
+    @property
+    def line(self) -> str:
+        """For a reader."""
+        if self.worst is None:
+            return f"not measured  {self.name} (target {self.target:.2f})"
+        said = "reached" if self.is_reached else "missed"
+        return f"{said:<12}  {self.name}: {self.worst:.2f} (target {self.target:.2f}) at {self.at}"
+
+
+def verdicts(rows: Sequence[Row]) -> list[Verdict]:
+    """All targets, by the rows of one run."""
+    ours = [row for row in rows if row.kernels == OURS]
+    decode = [row for row in ours if row.op == "decode_attention" and "batch=64 " in row.shape]
+    small = [row for row in ours if row.op in _SMALL_OPS and row.bytes >= _LARGE_BYTES]
+    steps = [row for row in ours if row.op.startswith("decode_step")]
+    prefill = [
+        (best / row.ms, row)
+        for row in ours
+        if row.op == "prefill_attention" and (best := _best_of_torch(rows, row)) is not None
+    ]
+    return [
+        _worst("paged decode attention, of the copy's rate", 0.85, [(r.gbps / r.copy_gbps, r) for r in decode]),
+        _worst("prefill attention, of torch's best", 0.75, prefill),
+        _worst("small operations from 16 MB up, of the copy's rate", 0.85, [(r.gbps / r.copy_gbps, r) for r in small]),
+        _worst("decode step, of its bound", 0.8, [(r.share_of_bound, r) for r in steps]),
+    ]
+
+
+def _best_of_torch(rows: Sequence[Row], ours: Row) -> float | None:
+    same = (ours.op, ours.shape)
+    return min((r.ms for r in rows if (r.op, r.shape) == same and r.kernels.startswith("torch sdpa")), default=None)
+
+
+def _worst(name: str, target: float, ratios: Sequence[tuple[float, Row]]) -> Verdict:
+    if not ratios:
+        return Verdict(name, None, target)
+    worst, row = min(ratios, key=lambda pair: pair[0])
+    return Verdict(name, worst, target, row.shape)

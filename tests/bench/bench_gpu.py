@@ -1,0 +1,76 @@
+"""Everything that is to be measured of a GPU, in one command of under nine minutes.
+
+    make bench-gpu                          all of it; rows appended to tests/bench/results/gpu.csv
+    make bench-gpu ARGS="--only kernels"    or steps, or parity
+    make bench-gpu ARGS="--csv /tmp/gpu.csv"
+
+kernels   every operation of the Triton family beside torch and what else is installed (kvferry bench kernels)
+steps     decode steps of a random-weight 8B shape at batch 1 and 64, the engine and its host included
+parity    greedy tokens of random weights in float32 beside transformers', which must be the same
+
+At the end each target is said with the worst ratio of the run. Status 1: no GPU, or other tokens than transformers'. A
+target that was missed is a finding, not a failure.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from kvferry.bench import gpu_kernels
+from kvferry.bench.gpu_session import Session, on_gpu
+from kvferry.bench.gpu_steps import decode_rows
+from kvferry.bench.gpu_targets import verdicts
+from kvferry.bench.gpu_work import Row
+from kvferry.core.clock import SystemClock
+from kvferry.core.errors import KvferryError
+from kvferry.model.shapes import shape_of
+from kvferry.testing.random_parity import differing_tokens
+
+RESULTS = Path(__file__).parent / "results" / "gpu.csv"
+PARTS = ("parity", "kernels", "steps")
+PARITY_SHAPE = "smollm2-135m"
+STEP_SHAPE = "llama-3.1-8b"
+CONTEXT, STEPS = 1024, 64
+CLOCK = SystemClock()
+
+
+def steps(session: Session, file: Path) -> list[Row]:
+    found = []
+    for row in decode_rows(session, CLOCK, model=STEP_SHAPE, batches=(1, 64), context=CONTEXT, steps=STEPS):
+        print(gpu_kernels.line(row), flush=True)
+        gpu_kernels.append(file, [row])
+        found.append(row)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, action="append", help="repeat for more")
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU: torch sees none here, so nothing was measured", file=sys.stderr)
+        return 1
+    wanted = arguments.only or PARTS
+    device, begun, wrong, rows = torch.device("cuda"), CLOCK.monotonic(), 0, []
+    try:
+        session = on_gpu(device, CLOCK, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True))
+        if "parity" in wanted:
+            wrong = differing_tokens(shape_of(PARITY_SHAPE), device)
+            print(f"parity: {wrong} tokens of {PARITY_SHAPE} in float32 are not those of transformers", flush=True)
+        if "kernels" in wanted:
+            rows += gpu_kernels.run(session, (), lambda line: print(line, flush=True), csv_file=arguments.csv)
+        if "steps" in wanted:
+            rows += steps(session, arguments.csv)
+    except KvferryError as error:
+        print(f"bench-gpu: {error.message}", file=sys.stderr)
+        return 1
+    print("\n".join(verdict.line for verdict in verdicts(rows)))
+    print(f"{len(rows)} rows in {CLOCK.monotonic() - begun:.0f} s on {session.about.gpu}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What one run says about each target, and the one command that makes such a run."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvferry.bench.gpu_session import Session, about_now
+from kvferry.bench.gpu_steps import decode_rows
+from kvferry.bench.gpu_targets import verdicts
+from kvferry.bench.gpu_timing import HostTimer
+from kvferry.bench.gpu_work import About, Need, Rates, Row, Spec, Timing, row
+from kvferry.core.clock import ManualClock, SystemClock
+from kvferry.core.errors import UnknownModel
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "bench_gpu.py"
+ABOUT = About("2026-01-01", "abc", "H200", "2.15", "3.9")
+
+
+def made(op: str, milliseconds: float, kernels: str = "triton", num_bytes: int = 10**9, **sizes: int) -> Row:
+    timing = Timing.of([milliseconds / 1e3])
+    need = Need(num_bytes)
+    return row(ABOUT, Spec.of(op, **sizes), need, timing, Rates(1000.0, 1.0), dtype="bf16", kernels=kernels, launch="")
+
+
+def test_the_worst_shape_decides() -> None:
+    rows = [
+        made("decode_attention", 1.1, batch=64, context=4096),
+        made("decode_attention", 1.25, batch=64, context=32768),
+        made("decode_attention", 50.0, batch=1, context=4096),
+        made("prefill_attention", 2.0, tokens=2048),
+        made("prefill_attention", 1.8, "torch sdpa cudnn", tokens=2048),
+        made("prefill_attention", 1.6, "torch sdpa flash", tokens=2048),
+        made("prefill_attention", 0.1, "flash-attn", tokens=2048),
+        made("prefill_attention", 9.0, tokens=512),
+        made("silu_mul", 1.1, rows=7),
+        made("silu_mul", 5.0, num_bytes=1 << 20, rows=1),
+        made("decode_step llama-3.1-8b", 2.0, batch=1, context=9),
+    ]
+    decode, prefill, small, step = verdicts(rows)
+    assert (decode.worst, decode.at, decode.is_reached) == (pytest.approx(0.8), "batch=64 context=32768", False)
+    assert decode.line.startswith("missed ")
+    assert (prefill.worst, prefill.at, prefill.is_reached) == (pytest.approx(0.8), "tokens=2048", True)
+    assert (small.worst, small.is_reached) == (pytest.approx(0.909, abs=1e-3), True)
+    assert (
+        small.line == "reached       small operations from 16 MB up, of the copy's rate: 0.91 (target 0.85) at rows=7"
+    )
+    assert (step.worst, step.is_reached) == (0.5, False)
+
+
+def test_what_was_not_measured_is_not_reached() -> None:
+    for verdict in verdicts([]):
+        assert not verdict.is_reached
+        assert verdict.line.startswith("not measured  ")
+
+
+def test_steps_of_an_engine_become_rows() -> None:
+    session = Session(
+        torch.device("cpu"),
+        torch.float32,
+        HostTimer(SystemClock(), 1),
+        Rates(10.0, 1.0),
+        about_now("interpreter", ManualClock()),
+        (),
+        print,
+    )
+    one, two = decode_rows(session, SystemClock(), model="tiny", batches=(1, 2), context=20, steps=3)
+    assert (one.op, one.shape, one.n) == ("decode_step tiny", "batch=1 context=20", 3)
+    # 22 and 44 tokens of context in the middle of three steps; all weights once, whatever the batch.
+    assert two.bytes - one.bytes == 22 * (2 * 2 * 2 * 16 * 4)
+    assert one.ms > 0
+    with pytest.raises(UnknownModel):
+        next(decode_rows(replace(session), SystemClock(), model="nobody", batches=(1,), context=20, steps=3))
+
+
+@pytest.mark.parametrize("only", [(), ("--only", "kernels")])
+def test_without_a_gpu_the_command_says_so_and_fails(only: tuple[str, ...], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--csv", str(tmp_path / "gpu.csv"), *only],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["no GPU: torch sees none here, so nothing was measured"]
+    assert not (tmp_path / "gpu.csv").exists()
