@@ -66,6 +66,14 @@ def test_tensors_depend_on_seed_and_name_alone(dtype: torch.dtype) -> None:
     assert not torch.equal(first, second)
 
 
+def test_projections_keep_the_size_of_what_they_are_given() -> None:
+    tensors = RandomTensors(SHAPES["smollm2-135m"], dtype=torch.float32)
+    x = torch.randn(16, 576, generator=torch.Generator().manual_seed(0))
+    for name in ("mlp.up_proj.weight", "self_attn.k_proj.weight"):
+        out = x @ tensors.draw(f"model.layers.7.{name}").T
+        assert float(out.std()) == pytest.approx(1.0, rel=0.1)
+
+
 def test_bytes_and_numbers_are_what_was_drawn() -> None:
     tensors = RandomTensors(tiny.config(), dtype=torch.bfloat16)
     drawn = tensors.draw(HEAD)
