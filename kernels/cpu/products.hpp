@@ -134,9 +134,9 @@ template <class Put>
 static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows, const Cut& cut, int chunk, uint8_t* scratch, Put&& put) {
   const int row_blocks = (num_rows + cut.rows - 1) / cut.rows;
   // Neighbouring chunks share their panels, so that what one core fetched another finds in the shared cache.
-  const int first_row = chunk % row_blocks * cut.rows, stretch = chunk / row_blocks, first_panel = cut.begin(stretch);
+  const int first_row = chunk % row_blocks * cut.rows, first_panel = chunk / row_blocks * cut.panels;
   const int count = num_rows - first_row < cut.rows ? num_rows - first_row : cut.rows;
-  const int last_panel = m.panels < cut.begin(stretch + 1) ? m.panels : cut.begin(stretch + 1);
+  const int last_panel = m.panels < first_panel + cut.panels ? m.panels : first_panel + cut.panels;
   const Rows x = rows.from(first_row);
   for (int panel = first_panel; panel < last_panel; panel += kChunkPanels) {
     const int panels = last_panel - panel < kChunkPanels ? last_panel - panel : kChunkPanels;

@@ -58,23 +58,15 @@ Rows Step::rows_of(Buffer& buffer, int rows, int width) {
   return Rows::over(memory, rows, stride, model.bytes);
 }
 
-Cut cut_product(const Matrix& matrix, int rows, int threads, int panels_of) {
+Cut cut_product(const Matrix& matrix, int rows, int threads, int least) {
   Cut c;
   if (rows == 0) return c;
   // Enough chunks that nobody waits long for the last one, and not so many that handing them out costs.
   c.rows = rows <= 16 ? rows : std::min(kRowBlock, round_up(pieces(rows, 2), 12));
   const int row_blocks = pieces(rows, c.rows);
-  const auto multiple = [&](int panels, int most) { return std::clamp(panels / panels_of * panels_of, panels_of, most); };
-  if (row_blocks == 1) {
-    c.last_panels = multiple(matrix.panels / (threads * 12), 16);
-    c.panels = 2 * c.last_panels;
-    c.first = matrix.panels * 2 / 3 / c.panels;
-    c.count = c.first + pieces(matrix.panels - c.first * c.panels, c.last_panels);
-    return c;
-  }
-  c.panels = c.last_panels = multiple(matrix.panels / std::max(1, threads * 8 / row_blocks) / 4 * 4, 32);
-  c.first = pieces(matrix.panels, c.panels);
-  c.count = row_blocks * c.first;
+  const int panels = matrix.panels / std::max(1, threads * 8 / row_blocks);
+  c.panels = std::clamp(panels >= 4 ? panels / 4 * 4 : 2, least, 32);
+  c.count = row_blocks * pieces(matrix.panels, c.panels);
   return c;
 }
 

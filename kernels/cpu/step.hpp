@@ -48,17 +48,12 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-// How a product's chunks are cut: stretches of panels times blocks of rows. Where all rows are one block, the last third
-// of the panels is in stretches of half the size, so that whoever is done first waits less for the others.
+// How a product's chunks are cut: panels of each, rows of each.
 struct Cut {
-  int panels = 0, first = 0;  // of a stretch, and how many stretches have so many
-  int last_panels = 0;        // of the others
-  int rows = 0, count = 0;
-
-  int begin(int stretch) const { return stretch < first ? stretch * panels : first * panels + (stretch - first) * last_panels; }
+  int panels = 0, rows = 0, count = 0;
 };
-// `panels_of` divides the panels of a chunk.
-Cut cut_product(const Matrix& matrix, int rows, int threads, int panels_of = 2);
+// `least`: panels of a chunk; 2 or 4.
+Cut cut_product(const Matrix& matrix, int rows, int threads, int least = 2);
 
 class Step;
 
