@@ -29,7 +29,57 @@ class ReadJob final : public Job {
   std::vector<float> sums_;
 };
 
-// Sums of products, of bytes or of what the level multiplies best.
+constexpr int kSumRounds = 20000, kSums = KVFERRY_PAIRS ? 24 : 6, kQuads = 32;
+
+// Sums of products of bytes. What is multiplied is all different, and only known when it runs: nothing can be left out,
+// or done once for several.
+static inline V sum_of_bytes(int chunk, int) {
+  alignas(64) uint8_t some[64], quads[4 * (kSums + kQuads)];
+  for (int i = 0; i < 64; ++i) some[i] = uint8_t(chunk * 7 + i * 37);
+  for (int i = 0; i < 4 * (kSums + kQuads); ++i) quads[i] = uint8_t(chunk + i * 11) & 63;
+  B codes[2];
+  b_codes4(some, codes[0], codes[1]);
+  S sums[kSums];
+#pragma GCC unroll 24
+  for (int i = 0; i < kSums; ++i) sums[i] = s_zero();
+  for (int n = 0; n < kSumRounds; ++n) {
+    const uint8_t* at = quads + 4 * (n % kQuads);
+#pragma GCC unroll 24
+    for (int i = 0; i < kSums; ++i) sums[i] = s_add4(sums[i], codes[i % 2], quad_at((const int8_t*)at + 4 * i));
+  }
+  V all = s_float8(sums[0]);
+#pragma GCC unroll 24
+  for (int i = 1; i < kSums; ++i) all = v_add(all, s_float8(sums[i]));
+  return all;
+}
+
+// One more product for each sum: of pairs where the level has them.
+#if KVFERRY_PAIRS
+using Factor = P;
+static inline Factor factor(int thread) { return p_set(0x3c003c00u + uint32_t(thread)); }
+static inline Factor one() { return p_set(0x3f803f80u); }
+static inline V add_product(V sum, Factor a, Factor b) { return p_dot(sum, a, b); }
+#else
+using Factor = V;
+static inline Factor factor(int thread) { return v_set(0.01f + float(thread)); }
+static inline Factor one() { return v_set(1.0f); }
+static inline V add_product(V sum, Factor a, Factor b) { return v_fma(a, b, sum); }
+#endif
+
+// Sums of products of what the level multiplies best.
+static inline V sum_of_best(int chunk, int thread) {
+  const Factor a = one(), b = factor(thread);
+  V sums[kSums];
+#pragma GCC unroll 24
+  for (int i = 0; i < kSums; ++i) sums[i] = v_set(float(chunk + i * i));  // all different: none can be left out
+  for (int n = 0; n < kSumRounds; ++n)
+#pragma GCC unroll 24
+    for (int i = 0; i < kSums; ++i) sums[i] = add_product(sums[i], a, b);
+  V all = sums[0];
+  for (int i = 1; i < kSums; ++i) all = v_add(all, sums[i]);
+  return all;
+}
+
 template <bool Bytes>
 class SumJob final : public Job {
  public:
@@ -37,49 +87,11 @@ class SumJob final : public Job {
   int phases() const override { return 1; }
   int chunks(int) const override { return chunks_; }
   void run(int, int chunk, int thread) override {
-    V all;
-    if constexpr (Bytes) {
-      // All different, and only known when it runs: nothing can be left out, or done once for several.
-      alignas(64) uint8_t some[64], quads[4 * (kAccumulators + kQuads)];
-      for (int i = 0; i < 64; ++i) some[i] = uint8_t(chunk * 7 + i * 37);
-      for (int i = 0; i < 4 * (kAccumulators + kQuads); ++i) quads[i] = uint8_t(chunk + i * 11) & 63;
-      B codes[2];
-      b_codes4(some, codes[0], codes[1]);
-      S sums[kAccumulators];
-#pragma GCC unroll 24
-      for (int i = 0; i < kAccumulators; ++i) sums[i] = s_zero();
-      for (int n = 0; n < kRounds; ++n) {
-        const uint8_t* at = quads + 4 * (n % kQuads);
-#pragma GCC unroll 24
-        for (int i = 0; i < kAccumulators; ++i) sums[i] = s_add4(sums[i], codes[i % 2], quad_at((const int8_t*)at + 4 * i));
-      }
-      all = s_float8(sums[0]);
-#pragma GCC unroll 24
-      for (int i = 1; i < kAccumulators; ++i) all = v_add(all, s_float8(sums[i]));
-    } else {
-      V sums[kAccumulators];
-#pragma GCC unroll 24
-      for (int i = 0; i < kAccumulators; ++i) sums[i] = v_set(float(chunk + i * i));  // all different: none can be left out
-#if KVFERRY_PAIRS
-      const P a = p_set(0x3f803f80u), b = p_set(0x3c003c00u + uint32_t(thread));
-      for (int n = 0; n < kRounds; ++n)
-#pragma GCC unroll 24
-        for (int i = 0; i < kAccumulators; ++i) sums[i] = p_dot(sums[i], a, b);
-#else
-      const V a = v_set(1.0f), b = v_set(0.01f + float(thread));
-      for (int n = 0; n < kRounds; ++n)
-#pragma GCC unroll 24
-        for (int i = 0; i < kAccumulators; ++i) sums[i] = v_fma(a, b, sums[i]);
-#endif
-      all = sums[0];
-      for (int i = 1; i < kAccumulators; ++i) all = v_add(all, sums[i]);
-    }
-    v_store(&sums_[size_t(thread) * 16], all);
+    v_store(&sums_[size_t(thread) * 16], Bytes ? sum_of_bytes(chunk, thread) : sum_of_best(chunk, thread));
   }
-  double operations() const { return double(chunks_) * kRounds * kAccumulators * 2 * 16 * (Bytes ? 4 : KVFERRY_PAIRS ? 2 : 1); }
+  double operations() const { return double(chunks_) * kSumRounds * kSums * 2 * 16 * (Bytes ? 4 : KVFERRY_PAIRS ? 2 : 1); }
 
  private:
-  static constexpr int kRounds = 20000, kAccumulators = KVFERRY_PAIRS ? 24 : 6, kQuads = 32;
   int chunks_;
   std::vector<float> sums_;
 };

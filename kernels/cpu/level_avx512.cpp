@@ -7,21 +7,7 @@
 #define KVFERRY_PAIRS 1
 
 namespace kvferry::avx512_bf16 {
-#include "tiles.hpp"
-//
-#include "codes.hpp"
-//
-#include "bytes.hpp"
-//
-#include "products.hpp"
-//
-#include "attention.hpp"
-//
-#include "level.hpp"
-//
-#include "product_job.hpp"
-//
-#include "bounds.hpp"
+#include "kernels.hpp"
 
 extern const Level kLevel;
 const Level kLevel{"avx512_bf16", scratch_bytes, run_chunk, run_product, read_all, sum_products};

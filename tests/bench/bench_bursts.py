@@ -14,7 +14,6 @@ turns.
 
 import argparse
 import asyncio
-import csv
 import os
 import random
 import statistics
@@ -25,12 +24,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from kvferry.bench.commit import commit
+from kvferry.bench.rows import append_csv
 from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
 from kvferry.stack.layout import StackConfig
 from kvferry.stack.local_stack import LocalStack
-from kvferry.testing.machine import commit, cpu_name
+from kvferry.testing.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "bursts.csv"
 WHOLE = ("--max-chunk-tokens", "8192", "--token-budget", "8192", "--max-mixed-tokens", "8192")
@@ -163,21 +164,19 @@ def main() -> int:
         "first token of a burst's prompts, p50": lambda r: quantile(r.first, 0.5),
     }
     print(f"{'milliseconds':<40}" + "".join(f"{name:>26}" for name in found))
-    is_new = not given.csv.exists()
-    with given.csv.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if is_new:
-            writer.writerow(["commit", "cpu", "cell", "system", "median_ms", "min_ms", "max_ms", "n"])
-        for cell, of in cells.items():
-            line = f"{cell:<40}"
-            for name, rounds in found.items():
-                values = [of(r) for r in rounds]
-                middle, least, most = statistics.median(values), min(values), max(values)
-                line += f"{f'{middle:.1f} ({least:.1f} to {most:.1f})':>26}"
-                writer.writerow(
-                    [commit(), cpu_name(), cell, name, f"{middle:.2f}", f"{least:.2f}", f"{most:.2f}", len(values)]
-                )
-            print(line)
+    rows: list[dict[str, object]] = []
+    for cell, of in cells.items():
+        line = f"{cell:<40}"
+        for name, rounds in found.items():
+            values = [of(r) for r in rounds]
+            spread = {"median_ms": statistics.median(values), "min_ms": min(values), "max_ms": max(values)}
+            rounded = {column: round(value, 2) for column, value in spread.items()}
+            rows.append(
+                {"commit": commit(), "cpu": cpu_name(), "cell": cell, "system": name, **rounded, "n": len(values)}
+            )
+            line += f"{'{median_ms:.1f} ({min_ms:.1f} to {max_ms:.1f})'.format(**spread):>26}"
+        print(line)
+    append_csv(given.csv, rows)
     return 0
 
 

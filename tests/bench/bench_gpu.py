@@ -14,15 +14,17 @@ target that was missed is a finding, not a failure.
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from kvferry.bench import gpu_kernels
-from kvferry.bench.gpu_session import Session, on_gpu
-from kvferry.bench.gpu_steps import decode_rows
-from kvferry.bench.gpu_targets import verdicts
-from kvferry.bench.gpu_work import Row
+from kvferry.bench.gpu import kernels
+from kvferry.bench.gpu.session import Session, on_gpu
+from kvferry.bench.gpu.steps import decode_rows
+from kvferry.bench.gpu.targets import verdicts
+from kvferry.bench.gpu.work import Row
+from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError
 from kvferry.model.shapes import shape_of
@@ -39,8 +41,8 @@ CLOCK = SystemClock()
 def steps(session: Session, file: Path) -> list[Row]:
     found = []
     for row in decode_rows(session, CLOCK, model=STEP_SHAPE, batches=(1, 64), context=CONTEXT, steps=STEPS):
-        print(gpu_kernels.line(row), flush=True)
-        gpu_kernels.append(file, [row])
+        print(kernels.line(row), flush=True)
+        append_csv(file, [asdict(row)])
         found.append(row)
     return found
 
@@ -61,7 +63,7 @@ def main() -> int:
             wrong = differing_tokens(shape_of(PARITY_SHAPE), device)
             print(f"parity: {wrong} tokens of {PARITY_SHAPE} in float32 are not those of transformers", flush=True)
         if "kernels" in wanted:
-            rows += gpu_kernels.run(session, (), lambda line: print(line, flush=True), csv_file=arguments.csv)
+            rows += kernels.run(session, (), lambda line: print(line, flush=True), csv_file=arguments.csv)
         if "steps" in wanted:
             rows += steps(session, arguments.csv)
     except KvferryError as error:

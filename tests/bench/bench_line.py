@@ -17,7 +17,6 @@ bound   one stream reads every weight once a token: measured read rate / bytes o
 
 import argparse
 import asyncio
-import csv
 import json
 import os
 import random
@@ -25,13 +24,15 @@ import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 
 import torch
 
+from kvferry.bench.commit import commit
+from kvferry.bench.rows import append_csv
 from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
@@ -40,7 +41,7 @@ from kvferry.model.tensors import expected_shapes
 from kvferry.rpc.token_source import Timing
 from kvferry.stack.layout import StackConfig
 from kvferry.stack.local_stack import LocalStack
-from kvferry.testing.machine import commit, cpu_name
+from kvferry.testing.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "line.csv"
 AGGREGATED = "none"
@@ -285,17 +286,6 @@ def rows(systems: Sequence[System], rates: Sequence[float], model: str) -> list[
     ]
 
 
-def append(path: Path, made: Sequence[Row]) -> None:
-    """Add rows; a new file gets a header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(asdict(r) for r in made)
-
-
 def table(made: Sequence[Row], names: Sequence[str]) -> str:
     """Cells down, connectors across: median (least to most), and the share of the bound where there is one."""
     cells = list(dict.fromkeys((r.cell, r.unit) for r in made if r.connector))
@@ -334,7 +324,7 @@ def main() -> int:
         given.repetitions = 2
     systems, rates = asyncio.run(measure(given, names))
     made = rows(systems, rates, given.model)
-    append(given.csv, made)
+    append_csv(given.csv, [asdict(r) for r in made])
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(r) for r in made], indent=1) + "\n")
     print(table(made, names))

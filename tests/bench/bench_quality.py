@@ -5,13 +5,14 @@ one after the other in one context. KL is of the float32 distribution from the o
 """
 
 import argparse
-import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from kvferry.bench.rows import append_csv
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.batch import build_batch
@@ -41,8 +42,7 @@ def ways() -> list[Way]:
 @torch.inference_mode()
 def log_probabilities(source: ModelSource, tokens: list[int], way: Way) -> torch.Tensor:
     """[tokens, vocabulary] float64, of every position."""
-    kernels, dtype_name, weights, numerics = way
-    dtype = getattr(torch, dtype_name)
+    kernels, dtype, weights, numerics = way
     model = build_model(source.config, source.tensors, dtype=dtype, weights=weights, numerics=numerics, kernels=kernels)
     kv = PagedKv.allocate(PageShape.of(source.config, block_tokens=BLOCK, dtype=dtype), len(tokens) // BLOCK + 1)
     found = []
@@ -59,9 +59,9 @@ def log_probabilities(source: ModelSource, tokens: list[int], way: Way) -> torch
             sampling=SamplingParams(temperature=0.0),
             sample_index=0,
         )
-        batch = build_batch(StepPlan((one,)), block_tokens=BLOCK, device="cpu")
-        logits = model.compute(replace(batch, sample_rows=torch.arange(now)), kv.pages)
-        found.append(torch.log_softmax(logits.values.double(), dim=-1))
+        batch = build_batch(StepPlan((one,)), block_tokens=BLOCK)
+        logits = model.compute(replace(batch, sample_rows=np.arange(now)), kv)
+        found.append(torch.log_softmax(torch.tensor(logits.values).double(), dim=-1))
     return torch.cat(found)
 
 
@@ -90,8 +90,9 @@ def main() -> int:
             flush=True,
         )
         if arguments.csv is not None:
-            with arguments.csv.open("a", newline="") as file:
-                csv.writer(file).writerow([name, perplexity, float(kl.mean()), float(kl.max()), same])
+            worst = float(kl.max())
+            row = {"way": name, "perplexity": perplexity, "kl": float(kl.mean()), "worst_kl": worst, "same": same}
+            append_csv(arguments.csv, [row])
     return 0
 
 

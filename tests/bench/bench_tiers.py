@@ -15,7 +15,6 @@ Every pass moves the same 64 MiB of distinct objects between fresh places in mem
 """
 
 import argparse
-import csv
 import mmap
 import os
 import secrets
@@ -25,20 +24,22 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import redis
 
+from kvferry.bench.commit import commit
+from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.core.ids import BlockHash
 from kvferry.kv.tiers import disk, redis_tier
 from kvferry.kv.tiers.frame import Frames, Opening
 from kvferry.kv.tiers.spec import parse_tier
 from kvferry.kv.tiers.tier import ObjectKey
-from kvferry.testing.machine import commit, cpu_name
+from kvferry.testing.machine import cpu_name
 from kvferry.testing.redis_server import redis_server
 
 RESULTS = Path(__file__).parent / "results" / "tiers.csv"
@@ -341,13 +342,7 @@ def main() -> int:
             middle = round(ratio, 3)
             n = len(found[place, cell, "tier"])
             rows.append(Row(date, at_commit, cpu, place, cell, system, kib, middle, middle, middle, n, "ratio", load))
-    given.csv.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not given.csv.exists()
-    with given.csv.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(asdict(r) for r in rows)
+    append_csv(given.csv, [asdict(r) for r in rows])
     print(table(rows))
     return 0
 

@@ -4,16 +4,16 @@ make bench-transfer                     rows appended to tests/bench/results/tra
 """
 
 import argparse
-import csv
 import os
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvferry.bench import transfer
+from kvferry.bench.commit import commit
+from kvferry.bench.rows import append_csv, as_row
 from kvferry.core.clock import SystemClock
 from kvferry.kv import registry
-from kvferry.testing.machine import commit, cpu_name
+from kvferry.testing.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "transfer.csv"
 BLOCK_BYTES = 360 << 10
@@ -35,15 +35,10 @@ def main() -> None:
                 )
                 date = datetime.now(UTC).isoformat(timespec="seconds")
                 load = {"load_average": round(os.getloadavg()[0], 2)}
-                rows.append({"date": date, **place, **asdict(run), **load})
+                rows.append({"date": date, **place, **as_row(run), **load})
                 share = 100 * run.share_of_bound
                 print(f"{name:<7} {count:>3} {scattered!s:<5} {run.gbps:6.2f} GB/s  {share:5.1f} %", flush=True)
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        if is_new:
-            writer.writeheader()
-        writer.writerows({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+    append_csv(RESULTS, rows)
 
 
 if __name__ == "__main__":

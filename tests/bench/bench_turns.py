@@ -8,21 +8,22 @@ The last cells are one prompt's hand-off between two workers: all of it, and the
 """
 
 import argparse
-import csv
 import os
 import statistics
 import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from kvferry.bench.commit import commit
+from kvferry.bench.rows import append_csv
 from kvferry.client import Client
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
-from kvferry.testing.machine import commit, cpu_name
+from kvferry.testing.machine import cpu_name
 from kvferry.testing.processes import running
 from kvferry.testing.redis_server import redis_server
 
@@ -162,12 +163,7 @@ def main() -> None:
         for tier, length, cell, values in cells
         if values
     ]
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)])
-        if is_new:
-            writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    append_csv(RESULTS, [asdict(row) for row in rows])
     for row in rows:
         spread = f"({row.min} to {row.max}, {row.n})"
         print(f"{row.tier:<6} {row.prompt_tokens:>5} {row.cell:<28} {row.median:>9.2f} {row.unit} {spread}")

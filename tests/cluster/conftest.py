@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kubernetes import client, config
+from tests.cluster.world import DEFINITIONS, World, operator
 
 from kvferry.core.clock import SystemClock
+from kvferry.operator.api import KubeApi
 from kvferry.testing.kube import assets, box, cluster, host_image
 from kvferry.testing.kube.cluster import Cluster, NodeWish
+from kvferry.testing.kube.fake_kubelet import kubelet
 from kvferry.testing.pools import on_node
 
 RELEASE = "kvferry"
@@ -114,6 +118,27 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.node.stash.get(_PHASES, False):
         print(f"--- events in {name}\n{used.kubectl('get', 'events', '-n', name, '--sort-by=.lastTimestamp')}")
     used.kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def api(kube) -> KubeApi:
+    kube.kubectl("apply", "--server-side", "-f", DEFINITIONS)
+    kube.kubectl("wait", "--for=condition=Established", "-f", DEFINITIONS, "--timeout=30s")
+    return KubeApi.connect(str(kube.kubeconfig))
+
+
+@pytest.fixture(scope="module")
+def at_work(kube, api) -> Iterator[Any]:
+    with ExitStack() as stack:
+        process = operator(stack, kube, "--identity", "at-work")
+        yield process
+        assert process.stop() == 0
+
+
+@pytest.fixture
+def world(kube, api, at_work, namespace) -> Iterator[World]:
+    with kubelet(api, namespace) as acting:
+        yield World(kube, api, namespace, acting)
 
 
 @pytest.hookimpl(wrapper=True)

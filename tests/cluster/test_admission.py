@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.bench.commit import ROOT
 from kvferry.core.errors import Unavailable
-from kvferry.testing.machine import ROOT
 
 DEFINITIONS: Path = ROOT / "charts/kvferry/files/crds"
 

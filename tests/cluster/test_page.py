@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvferry.bench.commit import ROOT
 from kvferry.core.config import child_environment
 from kvferry.testing.documents import Fence, fences
-from kvferry.testing.machine import ROOT
 from kvferry.testing.pools.on_node import CLOCK, MODEL
 
 pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(400)]

@@ -1,7 +1,6 @@
 """The embedded model and a runner over it, made once."""
 
 import pytest
-import torch
 
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.models.build import build_model
@@ -17,5 +16,5 @@ def smollm() -> ModelSource:
 @pytest.fixture(scope="session", params=["compiled", "torch"])
 def runner(request: pytest.FixtureRequest, smollm: ModelSource) -> Runner:
     """Float32, pages of 16 tokens, room for 12,800; by either kind of kernels."""
-    model = build_model(smollm.config, smollm.tensors, dtype=torch.float32, kernels=request.param)
-    return Runner(model, PagedKv.allocate(PageShape.of(smollm.config, block_tokens=16, dtype=torch.float32), 800))
+    model = build_model(smollm.config, smollm.tensors, dtype="float32", kernels=request.param)
+    return Runner(model, PagedKv.allocate(PageShape.of(smollm.config, block_tokens=16, dtype="float32"), 800))

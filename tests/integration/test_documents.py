@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.bench.commit import ROOT
 from kvferry.core.config import child_environment
 from kvferry.testing.documents import DOCUMENTS, Fence, fences
-from kvferry.testing.machine import ROOT
 from kvferry.testing.processes import running
 
 SECONDS = 240

@@ -141,7 +141,7 @@ def belongs_to(prompt: list[int], address: str, stack: Stack) -> bool:
 async def test_a_stream_survives_its_decode_worker(pair, llm, number):
     """Killed, or told to end with less time to do so than the stream takes."""
     p, survivor = pair
-    with a_worker("decode", "--connector", "shm", "--drain-seconds", "0.05") as victim:
+    with a_worker("decode", "--connector", "shm", "--drain-seconds", "0.001") as victim:
         async with a_stack([p], [survivor, victim]) as stack:
             prompts = ([seed, *_PROMPT] for seed in range(200))
             prompt = next(found for found in prompts if belongs_to(found, heard(victim, "grpc"), stack))

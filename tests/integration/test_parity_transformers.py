@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvferry.engine.batch import StepBatch
+from kvferry.engine.cache import PagedKv
 from kvferry.engine.models.model import Logits
 from kvferry.engine.runner import Runner
 from kvferry.model.chat import encode_chat
@@ -131,10 +132,10 @@ class Recorder:
     def on(cls, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> "Recorder":
         recorder, original = cls(runner, []), runner.model.compute
 
-        def compute(batch: StepBatch, pages: torch.Tensor) -> Logits:
-            logits = original(batch, pages)
-            if len(logits.values.clone()):
-                recorder.steps.append(logits.values.clone())
+        def compute(batch: StepBatch, kv: PagedKv) -> Logits:
+            logits = original(batch, kv)
+            if len(logits.values):
+                recorder.steps.append(torch.tensor(logits.values))
             return logits
 
         monkeypatch.setattr(runner.model, "compute", compute)

@@ -23,6 +23,7 @@ import torch
 from kvferry.core.errors import UsageError
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
 from kvferry.kernels.block_moves import Overlay
+from kvferry.kernels.families import FAMILIES, family_for
 from kvferry.kernels.rows_of_logits import Adjustments, Draws
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -122,19 +123,6 @@ class DeviceOps:
 
     digest_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """(pages, blocks [N] int64) to [N, 2] int64: 128 bits of each page's content. It tells damage, not forgery."""
-
-
-FAMILIES = {
-    "reference": "kvferry.kernels.reference",
-    "torch": "kvferry.kernels.torch_cpu",
-    "triton": "kvferry.kernels.gpu.family",
-}
-"""Family name to the module whose `OPS` it is; imported when asked for."""
-
-
-def family_for(device: torch.device | str) -> str:
-    """The fastest family of torch tensors that runs on a device."""
-    return "triton" if torch.device(device).type == "cuda" else "torch"
 
 
 def ops_for(device: torch.device | str, family: str | None = None) -> Ops:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.kernels import reference_blocks, reference_sampling
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix
 from kvferry.kernels.ops import AttentionPlan, DeviceOps, Linear, Ops
+from kvferry.kernels.unfused import place_qkv_of
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -46,25 +47,6 @@ def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Ten
     block_tokens = pages.shape[4]
     for row, slot in enumerate(slots.tolist()):
         pages[slot // block_tokens, layer, :, :, slot % block_tokens] = kv[row]
-
-
-def place_qkv(
-    qkv: torch.Tensor,
-    norms: HeadNorms | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pages: torch.Tensor,
-    layer: int,
-    slots: torch.Tensor,
-) -> None:
-    kv_heads = pages.shape[3]
-    heads = qkv.shape[1] - 2 * kv_heads
-    queries, keys = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-    if norms is not None:
-        queries.copy_(rms_norm(queries, norms.query, norms.epsilon))
-        keys.copy_(rms_norm(keys, norms.key, norms.epsilon))
-    rotate(qkv[:, : heads + kv_heads], cos, sin)
-    write_kv(qkv[:, heads:].view(len(qkv), 2, kv_heads, qkv.shape[2]), pages, layer, slots)
 
 
 def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
@@ -130,7 +112,7 @@ OPS = Ops(
     add_rms_norm=add_rms_norm,
     rotate=rotate,
     write_kv=write_kv,
-    place_qkv=place_qkv,
+    place_qkv=place_qkv_of(rms_norm, rotate, write_kv),
     plan_attention=plan_attention,
     paged_attention=paged_attention,
     silu_mul=silu_mul,

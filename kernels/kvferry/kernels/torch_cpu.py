@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from kvferry.kernels import torch_attention
-from kvferry.kernels.batch import HeadNorms
 from kvferry.kernels.ops import Linear, Ops
+from kvferry.kernels.unfused import place_qkv_of
 
 _PACKED_FOR_ROWS = 64  # oneDNN chooses the layout by it; measured: as good as any other from 1 to 512 rows
 
@@ -61,25 +61,6 @@ def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Ten
     pages[:, layer].permute(0, 3, 1, 2, 4).index_put_((page, place), kv)
 
 
-def place_qkv(
-    qkv: torch.Tensor,
-    norms: HeadNorms | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    pages: torch.Tensor,
-    layer: int,
-    slots: torch.Tensor,
-) -> None:
-    kv_heads = pages.shape[3]
-    heads = qkv.shape[1] - 2 * kv_heads
-    kv = qkv[:, heads:].view(len(qkv), 2, kv_heads, qkv.shape[2])
-    if norms is not None:
-        qkv[:, :heads] = rms_norm(qkv[:, :heads], norms.query, norms.epsilon)
-        kv[:, 0] = rms_norm(kv[:, 0], norms.key, norms.epsilon)
-    rotate(qkv[:, : heads + kv_heads], cos, sin)
-    write_kv(kv, pages, layer, slots)
-
-
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
@@ -97,7 +78,7 @@ OPS = Ops(
     add_rms_norm=add_rms_norm,
     rotate=rotate,
     write_kv=write_kv,
-    place_qkv=place_qkv,
+    place_qkv=place_qkv_of(rms_norm, rotate, write_kv),
     plan_attention=torch_attention.plan_attention,
     paged_attention=torch_attention.paged_attention,
     silu_mul=silu_mul,

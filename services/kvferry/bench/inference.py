@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.bench.roofline import Machine, Work, measure_machine, random_tokens, step_work
+from kvferry.bench.roofline import Machine, measure_machine, random_tokens, step_work
 from kvferry.bench.rows import as_row
+from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import RequestId
@@ -174,7 +175,7 @@ class Bench:
             tokens, seconds, work = counted(trip)
             if tokens:
                 rates.append(tokens / seconds)
-                bounds.append(tokens / sum(w.seconds(machine) for w in work))
+                bounds.append(tokens / sum(machine.seconds(w) for w in work))
         rate, bound = (statistics.median(found) if found else 0.0 for found in (rates, bounds))
         shares = [r / b for r, b in zip(rates, bounds, strict=True)]
         return Run(

@@ -5,8 +5,9 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.bench.roofline import Work, measure_machine
+from kvferry.bench.roofline import measure_machine
 from kvferry.bench.sampling import alternate
+from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
 from kvferry.model.config import ModelConfig
@@ -61,7 +62,7 @@ def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: C
                 out = np.empty((rows, outputs), np.float32)
                 action = partial(module.product, pool, level, matrix, x, out, of_bytes)
                 seconds = alternate({op: action}, rounds=rounds, clock=clock)[op].median
-                work = Work(matrix.num_bytes, 2.0 * rows * outputs * config.hidden_size)
+                work = Work(matrix.num_bytes, 2 * rows * outputs * config.hidden_size)
                 found.append(
                     Row(
                         op=op,
@@ -69,8 +70,8 @@ def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: C
                         dtype=dtype,
                         ms=1e3 * seconds,
                         bytes=matrix.num_bytes,
-                        flops=int(work.flops),
-                        share_of_bound=work.seconds(rates) / seconds,
+                        flops=work.flops,
+                        share_of_bound=rates.seconds(work) / seconds,
                     )
                 )
     return found

@@ -1,10 +1,8 @@
 """What this machine could do at most with a model: bytes it can read and products it can add, measured here and now.
 
-    a step reads every packed weight once, and the KV of every token of context
-    a row costs 2 operations for each weight that it meets, and 4 * heads * head_dim for each token that it sees
-    the bound of a step is the longer of  bytes / read rate  and  operations / product rate
-
-(Williams, Waterman and Patterson, Roofline, 2009).
+a step reads every packed weight once, and the KV of every token of context
+a row costs 2 operations for each weight that it meets, and 4 * heads * head_dim for each token that it sees
+the bound of a step is the longer of  bytes / read rate  and  operations / product rate
 """
 
 from collections.abc import Callable
@@ -13,9 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvferry.bench.gpu_timing import CudaTimer, rates_of
+from kvferry.bench.gpu.timing import CudaTimer, rates_of
+from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
+from kvferry.kernels.families import device_kind
 from kvferry.model.config import ModelConfig
 from kvferry.model.tensors import linear_weights
 
@@ -36,21 +36,13 @@ class Machine:
     level: str
     """Of the compiled kernels; empty: torch's own matrix product was timed."""
 
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What some computation cannot do without."""
-
-    num_bytes: float
-    flops: float
-
-    def seconds(self, machine: Machine) -> float:
-        """At least so long."""
-        return max(self.num_bytes / machine.read_gbps, self.flops / machine.gflops) / 1e9
+    def seconds(self, work: Work) -> float:
+        """At least so long for some work."""
+        return work.seconds(gbps=self.read_gbps, gflops=self.gflops)
 
 
 def measure_machine(
-    level: str, threads: int, clock: Clock, *, of_bytes: bool = False, device: torch.device | None = None
+    level: str, threads: int, clock: Clock, *, of_bytes: bool = False, device: str = "cpu"
 ) -> Callable[[], Machine]:
     """Something that measures when called; the memory it reads is made once.
 
@@ -59,13 +51,14 @@ def measure_machine(
         threads: that work together.
         clock: what to measure with.
         of_bytes: products of 8-bit numbers, instead of what the level multiplies best.
-        device: that computes; `None`: the CPU. A GPU's rates are those of a copy and of a product in bfloat16.
+        device: that computes, as torch names it. A GPU's rates are those of a copy and of a product in bfloat16.
     """
-    if device is not None and device.type == "cuda":
-        timer = CudaTimer(device, seconds=0.05)
+    if device_kind(device) == "cuda":
+        where = torch.device(device)
+        timer = CudaTimer(where, seconds=0.05)
 
         def by_events() -> Machine:
-            rates = rates_of(device, timer)
+            rates = rates_of(where, timer)
             return Machine(rates.gbps, 1e3 * rates.tflops, threads, "")
 
         return by_events

@@ -117,13 +117,15 @@ def kernels(
     from kvferry.engine.device import choose_device
 
     device = choose_device(values["device"], kernels=values["kernels"])
-    if device.type == "cuda":
-        from kvferry.bench import gpu_kernels
-        from kvferry.bench.gpu_session import on_gpu
+    if device == "cuda":
+        import torch
+
+        from kvferry.bench.gpu import kernels
+        from kvferry.bench.gpu.session import on_gpu
         from kvferry.bench.rows import as_row
 
-        session = on_gpu(device, SystemClock(), say=lambda text: click.echo(f"  {text}", err=True))
-        found = gpu_kernels.run(session, ops, click.echo, tune=tune, csv_file=csv_file)
+        session = on_gpu(torch.device(device), SystemClock(), say=lambda text: click.echo(f"  {text}", err=True))
+        found = kernels.run(session, ops, click.echo, tune=tune, csv_file=csv_file)
         _write(json_file, {"rows": [as_row(row) for row in found]})
         return
     for flag, is_given in (("--tune", tune), ("--csv", csv_file is not None), ("--op", bool(ops))):

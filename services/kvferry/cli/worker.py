@@ -40,7 +40,7 @@ def command(values: Values) -> None:
     """
     leave_on_signals()
     follow_parent()
-    # Imported here: these load torch, which `--help` and wrong flags need not wait for.
+    # Imported here: these load gRPC and the kernels, which `--help` and wrong flags need not wait for.
     from kvferry.engine.room import SchedulerLimits
     from kvferry.kv.offers import OfferTimes
     from kvferry.kv.price import LoadPolicy

@@ -9,27 +9,34 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.engine.step import ScheduledSequence, StepPlan
-from kvferry.kernels.batch import AttentionBatch
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch:
-    """A step's inputs on the model's device."""
+    """A step's inputs, on the host: whoever computes moves what it needs to where it computes."""
 
-    token_ids: torch.Tensor
-    """[T] int64."""
-    positions: torch.Tensor
-    """[T] int64."""
-    attention: AttentionBatch
-    sample_rows: torch.Tensor
-    """[R] int64: the last rows of the sequences that sample, in the plan's order."""
+    token_ids: Ints
+    """[T]."""
+    positions: Ints
+    """[T]."""
+    slots: Ints
+    """[T]: where each row's key and value are written."""
+    queries: Ints
+    """[sequences]: rows of each, at least 1."""
+    contexts: Ints
+    """[sequences]: tokens of each in pages after this step's writes."""
+    block_tables: Ints
+    """[sequences, most blocks of any]: page of each block; rows that need fewer are filled with 0."""
+    sample_rows: Ints
+    """[R]: the last rows of the sequences that sample, in the plan's order."""
 
 
-def build_batch(plan: StepPlan, *, block_tokens: int, device: torch.device) -> StepBatch:
+def build_batch(plan: StepPlan, *, block_tokens: int) -> StepBatch:
     """Arrays for a plan that is not empty.
 
     Raises:
@@ -37,7 +44,7 @@ def build_batch(plan: StepPlan, *, block_tokens: int, device: torch.device) -> S
     """
     scheduled = plan.scheduled
     if all(s.num_scheduled == 1 for s in scheduled):
-        return _one_row_each(scheduled, block_tokens, device)
+        return _one_row_each(scheduled, block_tokens)
     computed = np.array([s.num_computed for s in scheduled], dtype=np.int64)
     queries = np.array([s.num_scheduled for s in scheduled], dtype=np.int64)
     contexts = computed + queries
@@ -50,14 +57,17 @@ def build_batch(plan: StepPlan, *, block_tokens: int, device: torch.device) -> S
     tokens = [token for s in scheduled for token in s.token_ids[s.num_computed : s.num_computed + s.num_scheduled]]
     samples = np.array([s.samples for s in scheduled], dtype=bool)
     return StepBatch(
-        token_ids=torch.tensor(tokens, dtype=torch.int64).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        attention=AttentionBatch(queries, contexts, table, torch.from_numpy(slots).to(device)),
-        sample_rows=torch.from_numpy(ends[samples] - 1).to(device),
+        token_ids=np.array(tokens, dtype=np.int64),
+        positions=positions,
+        slots=slots,
+        queries=queries,
+        contexts=contexts,
+        block_tables=table,
+        sample_rows=ends[samples] - 1,
     )
 
 
-def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int, device: torch.device) -> StepBatch:
+def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int) -> StepBatch:
     """The same for a step that only decodes, which is most of them: a few lists instead of a dozen small arrays. What
     streams through the caches between two steps makes every call here several times as dear as in a loop."""
     positions = [s.num_computed for s in scheduled]
@@ -69,17 +79,18 @@ def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int, d
     ]
     samples = [row for row, s in enumerate(scheduled) if s.samples]
     rows = np.array((tokens, positions, slots), dtype=np.int64)
-    on_device = torch.from_numpy(rows).to(device)
-    queries = np.ones(len(scheduled), dtype=np.int64)
     return StepBatch(
-        token_ids=on_device[0],
-        positions=on_device[1],
-        attention=AttentionBatch(queries, rows[1] + 1, table, on_device[2]),
-        sample_rows=torch.tensor(samples, dtype=torch.int64).to(device),
+        token_ids=rows[0],
+        positions=rows[1],
+        slots=rows[2],
+        queries=np.ones(len(scheduled), dtype=np.int64),
+        contexts=rows[1] + 1,
+        block_tables=table,
+        sample_rows=np.array(samples, dtype=np.int64),
     )
 
 
-def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> npt.NDArray[np.int64]:
+def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> Ints:
     """[sequences, most blocks of any], after a check that there are so many tokens and pages."""
     _check(scheduled, needed)
     table = np.zeros((len(scheduled), max(needed)), dtype=np.int64)

@@ -1,16 +1,19 @@
 """Where a model computes: the caller's word, or a GPU where torch sees one."""
 
-import torch
+from importlib.metadata import version
+from pathlib import Path
 
 from kvferry.core.errors import UsageError
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 DEVICES = (AUTO, CPU, CUDA)
 _COMPILED = "compiled"
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""Of NVIDIA's driver, of AMD's, and of either inside Windows."""
 
 
-def choose_device(wanted: str, *, kernels: str = AUTO) -> torch.device:
-    """The device to load a model on.
+def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
+    """The device to load a model on, as torch names it.
 
     Args:
         wanted: a name of `DEVICES`. `auto`: a GPU where torch sees one and the kernels asked for run there.
@@ -22,13 +25,25 @@ def choose_device(wanted: str, *, kernels: str = AUTO) -> torch.device:
     if wanted not in DEVICES:
         raise UsageError(f"no device {wanted!r}; known: {', '.join(DEVICES)}", field="device")
     if wanted == CPU or (wanted == AUTO and kernels.startswith(_COMPILED)):
-        return torch.device(CPU)
-    if torch.cuda.is_available():
-        return torch.device(CUDA)
+        return CPU
     if wanted == AUTO:
-        return torch.device(CPU)
+        return CUDA if sees_gpu() else CPU
+    if torch_sees_gpu():
+        return CUDA
     raise UsageError(
         "device 'cuda' needs a GPU, and torch sees none here: take --device cpu, or look after the driver and a torch"
-        f" that is built for it (this one: {torch.__version__})",
+        f" that is built for it (this one: {version('torch')})",
         field="device",
     )
+
+
+def sees_gpu() -> bool:
+    """Whether there is a GPU to compute on. Torch is asked only where a driver is: it takes a second to load."""
+    return any(driver.exists() for driver in _DRIVERS) and torch_sees_gpu()
+
+
+def torch_sees_gpu() -> bool:
+    """Whether torch finds one."""
+    import torch
+
+    return torch.cuda.is_available()

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from kvferry.core.errors import InvalidRequest, UsageError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
@@ -14,9 +12,9 @@ from kvferry.engine.device import choose_device
 from kvferry.engine.engine import Engine, one_secret
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.models.build import build_model
-from kvferry.engine.models.random_tensors import RandomTensors
 from kvferry.engine.room import SchedulerLimits
 from kvferry.engine.runner import Runner
+from kvferry.model.config import ModelConfig
 from kvferry.model.detokenizer import Detokenizer
 from kvferry.model.shapes import shape_of
 from kvferry.model.source import ModelSource, open_model
@@ -83,14 +81,12 @@ class LLM:
             kv_bytes: memory for KV pages.
             block_tokens: tokens a page.
             limits: how much one step may do.
-            threads: compute threads; 0: one for each core, or torch's own choice where torch computes.
+            threads: compute threads; 0: one for each core.
             seed: for requests that bring none, and for random weights.
 
         Raises:
             KvferryError: the model is unknown or damaged, or a setting does not fit it.
         """
-        if threads:
-            torch.set_num_threads(threads)
         if load_format not in LOAD_FORMATS:
             raise UsageError(f"no load format {load_format!r}; known: {', '.join(LOAD_FORMATS)}", field="load_format")
         where = choose_device(device, kernels=kernels)
@@ -101,11 +97,7 @@ class LLM:
         self.config = config = shape_of(model) if self._source is None else self._source.config
         """The model's shape."""
         chosen = choose_dtype(dtype, config, kernels=kernels, device=where)
-        tensors: TensorSource = (
-            RandomTensors(config, dtype=chosen, device=where, seed=seed)
-            if self._source is None
-            else self._source.tensors
-        )
+        tensors = _random(config, chosen, where, seed) if self._source is None else self._source.tensors
         built = build_model(
             config,
             tensors,
@@ -133,7 +125,7 @@ class LLM:
         )
         self.block_bytes = shape.block_bytes
         """Of one page."""
-        self.dtype = str(chosen).removeprefix("torch.")
+        self.dtype = chosen
         """Of the KV."""
 
     @property
@@ -185,6 +177,14 @@ class LLM:
         request = EngineRequest(RequestId(f"offline-{self._count}"), list(prompt), params)
         detokenizer = None if self._source is None and not params.stop else Detokenizer(self.tokenizer)
         return _Stream(request, detokenizer, StopMatcher(params.stop))
+
+
+def _random(config: ModelConfig, dtype: str, device: str, seed: int) -> TensorSource:
+    import torch  # which draws them, and takes a second to load
+
+    from kvferry.engine.models.random_tensors import RandomTensors
+
+    return RandomTensors(config, dtype=getattr(torch, dtype), device=device, seed=seed)
 
 
 class _Stream:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
-
 from kvferry.core.errors import InvariantBroken
 from kvferry.engine.batch import build_batch
 from kvferry.engine.cache import PagedKv, PageShape
@@ -23,14 +21,13 @@ class Runner:
         expected = PageShape.of(model.config, block_tokens=kv.shape.block_tokens, dtype=model.dtype)
         if kv.shape != expected:
             raise InvariantBroken(f"pages of {kv.shape} were given to a model that needs {expected}")
-        if kv.pages.device != model.device:
-            raise InvariantBroken(f"pages on {kv.pages.device} were given to a model on {model.device}")
+        if kv.device != model.device:
+            raise InvariantBroken(f"pages on {kv.device} were given to a model on {model.device}")
         self.model = model
         self.kv = kv
         self.watch: Callable[[StepPlan], None] | None = None
         """Told of every step before it runs; for whoever measures."""
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step: KV of every scheduled token into its page, and a token for each sequence that samples.
 
@@ -41,8 +38,8 @@ class Runner:
             return StepResult({})
         if self.watch is not None:
             self.watch(plan)
-        batch = build_batch(plan, block_tokens=self.kv.shape.block_tokens, device=self.model.device)
-        logits = self.model.compute(batch, self.kv.pages)
+        batch = build_batch(plan, block_tokens=self.kv.shape.block_tokens)
+        logits = self.model.compute(batch, self.kv)
         sampling = [s for s in plan.scheduled if s.samples]
         if not sampling:
             return StepResult({})

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.philox import uniform
@@ -60,8 +59,8 @@ def _alters(p: SamplingParams) -> bool:
     return bool(p.logit_bias or p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
 
 
-def _sample_row(row: torch.Tensor, s: ScheduledSequence) -> SampledToken:
-    raw: Floats = row.to(device="cpu", dtype=torch.float64).numpy()
+def _sample_row(row: npt.NDArray[np.float32], s: ScheduledSequence) -> SampledToken:
+    raw = row.astype(np.float64)
     adjusted = adjust(raw, s) if _alters(s.sampling) or s.banned_token_ids else raw
     if s.sampling.is_greedy:
         token = int(adjusted.argmax())

@@ -16,8 +16,10 @@ from dataclasses import astuple, dataclass, fields
 
 from blake3 import blake3
 
+from kvferry.core.dtypes import DTYPES, ITEM_BYTES
+
 VERSION = 1
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {name: ITEM_BYTES[name] for name in DTYPES}
 _MAX_DIGEST_CHARS = 256
 _MAX_COUNT = 1 << 20
 _MAX_BLOCK_BYTES = 1 << 32

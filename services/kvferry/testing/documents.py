@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.testing.machine import ROOT
+from kvferry.bench.commit import ROOT
 
 DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 _FENCE = re.compile(r"(<!-- test: (\w+) -->\n)?^```(sh|python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

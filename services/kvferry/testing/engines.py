@@ -54,6 +54,17 @@ class ArithmeticRunner:
         return StepResult(drawn)
 
 
+def small_limits(**changes: int) -> SchedulerLimits:
+    """64 tokens a step and 8 sequences, but for the changes."""
+    base = {"token_budget": 64, "max_chunk_tokens": 64, "max_sequences": 8}
+    return SchedulerLimits(**{**base, **changes}, reserve_share=0.0)
+
+
+def shares(runner: ArithmeticRunner) -> list[list[tuple[str, int]]]:
+    """Per step: who computed how many tokens."""
+    return [[(s.request_id, s.num_scheduled) for s in plan.scheduled] for plan in runner.steps]
+
+
 def an_engine(
     *,
     num_blocks: int = 64,
@@ -71,7 +82,7 @@ def an_engine(
         vocab_size=VOCAB,
         eos_token_ids=(EOS,),
         fingerprint=b"test layout",
-        limits=limits or SchedulerLimits(token_budget=64, max_chunk_tokens=64, max_sequences=8, reserve_share=0.0),
+        limits=limits or small_limits(),
         tenant_secret=lambda tenant: b"secret of " + tenant.encode(),
     )
     return engine, runner

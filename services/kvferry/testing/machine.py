@@ -1,11 +1,7 @@
-"""What a measurement says about where it was made: the commit and the processor."""
+"""The processor, as a measurement names it."""
 
 import os
 from pathlib import Path
-
-from kvferry.bench.commit import ROOT, commit
-
-__all__ = ["ROOT", "commit", "cpu_name"]
 
 
 def cpu_name() -> str:

@@ -9,16 +9,16 @@ import logging
 import os
 import platform
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
 from kvferry.core.config import cache_dir
-from kvferry.core.cores import usable_cores
+from kvferry.core.dtypes import DTYPES
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import Incarnation
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.compute_dtype import AUTO, choose_dtype, is_measured
+from kvferry.engine.device import sees_gpu
 from kvferry.engine.engine import Engine, one_secret
 from kvferry.engine.models.build import build_model
 from kvferry.engine.models.model import Model
@@ -70,8 +70,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     Raises:
         KvferryError: it is unknown, damaged, or the settings do not fit it.
     """
-    torch.set_num_threads(config.threads or usable_cores())
-    if config.device == AUTO and torch.cuda.is_available():
+    if config.device == AUTO and sees_gpu():
         _log.warning("there is a GPU, and it is not used: workers keep their pages in the host's memory so far")
     source = open_model(config.model, served_name=config.served_name)
     dtype = _dtype(config, source.config)
@@ -84,7 +83,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         kernels=config.kernels,
         threads=config.threads,
     )
-    return LoadedModel(source, model, str(dtype).removeprefix("torch."), config.weights, config.numerics)
+    return LoadedModel(source, model, dtype, config.weights, config.numerics)
 
 
 def build_engine(
@@ -138,12 +137,12 @@ def build_engine(
     return BuiltEngine(engine, memory, transport, layout)
 
 
-def _dtype(settings: EngineConfig, config: ModelConfig) -> torch.dtype:
+def _dtype(settings: EngineConfig, config: ModelConfig) -> str:
     """The compute type. A measured choice is written down, so that all workers of a machine agree on it; where the
     cache folder can only be read, a choice found there counts, else this worker measures for itself."""
     if not is_measured(settings.dtype, config, kernels=settings.kernels):
         return choose_dtype(settings.dtype, config, kernels=settings.kernels)
-    key = f"{platform.machine()} {_cpu_name()} torch {torch.__version__} {config.name}"
+    key = f"{platform.machine()} {_cpu_name()} torch {version('torch')} {config.name}"
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +159,7 @@ def _recorded(key: str, record: Path, settings: EngineConfig, config: ModelConfi
     """The choice that is written down, after measuring it where there was none."""
     known = _read_record(record)
     if key not in known:
-        known[key] = str(choose_dtype(AUTO, config, kernels=settings.kernels)).removeprefix("torch.")
+        known[key] = choose_dtype(AUTO, config, kernels=settings.kernels)
         fresh = record.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(known, indent=1))
         fresh.replace(record)
@@ -172,8 +171,7 @@ def _read_record(path: Path) -> dict[str, str]:
         read = json.loads(path.read_text())
     except (OSError, ValueError):  # missing or damaged: measured anew
         return {}
-    known = {"float32", "bfloat16", "float16"}
-    return {k: v for k, v in read.items() if v in known} if isinstance(read, dict) else {}
+    return {k: v for k, v in read.items() if v in DTYPES} if isinstance(read, dict) else {}
 
 
 def _cpu_name() -> str:

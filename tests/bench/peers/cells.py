@@ -54,7 +54,8 @@ class Cell:
     trials: Callable[[int], Mapping[str, Trial]]
     """Of a round: by the name of the row that each fills."""
     rates: Callable[[Outcome], Mapping[str, float]]
-    """What is measured, by what is added to the row's name; tokens a second where nothing else is said."""
+    """What is measured, by what is added to the row's name."""
+    unit: str = "tokens/s"
     prefill_tokens: int = 0
     """Prompt length where the products are the bound."""
     reads_weights: bool = False
@@ -96,6 +97,7 @@ def cells() -> dict[str, Cell]:
                 " TTFT p99": 1e3 * sorted(o.ttft)[int(0.99 * len(o.ttft))],
                 " TPOT p50": 1e3 * statistics.median(o.tpot),
             },
+            unit="ms",
             comes_over_time=True,
         ),
     ]

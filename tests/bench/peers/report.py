@@ -1,10 +1,11 @@
 """From rates to rows: medians and ranges, shares of the bounds, and ratios within each round; as CSV and Markdown."""
 
-import csv
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from kvferry.bench.rows import append_csv as append_rows
 
 OURS = "kvferry"
 FAST = "-fast"
@@ -37,6 +38,7 @@ class Measured:
     value: float
     share: float | None = None
     """Of the bound measured just before; `None`: the row has none."""
+    unit: str = "tokens/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +65,19 @@ def with_ratios(measured: Iterable[Measured], numerator: str, denominator: str, 
     found = list(measured)
     below = {(m.round, m.engine): m.value for m in found if m.row == denominator}
     ratios = [
-        Measured(m.round, name, m.engine, m.weight_class, m.value / below[m.round, m.engine])
+        Measured(m.round, name, m.engine, m.weight_class, m.value / below[m.round, m.engine], unit="times")
         for m in found
         if m.row == numerator and (m.round, m.engine) in below
     ]
     return found + ratios
 
 
-def rows(measured: Sequence[Measured], engines: Sequence[str], units: Mapping[str, str]) -> list[Row]:
+def rows(measured: Sequence[Measured], engines: Sequence[str]) -> list[Row]:
     """One for each row, in the order in which they first came, and engine, in the order of `engines`.
 
     Args:
         measured: all values.
         engines: all their engines.
-        units: of rows that are no tokens/s.
     """
     groups: dict[tuple[str, str], list[Measured]] = {}
     for each in measured:
@@ -95,7 +96,7 @@ def rows(measured: Sequence[Measured], engines: Sequence[str], units: Mapping[st
                 row=row,
                 engine=engine,
                 weight_class=values[0].weight_class,
-                unit=units.get(row, "tokens/s"),
+                unit=values[0].unit,
                 median=spread.median,
                 least=spread.least,
                 most=spread.most,
@@ -143,15 +144,7 @@ def append_csv(path: Path, found: Sequence[Row], about: Mapping[str, object]) ->
     Raises:
         ValueError: the file has other columns.
     """
-    columns = [*about, *(f.name for f in fields(Row))]
-    is_new = not path.exists()
-    if not is_new and path.read_text().partition("\n")[0].strip() != ",".join(columns):
-        raise ValueError(f"{path} has other columns than {','.join(columns)}; name another file")
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        if is_new:
-            writer.writeheader()
-        writer.writerows({**about, **{k: _plain(v) for k, v in asdict(row).items()}} for row in found)
+    append_rows(path, [{**about, **{k: _plain(v) for k, v in asdict(row).items()}} for row in found])
 
 
 def _is_ours(engine: str) -> bool:

@@ -30,11 +30,12 @@ from peers.models import Models
 from peers.protocol import Child, EngineFailed
 from peers.report import Measured
 
+from kvferry.bench.commit import commit
 from kvferry.bench.roofline import Machine, measure_machine
 from kvferry.core.clock import SystemClock
 from kvferry.core.config import cache_dir
 from kvferry.kernels import compiled
-from kvferry.testing.machine import commit, cpu_name
+from kvferry.testing.machine import cpu_name
 
 CLOCK = SystemClock()
 RATIO = "prefix-16 warm/cold"
@@ -139,7 +140,7 @@ class Comparison:
         elif cell.prefill_tokens and not name.endswith(report.FAST):  # the bound is of the products that exact makes
             tokens = cell.prefill_tokens
             share = prefill_share(value, tokens, self._models.prefill_flop(tokens), machine)
-        return Measured(number, row, name, weight_class, value, share)
+        return Measured(number, row, name, weight_class, value, share, cell.unit)
 
     def _leave_out(self, name: str, reason: str) -> None:
         print(f"{name}: left out: {reason}", file=sys.stderr, flush=True)
@@ -202,8 +203,7 @@ def main() -> None:
 def write(comparison: Comparison, arguments: argparse.Namespace, show: Callable[[str], None]) -> None:
     """The table, and the files that were asked for."""
     measured = report.with_ratios(comparison.measured, "prefix-16 warm", "prefix-16 cold", RATIO)
-    units = {RATIO: "times", **{f"poisson-2 {what}": "ms" for what in ("TTFT p50", "TTFT p99", "TPOT p50")}}
-    found = report.rows(measured, [engine.name for engine in ENGINES], units)
+    found = report.rows(measured, [engine.name for engine in ENGINES])
     about: dict[str, object] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),

@@ -2,19 +2,20 @@
 
 import csv
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from kvferry.bench import gpu_cases, gpu_kernels, gpu_tune
-from kvferry.bench.gpu_cases import differs, make_case
-from kvferry.bench.gpu_choice import TUNABLE, Tunable
-from kvferry.bench.gpu_session import Session, about_now, on_gpu
-from kvferry.bench.gpu_timing import Action, HostTimer, rates_of
-from kvferry.bench.gpu_work import OPERATIONS, SMALL, Rates, Spec, Timing
+from kvferry.bench.gpu import cases, kernels, tuner
+from kvferry.bench.gpu.cases import differs, make_case
+from kvferry.bench.gpu.choice import TUNABLE, Tunable
+from kvferry.bench.gpu.session import Session, about_now, on_gpu
+from kvferry.bench.gpu.timing import Action, HostTimer, rates_of
+from kvferry.bench.gpu.work import OPERATIONS, SMALL, Rates, Spec, Timing
+from kvferry.bench.rows import append_csv
 from kvferry.cli.main import main
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UsageError
@@ -41,7 +42,7 @@ def test_every_operation_runs_and_its_peers_compute_the_same(tmp_path: Path) -> 
     said: list[str] = []
     shown: list[str] = []
     file = tmp_path / "results" / "gpu.csv"
-    rows = gpu_kernels.run(session(said), (), shown.append, csv_file=file)
+    rows = kernels.run(session(said), (), shown.append, csv_file=file)
     assert said == [], "a peer was left out"
     assert tuple(dict.fromkeys(row.op for row in rows)) == OPERATIONS
     assert sum(row.kernels == "triton" for row in rows) == len(SMALL)
@@ -56,7 +57,7 @@ def test_every_operation_runs_and_its_peers_compute_the_same(tmp_path: Path) -> 
     assert decode.launch == (
         "attend_small: rows=8 keys=8 partition=16 warps=1 stages=1; merge_parts: block=2 warps=1 stages=1"
     )
-    gpu_kernels.append(file, rows[:1])
+    append_csv(file, [asdict(rows[0])])
     written = list(csv.DictReader(file.read_text().splitlines()))
     assert len(written) == len(rows) + 1
     assert (written[0]["gpu"], written[0]["op"]) == ("interpreter", "decode_attention")
@@ -64,10 +65,10 @@ def test_every_operation_runs_and_its_peers_compute_the_same(tmp_path: Path) -> 
 
 
 def test_operations_can_be_named_and_unknown_ones_are_refused() -> None:
-    rows = gpu_kernels.run(session([]), ("silu_mul",), lambda _: None)
+    rows = kernels.run(session([]), ("silu_mul",), lambda _: None)
     assert {row.op for row in rows} == {"silu_mul"}
     with pytest.raises(UsageError, match="no operation 'fly'; known: decode_attention, "):
-        gpu_kernels.run(session([]), ("fly",), lambda _: None)
+        kernels.run(session([]), ("fly",), lambda _: None)
 
 
 def test_a_peer_that_computes_something_else_or_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +80,14 @@ def test_a_peer_that_computes_something_else_or_fails_is_left_out_and_named(monk
     def absent() -> Action:
         raise ModuleNotFoundError("nobody")
 
-    def with_bad_peers(spec: Spec, device: torch.device, dtype: torch.dtype) -> gpu_cases.Case:
+    def with_bad_peers(spec: Spec, device: torch.device, dtype: torch.dtype) -> cases.Case:
         case = make_case(spec, device, dtype)
         zeros = torch.zeros(spec["rows"], spec["columns"])
         return replace(case, peers={"zeros": lambda: lambda: zeros, "broken": fails, "absent": absent})
 
-    monkeypatch.setattr(gpu_kernels, "make_case", with_bad_peers)
+    monkeypatch.setattr(kernels, "make_case", with_bad_peers)
     said: list[str] = []
-    (row,) = gpu_kernels.measure([spec], session(said))
+    (row,) = kernels.measure([spec], session(said))
     assert row.kernels == "triton"
     assert [text.partition(": ")[2].partition(" off")[0].split()[0] for text in said] == ["zeros", "broken"]
     assert "would be rounding" in said[0]
@@ -121,14 +122,14 @@ def test_the_tuner_finds_the_fastest_and_writes_it_down(tmp_path: Path) -> None:
     said: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "silu_mul")
     grids = {"silu_mul": Tunable(("silu_mul",), {"block": (8, 16, 32, 64)})}
-    (won,) = gpu_tune.tune(specs, session(said, specs, Favourite("silu_mul", 16)), grids)
+    (won,) = tuner.tune(specs, session(said, specs, Favourite("silu_mul", 16)), grids)
     assert (won.key, dict(won.sizes)) == (("silu_mul", "interpreter", "any"), {"block": 16})
     assert won.why.startswith("measured on interpreter, torch ")
     assert "17.00 times as fast as block=32 warps=1 stages=1" in won.why
     assert said == ["silu_mul interpreter any: block=32 warps=1 stages=1 -> block=16 warps=1 stages=1"]
     table = tmp_path / "launch.toml"
     table.write_bytes(launch.TABLE.read_bytes())
-    gpu_tune.rewrite(table, [won])
+    tuner.rewrite(table, [won])
     after = {row.key: row for row in launch.read(table)}
     assert after.pop(won.key) == won
     assert after == {key: row for key, row in launch.table().items() if key != won.key}
@@ -138,7 +139,7 @@ def test_what_is_fast_and_wrong_or_does_not_run_never_wins(monkeypatch: pytest.M
     said: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "silu_mul")
 
-    def broken(spec: Spec, device: torch.device, dtype: torch.dtype) -> gpu_cases.Case:
+    def broken(spec: Spec, device: torch.device, dtype: torch.dtype) -> cases.Case:
         case = make_case(spec, device, dtype)
 
         def make() -> Action:
@@ -150,9 +151,9 @@ def test_what_is_fast_and_wrong_or_does_not_run_never_wins(monkeypatch: pytest.M
 
         return replace(case, make=make)
 
-    monkeypatch.setattr(gpu_tune, "make_case", broken)
+    monkeypatch.setattr(tuner, "make_case", broken)
     grids = {"silu_mul": Tunable(("silu_mul",), {"block": (8, 16)})}
-    assert gpu_tune.tune(specs, session(said, specs, Favourite("silu_mul", 8)), grids) == []
+    assert tuner.tune(specs, session(said, specs, Favourite("silu_mul", 8)), grids) == []
     assert said == ["silu_mul interpreter any: block=32 warps=1 stages=1 -> stays"]
 
 
@@ -160,10 +161,10 @@ def test_a_second_kernel_is_tuned_too_and_rows_say_by_what_they_were_launched() 
     said: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "decode_attention")
     grids = {"merge_parts": Tunable(("decode_attention",), {"block": (2, 4)})}
-    won = gpu_tune.tune(specs, session(said, specs, Favourite("merge_parts", 4)), grids)
+    won = tuner.tune(specs, session(said, specs, Favourite("merge_parts", 4)), grids)
     assert [row.key for row in won] == [("merge_parts", "interpreter", "any")]
     with launch.trial(won):
-        (first, *_) = gpu_kernels.measure(specs[:1], session(said, specs))
+        (first, *_) = kernels.measure(specs[:1], session(said, specs))
     assert first.launch.endswith("merge_parts: block=4 warps=1 stages=1")
 
 
@@ -192,7 +193,7 @@ def test_all_that_is_tunable_is_tuned_on_a_copy_of_the_table_and_then_measured(t
     table.write_bytes(launch.TABLE.read_bytes())
     specs = tuple(s for s in SMALL if s.op in {"log_probabilities", "embedding", "gather_rows"})
     slow = session(said, specs, lambda action: Timing.of([1.0 if action() is not None else 0.0]))
-    rows = gpu_kernels.run(slow, (), lambda _: None, tune=True, table=table)
+    rows = kernels.run(slow, (), lambda _: None, tune=True, table=table)
     assert [row.op for row in rows if row.kernels == "triton"] == ["embedding", "gather_rows", "log_probabilities"]
     assert said == [
         "take_rows interpreter any: block=32 warps=1 stages=1 -> stays",
@@ -204,7 +205,7 @@ def test_all_that_is_tunable_is_tuned_on_a_copy_of_the_table_and_then_measured(t
 
 def test_a_table_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--tune writes launch\.toml, which is read-only here"):
-        gpu_kernels.run(session([]), (), print, tune=True, table=tmp_path / "missing" / "launch.toml")
+        kernels.run(session([]), (), print, tune=True, table=tmp_path / "missing" / "launch.toml")
 
 
 def test_every_measured_operation_can_be_tuned() -> None:

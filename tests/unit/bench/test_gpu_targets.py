@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.bench.gpu_session import Session, about_now
-from kvferry.bench.gpu_steps import decode_rows
-from kvferry.bench.gpu_targets import verdicts
-from kvferry.bench.gpu_timing import HostTimer
-from kvferry.bench.gpu_work import About, Need, Rates, Row, Spec, Timing, row
+from kvferry.bench.gpu.session import Session, about_now
+from kvferry.bench.gpu.steps import decode_rows
+from kvferry.bench.gpu.targets import verdicts
+from kvferry.bench.gpu.timing import HostTimer
+from kvferry.bench.gpu.work import About, Rates, Row, Spec, Timing, row
+from kvferry.bench.work import Work
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UnknownModel
 
@@ -22,8 +23,8 @@ ABOUT = About("2026-01-01", "abc", "H200", "2.15", "3.9")
 
 def made(op: str, milliseconds: float, kernels: str = "triton", num_bytes: int = 10**9, **sizes: int) -> Row:
     timing = Timing.of([milliseconds / 1e3])
-    need = Need(num_bytes)
-    return row(ABOUT, Spec.of(op, **sizes), need, timing, Rates(1000.0, 1.0), dtype="bf16", kernels=kernels, launch="")
+    work = Work(num_bytes)
+    return row(ABOUT, Spec.of(op, **sizes), work, timing, Rates(1000.0, 1.0), dtype="bf16", kernels=kernels, launch="")
 
 
 def test_the_worst_shape_decides() -> None:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kvferry.bench import gpu_kernels
-from kvferry.bench.gpu_session import Session, about_now
-from kvferry.bench.gpu_timing import CudaTimer, HostTimer, rates_of
-from kvferry.bench.gpu_work import OPERATIONS, SMALL, Timing
+from kvferry.bench.gpu import kernels
+from kvferry.bench.gpu.session import Session, about_now
+from kvferry.bench.gpu.timing import CudaTimer, HostTimer, rates_of
+from kvferry.bench.gpu.work import OPERATIONS, SMALL, Timing
 from kvferry.core.clock import ManualClock
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
@@ -42,6 +42,6 @@ def test_every_operation_is_measured_on_a_gpu() -> None:
     timer = CudaTimer(device, seconds=0.001)
     rates = rates_of(device, timer, copy_bytes=1 << 20, side=256)
     about = about_now(torch.cuda.get_device_name(device), ManualClock())
-    rows = gpu_kernels.run(Session(device, torch.bfloat16, timer, rates, about, SMALL, print), (), print)
+    rows = kernels.run(Session(device, torch.bfloat16, timer, rates, about, SMALL, print), (), print)
     assert tuple(dict.fromkeys(row.op for row in rows)) == OPERATIONS
     assert {row.op for row in rows if row.kernels == "torch"} >= {"silu_mul", "place_qkv", "sample"}

@@ -8,7 +8,8 @@ from click.testing import CliRunner
 
 from kvferry.bench.inference import Bench, Report, mixed_shapes
 from kvferry.bench.products import FORMS, ROWS
-from kvferry.bench.roofline import Machine, Work, step_work
+from kvferry.bench.roofline import Machine, step_work
+from kvferry.bench.work import Work
 from kvferry.cli.main import main
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -21,8 +22,8 @@ TINY = ("--model", "tiny", "--threads", "1", "--kv-memory", "8MiB")
 
 def test_a_steps_bound_is_the_longer_of_bytes_and_operations() -> None:
     machine = Machine(read_gbps=10.0, gflops=100.0, threads=1, level="")
-    assert Work(20e9, 50e9).seconds(machine) == pytest.approx(2.0)
-    assert Work(1e9, 300e9).seconds(machine) == pytest.approx(3.0)
+    assert machine.seconds(Work(20 * 10**9, 50 * 10**9)) == pytest.approx(2.0)
+    assert machine.seconds(Work(10**9, 300 * 10**9)) == pytest.approx(3.0)
 
 
 def test_a_steps_work_by_hand() -> None:

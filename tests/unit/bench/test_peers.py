@@ -143,7 +143,7 @@ def test_rows_have_medians_ranges_and_ratios_within_rounds() -> None:
             (3, "kvferry-bf16", 40.0, 0.5),
         )
     ]
-    ours, theirs = report.rows(measured, ["kvferry-bf16", "vllm-bf16"], {})
+    ours, theirs = report.rows(measured, ["kvferry-bf16", "vllm-bf16"])
     assert (ours.engine, ours.median, ours.least, ours.most, ours.n) == ("kvferry-bf16", 40.0, 30.0, 40.0, 3)
     assert ours.ours_against_it is None
     assert theirs.median == 20.0
@@ -157,7 +157,7 @@ def test_ratios_need_weights_of_one_class_and_a_common_round() -> None:
         Measured(1, "batch-64", "vllm-bf16", "16-bit", 5.0),
         Measured(2, "batch-64", "openvino-q4", "4-bit", 5.0),
     ]
-    rows = report.rows(measured, ["kvferry-q4", "vllm-bf16", "openvino-q4"], {})
+    rows = report.rows(measured, ["kvferry-q4", "vllm-bf16", "openvino-q4"])
     assert [row.ours_against_it for row in rows] == [None, None, None]
     assert [row.share_of_bound for row in rows] == [None, None, None]
 
@@ -167,7 +167,7 @@ def test_fast_numerics_have_a_ratio_of_their_own() -> None:
     measured = [
         Measured(1, "decode-1", name, "4-bit", value) for name, value in zip(names, (6.0, 9.0, 3.0), strict=True)
     ]
-    exact, fast, theirs = report.rows(measured, names, {})
+    exact, fast, theirs = report.rows(measured, names)
     assert (theirs.ours_against_it, theirs.fast_against_it) == (2.0, 3.0)
     assert exact.ours_against_it is exact.fast_against_it is fast.ours_against_it is fast.fast_against_it is None
 
@@ -178,7 +178,7 @@ def test_warm_by_cold() -> None:
         Measured(1, "warm", "vllm-bf16", "16-bit", 80.0),
         Measured(2, "warm", "vllm-bf16", "16-bit", 90.0),
     ]
-    rows = report.rows(report.with_ratios(measured, "warm", "cold", "ratio"), ["vllm-bf16"], {"ratio": "times"})
+    rows = report.rows(report.with_ratios(measured, "warm", "cold", "ratio"), ["vllm-bf16"])
     assert [(r.row, r.median, r.unit, r.n) for r in rows][-1] == ("ratio", 8.0, "times", 1)
 
 
@@ -187,7 +187,7 @@ def test_the_table_and_the_file_have_every_row(tmp_path: Path) -> None:
         Measured(1, "decode-1", "kvferry-q4", "4-bit", 150.0, 0.5),
         Measured(1, "decode-1", "openvino-q4", "4-bit", 75.0, 0.25),
     ]
-    rows = report.rows(measured, ["kvferry-q4", "openvino-q4"], {})
+    rows = report.rows(measured, ["kvferry-q4", "openvino-q4"])
     table = report.markdown(rows).splitlines()
     assert table[2] == "| decode-1 | kvferry-q4 | 4-bit | 150 (150 to 150) tokens/s | 50 % |  |  |"
     assert table[3].endswith("| 75.0 (75.0 to 75.0) tokens/s | 25 % | 2.00 |  |")

@@ -1,7 +1,6 @@
 """Step plans become the arrays that the kernels expect."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +26,7 @@ def sequence(tokens: list[int], computed: int, scheduled: int, blocks: list[int]
 
 
 def build(*sequences: ScheduledSequence) -> StepBatch:
-    return build_batch(StepPlan(tuple(sequences)), block_tokens=4, device=torch.device("cpu"))
+    return build_batch(StepPlan(tuple(sequences)), block_tokens=4)
 
 
 def test_slots_of_three_prompts_and_of_their_next_tokens() -> None:
@@ -36,25 +35,25 @@ def test_slots_of_three_prompts_and_of_their_next_tokens() -> None:
         sequence(list(range(10, 17)), 0, 7, [3, 4]),
         sequence(list(range(20, 23)), 0, 3, [5]),
     )
-    assert prompts.attention.slots.tolist() == [4, 5, 6, 7, 8, 12, 13, 14, 15, 16, 17, 18, 20, 21, 22]
+    assert prompts.slots.tolist() == [4, 5, 6, 7, 8, 12, 13, 14, 15, 16, 17, 18, 20, 21, 22]
     assert prompts.positions.tolist() == [*range(5), *range(7), *range(3)]
     assert prompts.token_ids.tolist() == [*range(5), *range(10, 17), *range(20, 23)]
     assert prompts.sample_rows.tolist() == [4, 11, 14]
-    assert prompts.attention.queries.tolist() == [5, 7, 3]
+    assert prompts.queries.tolist() == [5, 7, 3]
     decode = build(
         sequence(list(range(6)), 5, 1, [1, 2]),
         sequence(list(range(8)), 7, 1, [3, 4]),
         sequence(list(range(4)), 3, 1, [5]),
     )
-    assert decode.attention.slots.tolist() == [9, 19, 23]
+    assert decode.slots.tolist() == [9, 19, 23]
     assert decode.positions.tolist() == [5, 7, 3]
-    assert decode.attention.contexts.tolist() == [6, 8, 4]
+    assert decode.contexts.tolist() == [6, 8, 4]
 
 
 def test_only_sequences_that_sample_give_a_row() -> None:
     batch = build(sequence(list(range(9)), 2, 3, [7, 8, 9]), sequence([1, 2], 1, 1, [0]))
     assert batch.sample_rows.tolist() == [3]
-    assert batch.attention.block_tables.tolist() == [[7, 8], [0, 0]]
+    assert batch.block_tables.tolist() == [[7, 8], [0, 0]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=6))
@@ -69,16 +68,16 @@ def test_a_step_of_single_rows_is_what_any_other_step_says_of_them(sequences: li
     for ours, theirs in (
         (alone.token_ids, beside.token_ids),
         (alone.positions, beside.positions),
-        (alone.attention.slots, beside.attention.slots),
+        (alone.slots, beside.slots),
     ):
         assert ours.dtype == theirs.dtype
-        assert ours.is_contiguous()
+        assert ours.flags.c_contiguous
         assert ours.tolist() == theirs[:n].tolist()
     assert alone.sample_rows.tolist() == beside.sample_rows.tolist()[:-1]
-    assert alone.attention.queries.tolist() == [1] * n
-    assert alone.attention.contexts.tolist() == beside.attention.contexts[:n].tolist()
-    width = alone.attention.block_tables.shape[1]
-    assert alone.attention.block_tables.tolist() == beside.attention.block_tables[:n, :width].tolist()
+    assert alone.queries.tolist() == [1] * n
+    assert alone.contexts.tolist() == beside.contexts[:n].tolist()
+    width = alone.block_tables.shape[1]
+    assert alone.block_tables.tolist() == beside.block_tables[:n, :width].tolist()
 
 
 @pytest.mark.parametrize(

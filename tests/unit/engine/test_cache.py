@@ -7,7 +7,7 @@ from kvferry.core.errors import UsageError
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.model import tiny
 
-SHAPE = PageShape.of(tiny.config(), block_tokens=4, dtype=torch.bfloat16)
+SHAPE = PageShape.of(tiny.config(), block_tokens=4, dtype="bfloat16")
 
 
 def test_bytes_of_a_page() -> None:
@@ -38,4 +38,4 @@ def test_a_buffer_too_small_for_a_page_is_refused() -> None:
 
 def test_blocks_of_no_tokens_are_refused() -> None:
     with pytest.raises(UsageError, match="block_tokens must be positive"):
-        PageShape.of(tiny.config(), block_tokens=0, dtype=torch.float32)
+        PageShape.of(tiny.config(), block_tokens=0, dtype="float32")

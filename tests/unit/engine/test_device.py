@@ -1,5 +1,7 @@
 """Where an engine computes: a GPU if one is seen and nothing speaks against it; what cannot be is said by name."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -7,6 +9,7 @@ from click.testing import CliRunner
 from kvferry.cli.main import main
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine import device
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.device import choose_device
 from kvferry.engine.llm import LLM
@@ -31,7 +34,15 @@ from kvferry.workers.config import EngineConfig, WorkerConfig
 )
 def test_the_choice(monkeypatch: pytest.MonkeyPatch, wanted: str, kernels: str, sees_gpu: bool, chosen: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
-    assert choose_device(wanted, kernels=kernels).type == chosen
+    monkeypatch.setattr(device, "_DRIVERS", (Path(__file__),))
+    assert choose_device(wanted, kernels=kernels) == chosen
+
+
+def test_torch_is_not_asked_for_a_gpu_where_no_driver_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "_DRIVERS", ())
+    assert choose_device("auto") == "cpu"
+    assert choose_device("cuda") == "cuda", "who names it gets torch's own word"
 
 
 def test_a_gpu_that_is_not_there_and_a_device_that_nobody_knows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,13 +57,13 @@ def test_a_gpu_that_is_not_there_and_a_device_that_nobody_knows_are_refused(monk
 def test_compiled_kernels_on_a_gpu_are_refused_with_the_remedy() -> None:
     config = tiny.config()
     with pytest.raises(UsageError, match=r"they are for CPUs, not for meta \(--device cpu\)"):
-        build_model(config, tiny.TinyTensors(config), dtype=torch.bfloat16, kernels="compiled", device="meta")
+        build_model(config, tiny.TinyTensors(config), dtype="bfloat16", kernels="compiled", device="meta")
 
 
 def test_pages_elsewhere_than_the_model_are_refused() -> None:
     config = tiny.config()
-    model = build_model(config, tiny.TinyTensors(config), dtype=torch.float32, kernels="torch")
-    shape = PageShape.of(config, block_tokens=4, dtype=torch.float32)
+    model = build_model(config, tiny.TinyTensors(config), dtype="float32", kernels="torch")
+    shape = PageShape.of(config, block_tokens=4, dtype="float32")
     with pytest.raises(InvariantBroken, match="pages on meta were given to a model on cpu"):
         Runner(model, PagedKv.allocate(shape, 2, "meta"))
 
@@ -74,7 +85,8 @@ def test_a_worker_beside_a_gpu_computes_on_the_cpu_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert build.load_model(EngineConfig(model="tiny", threads=1)).model.device.type == "cpu"
+    monkeypatch.setattr(device, "_DRIVERS", (Path(__file__),))
+    assert build.load_model(EngineConfig(model="tiny", threads=1)).model.device == "cpu"
     assert "there is a GPU, and it is not used" in caplog.text
     caplog.clear()
     build.load_model(EngineConfig(model="tiny", threads=1, device="cpu"))
@@ -94,7 +106,7 @@ def test_benchmarks_refuse_a_gpu_that_is_not_there_in_one_line(monkeypatch: pyte
 def test_an_engine_on_a_gpu_gives_the_tokens_of_the_cpu() -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     made = [
-        LLM("tiny", device=device, dtype="float32", kv_bytes=8 << 20).generate(["hello", "a longer one"], greedy)
-        for device in ("cuda", "cpu")
+        LLM("tiny", device=where, dtype="float32", kv_bytes=8 << 20).generate(["hello", "a longer one"], greedy)
+        for where in ("cuda", "cpu")
     ]
     assert [c.token_ids for c in made[0]] == [c.token_ids for c in made[1]]

@@ -21,8 +21,8 @@ from kvferry.testing.stepping import Generation, everything, generate, step
 
 
 def runner_for(config: ModelConfig, *, block_tokens: int = 4, kernels: str = "auto", blocks: int = 128) -> Runner:
-    model = build_model(config, tiny.TinyTensors(config), dtype=torch.float32, kernels=kernels)
-    return Runner(model, PagedKv.allocate(PageShape.of(config, block_tokens=block_tokens, dtype=torch.float32), blocks))
+    model = build_model(config, tiny.TinyTensors(config), dtype="float32", kernels=kernels)
+    return Runner(model, PagedKv.allocate(PageShape.of(config, block_tokens=block_tokens, dtype="float32"), blocks))
 
 
 PROMPTS = [[5], [1, 2, 3, 4], list(range(100, 117)), [257, *b"user\nhello", 258], list(b"a longer prompt " * 3)]
@@ -57,7 +57,7 @@ def test_any_chunks_in_any_pages_give_the_tokens_of_one_piece(sizes: list[int], 
 
 
 def paged(block_tokens: int) -> PagedKv:
-    shape = PageShape.of(TINY.model.config, block_tokens=block_tokens, dtype=torch.float32)
+    shape = PageShape.of(TINY.model.config, block_tokens=block_tokens, dtype="float32")
     return PagedKv.allocate(shape, 512 // block_tokens)
 
 
@@ -139,4 +139,4 @@ NAN_NORM = np.full(48, np.nan, dtype=np.float32)
 )
 def test_weights_that_do_not_fit_are_named(name: str, value: np.ndarray | None, message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
-        build_model(tiny.config(), Altered(name, value), dtype=torch.float32)
+        build_model(tiny.config(), Altered(name, value), dtype="float32")

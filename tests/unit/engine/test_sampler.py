@@ -14,7 +14,7 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.models.model import Logits
+from kvferry.engine.models.transformer import logits_of
 from kvferry.engine.sampler import adjust, draw, sample
 from kvferry.engine.step import ScheduledSequence
 
@@ -105,9 +105,9 @@ def test_frequencies_are_the_probabilities() -> None:
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = torch.zeros(2, 50_000)
     logits[0, [49_000, 7, 33_333]] = 2.5
-    tokens = sample(Logits.of(logits), [sequence(GREEDY), sequence(GREEDY)])
+    tokens = sample(logits_of(logits), [sequence(GREEDY), sequence(GREEDY)])
     assert [t.token_id for t in tokens] == [7, 0]
-    with_logprobs = sample(Logits.of(logits), [sequence(replace(GREEDY, logprobs=2))] * 2)
+    with_logprobs = sample(logits_of(logits), [sequence(replace(GREEDY, logprobs=2))] * 2)
     assert [t.token_id for t in with_logprobs] == [7, 0]
 
 
@@ -116,17 +116,17 @@ def test_batch_mates_change_nothing() -> None:
     sequences = [
         sequence(SamplingParams(seed=row, temperature=0.5 * (row % 3), top_p=0.9), [1] * (row + 1)) for row in range(8)
     ]
-    together = [t.token_id for t in sample(Logits.of(logits), sequences)]
-    alone = [sample(Logits.of(logits[row : row + 1]), [sequences[row]])[0].token_id for row in range(8)]
+    together = [t.token_id for t in sample(logits_of(logits), sequences)]
+    alone = [sample(logits_of(logits[row : row + 1]), [sequences[row]])[0].token_id for row in range(8)]
     assert together == alone
 
 
 def test_the_stream_is_seed_sample_and_position() -> None:
     logits = torch.zeros(1, 1000)
     expected = int(uniform(5, 0, 3) * 1000)
-    assert sample(Logits.of(logits), [sequence(SamplingParams(seed=5), [9, 9, 9])])[0].token_id == expected
+    assert sample(logits_of(logits), [sequence(SamplingParams(seed=5), [9, 9, 9])])[0].token_id == expected
     other = replace(sequence(SamplingParams(seed=5), [9, 9, 9]), sample_index=1)
-    assert sample(Logits.of(logits), [other])[0].token_id == int(uniform(5, 1, 3) * 1000)
+    assert sample(logits_of(logits), [other])[0].token_id == int(uniform(5, 1, 3) * 1000)
 
 
 def test_penalties_and_bias_by_hand() -> None:
@@ -142,9 +142,9 @@ def test_penalties_and_bias_by_hand() -> None:
 
 def test_banned_tokens_are_not_drawn_even_greedily() -> None:
     logits = torch.tensor([[1.0, 5.0, 4.0]])
-    assert sample(Logits.of(logits), [sequence(GREEDY, banned=(1,))])[0].token_id == 2
+    assert sample(logits_of(logits), [sequence(GREEDY, banned=(1,))])[0].token_id == 2
     drawn = {
-        sample(Logits.of(logits), [sequence(SamplingParams(seed=s, temperature=9), banned=(1, 2))])[0].token_id
+        sample(logits_of(logits), [sequence(SamplingParams(seed=s, temperature=9), banned=(1, 2))])[0].token_id
         for s in range(20)
     }
     assert drawn == {0}
@@ -152,19 +152,19 @@ def test_banned_tokens_are_not_drawn_even_greedily() -> None:
 
 def test_banning_everything_breaks_the_invariant() -> None:
     with pytest.raises(InvariantBroken, match="no token is left"):
-        sample(Logits.of(torch.zeros(1, 2)), [sequence(GREEDY, banned=(0, 1))])
+        sample(logits_of(torch.zeros(1, 2)), [sequence(GREEDY, banned=(0, 1))])
 
 
 def test_log_probabilities_are_of_the_raw_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 1.0]])
     params = SamplingParams(seed=1, temperature=0.01, logit_bias={0: 100.0}, logprobs=3)
-    (token,) = sample(Logits.of(logits), [sequence(params)])
+    (token,) = sample(logits_of(logits), [sequence(params)])
     expected = torch.log_softmax(logits[0].double(), 0)
     assert token.token_id == 0
     assert token.logprob == pytest.approx(float(expected[0]))
     assert [t for t, _ in token.top] == [2, 1, 3]
     assert [value for _, value in token.top] == pytest.approx([float(expected[t]) for t in (2, 1, 3)])
-    (bare,) = sample(Logits.of(logits), [sequence(replace(params, logprobs=0))])
+    (bare,) = sample(logits_of(logits), [sequence(replace(params, logprobs=0))])
     assert bare.top == ()
     assert bare.logprob == token.logprob
 
@@ -174,12 +174,12 @@ def test_a_logit_that_is_no_number_stops_the_engine(bad: float) -> None:
     logits = torch.zeros(2, 10)
     logits[1, 4] = bad
     with pytest.raises(InvariantBroken, match="damaged"):
-        sample(Logits.of(logits), [sequence(GREEDY), sequence(GREEDY)])
+        sample(logits_of(logits), [sequence(GREEDY), sequence(GREEDY)])
 
 
 def test_a_random_request_without_a_seed_breaks_the_invariant() -> None:
     with pytest.raises(InvariantBroken, match="without a seed"):
-        sample(Logits.of(torch.zeros(1, 4)), [sequence(SamplingParams())])
+        sample(logits_of(torch.zeros(1, 4)), [sequence(SamplingParams())])
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 100.0])

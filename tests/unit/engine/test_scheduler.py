@@ -13,22 +13,20 @@ from kvferry.engine.room import SchedulerLimits
 from kvferry.engine.sequence import RemoteKv, Sequence
 from kvferry.engine.step import StepResult
 from kvferry.kv.connector import LoadOutcome, PagesQuiet
-from kvferry.testing.engines import EOS, ArithmeticRunner, a_request, an_engine, expected_tokens, run_until_idle
-
-
-def limits(**changes: int) -> SchedulerLimits:
-    base = {"token_budget": 64, "max_chunk_tokens": 64, "max_sequences": 8}
-    return SchedulerLimits(**{**base, **changes}, reserve_share=0.0)  # type: ignore[arg-type]
-
-
-def shares(runner: ArithmeticRunner) -> list[list[tuple[str, int]]]:
-    """Per step: who computed how many tokens."""
-    return [[(s.request_id, s.num_scheduled) for s in plan.scheduled] for plan in runner.steps]
+from kvferry.testing.engines import (
+    EOS,
+    a_request,
+    an_engine,
+    expected_tokens,
+    run_until_idle,
+    shares,
+    small_limits,
+)
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_draws_only_after_the_last() -> None:
     # Chunked prefill as worked out in "Inside vLLM": threshold 8, B = 4, a prompt of 18.
-    engine, runner = an_engine(limits=limits(max_chunk_tokens=8))
+    engine, runner = an_engine(limits=small_limits(max_chunk_tokens=8))
     engine.add(a_request("a", list(range(18)), max_tokens=1))
     counters: list[tuple[int, int, bool]] = []
     blocks: list[int] = []
@@ -49,7 +47,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_draws_only_after_the_last() -> 
 
 def test_two_counters_move_as_the_unified_table_says() -> None:
     # Prompt 10 under a budget of 4: (C, N) = (0,10) (4,10) (8,10) (10,10) -> (10,11), then decode.
-    engine, runner = an_engine(limits=limits(token_budget=4))
+    engine, runner = an_engine(limits=small_limits(token_budget=4))
     engine.add(a_request("a", list(range(10)), max_tokens=3))
     run_until_idle(engine)
     seen = [(p.scheduled[0].num_computed, p.scheduled[0].num_scheduled, p.scheduled[0].samples) for p in runner.steps]
@@ -57,7 +55,7 @@ def test_two_counters_move_as_the_unified_table_says() -> None:
 
 
 def test_a_preempted_sequence_keeps_its_tokens_and_computes_them_in_one_go() -> None:
-    engine, runner = an_engine(num_blocks=8, limits=limits())
+    engine, runner = an_engine(num_blocks=8, limits=small_limits())
     old, young = list(range(12)), list(range(50, 62))
     engine.add(a_request("old", old, max_tokens=9))
     engine.add(a_request("young", young, max_tokens=9))
@@ -101,57 +99,8 @@ def test_tenants_do_not_share_blocks() -> None:
     assert runner.steps[-1].scheduled[0].num_computed == 0
 
 
-def test_decodes_go_on_beside_a_long_prompt() -> None:
-    engine, runner = an_engine(limits=limits(token_budget=9, max_chunk_tokens=8))
-    engine.add(a_request("short", [1, 2, 3], max_tokens=6))
-    engine.step()
-    engine.add(a_request("long", list(range(40)), max_tokens=1))
-    for _ in range(5):
-        engine.step()
-    assert shares(runner)[1:6] == [[("short", 1), ("long", 8)]] * 5
-
-
-def test_many_prompts_beside_a_decode_share_one_allowance() -> None:
-    """A chunk for each of them would keep the decode waiting for all of these chunks."""
-    engine, runner = an_engine(limits=limits(max_chunk_tokens=8, max_mixed_tokens=12))
-    engine.add(a_request("short", [1, 2, 3], max_tokens=6))
-    engine.step()
-    for i in range(3):
-        engine.add(a_request(f"long-{i}", [i, *range(9)], max_tokens=2))
-    for _ in range(4):
-        engine.step()
-    assert shares(runner)[1:5] == [
-        [("short", 1), ("long-0", 6), ("long-1", 3), ("long-2", 3)],
-        [("short", 1), ("long-0", 4), ("long-1", 4), ("long-2", 4)],
-        [("short", 1), ("long-0", 1), ("long-1", 3), ("long-2", 3)],
-        [("short", 1), ("long-1", 1), ("long-2", 1)],
-    ]
-    run_until_idle(engine)
-    assert engine.is_idle
-
-
-def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
-    engine, runner = an_engine(limits=limits(max_chunk_tokens=8, max_mixed_tokens=8))
-    engine.add(a_request("decodes", [1, 2, 3], max_tokens=30))
-    engine.step()
-    engine.add(a_request("long", list(range(90)), max_tokens=1))
-    engine.step()
-    assert shares(runner)[-1] == [("decodes", 1), ("long", 8)], "alone, it has all of the allowance"
-    engine.add(a_request("short", [7, 8, 9], max_tokens=1))
-    engine.step()
-    assert shares(runner)[-1] == [("decodes", 1), ("long", 4), ("short", 3)]
-
-
-def test_prompts_alone_take_the_whole_budget() -> None:
-    engine, runner = an_engine(limits=limits(max_chunk_tokens=8, max_mixed_tokens=1))
-    for i in range(3):
-        engine.add(a_request(f"long-{i}", [i, *range(9)], max_tokens=1))
-    engine.step()
-    assert shares(runner)[0] == [("long-0", 8), ("long-1", 8), ("long-2", 8)]
-
-
 def test_a_prompt_waits_for_its_turn_at_the_allowance_and_a_fetch_does_not() -> None:
-    engine, runner = an_engine(limits=limits(max_mixed_tokens=1))
+    engine, runner = an_engine(limits=small_limits(max_mixed_tokens=1))
     engine.add(a_request("short", [1, 2, 3], max_tokens=9))
     engine.step()
     engine.add(a_request("first", list(range(10, 16)), max_tokens=1))
@@ -429,7 +378,7 @@ def test_the_scheduler_refuses_what_the_pool_can_never_hold() -> None:
 
 def test_a_spent_budget_leaves_running_sequences_for_the_next_step() -> None:
     # Loads do not count against the budget, so three may come to run at once where two fit a step.
-    engine, runner = an_engine(limits=limits(token_budget=2))
+    engine, runner = an_engine(limits=small_limits(token_budget=2))
     loader = HeldLoader(engine)
     prompts = {name: [10 * i, 1, 2, 3] for i, name in enumerate("abc")}
     for name, prompt in prompts.items():

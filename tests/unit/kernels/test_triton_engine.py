@@ -21,8 +21,8 @@ VARIANTS = [tiny.config(), tiny.config(qk_norm=True), tiny.config(qkv_bias=True)
 
 
 def tokens(config: ModelConfig, kernels: str, device: torch.device | str, chunks: Sequence[int]) -> list[list[int]]:
-    model = build_model(config, tiny.TinyTensors(config), dtype=torch.float32, kernels=kernels, device=device)
-    shape = PageShape.of(config, block_tokens=4, dtype=torch.float32)
+    model = build_model(config, tiny.TinyTensors(config), dtype="float32", kernels=kernels, device=device)
+    shape = PageShape.of(config, block_tokens=4, dtype="float32")
     runner = Runner(model, PagedKv.allocate(shape, 64, device))
     turn = iter([*chunks, *[10_000] * 1000])
     made = generate(runner, PROMPTS, 8, chunk=lambda _: next(turn))
@@ -36,8 +36,8 @@ def test_tokens_are_the_torch_family_s(device: torch.device, config: ModelConfig
 
 def test_the_family_is_taken_for_gpus_alone() -> None:
     config = tiny.config()
-    assert resolve_kernels("auto", config, torch.bfloat16, "cuda") == "triton"
-    assert resolve_kernels("auto", config, torch.float16, "cpu") == "torch"
+    assert resolve_kernels("auto", config, "bfloat16", "cuda") == "triton"
+    assert resolve_kernels("auto", config, "float16", "cpu") == "torch"
     with pytest.raises(UsageError, match="run on CUDA and ROCm devices, not on meta"):
         ops_for("meta", "triton")
     with pytest.raises(UsageError, match="'torch' have no operations of a runner on its device"):

@@ -2,16 +2,13 @@
 
 import logging
 
-import torch
-
 from kvferry.core.cores import usable_cores
+from kvferry.core.dtypes import BFLOAT16, FLOAT32
 from kvferry.core.errors import UsageError
 from kvferry.engine.models.compiled import CompiledTransformer
 from kvferry.engine.models.model import Model
-from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.models.weights import load_weights
 from kvferry.kernels import compiled
-from kvferry.kernels.ops import FAMILIES, family_for, ops_for
+from kvferry.kernels.families import FAMILIES, device_kind, family_for
 from kvferry.model.config import ModelConfig
 from kvferry.model.tensors import TensorSource
 
@@ -32,10 +29,10 @@ def build_model(
     config: ModelConfig,
     tensors: TensorSource,
     *,
-    dtype: torch.dtype,
+    dtype: str,
     weights: str = SHIPPED,
     numerics: str = EXACT,
-    device: torch.device | str = "cpu",
+    device: str = "cpu",
     kernels: str = AUTO,
     threads: int = 0,
 ) -> Model:
@@ -49,7 +46,7 @@ def build_model(
         numerics: a name of `NUMERICS`; `fast` needs compiled kernels, weights in codes and KV in bfloat16.
         device: where it runs.
         kernels: a name of `KERNELS`.
-        threads: that compute a step; 0: as many as there are cores for this process. Torch has its own setting.
+        threads: that compute a step; 0: as many as there are cores for this process.
 
     Raises:
         ModelFileError: the weights do not fit the configuration.
@@ -63,26 +60,25 @@ def build_model(
     level = level_of(chosen)
     if numerics == FAST:
         _check_fast(level, dtype)
-    with torch.inference_mode():
-        if level:
-            count = threads or usable_cores()
-            form = WEIGHTS[weights]
-            return CompiledTransformer(
-                config, tensors, dtype=dtype, form=form, level=level, threads=count, rounds_inputs=numerics == FAST
-            )
-        if weights != SHIPPED:
-            raise UsageError(
-                f"weights in {weights} need the compiled kernels; torch keeps them in the type of the KV (--dtype)",
-                field="weights",
-            )
-        if kernels == AUTO and torch.device(device).type == "cpu":
-            _log.warning("torch computes, several times slower: %s", why_not_compiled(config, dtype, device))
-        ops = ops_for(device, chosen)
-        loaded = load_weights(config, tensors, ops, dtype=dtype, device=torch.device(device))
-        return Transformer(config, loaded, ops, dtype=dtype)
+    count = threads or usable_cores()
+    if level:
+        form = WEIGHTS[weights]
+        return CompiledTransformer(
+            config, tensors, dtype=dtype, form=form, level=level, threads=count, rounds_inputs=numerics == FAST
+        )
+    if weights != SHIPPED:
+        raise UsageError(
+            f"weights in {weights} need the compiled kernels; torch keeps them in the type of the KV (--dtype)",
+            field="weights",
+        )
+    if kernels == AUTO and device_kind(device) == "cpu":
+        _log.warning("torch computes, several times slower: %s", why_not_compiled(config, dtype, device))
+    from kvferry.engine.models.transformer import load_transformer  # loads torch, which takes a second
+
+    return load_transformer(config, tensors, dtype=dtype, device=device, family=chosen, threads=count)
 
 
-def resolve_kernels(kernels: str, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> str:
+def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str = "cpu") -> str:
     """What `auto` or `compiled` comes to: a level of the compiled kernels, or a family of torch.
 
     Raises:
@@ -94,20 +90,19 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: torch.dtype, devic
         return kernels
     reason = why_not_compiled(config, dtype, device)
     if reason is None:
-        level = compiled.choose_level(level_of(kernels) or None, rounds_activations=dtype == torch.bfloat16)
+        level = compiled.choose_level(level_of(kernels) or None, rounds_activations=dtype == BFLOAT16)
         return f"{COMPILED}-{level}"
     if kernels == AUTO:
         return family_for(device)
     raise UsageError(f"the compiled kernels cannot run here: {reason}", field="kernels")
 
 
-def _check_fast(level: str, dtype: torch.dtype) -> None:
+def _check_fast(level: str, dtype: str) -> None:
     if not level:
         raise UsageError("fast numerics need the compiled kernels; take exact", field="numerics")
-    if dtype != torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
+    if dtype != BFLOAT16:
         raise UsageError(
-            f"fast numerics round activations, and {name} asks for none rounded (--dtype)", field="numerics"
+            f"fast numerics round activations, and {dtype} asks for none rounded (--dtype)", field="numerics"
         )
 
 
@@ -117,14 +112,14 @@ def level_of(kernels: str) -> str:
     return level if family == COMPILED else ""
 
 
-def why_not_compiled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> str | None:
+def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> str | None:
     """What keeps a model from running on the compiled kernels; `None`: nothing."""
-    if torch.device(device).type != "cpu":
+    if device_kind(device) != "cpu":
         return f"they are for CPUs, not for {device} (--device cpu)"
     if not compiled.levels():
         return "they were not built; a C++ compiler at installation builds them"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"their KV is float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if dtype not in (FLOAT32, BFLOAT16):
+        return f"their KV is float32 or bfloat16, not {dtype}"
     if config.head_dim % 16 or config.head_dim > 256:
         return f"heads of {config.head_dim} values are not a multiple of 16 up to 256"
     return None

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from kvferry.core.dtypes import BFLOAT16
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.batch import StepBatch
+from kvferry.engine.cache import CPU, PagedKv
 from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
 from kvferry.kernels import compiled
@@ -39,7 +40,7 @@ class CompiledTransformer:
         config: ModelConfig,
         tensors: TensorSource,
         *,
-        dtype: torch.dtype,
+        dtype: str,
         form: str,
         level: str,
         threads: int,
@@ -62,7 +63,7 @@ class CompiledTransformer:
         check_shapes(config, tensors.shapes(), f"model {config.name!r}")
         self.config = config
         self.dtype = dtype
-        self.device = torch.device("cpu")
+        self.device = CPU
         self.kernels = f"compiled-{level}"
         loader = _Loader(config, tensors, form)
         parts, layers = loader.load()
@@ -84,47 +85,64 @@ class CompiledTransformer:
             "scale": 1.0 / math.sqrt(config.head_dim),
             "bytes": rounds_inputs,
         }
-        parts |= {"cos": cos.numpy(), "sin": sin.numpy()}
+        parts |= {"cos": cos, "sin": sin}
         self.weight_bytes = loader.num_bytes
         """Of all packed matrices; a step reads nearly all of them."""
         self.rounds_inputs = rounds_inputs
         self._own = threading.local()
         self._runner = compiled.make_runner(shape, parts, layers, level, compiled.make_pool(threads))
 
-    def compute(self, batch: StepBatch, pages: torch.Tensor) -> Logits:
+    def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
         """See `model.Model.compute`."""
-        sampled = batch.sample_rows.numpy()
-        values = self._room_for(len(sampled))
-        greedy, finite = np.empty(len(sampled), np.int64), np.empty(len(sampled), np.uint8)
-        attention = batch.attention
+        room = self._room_for(len(batch.sample_rows))
         self._runner.step(
-            batch.token_ids.numpy(),
-            batch.positions.numpy(),
-            attention.slots.numpy(),
-            attention.queries,
-            attention.contexts,
-            attention.block_tables,
-            sampled,
-            pages.data_ptr(),
-            pages.shape[0],
-            pages.shape[4],
-            self.dtype == torch.bfloat16,
-            values.numpy(),
-            greedy,
-            finite,
+            batch.token_ids,
+            batch.positions,
+            batch.slots,
+            batch.queries,
+            batch.contexts,
+            batch.block_tables,
+            batch.sample_rows,
+            kv.address,
+            kv.num_blocks,
+            kv.shape.block_tokens,
+            self.dtype == BFLOAT16,
+            room.values,
+            room.greedy,
+            room.finite,
         )
-        return Logits(values, greedy.tolist(), [bool(f) for f in finite])
+        return Logits(room.values, room.greedy.tolist(), room.finite.view(bool).tolist())
 
-    def _room_for(self, rows: int) -> torch.Tensor:
-        """[rows, vocabulary] of this thread, the same memory every time: fresh memory is a page fault each 4 KB."""
-        room: torch.Tensor | None = getattr(self._own, "logits", None)
-        if room is None or len(room) < rows:
-            room = self._own.logits = torch.empty(rows, self.config.vocab_size)
-        return room[:rows]
+    def _room_for(self, rows: int) -> "_Room":
+        """Of this thread, the same memory every time: fresh memory is a page fault each 4 KB."""
+        room: _Room | None = getattr(self._own, "room", None)
+        if room is None or len(room.memory) < rows:
+            room = _Room.of(np.empty((rows, self.config.vocab_size), np.float32), rows)
+        elif len(room.values) != rows:
+            room = _Room.of(room.memory, rows)
+        self._own.room = room
+        return room
 
     def phase_seconds(self) -> dict[str, float]:
         """Seconds of all threads by phase since the last call; the first begins to count."""
         return self._runner.phase_seconds()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Room:
+    """Where a step leaves what it found; its views are made once and serve every step of so many rows."""
+
+    memory: Floats
+    """[most rows so far, vocabulary]."""
+    values: Floats
+    """[rows, vocabulary] of `memory`."""
+    greedy: Ints
+    finite: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, memory: Floats, rows: int) -> "_Room":
+        """The first rows of some memory."""
+        return cls(memory, memory[:rows], np.empty(rows, np.int64), np.empty(rows, np.uint8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,35 +3,31 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.engine.batch import StepBatch
+from kvferry.engine.cache import PagedKv
 from kvferry.model.config import ModelConfig
+
+
+class Rows(Protocol):
+    """[R, vocabulary] float32: an array, or something that brings a row from where it is when asked for it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> npt.NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logits:
     """Of the rows that sample, in their order."""
 
-    values: torch.Tensor
-    """[R, vocabulary] float32."""
+    values: Rows
     greedy: list[int]
     """[R]: each row's highest, the first among equals."""
     finite: list[bool]
     """[R]: whether every logit of the row is a finite number."""
-
-    @classmethod
-    def of(cls, values: torch.Tensor) -> "Logits":
-        """What is to be known of these.
-
-        Args:
-            values: [R, vocabulary] float32.
-        """
-        if not len(values):
-            return cls(values, [], [])
-        low, high = torch.aminmax(values, dim=-1)  # NaN comes through as the extreme
-        finite = (low.isfinite() & high.isfinite()).tolist()
-        return cls(values, values.argmax(dim=-1).tolist(), finite)  # the first among equals, as torch promises
 
 
 class Model(Protocol):
@@ -43,13 +39,13 @@ class Model(Protocol):
         ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the pages that it reads and writes."""
+    def dtype(self) -> str:
+        """Of the pages that it reads and writes, a name of `core.dtypes`."""
         ...
 
     @property
-    def device(self) -> torch.device:
-        """Where pages and inputs must be."""
+    def device(self) -> str:
+        """Where pages must be, as torch names it."""
         ...
 
     @property
@@ -67,13 +63,13 @@ class Model(Protocol):
         """Of all matrices, as a step reads them."""
         ...
 
-    def compute(self, batch: StepBatch, pages: torch.Tensor) -> Logits:
-        """One step: keys and values of every row into `pages`, logits of the rows that sample.
+    def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
+        """One step: keys and values of every row into its page, logits of the rows that sample.
 
         The logits stand until the next call from the same thread, which may use their memory again.
 
         Args:
             batch: rows, positions, which rows belong together and where their pages are.
-            pages: [pages, layers, 2, K, B, D] of the model's dtype, contiguous.
+            kv: pages of the model's shape and type, where it computes.
         """
         ...

@@ -2,34 +2,37 @@
 
 import math
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.model.config import Llama3RopeScaling, ModelConfig
 
+Floats = npt.NDArray[np.float32]
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """[head_dim / 2] float32, radians per position."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    plain = 1.0 / (config.rope_theta**exponents)
+
+def inverse_frequencies(config: ModelConfig) -> Floats:
+    """[head_dim / 2], radians per position."""
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    plain = np.float32(1.0) / np.float32(config.rope_theta) ** exponents
     return plain if config.rope_scaling is None else _scaled(plain, config.rope_scaling)
 
 
-def rotary_table(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines of every position, each [max_model_tokens, head_dim] float32.
+def rotary_table(config: ModelConfig) -> tuple[Floats, Floats]:
+    """Cosines and signed sines of every position, each [max_model_tokens, head_dim].
 
     Both halves of a row hold the same angles; the first half of the sines is negated, as `Ops.rotate` wants.
     """
-    positions = torch.arange(config.max_model_tokens, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(config))
-    sin = angles.sin()
-    cos = angles.cos()
-    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
+    positions = np.arange(config.max_model_tokens, dtype=np.float32)
+    angles = np.outer(positions, inverse_frequencies(config))
+    sin, cos = np.sin(angles), np.cos(angles)
+    return np.concatenate((cos, cos), axis=1), np.concatenate((-sin, sin), axis=1)
 
 
-def _scaled(plain: torch.Tensor, scaling: Llama3RopeScaling) -> torch.Tensor:
+def _scaled(plain: Floats, scaling: Llama3RopeScaling) -> Floats:
     """Slow frequencies divided by `factor`, fast ones kept, those between blended by wavelength."""
-    wavelength = 2 * math.pi / plain
-    turns = scaling.original_max_position / wavelength
-    share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    share = share.clamp(0.0, 1.0)
-    return (1 - share) * plain / scaling.factor + share * plain
+    wavelength = np.float32(2 * math.pi) / plain
+    turns = np.float32(scaling.original_max_position) / wavelength
+    low, high, factor = (np.float32(x) for x in (scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor))
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0).astype(np.float32)
+    blended: Floats = (1 - share) * plain / factor + share * plain
+    return blended

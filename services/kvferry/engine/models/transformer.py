@@ -9,16 +9,63 @@ Per layer, with T rows of one step's ragged batch:
 import math
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvferry.engine.batch import StepBatch
+from kvferry.engine.cache import PagedKv
 from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
-from kvferry.engine.models.weights import LayerWeights, Weights
+from kvferry.engine.models.weights import LayerWeights, Weights, load_weights
 from kvferry.kernels.batch import AttentionBatch
-from kvferry.kernels.ops import AttentionPlan, Ops
+from kvferry.kernels.ops import AttentionPlan, Ops, ops_for
 from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import linear_weights
+from kvferry.model.tensors import TensorSource, linear_weights
+
+
+@torch.inference_mode()
+def load_transformer(
+    config: ModelConfig, tensors: TensorSource, *, dtype: str, device: str, family: str, threads: int
+) -> "Transformer":
+    """A model whose operations are a family over torch's tensors; torch computes on so many threads from now on.
+
+    Raises:
+        ModelFileError: the weights do not fit the configuration.
+        UsageError: the family does not run on the device.
+    """
+    torch.set_num_threads(threads)
+    ops, kind = ops_for(device, family), getattr(torch, dtype)
+    weights = load_weights(config, tensors, ops, dtype=kind, device=torch.device(device))
+    return Transformer(config, weights, ops, dtype=kind)
+
+
+def logits_of(values: torch.Tensor) -> Logits:
+    """What is to be known of these.
+
+    Args:
+        values: [R, vocabulary] float32.
+    """
+    rows = values.numpy() if values.device.type == "cpu" else _Elsewhere(values)
+    if not len(values):
+        return Logits(rows, [], [])
+    low, high = torch.aminmax(values, dim=-1)  # NaN comes through as the extreme
+    finite = (low.isfinite() & high.isfinite()).tolist()
+    return Logits(rows, values.argmax(dim=-1).tolist(), finite)  # the first among equals, as torch promises
+
+
+class _Elsewhere:
+    """Rows that stay on their device until one is asked for."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, row: int, /) -> npt.NDArray[np.float32]:
+        values: npt.NDArray[np.float32] = self._values[row].cpu().numpy()
+        return values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,21 +85,26 @@ class Transformer:
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, *, dtype: torch.dtype) -> None:
         self.config = config
         self.ops = ops
-        self.dtype = dtype
-        self.device = weights.embedding.device
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.device = str(weights.embedding.device)
         self.kernels = ops.name
         self.rounds_inputs = False
         self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)
         """Of all matrices, as a step reads them."""
         self._weights = weights
-        self._cos, self._sin = (table.to(self.device) for table in rotary_table(config))
+        self._cos, self._sin = (torch.from_numpy(table).to(self.device) for table in rotary_table(config))
         self._scale = 1.0 / math.sqrt(config.head_dim)
 
     @torch.inference_mode()
-    def compute(self, batch: StepBatch, pages: torch.Tensor) -> Logits:
+    def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
         """See `model.Model.compute`."""
-        hidden = self.forward(batch.token_ids, batch.positions, pages, batch.attention)
-        return Logits.of(self.logits(hidden, batch.sample_rows))
+        tokens, positions, slots, rows = (
+            torch.from_numpy(each).to(self.device)
+            for each in (batch.token_ids, batch.positions, batch.slots, batch.sample_rows)
+        )
+        attention = AttentionBatch(batch.queries, batch.contexts, batch.block_tables, slots)
+        hidden = self.forward(tokens, positions, kv.pages, attention)
+        return logits_of(self.logits(hidden, rows))
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, batch: AttentionBatch

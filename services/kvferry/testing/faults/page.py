@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvferry.bench.commit import ROOT
 from kvferry.testing.faults.cases import CASES, GROUPS, Case
 from kvferry.testing.faults.trial import Row
-from kvferry.testing.machine import ROOT
 
 RESULTS = ROOT / "build" / "faults.json"
 PAGE = ROOT / "docs" / "faults.md"

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvferry.bench.commit import ROOT
 from kvferry.core.errors import UsageError
 from kvferry.testing.kube.image import NONROOT, Entry, Image, write_archive
-from kvferry.testing.machine import ROOT
 
 NAME = "localhost/kvferry-host:1"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")

@@ -20,10 +20,10 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from kvferry.bench.commit import ROOT
 from kvferry.core.errors import Unavailable
 from kvferry.testing.kube.host_image import ACCOUNTS
 from kvferry.testing.kube.image import Entry, Image, tree, write_archive
-from kvferry.testing.machine import ROOT
 
 Say = Callable[[str], None]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.testing.machine import ROOT
+from kvferry.bench.commit import ROOT
 
 BUILD = ROOT / "tests" / "cluster" / "build"
 SETS = ("control", "node", "tools")

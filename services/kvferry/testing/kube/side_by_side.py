@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from tempfile import TemporaryFile
 
-from kvferry.testing.machine import ROOT
+from kvferry.bench.commit import ROOT
 
 _NO_TESTS = 5
 """How pytest ends when nothing was selected."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvferry.bench.commit import ROOT
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable
 from kvferry.operator.names import GATEWAY_HTTP, LABEL_POOL, LABEL_ROLE
 from kvferry.testing.kube.cluster import Cluster
 from kvferry.testing.kube.runtime import Runtime
-from kvferry.testing.machine import ROOT
 
 EXAMPLE = ROOT / "docs" / "examples" / "pool.yaml"
 OVERLAY = ROOT / "tests" / "cluster" / "overlay" / "pool.yaml"

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from kvferry.testing.machine import ROOT
+from kvferry.bench.commit import ROOT
 from kvferry.testing.pools.load import CLOCK, Ended, Outcome
 
 PAGE = ROOT / "docs" / "operations.md"

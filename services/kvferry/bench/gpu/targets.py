@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.gpu_work import Row
+from kvferry.bench.gpu.work import Row
 
 OURS = "triton"
 _LARGE_BYTES = 16 << 20

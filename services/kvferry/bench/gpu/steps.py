@@ -6,9 +6,10 @@ The whole step counts, as a client waits for it: scheduler, arrays, launches, dr
 import statistics
 from collections.abc import Iterator, Sequence
 
-from kvferry.bench.gpu_session import Session
-from kvferry.bench.gpu_work import Need, Row, Spec, Timing, row
+from kvferry.bench.gpu.session import Session
+from kvferry.bench.gpu.work import Row, Spec, Timing, row
 from kvferry.bench.inference import Bench
+from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
 from kvferry.engine.cache import PageShape
 from kvferry.engine.llm import LLM
@@ -36,9 +37,9 @@ def decode_rows(
     Raises:
         UnknownModel: there is no such shape.
     """
-    shape = PageShape.of(shape_of(model), block_tokens=_BLOCK_TOKENS, dtype=session.dtype)
     blocks = max(batches) * (2 + (context + steps) // _BLOCK_TOKENS)
     dtype = str(session.dtype).removeprefix("torch.")
+    shape = PageShape.of(shape_of(model), block_tokens=_BLOCK_TOKENS, dtype=dtype)
     llm = LLM(
         model,
         device=session.device.type,
@@ -53,15 +54,15 @@ def decode_rows(
     for batch in batches:
         bench.steps(batch, (context, _WARM_UP_STEPS))  # compiles
         timed = bench.steps(batch, (context, steps + 1))
-        need = Need(
-            round(statistics.median(work.num_bytes for _, work in timed)),
-            round(statistics.median(work.flops for _, work in timed)),
+        work = Work(
+            round(statistics.median(each.num_bytes for _, each in timed)),
+            round(statistics.median(each.flops for _, each in timed)),
         )
         spec = Spec.of(f"{OP} {model}", batch=batch, context=context)
         yield row(
             session.about,
             spec,
-            need,
+            work,
             Timing.of([seconds for seconds, _ in timed]),
             session.rates,
             dtype=dtype,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvferry.bench.gpu_timing import Action
+from kvferry.bench.gpu.timing import Action
 
 Peers = Mapping[str, Callable[[], Action]]
 _WORKSPACE_BYTES = 256 << 20

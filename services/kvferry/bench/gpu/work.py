@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kvferry.bench.work import Work
+
 
 @dataclass(frozen=True, slots=True)
 class Spec:
@@ -39,18 +41,6 @@ class Rates:
     """10^9 bytes a second, read and written, of a large copy."""
     tflops: float
     """10^12 operations a second of a large matrix product."""
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What an operation cannot do without."""
-
-    num_bytes: int
-    flops: int = 0
-
-    def seconds(self, rates: Rates) -> float:
-        """At least so long."""
-        return max(self.num_bytes / rates.gbps / 1e9, self.flops / rates.tflops / 1e12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +105,7 @@ class Row:
 
 
 def row(
-    about: About, spec: Spec, need: Need, timing: Timing, rates: Rates, *, dtype: str, kernels: str, launch: str
+    about: About, spec: Spec, work: Work, timing: Timing, rates: Rates, *, dtype: str, kernels: str, launch: str
 ) -> Row:
     """The row of one measured action."""
     seconds = timing.median
@@ -133,75 +123,75 @@ def row(
         ms_10=round(1e3 * timing.low, 5),
         ms_90=round(1e3 * timing.high, 5),
         n=timing.count,
-        bytes=need.num_bytes,
-        flops=need.flops,
-        gbps=round(need.num_bytes / seconds / 1e9, 1),
-        tflops=round(need.flops / seconds / 1e12, 2),
+        bytes=work.num_bytes,
+        flops=work.flops,
+        gbps=round(work.num_bytes / seconds / 1e9, 1),
+        tflops=round(work.flops / seconds / 1e12, 2),
         copy_gbps=round(rates.gbps, 1),
         matmul_tflops=round(rates.tflops, 2),
-        share_of_bound=round(need.seconds(rates) / seconds, 4),
+        share_of_bound=round(work.seconds(gbps=rates.gbps, gflops=1e3 * rates.tflops) / seconds, 4),
         launch=launch,
     )
 
 
-def need_of(spec: Spec, itemsize: int) -> Need:
+def work_of(spec: Spec, itemsize: int) -> Work:
     """Bytes and operations of a spec.
 
     Args:
         spec: of an operation among `OPERATIONS`.
         itemsize: bytes of a value.
     """
-    return _NEEDS[spec.op](spec, itemsize)
+    return _WORK[spec.op](spec, itemsize)
 
 
-def _decode(s: Spec, item: int) -> Need:
+def _decode(s: Spec, item: int) -> Work:
     return _attention(s, item, rows=s["batch"], keys=s["batch"] * s["context"], seen=s["batch"] * s["context"])
 
 
-def _prefill(s: Spec, item: int) -> Need:
+def _prefill(s: Spec, item: int) -> Work:
     tokens, history = s["tokens"], s["history"]
     return _attention(s, item, rows=tokens, keys=history + tokens, seen=tokens * history + tokens * (tokens + 1) // 2)
 
 
-def _attention(s: Spec, item: int, *, rows: int, keys: int, seen: int) -> Need:
+def _attention(s: Spec, item: int, *, rows: int, keys: int, seen: int) -> Work:
     dim = s["head_dim"]
-    return Need(item * dim * (2 * s["kv_heads"] * keys + 2 * s["heads"] * rows), 4 * s["heads"] * dim * seen)
+    return Work(item * dim * (2 * s["kv_heads"] * keys + 2 * s["heads"] * rows), 4 * s["heads"] * dim * seen)
 
 
-def _add_rms_norm(s: Spec, item: int) -> Need:
-    return Need(item * (4 * s["rows"] + 1) * s["columns"])
+def _add_rms_norm(s: Spec, item: int) -> Work:
+    return Work(item * (4 * s["rows"] + 1) * s["columns"])
 
 
-def _silu_mul(s: Spec, item: int) -> Need:
-    return Need(item * 3 * s["rows"] * s["columns"])
+def _silu_mul(s: Spec, item: int) -> Work:
+    return Work(item * 3 * s["rows"] * s["columns"])
 
 
-def _place_qkv(s: Spec, item: int) -> Need:
+def _place_qkv(s: Spec, item: int) -> Work:
     values = (s["heads"] + 2 * s["kv_heads"]) * s["head_dim"]
-    return Need(s["rows"] * (2 * item * values + 8 * s["head_dim"] + 8))
+    return Work(s["rows"] * (2 * item * values + 8 * s["head_dim"] + 8))
 
 
-def _take_rows(s: Spec, item: int) -> Need:
-    return Need(s["rows"] * (2 * item * s["columns"] + 8))
+def _take_rows(s: Spec, item: int) -> Work:
+    return Work(s["rows"] * (2 * item * s["columns"] + 8))
 
 
-def _logits(s: Spec, item: int) -> Need:
-    return Need(4 * s["rows"] * s["vocabulary"])  # float32 whatever the model's type
+def _logits(s: Spec, item: int) -> Work:
+    return Work(4 * s["rows"] * s["vocabulary"])  # float32 whatever the model's type
 
 
-def _copy_blocks(s: Spec, item: int) -> Need:
-    return Need(2 * _pages(s, item))
+def _copy_blocks(s: Spec, item: int) -> Work:
+    return Work(2 * _pages(s, item))
 
 
-def _digest_blocks(s: Spec, item: int) -> Need:
-    return Need(_pages(s, item))
+def _digest_blocks(s: Spec, item: int) -> Work:
+    return Work(_pages(s, item))
 
 
 def _pages(s: Spec, item: int) -> int:
     return s["blocks"] * s["layers"] * 2 * s["kv_heads"] * s["block_tokens"] * s["head_dim"] * item
 
 
-_NEEDS: Mapping[str, Callable[[Spec, int], Need]] = MappingProxyType(
+_WORK: Mapping[str, Callable[[Spec, int], Work]] = MappingProxyType(
     {
         "decode_attention": _decode,
         "prefill_attention": _prefill,
@@ -218,7 +208,7 @@ _NEEDS: Mapping[str, Callable[[Spec, int], Need]] = MappingProxyType(
         "digest_blocks": _digest_blocks,
     }
 )
-OPERATIONS = tuple(_NEEDS)
+OPERATIONS = tuple(_WORK)
 _BLOCK_OPERATIONS = OPERATIONS[-4:]
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from kvferry.bench.gpu_work import Rates, Timing
+from kvferry.bench.gpu.work import Rates, Timing
 from kvferry.core.clock import Clock
 
 Action = Callable[[], torch.Tensor]

@@ -4,20 +4,20 @@ Where a peer's result is not ours, or it cannot run, its row is left out and why
 comparison.
 """
 
-import csv
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from kvferry.bench import gpu_tune
-from kvferry.bench.gpu_cases import Case, differs, make_case
-from kvferry.bench.gpu_choice import TUNABLE
-from kvferry.bench.gpu_session import Session
-from kvferry.bench.gpu_tune import in_words
-from kvferry.bench.gpu_work import Row, Spec, Timing, need_of, row
+from kvferry.bench.gpu import tuner
+from kvferry.bench.gpu.cases import Case, differs, make_case
+from kvferry.bench.gpu.choice import TUNABLE
+from kvferry.bench.gpu.session import Session
+from kvferry.bench.gpu.tuner import in_words
+from kvferry.bench.gpu.work import Row, Spec, Timing, row, work_of
+from kvferry.bench.rows import append_csv
 from kvferry.core.errors import UsageError
 from kvferry.kernels.gpu import launch
 from kvferry.kernels.gpu.launch import TABLE, Choice
@@ -56,15 +56,15 @@ def run(
         raise UsageError(f"--tune writes {table.name}, which is read-only here; run it in a checkout", field="tune")
     winners: list[Choice] = []
     if tune:
-        winners = gpu_tune.tune(specs, session)
-        gpu_tune.rewrite(table, winners)
+        winners = tuner.tune(specs, session)
+        tuner.rewrite(table, winners)
         session.say(f"{len(winners)} rows of {table.name} are new")
     found: list[Row] = []
     with launch.trial(winners):  # the table was read before it was written
         for each in measure(specs, session):
             show(line(each))
             if csv_file is not None:
-                append(csv_file, [each])
+                append_csv(csv_file, [asdict(each)])
             found.append(each)
     return found
 
@@ -74,7 +74,7 @@ def measure(specs: Sequence[Spec], session: Session) -> Iterator[Row]:
     about, device, dtype = session.about, session.device, session.dtype
     name = str(dtype).removeprefix("torch.")
     for spec in specs:
-        case, need = make_case(spec, device, dtype), need_of(spec, dtype.itemsize)
+        case, work = make_case(spec, device, dtype), work_of(spec, dtype.itemsize)
         with launch.trial() as asked:
             action = case.make()
             expected = action().clone()
@@ -83,11 +83,11 @@ def measure(specs: Sequence[Spec], session: Session) -> Iterator[Row]:
             for op, _, shape in sorted(asked)
             if spec.op in TUNABLE[op].ops  # a plan also asks for what it then has no use for
         )
-        yield row(about, spec, need, session.timer(action), session.rates, dtype=name, kernels=OURS, launch=by)
+        yield row(about, spec, work, session.timer(action), session.rates, dtype=name, kernels=OURS, launch=by)
         for peer in case.peers:
             timing = _peer(case, peer, expected, session)
             if timing is not None:
-                yield row(about, spec, need, timing, session.rates, dtype=name, kernels=peer, launch="")
+                yield row(about, spec, work, timing, session.rates, dtype=name, kernels=peer, launch="")
         del case, action, expected
         torch.cuda.empty_cache()  # the next one may need the room; without a GPU this does nothing
 
@@ -112,14 +112,3 @@ def line(found: Row) -> str:
         f"{found.op:<18} {found.shape:<66} {found.kernels:<17} {found.ms:9.4f} ms  {found.gbps:7.0f} GB/s "
         f"{found.tflops:7.1f} TFLOP/s  {100 * found.share_of_bound:5.1f} % of the bound"
     )
-
-
-def append(path: Path, rows: Sequence[Row]) -> None:
-    """Rows behind those that a CSV file has; with a header where there is no file yet."""
-    is_new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(asdict(found) for found in rows)

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from triton import TritonError
 
-from kvferry.bench.gpu_cases import Case, differs, make_case
-from kvferry.bench.gpu_choice import TUNABLE, Tunable, Values, gain, steps, winner
-from kvferry.bench.gpu_session import Session
-from kvferry.bench.gpu_work import Spec
+from kvferry.bench.gpu.cases import Case, differs, make_case
+from kvferry.bench.gpu.choice import TUNABLE, Tunable, Values, gain, steps, winner
+from kvferry.bench.gpu.session import Session
+from kvferry.bench.gpu.work import Spec
 from kvferry.kernels.gpu import launch
 from kvferry.kernels.gpu.launch import Choice, Key
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.bench import gpu_peers as peers
-from kvferry.bench.gpu_timing import Action
-from kvferry.bench.gpu_work import Spec
+from kvferry.bench.gpu import peers
+from kvferry.bench.gpu.timing import Action
+from kvferry.bench.gpu.work import Spec
 from kvferry.kernels.batch import AttentionBatch
 from kvferry.kernels.ops import DeviceOps, Ops, device_ops_for, ops_for
 from kvferry.kernels.rows_of_logits import Draws

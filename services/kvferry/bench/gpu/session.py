@@ -8,8 +8,8 @@ from importlib.metadata import version
 import torch
 
 from kvferry.bench.commit import commit
-from kvferry.bench.gpu_timing import CudaTimer, Timer, rates_of
-from kvferry.bench.gpu_work import SERVED, About, Rates, Spec
+from kvferry.bench.gpu.timing import CudaTimer, Timer, rates_of
+from kvferry.bench.gpu.work import SERVED, About, Rates, Spec
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.kernels.gpu.device import INTERPRETED

@@ -1,0 +1,38 @@
+"""A fused operation as its parts, one after the other, for families that do not fuse it."""
+
+from collections.abc import Callable
+
+import torch
+
+from kvferry.kernels.batch import HeadNorms
+
+_RmsNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+_Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+_WriteKv = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+_PlaceQkv = Callable[
+    [torch.Tensor, HeadNorms | None, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None
+]
+
+
+def place_qkv_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> _PlaceQkv:
+    """`Ops.place_qkv` of a family whose `rms_norm`, `rotate` and `write_kv` these are."""
+
+    def place_qkv(
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        pages: torch.Tensor,
+        layer: int,
+        slots: torch.Tensor,
+    ) -> None:
+        kv_heads = pages.shape[3]
+        heads = qkv.shape[1] - 2 * kv_heads
+        queries, keys = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+        if norms is not None:
+            queries.copy_(rms_norm(queries, norms.query, norms.epsilon))
+            keys.copy_(rms_norm(keys, norms.key, norms.epsilon))
+        rotate(qkv[:, : heads + kv_heads], cos, sin)
+        write_kv(qkv[:, heads:].view(len(qkv), 2, kv_heads, qkv.shape[2]), pages, layer, slots)
+
+    return place_qkv

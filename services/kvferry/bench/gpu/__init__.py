@@ -1,0 +1,1 @@
+"""What `kvferry bench kernels` and `make bench-gpu` measure on a GPU, and how."""

@@ -1,0 +1,121 @@
+"""A pool's beginning: what it gets, and what is said while something keeps its pods from running."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.cluster.world import spec
+
+from kvferry.testing.kube.fake_kubelet import waiting
+
+pytestmark = pytest.mark.cluster
+
+
+def test_a_new_pool_gets_all_that_it_needs_and_says_so(world):
+    world.apply()
+    status = world.settled()
+    revision = status["revision"]
+    assert world.deployments() == {f"chat-prefill-{revision}": 1, f"chat-decode-{revision}": 2}
+    assert set(world.all("service")) == {"chat", "chat-prefill", "chat-decode"}
+    assert set(world.all("poolrolescaler")) == {"chat-prefill", "chat-decode"}
+    assert set(world.all("pdb")) == {"chat-prefill", "chat-decode", "chat-gateway"}
+    assert set(world.all("networkpolicy")) == {"chat-workers"}
+    assert set(world.all("serviceaccount")) - {"default"} == {"chat-worker", "chat-gateway"}
+    assert set(world.all("role")) == set(world.all("rolebinding")) == {"chat-gateway"}
+    assert set(world.all("secret")) == {"chat-keys"}
+    assert set(world.all("controllerrevision.apps")) >= {f"chat-{revision}"}
+    assert [(r["name"], r["summary"], r["updated"]) for r in status["roles"]] == [
+        ("prefill", "1/1", 1),
+        ("decode", "2/2", 2),
+    ]
+    assert status["gateway"] == {"desired": 1, "ready": 1}
+    assert status["url"] == f"http://chat.{world.namespace}.svc:80/v1"
+    assert world.condition("RolesReady")[:2] == ("True", "AllReady")
+    assert world.condition("GatewayReady")[:2] == ("True", "GatewayPodsReady")
+    assert world.condition("ChildrenApplied")[:2] == ("True", "Applied")
+    assert world.condition("ReplicasContested")[:2] == ("False", "OneWriter")
+    # No node, so no gateway that could tell of its workers.
+    assert world.condition("ModelAvailable")[:2] == ("Unknown", "NoGatewayWord")
+    assert world.condition("Ready")[0] == "Unknown"
+
+
+def test_before_anything_is_ready_nothing_is_called_ready(world):
+    world.kubelet.verdict = lambda pod: None
+    world.apply()
+    world.until(lambda: world.condition("RolesReady")[0] == "False")
+    assert world.condition("Ready")[:2] == ("False", "NoGatewayPodReady")
+    assert world.condition("Progressing")[:2] == ("True", "RollingOut")
+    assert [role["summary"] for role in world.status()["roles"]] == ["0/1", "0/2"]
+
+
+def test_pods_that_cannot_be_scheduled_say_why(world):
+    world.kubelet.verdict = lambda pod: None
+    world.apply(scheduler="default-scheduler")
+    said = world.until(lambda: "cannot be scheduled: no nodes" in (m := world.condition("RolesReady")[2]) and m)
+    assert "and 3 more" in said
+
+
+def test_an_image_that_cannot_be_had_is_named_and_the_deadline_counts(world):
+    world.kubelet.verdict = lambda pod: waiting("ImagePullBackOff", 'Back-off pulling image "x"')
+    world.apply(rollout={"progressDeadlineSeconds": 12})
+    world.until(lambda: world.condition("Progressing")[1] == "DeadlineExceeded", 40)
+    status, _, message = world.condition("Progressing")
+    assert status == "False"
+    assert "ImagePullBackOff" in message
+    events = [e for e in world.all("events").values() if e["reason"] == "DeadlineExceeded"]
+    assert [e["type"] for e in events] == ["Warning"]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "said"),
+    [
+        (waiting("CrashLoopBackOff", exit_code=2, last="Error"), "exits with 2"),
+        (waiting("CrashLoopBackOff", exit_code=137, last="OOMKilled"), "raise resources.limits.memory"),
+        (waiting("CreateContainerConfigError", 'secret "keys" not found'), 'secret "keys" not found'),
+    ],
+    ids=["crash", "memory", "secret"],
+)
+def test_what_keeps_pods_from_running_is_said_with_the_remedy(world, verdict, said):
+    world.kubelet.verdict = lambda pod: verdict
+    world.apply()
+    world.until(lambda: said in world.condition("RolesReady")[2])
+
+
+def test_a_quota_that_is_used_up_is_named(world):
+    world.kubectl("create", "quota", "few", "--hard=pods=1")
+    world.apply()
+    world.until(lambda: "exceeded quota: few" in world.condition("RolesReady")[2])
+
+
+def test_no_gateway_pods_is_not_ready(world):
+    world.apply(gateway={"replicas": 0})
+    world.until(lambda: world.condition("GatewayReady")[1] == "NoGateway")
+    assert world.condition("Ready")[0] == "False"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [{"spec": {"containers": [{"name": {}}]}}, {"spec": {"containers": [{"name": ["a"]}]}}],
+    ids=["a name that is a map", "a name that is a list"],
+)
+def test_a_template_of_which_no_pod_can_be_made_is_said_to_be_so(world, template):
+    body = {"apiVersion": "kvferry.dev/v1alpha1", "kind": "InferencePool", "metadata": {"name": "odd"}}
+    world.kubectl("apply", "-f", "-", input=json.dumps({**body, "spec": spec(gateway={"template": template})}))
+    said = world.until(lambda: (c := world.condition("Ready", "odd"))[0] == "False" and c)
+    assert said[1] in {"SpecNotUnderstood", "Refused"}
+    assert "odd" in world.all("kvpool")
+
+
+def test_the_doctor_of_clusters_says_what_is_in_the_way(world):
+    world.apply()
+    world.settled()
+    command = ["doctor", "--cluster", "--json", "--kubeconfig", str(world.kube.kubeconfig)]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvferry.cli.main", *command], capture_output=True, text=True, timeout=60
+    )
+    found = {finding["about"]: finding for finding in json.loads(done.stdout)["cluster"]}
+    assert found["operator"]["told"] == "at-work leads"
+    assert found["definitions"]["verdict"] == "ok"
+    assert (found["nodes"]["verdict"], done.returncode) == ("bad", 1)
+    assert "NoGatewayWord" in found[f"pool {world.namespace}/chat"]["told"]

@@ -1,0 +1,110 @@
+"""What stands is kept: a pool's objects come back, are nobody else's, come and go with its fields."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.parametrize("kind", ["service/chat-decode", "poolrolescaler/chat-prefill", "service/chat"])
+def test_a_child_that_somebody_deletes_comes_back(world, kind):
+    world.apply()
+    world.settled()
+    world.kubectl("delete", kind)
+    what, name = kind.split("/")
+    world.until(lambda: name in world.all(what))
+
+
+def test_a_deployment_that_somebody_deletes_comes_back(world):
+    world.apply()
+    name = f"chat-decode-{world.settled()['revision']}"
+    uid = world.get("deployment", name)["metadata"]["uid"]
+    world.kubectl("delete", "deployment", name)
+    world.until(lambda: world.all("deployment").get(name, {}).get("metadata", {}).get("uid", uid) != uid)
+    world.settled()
+
+
+def test_a_field_that_somebody_else_takes_is_reported_not_fought_over(world):
+    world.apply()
+    name = f"chat-decode-{world.settled()['revision']}"
+    world.kubectl("set", "image", f"deployment/{name}", "worker=other:1", "--field-manager=somebody")
+    status, _, message = world.until(
+        lambda: (c := world.condition("ChildrenApplied"))[1] == "FieldsOwnedByOthers" and c
+    )
+    assert status == "False"
+    assert "somebody owns" in message
+    assert "image" in message
+    assert world.condition("Ready")[:2] == ("False", "FieldsOwnedByOthers")
+    assert world.get("deployment", name)["spec"]["template"]["spec"]["containers"][0]["image"] == "other:1"
+
+
+def test_an_object_of_somebody_elses_is_not_taken_over(world):
+    world.kubectl("create", "service", "clusterip", "chat", "--tcp=80:80")
+    world.apply()
+    message = world.until(lambda: (c := world.condition("ChildrenApplied"))[1] == "Refused" and c[2])
+    assert "a Service called chat exists and is not this pool's" in message
+    assert "ownerReferences" not in world.get("service", "chat")["metadata"]
+    world.kubectl("delete", "service", "chat")
+    world.until(lambda: world.condition("ChildrenApplied")[0] == "True")
+
+
+def test_the_keys_are_drawn_once(world):
+    world.apply()
+    world.settled()
+    drawn = world.get("secret", "chat-keys")["data"]
+    assert len(set(drawn.values())) == 2
+    world.apply(drain={"seconds": 31})
+    world.settled()
+    assert world.get("secret", "chat-keys")["data"] == drawn
+
+
+def test_a_pool_with_keys_of_its_own_gets_none(world):
+    world.apply(tenancy={"keysSecret": "mine"})
+    world.settled()
+    assert "chat-keys" not in world.all("secret")
+
+
+def test_the_network_policy_goes_and_comes_with_the_field(world):
+    world.apply()
+    world.settled()
+    world.apply(networkPolicy="Off")
+    world.until(lambda: not world.all("networkpolicy"))
+    world.apply(networkPolicy="Restricted")
+    world.until(lambda: "chat-workers" in world.all("networkpolicy"))
+
+
+def test_an_optional_kind_that_is_not_installed_is_a_condition(world):
+    world.apply(gateway={"inferenceExtension": "Auto"})
+    world.settled()
+    assert world.condition("GatewayIntegration")[:2] == ("False", "KindNotInstalled")
+    world.apply()
+    world.until(lambda: world.condition("GatewayIntegration") == ("", "", ""))
+
+
+def test_a_deployment_that_only_looks_like_ours_is_neither_counted_nor_deleted(world):
+    world.apply()
+    name = f"chat-decode-{world.settled()['revision']}"
+    copy_ = world.get("deployment", name)
+    copy_["metadata"] = {
+        "name": "chat-decode-cafebabe",
+        "labels": copy_["metadata"]["labels"] | {"kvferry.dev/revision": "cafebabe"},
+    }
+    for place in (copy_["spec"]["selector"]["matchLabels"], copy_["spec"]["template"]["metadata"]["labels"]):
+        place["kvferry.dev/revision"] = "cafebabe"
+    copy_["spec"]["replicas"] = 0
+    world.kubectl("create", "-f", "-", input=json.dumps(copy_))
+    world.apply(drain={"lingerSeconds": 7})
+    status = world.settled()
+    assert [r["revision"] for role in status["roles"] for r in role["revisions"]] == [status["revision"]] * 2
+    assert "chat-decode-cafebabe" in world.deployments()
+
+
+def test_keys_of_an_earlier_pool_do_not_stay_away(world):
+    """A Secret of the name that is there at first and then collected, as an earlier pool's is."""
+    world.kubectl("create", "secret", "generic", "chat-keys", "--from-literal=ticket-key=x")
+    world.apply()
+    world.settled()
+    world.kubectl("delete", "secret", "chat-keys")
+    drawn = world.until(lambda: "chat-keys" in world.all("secret") and world.get("secret", "chat-keys")["data"])
+    assert set(drawn) == {"ticket-key", "tenant-key"}

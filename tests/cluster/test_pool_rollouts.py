@@ -1,0 +1,152 @@
+"""Changes of a pool: both roles roll together within their bounds, pause, go back, and take nothing away."""
+
+import pytest
+
+from kvferry.testing.kube.fake_kubelet import ready, waiting
+
+pytestmark = pytest.mark.cluster
+
+
+def test_a_change_rolls_both_roles_and_keeps_the_record(world):
+    world.apply()
+    old = world.settled()["revision"]
+    world.apply(model={"name": "m", "dtype": "float32"})
+    new = world.settled()["revision"]
+    assert new != old
+    world.until(lambda: world.deployments() == {f"chat-prefill-{new}": 1, f"chat-decode-{new}": 2})
+    assert set(world.all("controllerrevision.apps")) >= {f"chat-{old}", f"chat-{new}"}
+
+
+def test_three_edits_in_a_row_never_pass_the_bounds(world):
+    roles = [{"name": "prefill", "replicas": 2}, {"name": "decode", "replicas": 4}]
+    world.apply(roles=roles)
+    world.settled()
+    for tokens in (128, 256, 512):
+        world.apply(roles=roles, model={"name": "m", "maxTokens": tokens})
+        for _ in range(5):
+            found = world.all("deployment")
+            for role, wanted in (("prefill", 2), ("decode", 4)):
+                of_role = [d for n, d in found.items() if n.startswith(f"chat-{role}-")]
+                assert sum(d["spec"]["replicas"] for d in of_role) <= wanted + 1
+                assert sum(d.get("status", {}).get("readyReplicas", 0) for d in of_role) >= wanted
+    final = world.settled()
+    assert [(r["summary"], r["updated"]) for r in final["roles"]] == [("2/2", 2), ("4/4", 4)]
+
+
+def test_there_and_back_keeps_the_pods_that_serve(world):
+    world.apply()
+    old = world.settled()["revision"]
+    uid = world.get("deployment", f"chat-decode-{old}")["metadata"]["uid"]
+    world.kubelet.verdict = lambda pod: ready(pod) if old in pod["metadata"]["name"] else None
+    world.apply(model={"name": "m", "maxTokens": 99})
+    world.until(lambda: len(world.deployments()) == 4)
+    world.apply()
+    assert world.settled()["revision"] == old
+    world.until(lambda: len(world.deployments()) == 2)
+    assert world.get("deployment", f"chat-decode-{old}")["metadata"]["uid"] == uid
+    assert world.get("deployment", f"chat-decode-{old}")["status"]["readyReplicas"] == 2
+
+
+def test_a_broken_revision_takes_nothing_away(world):
+    world.apply()
+    old = world.settled()["revision"]
+    world.kubelet.verdict = lambda pod: (
+        ready(pod) if old in pod["metadata"]["name"] else waiting("CrashLoopBackOff", exit_code=1)
+    )
+    world.apply(model={"name": "m", "maxTokens": 98}, rollout={"progressDeadlineSeconds": 11})
+    world.until(lambda: world.condition("Progressing")[1] == "DeadlineExceeded", 40)
+    assert world.get("deployment", f"chat-decode-{old}")["status"]["readyReplicas"] == 2
+    assert world.condition("Ready")[0] == "False"
+
+
+def test_a_rollout_pauses_and_goes_on(world):
+    world.apply()
+    old = world.settled()["revision"]
+    changed = {"model": {"name": "m", "maxTokens": 97}}
+    world.apply(**changed, rollout={"paused": True})
+    world.until(lambda: world.condition("Progressing")[1] == "Paused")
+    assert set(world.deployments()) == {f"chat-prefill-{old}", f"chat-decode-{old}"}
+    world.apply(**changed, rollout={"paused": True}, roles=[{"name": "prefill"}, {"name": "decode", "replicas": 3}])
+    world.until(lambda: world.deployments()[f"chat-decode-{old}"] == 3)
+    world.apply(**changed)
+    assert world.settled()["revision"] != old
+
+
+def test_back_to_an_earlier_revision_and_forward_again(world):
+    world.apply()
+    first = world.settled()["revision"]
+    changed = {"model": {"name": "m", "maxTokens": 96}}
+    world.apply(**changed)
+    second = world.settled()["revision"]
+    world.until(lambda: len(world.deployments()) == 2)
+    world.apply(**changed, rollout={"rollbackTo": first})
+    assert world.settled()["revision"] == first
+    args = world.get("deployment", f"chat-decode-{first}")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "--max-model-tokens=0" in args
+    world.apply(**changed)
+    assert world.settled()["revision"] == second
+
+
+def test_back_to_what_nobody_recorded_is_refused_and_changes_nothing(world):
+    world.apply()
+    revision = world.settled()["revision"]
+    world.apply(rollout={"rollbackTo": "00000000"})
+    message = world.until(lambda: (c := world.condition("Progressing"))[1] == "RevisionNotFound" and c[2])
+    assert "kubectl get controllerrevisions" in message
+    assert world.deployments() == {f"chat-prefill-{revision}": 1, f"chat-decode-{revision}": 2}
+
+
+def test_no_more_records_than_asked_for(world):
+    for tokens in (11, 12, 13, 14):
+        world.apply(model={"name": "m", "maxTokens": tokens}, rollout={"historyLimit": 1})
+        revision = world.settled()["revision"]
+        world.until(lambda: len(world.deployments()) == 2)
+    records = world.until(lambda: len(found := set(world.all("controllerrevision.apps"))) == 2 and found)
+    assert f"chat-{revision}" in records
+
+
+def test_a_role_that_leaves_the_spec_leaves_the_cluster(world):
+    world.apply()
+    world.settled()
+    world.apply(roles=[{"name": "combined"}])
+    revision = world.settled()["revision"]
+    world.until(lambda: world.deployments() == {f"chat-combined-{revision}": 1})
+    world.until(lambda: set(world.all("service")) == {"chat", "chat-combined"})
+    world.until(lambda: set(world.all("poolrolescaler")) == {"chat-combined"})
+    assert [role["name"] for role in world.status()["roles"]] == ["combined"]
+
+
+def test_a_change_of_the_gateway_alone_leaves_workers_alone(world):
+    world.apply()
+    before = world.settled()["revision"]
+    uids = {n: d["metadata"]["uid"] for n, d in world.all("pod").items() if "gateway" not in n}
+    world.apply(flowControl={"maxStreams": 7})
+    assert world.settled()["revision"] == before
+    assert {n: d["metadata"]["uid"] for n, d in world.all("pod").items() if "gateway" not in n} == uids
+
+
+def test_roles_that_leave_serve_until_those_that_come_are_ready(world):
+    world.apply()
+    old = world.settled()["revision"]
+    world.kubelet.verdict = lambda pod: ready(pod) if "combined" not in pod["metadata"]["name"] else None
+    world.apply(roles=[{"name": "combined", "replicas": 2}])
+    world.until(lambda: any(name.startswith("chat-combined") for name in world.deployments()))
+    world.until(lambda: "leaves" in world.condition("Progressing")[2])
+    assert world.get("deployment", f"chat-decode-{old}")["status"]["readyReplicas"] == 2
+    assert {"chat-prefill", "chat-decode"} <= set(world.all("service"))
+    world.kubelet.verdict = ready
+    world.settled()
+    world.until(lambda: set(world.all("service")) == {"chat", "chat-combined"})
+
+
+def test_back_to_a_revision_of_other_roles_is_refused(world):
+    world.apply()
+    old = world.settled()["revision"]
+    world.apply(roles=[{"name": "combined"}])
+    now = world.settled()["revision"]
+    world.apply(roles=[{"name": "combined"}], rollout={"rollbackTo": old})
+    message = world.until(lambda: (c := world.condition("Progressing"))[1] == "RevisionHasOtherRoles" and c[2])
+    assert "Change spec.roles together with rollbackTo" in message
+    assert world.deployments()[f"chat-combined-{now}"] == 1
+    world.apply(rollout={"rollbackTo": old})
+    assert world.settled()["revision"] == old

@@ -1,0 +1,94 @@
+"""What a pool says of itself: conditions of the spec of now, few events; and the commands of the manual."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cluster.world import COLLECTED
+
+from kvferry.bench.commit import ROOT
+from kvferry.core.config import child_environment
+from kvferry.testing.documents import fences
+
+pytestmark = pytest.mark.cluster
+
+
+def test_every_condition_speaks_of_the_spec_of_now(world):
+    world.apply()
+    world.settled()
+    world.apply(drain={"lingerSeconds": 6})
+    status = world.settled()
+    generation = world.get("kvpool", "chat")["metadata"]["generation"]
+    assert {c["observedGeneration"] for c in status["conditions"]} == {generation}
+
+
+def test_a_time_of_transition_moves_only_with_the_status(world):
+    world.apply()
+    before = {c["type"]: (c["status"], c["lastTransitionTime"]) for c in world.settled()["conditions"]}
+    world.apply(flowControl={"maxHeld": 9})
+    after = {c["type"]: (c["status"], c["lastTransitionTime"]) for c in world.settled()["conditions"]}
+    moved = {"Progressing", "RolesReady", "Ready"}  # these went there and back
+    assert {k: v for k, v in after.items() if k not in moved} == {k: v for k, v in before.items() if k not in moved}
+
+
+def test_a_settled_pool_is_left_in_peace(world):
+    world.apply()
+    world.settled()
+    world.until(lambda: world.get("kvscale", "chat-decode").get("status", {}).get("replicas") == 2)
+
+    def versions() -> dict[str, str]:
+        kinds = ("service", "pdb", "networkpolicy", "role", "rolebinding", "serviceaccount", "secret")
+        return {f"{k}/{n}": o["metadata"]["resourceVersion"] for k in kinds for n, o in world.all(k).items()}
+
+    before, events = versions(), len(world.all("events"))
+    world.kubectl("annotate", "kvpool", "chat", "note=nothing")
+    world.kubelet._stop.wait(3)
+    # The heartbeat may have touched a Service's label meanwhile; nothing else writes.
+    changed = {name for name, version in versions().items() if before[name] != version}
+    assert {name.split("/")[0] for name in changed} <= {"service"}
+    assert len(world.all("events")) == events
+
+
+def test_events_are_few(world):
+    world.apply()
+    world.settled()
+    told = [e for e in world.all("events").values() if e["involvedObject"]["kind"] == "InferencePool"]
+    assert len(told) <= 8
+    assert {e["source"]["component"] for e in told} == {"kvferry-operator"}
+
+
+def test_two_pools_in_a_namespace_do_not_meet(world):
+    world.apply("one")
+    world.apply("two", roles=[{"name": "combined"}])
+    world.settled("one")
+    world.settled("two")
+    world.kubectl("delete", "kvpool", "two")
+    world.until(lambda: not [n for n in world.all("deployment") if n.startswith("two")], COLLECTED)
+    assert len([n for n in world.all("deployment") if n.startswith("one")]) == 3
+
+
+def test_the_commands_of_the_manual_work(world, tmp_path):
+    """docs/kubernetes.md, in a namespace with the pool that it speaks of."""
+    world.apply()
+    world.settled()
+    mine = tmp_path / "kubeconfig"
+    mine.write_bytes(world.kube.kubeconfig.read_bytes())
+    world.kube.cluster.kubectl(
+        "config", "set-context", "--current", f"--namespace={world.namespace}", f"--kubeconfig={mine}"
+    )
+    path = f"{world.kube.cluster.assets.folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    env = child_environment({"KUBECONFIG": str(mine), "PATH": path})
+    wanted = [fence for fence in fences() if fence.mark == "cluster"]
+    assert len(wanted) == 3
+    for fence in wanted:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", fence.code],
+            env=env,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, f"line {fence.line}: {done.stderr}"
+        assert done.stdout
