@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import TensorSource
+from kvferry.model.tensors import HEAD, TensorSource
 
 _CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
@@ -47,8 +47,9 @@ def twin_of(config: ModelConfig, source: TensorSource) -> Any:
         attn_implementation="sdpa",
     )
     model = getattr(transformers, f"{name}ForCausalLM")(settings).train(False)
-    state = {name: torch.from_numpy(source.read(name)) for name in source.shapes()}
-    _, unexpected = model.load_state_dict(state, strict=False)
+    state = {name: torch.from_numpy(source.read(name).copy()) for name in source.shapes()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected, unexpected
+    assert missing == ([HEAD] if config.tie_word_embeddings else []), missing
     model.tie_weights()
     return model
