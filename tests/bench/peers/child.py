@@ -23,6 +23,7 @@ import sys
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # for what adapters share, where Python is safe-pathed
     spec = importlib.util.spec_from_file_location("adapter", sys.argv[1])
     adapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(adapter)
