@@ -303,16 +303,18 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   }
 }
 
-// One KV head of an item: its rows' totals in the scratch, not yet divided by their sums. `next` is what the thread
-// will probably turn to afterwards, so that its first keys are on their way.
+// One KV head of an item: its rows' totals in the scratch, not yet divided by their sums. `sharers`: its sequences, null
+// where it has one. `next` is what the thread will probably turn to afterwards, so that its first keys are on their way.
 template <bool Pairs, bool NarrowPages>
-static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, int kv_head, const AttentionItem* next, const float* queries, int query_stride, const AttentionScratch& s) {
+static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, const int* sharers, int kv_head, const AttentionItem* next, const float* queries, int query_stride, const AttentionScratch& s) {
   const Sequence& sequence = batch.sequences[item.sequence];
   const int D = g.head_dim, rows = item.queries * g.group;
-  const int first_position = sequence.context - sequence.queries + item.first_query;
+  // Who shares a partition sees all of it: as if the queries stood right behind it.
+  const int first_position = sharers ? item.end * kPartition : sequence.context - sequence.queries + item.first_query;
   for (int q = 0; q < item.queries; ++q)
     for (int h = 0; h < g.group; ++h) {
-      const float* from = queries + size_t(sequence.first + item.first_query + q) * query_stride + size_t(kv_head * g.group + h) * D;
+      const int at = sharers ? batch.sequences[sharers[q]].first : sequence.first + item.first_query + q;
+      const float* from = queries + size_t(at) * query_stride + size_t(kv_head * g.group + h) * D;
       const int row = q * g.group + h;
       for (int d = 0; d < D; d += 16) {
         if constexpr (Pairs) {
@@ -325,7 +327,7 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       s.highest[row] = -__builtin_inff();
       s.sums[row] = 0.0f;
     }
-  const int last = first_position + item.queries;  // tokens that the last row sees
+  const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row sees
   const size_t key_stride = size_t(D) * 16 * (Pairs ? 2 : 4), value_stride = size_t(kPartition) * 16 * (Pairs ? 2 : 4);
   for (int part = item.begin; part < item.end; ++part) {
     const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;

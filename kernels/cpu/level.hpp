@@ -171,15 +171,21 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
   const AttentionItem* next = follower < step.items.size() ? &step.items[follower] : nullptr;
   const Sequence& sequence = step.batch.sequences[item.sequence];
   const int rows = item.queries * g.group, D = m.head_dim;
+  const int* sharers = item.sharers < 0 ? nullptr : step.sharers.data() + item.sharers;
+  const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
   for (int kv_head = item.kv_begin; kv_head < item.kv_end; ++kv_head) {
     if (step.batch.pages_are_bf16) {
-      attend<KVFERRY_PAIRS, true>(step.batch, g, item, kv_head, next, step.qkv, width, s);
+      attend<KVFERRY_PAIRS, true>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s);
     } else {
-      attend<false, false>(step.batch, g, item, kv_head, next, step.qkv, width, s);
+      attend<false, false>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s);
     }
-    if (item.partial >= 0) {
-      float* to = step.partials + size_t(item.partial + kv_head - item.kv_begin) * step.partial_floats;
+    if (is_cut) {
+      float* to = nullptr;
       for (int r = 0; r < rows; ++r, to += D + 2) {
+        if (r == 0 || (sharers && r % g.group == 0)) {
+          const int owner = sharers ? sharers[r / g.group] : item.sequence;
+          to = step.partials + size_t(step.first_partial[size_t(owner)] + item.begin * m.kv_heads + kv_head) * step.partial_floats;
+        }
         for (int d = 0; d < D; d += 16) v_store(to + d, v_load(s.totals + size_t(r) * D + d));
         to[D] = s.highest[r];
         to[D + 1] = s.sums[r];

@@ -91,32 +91,76 @@ void Step::prepare(const Batch& b) {
 
 void Step::plan_attention() {
   items.clear();
+  sharers.clear();
+  next_sharer_.assign(size_t(batch.num_sequences), -1);
   first_partial.assign(size_t(batch.num_sequences), -1);
   const int group = model.heads / model.kv_heads, most = tile_queries(group);
   // All KV heads of a page lie together. Where there are sequences enough to share out, an item reads them all.
   const int heads_at_once = batch.num_sequences >= 4 * threads_ ? model.kv_heads : 1;
-  int partials_used = 0, most_split = 1;
-  const auto add = [&](int s, int first, int queries, int begin, int end, int partial) {
-    for (int h = 0; h < model.kv_heads; h += heads_at_once)
-      items.push_back({s, h, std::min(h + heads_at_once, model.kv_heads), first, queries, begin, end, partial < 0 ? -1 : partial + h});
-  };
+  int partials_used = 0, most_split = 1, most_parts = 0;
   for (int s = 0; s < batch.num_sequences; ++s) {
     const Sequence& q = batch.sequences[s];
-    const int before = q.context - q.queries;
     const int parts = pieces(q.context, kPartition);
     if (q.queries <= std::min(kSplitQueries, most) && parts > 1) {
       first_partial[size_t(s)] = partials_used;
+      partials_used += parts * model.kv_heads;
       most_split = std::max(most_split, q.queries);
-      for (int p = 0; p < parts; ++p, partials_used += model.kv_heads) add(s, 0, q.queries, p, p + 1, partials_used);
+      most_parts = std::max(most_parts, parts);
       continue;
     }
     for (int first = (q.queries - 1) / most * most; first >= 0; first -= most) {  // the longest first
       const int queries = std::min(most, q.queries - first);
-      add(s, first, queries, 0, pieces(before + first + queries, kPartition), -1);
+      const int end = pieces(q.context - q.queries + first + queries, kPartition);
+      for (int h = 0; h < model.kv_heads; h += heads_at_once)
+        items.push_back({s, h, std::min(h + heads_at_once, model.kv_heads), first, queries, 0, end, -1});
     }
   }
+  for (int p = 0; p < most_parts; ++p) plan_partition(p, heads_at_once, most);
   partial_floats = most_split * group * (model.head_dim + 2);
   partials = static_cast<float*>(partials_.reserve(size_t(std::max(1, partials_used)) * partial_floats * 4));
+}
+
+static bool have_same_pages(const Sequence& a, const Sequence& b, int partition, int block_tokens) {
+  const int first = partition * kPartition / block_tokens, last = ((partition + 1) * kPartition - 1) / block_tokens;
+  return a.pages[last] == b.pages[last] && std::equal(a.pages + first, a.pages + last, b.pages + first);
+}
+
+// Items of one partition of the sequences that are cut. Those that decode and have the same pages there, because their
+// prompts begin alike, become rows of one item, so that keys and values are read and packed once for all of them
+// (Juravsky et al., Hydragen, 2024). A row's arithmetic is the same either way.
+void Step::plan_partition(int partition, int heads_at_once, int most) {
+  const auto add = [&](int s, int queries, int step, int where) {
+    for (int h = 0; h < model.kv_heads; h += step)
+      items.push_back({s, h, std::min(h + step, model.kv_heads), 0, queries, partition, partition + 1, where});
+  };
+  sharings_.clear();
+  for (int s = 0; s < batch.num_sequences; ++s) {
+    const Sequence& q = batch.sequences[s];
+    if (first_partial[size_t(s)] < 0 || partition * kPartition >= q.context) continue;
+    if (q.queries > 1 || q.context < (partition + 1) * kPartition) {
+      add(s, q.queries, heads_at_once, -1);
+      continue;
+    }
+    const auto found = std::find_if(sharings_.begin(), sharings_.end(), [&](const Sharing& sharing) {
+      return sharing.count < most && have_same_pages(batch.sequences[sharing.first], q, partition, batch.block_tokens);
+    });
+    if (found == sharings_.end()) {
+      sharings_.push_back({s, s, 1});
+      continue;
+    }
+    next_sharer_[size_t(found->last)] = s;
+    found->last = s;
+    ++found->count;
+  }
+  for (const Sharing& sharing : sharings_) {
+    if (sharing.count == 1) {
+      add(sharing.first, 1, heads_at_once, -1);
+      continue;
+    }
+    const int where = int(sharers.size());
+    for (int s = sharing.first, i = 0; i < sharing.count; s = next_sharer_[size_t(s)], ++i) sharers.push_back(s);
+    add(sharing.first, sharing.count, 1, where);
+  }
 }
 
 int Step::phases() const { return 1 + kPerLayer * model.num_layers + (batch.num_sampled ? 2 : 0); }

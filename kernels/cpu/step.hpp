@@ -24,7 +24,9 @@ struct AttentionItem {
   int sequence, kv_begin, kv_end;  // KV heads [begin, end)
   int first_query, queries;
   int begin, end;  // partitions
-  int partial;     // where its rows' totals go, head by head, to be merged; -1: it has all partitions, its rows are done
+  // Of decoding sequences with the same pages in this partition: where the others stand in Step::sharers, one after the
+  // other, one query each, which sees all of it. -1: the item is of one sequence.
+  int sharers;
 };
 
 enum class Phase : int { embed, qkv, rotate, attend, merge, output, mlp_norm, gate_up, down, next_norm, head, pick };
@@ -88,11 +90,12 @@ class Step final : public Job {
   Rows x, attended, hidden_up;  // inputs of qkv, gate_up and head; of output; of down
   float* residual = nullptr;    // [rows][stride of x]
   float* qkv = nullptr;         // [rows][panels * 16]
-  float* partials = nullptr;    // per item with a partial: rows of [head_dim values, highest, sum]
+  float* partials = nullptr;    // of sequences that are cut: rows of [head_dim values, highest, sum] by partition and head
   Cut cut_qkv, cut_output, cut_gate_up, cut_down, cut_head;
   int row_chunk = 0;            // rows of one chunk in phases that go by rows
   std::vector<AttentionItem> items;
-  std::vector<int> first_partial;  // per sequence: its first partial, or -1
+  std::vector<int> sharers;        // sequences; see AttentionItem
+  std::vector<int> first_partial;  // per sequence: its first partial; -1: an item has all its partitions
   int partial_floats = 0;          // of one partial
   // Seconds of all threads by phase, while `is_timed`.
   bool is_timed = false;
@@ -102,9 +105,17 @@ class Step final : public Job {
 
  private:
   void plan_attention();
+  void plan_partition(int partition, int heads_at_once, int most);
   Rows rows_of(Buffer& buffer, int rows, int width);
 
+  // Sequences with the same pages in a partition: the first, the last so far, and how many.
+  struct Sharing {
+    int first, last, count;
+  };
+
   int threads_;
+  std::vector<Sharing> sharings_;
+  std::vector<int> next_sharer_;  // per sequence
   Buffer x_, attended_, up_, residual_, qkv_, partials_;
   std::vector<Buffer> scratches_;
 };

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -75,6 +76,12 @@ class World:
         kv = PagedKv.allocate(self.shape, self.num_blocks)
         kv.pages.fill_(value)
         return kv
+
+    def begin_alike(self, first: int, others: Iterable[int], blocks: int) -> None:
+        """The others' first tokens and pages become those of `first`, as a prefix cache makes them."""
+        for other in others:
+            self.tokens[other][: blocks * BLOCK] = self.tokens[first][: blocks * BLOCK]
+            self.tables[other][:blocks] = self.tables[first][:blocks]
 
     def copy(self, kv: PagedKv) -> PagedKv:
         """The same in other memory."""
@@ -175,6 +182,30 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: s
             for s, first, n in pieces:
                 assert np.array_equal(got[at : at + n], expected[s][first : first + n]), (number, s, first, n)
                 at += n
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_sequences_that_begin_alike_get_the_bits_that_each_gets_alone(level: str, dtype: str) -> None:
+    """Decoding rows over the same pages are computed together: 67 over two partitions of 256 tokens, three more over the
+    first of them alone, two over none; beside a prompt, and beside one that is too short to be cut."""
+    for number, config in enumerate(VARIANTS):
+        lengths = [*(530 + n % 40 for n in range(70)), 600, 600, 300, 20]
+        model, world = model_of(config, level, dtype), World(config, lengths, dtype, seed=number)
+        world.begin_alike(0, range(1, 67), 33)
+        world.begin_alike(0, range(67, 70), 20)
+        world.begin_alike(70, [71], 15)
+        expected, pages = world.alone(model), world.pages()
+        prompt = 72
+        for s, n in enumerate(lengths):
+            if s != prompt:
+                model.compute(world.batch([(s, 0, n - 1)]), pages)
+        last = [(s, n - 1, 1) for s, n in enumerate(lengths) if s != prompt]
+        got = model.compute(world.batch([*last[:40], (prompt, 0, 300), *last[40:]]), pages).values
+        rows = [*got[:40], *got[340:]]
+        assert np.array_equal(got[40:340], expected[prompt])
+        for (s, at, _), row in zip(last, rows, strict=True):
+            assert np.array_equal(row, expected[s][at]), (number, s)
 
 
 @pytest.mark.parametrize("level", LEVELS)
