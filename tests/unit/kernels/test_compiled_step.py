@@ -187,8 +187,8 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: s
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_sequences_that_begin_alike_get_the_bits_that_each_gets_alone(level: str, dtype: str) -> None:
-    """Decoding rows over the same pages are computed together: 67 over two partitions of 256 tokens, three more over the
-    first of them alone, two over none; beside a prompt, and beside one that is too short to be cut."""
+    """Decoding rows over the same pages are computed together: 67 over two partitions of 256 tokens, three more over
+    the first of them alone, two over none; beside a prompt, and beside one that is too short to be cut."""
     for number, config in enumerate(VARIANTS):
         lengths = [*(530 + n % 40 for n in range(70)), 600, 600, 300, 20]
         model, world = model_of(config, level, dtype), World(config, lengths, dtype, seed=number)
