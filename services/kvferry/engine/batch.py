@@ -5,6 +5,7 @@
 Positions restart in each sequence; nothing is padded except the table of blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.engine.step import ScheduledSequence, StepPlan
+from kvferry.engine.step_output import to_device
 from kvferry.kernels.batch import AttentionBatch
 
 
@@ -50,10 +52,10 @@ def build_batch(plan: StepPlan, *, block_tokens: int, device: torch.device) -> S
     tokens = [token for s in scheduled for token in s.token_ids[s.num_computed : s.num_computed + s.num_scheduled]]
     samples = np.array([s.samples for s in scheduled], dtype=bool)
     return StepBatch(
-        token_ids=torch.tensor(tokens, dtype=torch.int64).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        attention=AttentionBatch(queries, contexts, table, torch.from_numpy(slots).to(device)),
-        sample_rows=torch.from_numpy(ends[samples] - 1).to(device),
+        token_ids=to_device(torch.tensor(tokens, dtype=torch.int64), device),
+        positions=to_device(torch.from_numpy(positions), device),
+        attention=AttentionBatch(queries, contexts, table, to_device(torch.from_numpy(slots), device)),
+        sample_rows=to_device(torch.from_numpy(ends[samples] - 1), device),
     )
 
 
@@ -69,26 +71,35 @@ def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int, d
     ]
     samples = [row for row, s in enumerate(scheduled) if s.samples]
     rows = np.array((tokens, positions, slots), dtype=np.int64)
-    on_device = torch.from_numpy(rows).to(device)
+    on_device = to_device(torch.from_numpy(rows), device)
     queries = np.ones(len(scheduled), dtype=np.int64)
     return StepBatch(
         token_ids=on_device[0],
         positions=on_device[1],
         attention=AttentionBatch(queries, rows[1] + 1, table, on_device[2]),
-        sample_rows=torch.tensor(samples, dtype=torch.int64).to(device),
+        sample_rows=to_device(torch.tensor(samples, dtype=torch.int64), device),
     )
 
 
 def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> npt.NDArray[np.int64]:
     """[sequences, most blocks of any], after a check that there are so many tokens and pages."""
-    _check(scheduled, needed)
+    check_room(scheduled, needed)
     table = np.zeros((len(scheduled), max(needed)), dtype=np.int64)
     for row, (s, blocks) in enumerate(zip(scheduled, needed, strict=True)):
         table[row, :blocks] = s.block_ids[:blocks]
     return table
 
 
-def _check(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> None:
+def check_room(scheduled: Sequence[ScheduledSequence], needed: Sequence[int]) -> None:
+    """Every sequence has the tokens and the pages that a plan takes for granted.
+
+    Args:
+        scheduled: of the plan.
+        needed: blocks of each.
+
+    Raises:
+        InvariantBroken: one has fewer.
+    """
     for s, blocks in zip(scheduled, needed, strict=True):
         end = s.num_computed + s.num_scheduled
         if s.num_scheduled < 1 or end > len(s.token_ids) or blocks > len(s.block_ids):
