@@ -122,6 +122,7 @@ def _launch(
         num_rows=tiles.rows,
         num_keys=tiles.choice.sizes["keys"],
         partition=tiles.partition,
+        shares=plan.is_open,
         is_capped=rules.soft_cap is not None,
         is_windowed=rules.window is not None,
         has_sinks=rules.sinks is not None,

@@ -142,6 +142,53 @@ def _over_keys(
     return total, peak, values_sum
 
 
+@triton.jit
+def _one_part(
+    parts: tl.tensor,
+    part_peaks: tl.tensor,
+    member: tl.tensor,
+    heads: tl.tensor,
+    head: tl.tensor,
+    num_partitions: tl.tensor,
+    is_row: tl.tensor,
+    is_value: tl.tensor,
+    at: tl.tensor,
+    queries: tl.tensor,
+    position: tl.tensor,
+    begin: tl.tensor,
+    full: tl.tensor,
+    end: tl.tensor,
+    cut: tl.tensor,
+    pages: tl.tensor,
+    tables: tl.tensor,
+    page_stride: tl.tensor,
+    value_stride: tl.tensor,
+    token_stride: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    window: tl.tensor,
+    head_dim: tl.constexpr,
+    dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    num_rows: tl.constexpr,
+    num_keys: tl.constexpr,
+    is_capped: tl.constexpr,
+    is_windowed: tl.constexpr,
+    precision: tl.constexpr,
+    widens: tl.constexpr,
+) -> None:
+    """One partition of a tile, into its place among the parts."""
+    total, peak, values_sum = _over_keys(
+        queries, position, begin, full, end, pages, tables, page_stride, value_stride, token_stride, scale, soft_cap,
+        window, head_dim, dim, block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+    )  # fmt: skip
+    nothing = total == 0.0  # a windowed row may see nothing of its tile's partition
+    some = tl.where(nothing, 1.0, total)
+    place = (member.to(tl.int64) * heads + head) * num_partitions + cut
+    tl.store(part_peaks + place, tl.where(nothing, float("-inf"), peak + tl.log2(some)), mask=is_row)
+    tl.store(parts + place[:, None] * head_dim + at[None, :], values_sum / some[:, None], mask=is_value)
+
+
 @triton.jit(do_not_specialize=["num_tiles", "num_partitions", "table_stride", "window"])
 def attend_tiles(
     out: tl.tensor,
@@ -174,6 +221,7 @@ def attend_tiles(
     num_rows: tl.constexpr,
     num_keys: tl.constexpr,
     partition: tl.constexpr,
+    shares: tl.constexpr,
     is_capped: tl.constexpr,
     is_windowed: tl.constexpr,
     has_sinks: tl.constexpr,
@@ -197,6 +245,7 @@ def attend_tiles(
         positions: [T] int32.
         sinks: [H] float32.
         partition: keys; 0: not cut.
+        shares: whether a program computes several partitions of its tile, else one.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -229,17 +278,21 @@ def attend_tiles(
     pages += kv_head * page_head_stride
     tables += table.to(tl.int64) * table_stride
     if partition:
-        for start in range(begin_here, end, tl.num_programs(2) * partition):
-            total, peak, values_sum = _over_keys(
-                queries, position, tl.maximum(begin, start), full, tl.minimum(end, start + partition), pages, tables,
-                page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, num_rows,
-                num_keys, is_capped, is_windowed, precision, widens,
+        if shares:  # a loop costs registers, so only those launches have one that must
+            for start in range(begin_here, end, tl.num_programs(2) * partition):
+                _one_part(
+                    parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,
+                    tl.maximum(begin, start), full, tl.minimum(end, start + partition), start // partition, pages,
+                    tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim, dim,
+                    block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+                )  # fmt: skip
+        else:
+            _one_part(
+                parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,
+                tl.maximum(begin, begin_here), full, tl.minimum(end, begin_here + partition), begin_here // partition,
+                pages, tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim, dim,
+                block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
             )  # fmt: skip
-            nothing = total == 0.0  # a windowed row may see nothing of its tile's partition
-            some = tl.where(nothing, 1.0, total)
-            place = (member.to(tl.int64) * heads + head) * num_partitions + start // partition
-            tl.store(part_peaks + place, tl.where(nothing, float("-inf"), peak + tl.log2(some)), mask=is_row)
-            tl.store(parts + place[:, None] * head_dim + at[None, :], values_sum / some[:, None], mask=is_value)
     else:
         total, peak, values_sum = _over_keys(
             queries, position, begin, full, end, pages, tables, page_stride, value_stride, token_stride, scale,
