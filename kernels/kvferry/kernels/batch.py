@@ -26,7 +26,8 @@ class AttentionBatch:
     block_tables: npt.NDArray[np.int64]
     """[sequences, most blocks of any]: page of each block; rows that need fewer are filled with 0."""
     slots: torch.Tensor
-    """[rows] int64: page * block_tokens + place within the page, where each row's key and value are written."""
+    """[rows] int64: page * block_tokens + place within the page, where each row's key and value are written. Families
+    with `DeviceOps` take -1 as well: written nowhere, for a row that is padding."""
 
     @property
     def num_rows(self) -> int:
@@ -58,6 +59,23 @@ class AttentionRules:
     sinks: torch.Tensor | None = None
     """[H] float32: a score that each head's weights are shared with and that brings no value (Xiao et al., Efficient
     Streaming Language Models with Attention Sinks, 2024, in the learned form)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SingleRows:
+    """Sequences of one row each, described on the device alone, so that the same launches serve a batch of any lengths.
+
+    A row may be padding: its context is 0, it sees nothing and its result is zeros.
+    """
+
+    tables: torch.Tensor
+    """[places, blocks] int32: page of each block; what a context does not reach may be anything."""
+    places: torch.Tensor
+    """[rows] int64: which table is each row's."""
+    contexts: torch.Tensor
+    """[rows] int64, none above `most_tokens`."""
+    most_tokens: int
+    """How long a context may be; bounds the room for parts of results."""
 
 
 @dataclass(frozen=True, slots=True)

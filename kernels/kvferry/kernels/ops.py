@@ -21,7 +21,7 @@ from types import ModuleType
 import torch
 
 from kvferry.core.errors import UsageError
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix, SingleRows
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.families import FAMILIES, family_for
 from kvferry.kernels.rows_of_logits import Adjustments, Draws
@@ -97,6 +97,10 @@ class DeviceOps:
     plan_cascade: Callable[[AttentionBatch, torch.Tensor, int, Sequence[SharedPrefix]], AttentionPlan]
     """`Ops.plan_attention` for sequences of which some begin with the same pages: these are read once for all of
     them. The results are the same."""
+
+    plan_rows: Callable[[SingleRows, torch.Tensor, int], AttentionPlan]
+    """(rows, pages, H) to a plan that reads tables and lengths on the device, each time something attends by it; no
+    more of it is on the host than shapes. The results are those of `Ops.plan_attention`."""
 
     adjust_logits: Callable[[torch.Tensor, Adjustments], torch.Tensor]
     """(logits [R, V] float32, wishes) to [R, V] float64: bias, penalties, bans, in the order of the sampler."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kvferry.kernels import reference_blocks, reference_sampling
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix, SingleRows
 from kvferry.kernels.ops import AttentionPlan, DeviceOps, Linear, Ops
 from kvferry.kernels.unfused import place_qkv_of
 
@@ -46,6 +46,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
     block_tokens = pages.shape[4]
     for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
         pages[slot // block_tokens, layer, :, :, slot % block_tokens] = kv[row]
 
 
@@ -59,6 +61,10 @@ def plan_cascade(
     return batch
 
 
+def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
+    return rows
+
+
 def paged_attention(
     q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
@@ -68,9 +74,17 @@ def paged_attention(
 def attend(
     q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, rules: AttentionRules
 ) -> torch.Tensor:
-    assert isinstance(plan, AttentionBatch)
+    if isinstance(plan, SingleRows):
+        listed = zip([1] * len(q), plan.contexts.tolist(), plan.tables[plan.places].tolist(), strict=True)
+    else:
+        assert isinstance(plan, AttentionBatch)
+        listed = zip(plan.queries.tolist(), plan.contexts.tolist(), plan.block_tables.tolist(), strict=True)
     block_tokens, outputs, first = pages.shape[4], [], 0
-    for queries, context, table in zip(plan.queries.tolist(), plan.contexts.tolist(), plan.block_tables, strict=True):
+    for queries, context, table in listed:
+        if context == 0:  # padding
+            outputs.append(torch.zeros_like(q[first : first + queries].flatten(1)))
+            first += queries
+            continue
         places = torch.arange(context, device=q.device)
         page = torch.as_tensor(table, device=q.device)[places // block_tokens]
         kv = pages[page, layer, :, :, places % block_tokens]  # [context, 2, K, D]
@@ -122,6 +136,7 @@ OPS = Ops(
 DEVICE_OPS = DeviceOps(
     attend=attend,
     plan_cascade=plan_cascade,
+    plan_rows=plan_rows,
     adjust_logits=reference_sampling.adjust_logits,
     sample=reference_sampling.sample,
     log_probabilities=reference_sampling.log_probabilities,

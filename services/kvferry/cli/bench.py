@@ -177,6 +177,7 @@ def _bench(values: Values) -> "Bench":
         weights=values["weights"],
         numerics=values["numerics"],
         kernels=values["kernels"],
+        cuda_graphs=values["cuda_graphs"],
         kv_bytes=values["kv_memory"],
         block_tokens=values["block_tokens"],
         threads=threads,

@@ -204,9 +204,17 @@ LOAD_FORMAT = Setting(
     choices=("auto", "dummy"),
 )
 
+CUDA_GRAPHS = Setting(
+    "cuda_graphs",
+    "auto",
+    "On a GPU: auto captures decode steps once and replays them; off launches each kernel anew.",
+    choices=("auto", "off"),
+)
+
 BENCH = (
     MODEL,
     LOAD_FORMAT,
+    CUDA_GRAPHS,
     *(
         s
         for s in ENGINE

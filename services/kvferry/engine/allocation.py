@@ -13,6 +13,7 @@ about to write into a shared page gets a copy of it first (section 4.4, copy-on-
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId
@@ -25,6 +26,8 @@ class BlockTable:
     """Pages of one sequence in order of position. Changed only by the allocator."""
 
     blocks: list[BlockId] = field(default_factory=list)
+    version: int = 0
+    """Unlike any other table's and any before: while it stays, blocks are added at the end and nothing else changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Allocator:
         self.pool = pool
         self.index = index
         self.block_tokens = block_tokens
+        self._versions = count(1)
 
     def blocks_for(self, num_tokens: int) -> int:
         """ceil(num_tokens / B)."""
@@ -71,6 +75,7 @@ class Allocator:
             raise InvariantBroken(f"a prefix was to be held by a table that has {len(table.blocks)} blocks")
         self.pool.hold(blocks)
         table.blocks.extend(blocks)
+        table.version = next(self._versions)
 
     def missing(self, table: BlockTable, num_tokens: int) -> int:
         """Pages to allocate before the table has room for `num_tokens` tokens, copy-on-write not counted."""
@@ -97,18 +102,20 @@ class Allocator:
                 copies.append(PageCopy(table.blocks[i], target))
             self.pool.release([table.blocks[i]])
             table.blocks[i] = target
+            table.version = next(self._versions)
         table.blocks.extend(fresh)
         return copies
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second table over the same pages; no KV moves. What `grow` copies on write is what this made shared."""
         self.pool.hold(table.blocks)
-        return BlockTable(list(table.blocks))
+        return BlockTable(list(table.blocks), next(self._versions))
 
     def free(self, table: BlockTable) -> None:
         """Give all pages back; cached content stays readable until the pages are taken again. Idempotent."""
         self.pool.release(table.blocks)
         table.blocks.clear()
+        table.version = next(self._versions)
 
     def check_integrity(self) -> None:
         """The pool's own law, and I3: a named page is not in quarantine.

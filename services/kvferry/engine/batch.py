@@ -5,6 +5,7 @@
 Positions restart in each sequence; nothing is padded except the table of blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,14 +93,23 @@ def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int) -
 
 def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> Ints:
     """[sequences, most blocks of any], after a check that there are so many tokens and pages."""
-    _check(scheduled, needed)
+    check_room(scheduled, needed)
     table = np.zeros((len(scheduled), max(needed)), dtype=np.int64)
     for row, (s, blocks) in enumerate(zip(scheduled, needed, strict=True)):
         table[row, :blocks] = s.block_ids[:blocks]
     return table
 
 
-def _check(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> None:
+def check_room(scheduled: Sequence[ScheduledSequence], needed: Sequence[int]) -> None:
+    """Every sequence has the tokens and the pages that a plan takes for granted.
+
+    Args:
+        scheduled: of the plan.
+        needed: blocks of each.
+
+    Raises:
+        InvariantBroken: one has fewer.
+    """
     for s, blocks in zip(scheduled, needed, strict=True):
         end = s.num_computed + s.num_scheduled
         if s.num_scheduled < 1 or end > len(s.token_ids) or blocks > len(s.block_ids):

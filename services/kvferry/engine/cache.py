@@ -126,6 +126,7 @@ class PagedKv:
             import torch
 
             assert self._memory is not None
-            flat = torch.from_numpy(self._memory).view(getattr(torch, self.shape.dtype))
-            self._pages = flat.view(self.num_blocks, *self.shape.dims)
+            with torch.inference_mode(mode=False):  # else whoever asks first decides who may write
+                flat = torch.from_numpy(self._memory).view(getattr(torch, self.shape.dtype))
+                self._pages = flat.view(self.num_blocks, *self.shape.dims)
         return self._pages

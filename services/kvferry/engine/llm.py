@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from kvferry.core.errors import InvalidRequest, UsageError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.engine.build_runner import build_runner
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.compute_dtype import choose_dtype
 from kvferry.engine.device import choose_device
@@ -13,7 +14,6 @@ from kvferry.engine.engine import Engine, one_secret
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.models.build import build_model
 from kvferry.engine.room import SchedulerLimits
-from kvferry.engine.runner import Runner
 from kvferry.model.config import ModelConfig
 from kvferry.model.detokenizer import Detokenizer
 from kvferry.model.shapes import shape_of
@@ -60,6 +60,7 @@ class LLM:
         weights: str = "shipped",
         numerics: str = "exact",
         kernels: str = "auto",
+        cuda_graphs: str = "auto",
         kv_bytes: int = 1 << 30,
         block_tokens: int = 16,
         limits: SchedulerLimits | None = None,
@@ -78,6 +79,7 @@ class LLM:
             weights: their form, a name of `models.build.WEIGHTS`.
             numerics: how inputs of products are kept, a name of `models.build.NUMERICS`.
             kernels: what computes, a name of `models.build.KERNELS`.
+            cuda_graphs: whether steps are captured on a GPU, a name of `build_runner.CUDA_GRAPHS`.
             kv_bytes: memory for KV pages.
             block_tokens: tokens a page.
             limits: how much one step may do.
@@ -110,7 +112,13 @@ class LLM:
         )
         shape = PageShape.of(config, block_tokens=block_tokens, dtype=chosen)
         num_blocks = max(2, kv_bytes // shape.block_bytes)
-        self.runner = Runner(built, PagedKv.allocate(shape, num_blocks, where))
+        limits = limits or SchedulerLimits()
+        self.runner = build_runner(
+            built,
+            PagedKv.allocate(shape, num_blocks, where),
+            max_sequences=limits.max_sequences,
+            cuda_graphs=cuda_graphs,
+        )
         """Computes the engine's steps."""
         self.engine = Engine(
             self.runner,
@@ -120,7 +128,7 @@ class LLM:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             fingerprint=b"offline",
-            limits=limits or SchedulerLimits(),
+            limits=limits,
             tenant_secret=one_secret(b"offline"),
         )
         self.block_bytes = shape.block_bytes

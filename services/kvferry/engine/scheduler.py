@@ -384,4 +384,5 @@ def _scheduled(sequence: Sequence, count: int) -> ScheduledSequence:
         sampling=sequence.sampling,
         sample_index=sequence.sample_index,
         banned_token_ids=sequence.banned_now(),
+        table_version=sequence.table.version,
     )

@@ -35,6 +35,8 @@ class ScheduledSequence:
     """Which of the request's `n` samples; the random stream."""
     banned_token_ids: Sequence[int] = ()
     """Not to be drawn in this step (end tokens before `min_tokens`)."""
+    table_version: int = 0
+    """While it stays, `block_ids` only grew since an earlier step; 0: nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix, SingleRows
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.gpu import attend, blocks, digest, draw, heads, logits, norms, plan, rows
 from kvferry.kernels.rows_of_logits import Adjustments, Draws, TokenLists
@@ -39,6 +39,9 @@ def _attention(head_dim: int, dtype: torch.dtype, rules: AttentionRules) -> None
     batch = AttentionBatch(queries, contexts, tables, torch.zeros(42, dtype=torch.int64))
     pages, q = torch.zeros(2, 2, 2, 2, 16, head_dim, dtype=dtype), torch.zeros(42, 8, head_dim, dtype=dtype)
     attend.attend(q, pages, 0, plan.plan_attention(batch, pages, 8), rules)
+    contexts_there = torch.tensor([1200, 1100])
+    rows_of_one = SingleRows(torch.zeros(2, 75, dtype=torch.int32), torch.arange(2), contexts_there, 1200)
+    attend.attend(q[:2], pages, 0, plan.plan_rows(rows_of_one, pages, 8), rules)
     if rules.window is None:
         attend.attend(q, pages, 0, plan.plan_cascade(batch, pages, 8, [SharedPrefix((0, 1), 1024)]), rules)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
@@ -26,6 +27,8 @@ class Generation:
     tokens: list[int] = field(init=False)
     computed: int = 0
     sampled: list[SampledToken] = field(default_factory=list)
+    version: int = field(default_factory=count(1).__next__)
+    """Of its table: the blocks never change, and nobody else has this one."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -84,6 +87,7 @@ def step(runner: Runner, running: Sequence[Generation], chunk: ChunkSize = every
                 samples=now == remaining,
                 sampling=g.params,
                 sample_index=g.sample_index,
+                table_version=g.version,
             )
         )
     result = runner.run(StepPlan(tuple(plan)))

@@ -16,15 +16,33 @@ from kvferry.bench.gpu.work import About, Rates, Row, Spec, Timing, row
 from kvferry.bench.work import Work
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UnknownModel
+from kvferry.engine import llm
+from kvferry.engine.cache import PagedKv
+from kvferry.engine.device_runner import DeviceRunner
+from kvferry.engine.models.transformer import Transformer
+from kvferry.kernels.ops import device_ops_for
+from kvferry.testing.tape import TapeGraphs
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "bench_gpu.py"
 ABOUT = About("2026-01-01", "abc", "H200", "2.15", "3.9")
+SESSION = Session(
+    torch.device("cpu"),
+    torch.float32,
+    HostTimer(SystemClock(), 1),
+    Rates(10.0, 1.0),
+    about_now("interpreter", ManualClock()),
+    (),
+    print,
+)
 
 
-def made(op: str, milliseconds: float, kernels: str = "triton", num_bytes: int = 10**9, **sizes: int) -> Row:
+def made(
+    op: str, milliseconds: float, kernels: str = "triton", num_bytes: int = 10**9, launch: str = "", **sizes: int
+) -> Row:
     timing = Timing.of([milliseconds / 1e3])
     work = Work(num_bytes)
-    return row(ABOUT, Spec.of(op, **sizes), work, timing, Rates(1000.0, 1.0), dtype="bf16", kernels=kernels, launch="")
+    rates = Rates(1000.0, 1.0)
+    return row(ABOUT, Spec.of(op, **sizes), work, timing, rates, dtype="bf16", kernels=kernels, launch=launch)
 
 
 def test_the_worst_shape_decides() -> None:
@@ -39,7 +57,9 @@ def test_the_worst_shape_decides() -> None:
         made("prefill_attention", 9.0, tokens=512),
         made("silu_mul", 1.1, rows=7),
         made("silu_mul", 5.0, num_bytes=1 << 20, rows=1),
-        made("decode_step llama-3.1-8b", 2.0, batch=1, context=9),
+        made("decode_step llama-3.1-8b", 2.0, launch="graphs", batch=1, context=9),
+        made("decode_step llama-3.1-8b", 9.0, launch="without graphs", batch=1, context=9),
+        made("decode_step_host llama-3.1-8b", 9.0, num_bytes=0, launch="graphs", batch=1, context=9),
     ]
     decode, prefill, small, step = verdicts(rows)
     assert (decode.worst, decode.at, decode.is_reached) == (pytest.approx(0.8), "batch=64 context=32768", False)
@@ -59,22 +79,31 @@ def test_what_was_not_measured_is_not_reached() -> None:
 
 
 def test_steps_of_an_engine_become_rows() -> None:
-    session = Session(
-        torch.device("cpu"),
-        torch.float32,
-        HostTimer(SystemClock(), 1),
-        Rates(10.0, 1.0),
-        about_now("interpreter", ManualClock()),
-        (),
-        print,
-    )
-    one, two = decode_rows(session, SystemClock(), model="tiny", batches=(1, 2), context=20, steps=3)
+    one, two = decode_rows(SESSION, SystemClock(), model="tiny", batches=(1, 2), context=20, steps=3)
     assert (one.op, one.shape, one.n) == ("decode_step tiny", "batch=1 context=20", 3)
     # 22 and 44 tokens of context in the middle of three steps; all weights once, whatever the batch.
     assert two.bytes - one.bytes == 22 * (2 * 2 * 2 * 16 * 4)
     assert one.ms > 0
     with pytest.raises(UnknownModel):
-        next(decode_rows(replace(session), SystemClock(), model="nobody", batches=(1,), context=20, steps=3))
+        next(decode_rows(replace(SESSION), SystemClock(), model="nobody", batches=(1,), context=20, steps=3))
+
+
+def test_steps_with_graphs_stand_beside_steps_without_and_the_host_s_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(model: Transformer, kv: PagedKv, *, max_sequences: int, cuda_graphs: str) -> DeviceRunner:
+        return DeviceRunner(
+            model, kv, device_ops_for("cpu", "triton"), max_sequences=max_sequences, graphs=TapeGraphs()
+        )
+
+    monkeypatch.setattr(llm, "build_runner", build)
+    rows = list(decode_rows(SESSION, SystemClock(), model="tiny", batches=(2,), context=9, steps=2))
+    assert [(r.op, r.launch, r.n) for r in rows] == [
+        (op, launch, 2)
+        for launch in ("graphs", "without graphs")
+        for op in ("decode_step tiny", "decode_step_host tiny")
+    ]
+    for step, host in (rows[:2], rows[2:]):
+        assert 0 < host.ms <= step.ms
+        assert host.bytes == 0 < step.bytes
 
 
 @pytest.mark.parametrize("only", [(), ("--only", "kernels")])

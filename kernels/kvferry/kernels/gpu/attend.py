@@ -14,6 +14,10 @@ from kvferry.kernels.gpu.plan import Members, Plan, Tiles
 from kvferry.kernels.gpu.tiles import attend_tiles, merge_parts
 from kvferry.kernels.ops import AttentionPlan
 
+_OPEN_PROGRAMS = 4096
+"""Of a launch whose lengths the device alone knows: some waves of any GPU, and few enough that those who find nothing
+to do cost little. Not measured."""
+
 
 def paged_attention(
     q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
@@ -87,7 +91,7 @@ def _launch(
     values, peaks = parts or (out, out)
     tiles.choice.run(
         attend_tiles,
-        (tiles.count, kv_heads, plan.num_partitions if tiles.partition else 1),
+        (tiles.count, kv_heads, _programs(plan, tiles, kv_heads)),
         out,
         values,
         peaks,
@@ -118,12 +122,22 @@ def _launch(
         num_rows=tiles.rows,
         num_keys=tiles.choice.sizes["keys"],
         partition=tiles.partition,
+        shares=plan.is_open,
         is_capped=rules.soft_cap is not None,
         is_windowed=rules.window is not None,
         has_sinks=rules.sinks is not None,
         precision="ieee" if q.dtype == torch.float32 else "tf32",
         widens=INTERPRETED and q.dtype == torch.bfloat16,
     )
+
+
+def _programs(plan: Plan, tiles: Tiles, kv_heads: int) -> int:
+    """How many programs share the partitions of one tile and KV head."""
+    if not tiles.partition:
+        return 1
+    if not plan.is_open:
+        return plan.num_partitions
+    return min(plan.num_partitions, max(1, _OPEN_PROGRAMS // (tiles.count * kv_heads)))
 
 
 def _merge(

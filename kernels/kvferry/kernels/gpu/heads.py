@@ -114,11 +114,13 @@ def _place(
     tl.store(source, left, mask=inside & is_query)
     tl.store(source + size, right, mask=inside & is_query)
     slot = tl.load(slots + row).to(tl.int64)  # pools are larger than 2^31 values
+    last_kept = tl.where(slot >= 0, heads + 2 * kv_heads, 0)  # of padding nothing is
+    is_kept = inside & (head >= heads) & (head < last_kept)
     kv_head = head - heads - tl.where(is_value, kv_heads, 0)
     target = pages + (slot // block_tokens) * page_stride + (slot % block_tokens) * token_stride
     target = target + tl.where(is_value, value_stride, 0) + kv_head * page_head_stride + at
-    tl.store(target, left, mask=inside & (head >= heads))
-    tl.store(target + size, right, mask=inside & (head >= heads))
+    tl.store(target, left, mask=is_kept)
+    tl.store(target + size, right, mask=is_kept)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

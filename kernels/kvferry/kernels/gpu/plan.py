@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from kvferry.kernels.batch import AttentionBatch, SharedPrefix
+from kvferry.kernels.batch import AttentionBatch, SharedPrefix, SingleRows
 from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.launch import Choice, choose
 from kvferry.kernels.ops import AttentionPlan
@@ -76,8 +76,10 @@ class Plan:
     """Those with partitions: one sequence's own, then those of shared prefixes."""
     small_members: Members | None
     num_partitions: int
-    """Of the longest context among the small members."""
+    """Of the longest context among the small members; at most, where the device alone knows lengths."""
     has_shared: bool
+    is_open: bool = False
+    """The device alone knows lengths, so a launch must not have a program for each partition that there could be."""
 
 
 @dataclass(slots=True)
@@ -187,6 +189,47 @@ def plan_cascade(
         small_members=Members(len(small_members), sent[at_small]) if len(small) else None,
         num_partitions=-(-int(contexts[small].max(initial=0)) // partition),
         has_shared=any(tokens for tokens, _ in joint) if len(small) else False,
+    )
+
+
+def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
+    """See `DeviceOps.plan_rows`. What it makes is made on the device, by launches that can be captured.
+
+    Raises:
+        BadKernelInput: the pages are not such as the kernels read, or the rows are of other types or elsewhere.
+    """
+    check.ready("pages", pages, rows.tables, rows.places, rows.contexts)
+    check.pool("pages", pages)
+    check.typed("tables", rows.tables, torch.int32)
+    check.dense("tables", rows.tables)
+    for name, part in (("places", rows.places), ("contexts", rows.contexts)):
+        check.typed(name, part, torch.int64)
+        check.shaped(name, part, len(rows.places))
+    if not 1 <= rows.most_tokens <= rows.tables.shape[1] * pages.shape[4]:
+        raise check.fault(
+            "most_tokens", "TABLE", f"{rows.most_tokens} tokens in tables of {rows.tables.shape[1]} blocks"
+        )
+    choice = choose("attend_small", pages.device, _shape(pages))
+    count, partition = len(rows.places), choice.sizes["partition"]
+    listed = torch.arange(count, dtype=torch.int32, device=pages.device)
+    contexts = rows.contexts.to(torch.int32)
+    numbers = torch.stack(
+        (rows.places.to(torch.int32), listed, torch.ones_like(listed), torch.zeros_like(listed), contexts, contexts)
+    )
+    size = max(choice.sizes["rows"], triton.next_power_of_2(_group(num_heads, pages)))
+    return Plan(
+        num_rows=count,
+        num_heads=num_heads,
+        shape=tuple(pages.shape[1:]),
+        tables=rows.tables,
+        positions=contexts - 1,
+        large=None,
+        large_members=None,
+        small=(Tiles(choice, size, partition, count, numbers, listed),),
+        small_members=Members(count, listed),
+        num_partitions=-(-rows.most_tokens // partition),
+        has_shared=False,
+        is_open=True,
     )
 
 

@@ -95,6 +95,100 @@ def _absorb(
     return total, higher, values_sum
 
 
+@triton.jit
+def _over_keys(
+    queries: tl.tensor,
+    position: tl.tensor,
+    begin: tl.tensor,
+    full: tl.tensor,
+    end: tl.tensor,
+    pages: tl.tensor,
+    tables: tl.tensor,
+    page_stride: tl.tensor,
+    value_stride: tl.tensor,
+    token_stride: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    window: tl.tensor,
+    head_dim: tl.constexpr,
+    dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    num_rows: tl.constexpr,
+    num_keys: tl.constexpr,
+    is_capped: tl.constexpr,
+    is_windowed: tl.constexpr,
+    precision: tl.constexpr,
+    widens: tl.constexpr,
+) -> tl.tensor:
+    """All keys from `begin` to `end`: (sum of weights, highest score, weighted values)."""
+    total = tl.zeros([num_rows], tl.float32)
+    peak = tl.full([num_rows], float("-inf"), tl.float32)
+    values_sum = tl.zeros([num_rows, dim], tl.float32)
+    masked_from = begin
+    if not is_windowed:
+        masked_from = begin + tl.maximum(tl.minimum(full, end) - begin, 0) // num_keys * num_keys
+    for start in range(begin, masked_from, num_keys):
+        total, peak, values_sum = _absorb(
+            total, peak, values_sum, queries, position, start, end, pages, tables, page_stride, value_stride,
+            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, num_keys, is_capped, is_windowed,
+            False, precision, widens,
+        )  # fmt: skip
+    for start in range(masked_from, end, num_keys):
+        total, peak, values_sum = _absorb(
+            total, peak, values_sum, queries, position, start, end, pages, tables, page_stride, value_stride,
+            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, num_keys, is_capped, is_windowed,
+            True, precision, widens,
+        )  # fmt: skip
+    return total, peak, values_sum
+
+
+@triton.jit
+def _one_part(
+    parts: tl.tensor,
+    part_peaks: tl.tensor,
+    member: tl.tensor,
+    heads: tl.tensor,
+    head: tl.tensor,
+    num_partitions: tl.tensor,
+    is_row: tl.tensor,
+    is_value: tl.tensor,
+    at: tl.tensor,
+    queries: tl.tensor,
+    position: tl.tensor,
+    begin: tl.tensor,
+    full: tl.tensor,
+    end: tl.tensor,
+    cut: tl.tensor,
+    pages: tl.tensor,
+    tables: tl.tensor,
+    page_stride: tl.tensor,
+    value_stride: tl.tensor,
+    token_stride: tl.tensor,
+    scale: tl.tensor,
+    soft_cap: tl.tensor,
+    window: tl.tensor,
+    head_dim: tl.constexpr,
+    dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    num_rows: tl.constexpr,
+    num_keys: tl.constexpr,
+    is_capped: tl.constexpr,
+    is_windowed: tl.constexpr,
+    precision: tl.constexpr,
+    widens: tl.constexpr,
+) -> None:
+    """One partition of a tile, into its place among the parts."""
+    total, peak, values_sum = _over_keys(
+        queries, position, begin, full, end, pages, tables, page_stride, value_stride, token_stride, scale, soft_cap,
+        window, head_dim, dim, block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+    )  # fmt: skip
+    nothing = total == 0.0  # a windowed row may see nothing of its tile's partition
+    some = tl.where(nothing, 1.0, total)
+    place = (member.to(tl.int64) * heads + head) * num_partitions + cut
+    tl.store(part_peaks + place, tl.where(nothing, float("-inf"), peak + tl.log2(some)), mask=is_row)
+    tl.store(parts + place[:, None] * head_dim + at[None, :], values_sum / some[:, None], mask=is_value)
+
+
 @triton.jit(do_not_specialize=["num_tiles", "num_partitions", "table_stride", "window"])
 def attend_tiles(
     out: tl.tensor,
@@ -127,14 +221,16 @@ def attend_tiles(
     num_rows: tl.constexpr,
     num_keys: tl.constexpr,
     partition: tl.constexpr,
+    shares: tl.constexpr,
     is_capped: tl.constexpr,
     is_windowed: tl.constexpr,
     has_sinks: tl.constexpr,
     precision: tl.constexpr,
     widens: tl.constexpr,
 ) -> None:
-    """Grid: tiles, KV heads, partitions (1 where they are not cut). Reads of each KV head's keys and values once what
-    the tile sees, 4 D bytes a token at 16 bits; writes D values a row and head, or D + 1 float32 a partition.
+    """Grid: tiles, KV heads, programs that share a tile's partitions (1 where they are not cut). Reads of each KV
+    head's keys and values once what the tile sees, 4 D bytes a token at 16 bits; writes D values a row and head, or
+    D + 1 float32 a partition.
 
     Args:
         out: [T, H * D], written where tiles are not cut.
@@ -149,10 +245,10 @@ def attend_tiles(
         positions: [T] int32.
         sinks: [H] float32.
         partition: keys; 0: not cut.
+        shares: whether a program computes several partitions of its tile, else one.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
-    cut = tl.program_id(2)
     heads = tl.num_programs(1) * group
     table = tl.load(tiles + tile)
     first = tl.load(tiles + num_tiles + tile)
@@ -162,10 +258,10 @@ def attend_tiles(
     end = tl.load(tiles + 5 * num_tiles + tile)
     if is_windowed:
         begin = tl.maximum(begin, (full - window) // num_keys * num_keys)
+    begin_here = begin
     if partition:
-        begin = tl.maximum(begin, cut * partition)
-        end = tl.minimum(end, cut * partition + partition)
-    if begin >= end:
+        begin_here = (begin // partition + tl.program_id(2)) * partition
+    if begin_here >= end:
         return
 
     row = tl.arange(0, num_rows)
@@ -181,32 +277,28 @@ def attend_tiles(
 
     pages += kv_head * page_head_stride
     tables += table.to(tl.int64) * table_stride
-    total = tl.zeros([num_rows], tl.float32)
-    peak = tl.full([num_rows], float("-inf"), tl.float32)
-    values_sum = tl.zeros([num_rows, dim], tl.float32)
-    masked_from = begin
-    if not is_windowed:
-        masked_from = begin + tl.maximum(tl.minimum(full, end) - begin, 0) // num_keys * num_keys
-    for start in range(begin, masked_from, num_keys):
-        total, peak, values_sum = _absorb(
-            total, peak, values_sum, queries, position, start, end, pages, tables, page_stride, value_stride,
-            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, num_keys, is_capped, is_windowed,
-            False, precision, widens,
-        )  # fmt: skip
-    for start in range(masked_from, end, num_keys):
-        total, peak, values_sum = _absorb(
-            total, peak, values_sum, queries, position, start, end, pages, tables, page_stride, value_stride,
-            token_stride, scale, soft_cap, window, head_dim, dim, block_tokens, num_keys, is_capped, is_windowed,
-            True, precision, widens,
-        )  # fmt: skip
-
     if partition:
-        nothing = total == 0.0  # a windowed row may see nothing of its tile's partition
-        some = tl.where(nothing, 1.0, total)
-        place = (member.to(tl.int64) * heads + head) * num_partitions + cut
-        tl.store(part_peaks + place, tl.where(nothing, float("-inf"), peak + tl.log2(some)), mask=is_row)
-        tl.store(parts + place[:, None] * head_dim + at[None, :], values_sum / some[:, None], mask=is_value)
+        if shares:  # a loop costs registers, so only those launches have one that must
+            for start in range(begin_here, end, tl.num_programs(2) * partition):
+                _one_part(
+                    parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,
+                    tl.maximum(begin, start), full, tl.minimum(end, start + partition), start // partition, pages,
+                    tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim, dim,
+                    block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+                )  # fmt: skip
+        else:
+            _one_part(
+                parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,
+                tl.maximum(begin, begin_here), full, tl.minimum(end, begin_here + partition), begin_here // partition,
+                pages, tables, page_stride, value_stride, token_stride, scale, soft_cap, window, head_dim, dim,
+                block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
+            )  # fmt: skip
     else:
+        total, peak, values_sum = _over_keys(
+            queries, position, begin, full, end, pages, tables, page_stride, value_stride, token_stride, scale,
+            soft_cap, window, head_dim, dim, block_tokens, num_rows, num_keys, is_capped, is_windowed, precision,
+            widens,
+        )  # fmt: skip
         if has_sinks:
             sink = tl.load(sinks + head, mask=is_row, other=0.0) * _LOG2E
             higher = tl.maximum(peak, sink)
@@ -244,7 +336,7 @@ def merge_parts(
     heads = tl.num_programs(1)
     row = tl.load(members + member)
     position = tl.load(positions + row)
-    last = position // partition + 1
+    last = (position + partition) // partition  # of padding, at position -1, there is none
     low = 0
     if is_windowed:
         low = tl.maximum(position - window + 1, 0) // partition
@@ -271,5 +363,6 @@ def merge_parts(
         higher = tl.maximum(peak, sink)
         total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
         values_sum = values_sum * tl.exp2(peak - higher)
+    total = tl.where(total > 0.0, total, 1.0)  # padding gives zeros
     target = out + (row.to(tl.int64) * heads + head) * head_dim + at
     tl.store(target, (values_sum / total).to(out.dtype.element_ty), mask=at < head_dim)

@@ -1,6 +1,7 @@
 """Decode steps of an engine over random weights of a large model's shape, against the bytes that a step must read.
 
-The whole step counts, as a client waits for it: scheduler, arrays, launches, draws on the host.
+The whole step counts, as a client waits for it: scheduler, arrays, launches, draws. Beside it a row says what the host
+alone took of it, its waiting for the device left out. With captured steps and without, in one process.
 """
 
 import statistics
@@ -12,11 +13,13 @@ from kvferry.bench.inference import Bench
 from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
 from kvferry.engine.cache import PageShape
+from kvferry.engine.device_runner import DeviceRunner
 from kvferry.engine.llm import LLM
 from kvferry.engine.room import SchedulerLimits
 from kvferry.model.shapes import shape_of
 
-OP = "decode_step"
+OP, HOST_OP = "decode_step", "decode_step_host"
+GRAPHS, PLAIN = "graphs", "without graphs"
 _BLOCK_TOKENS = 16
 _WARM_UP_STEPS = 4
 
@@ -24,7 +27,7 @@ _WARM_UP_STEPS = 4
 def decode_rows(
     session: Session, clock: Clock, *, model: str, batches: Sequence[int], context: int, steps: int
 ) -> Iterator[Row]:
-    """A row for each batch.
+    """Rows of each batch, with graphs where there are any and without.
 
     Args:
         session: where.
@@ -50,22 +53,35 @@ def decode_rows(
         block_tokens=_BLOCK_TOKENS,
         limits=SchedulerLimits(max_mixed_tokens=2048, max_sequences=max(batches)),  # prompts are not what is measured
     )
-    bench = Bench(llm, 1, clock)
+    bench, runner = Bench(llm, 1, clock), llm.runner
+    launches: tuple[str, ...] = (PLAIN,)
+    if isinstance(runner, DeviceRunner):
+        runner.capture_all()
+        launches = (GRAPHS, PLAIN)
     for batch in batches:
-        bench.steps(batch, (context, _WARM_UP_STEPS))  # compiles
-        timed = bench.steps(batch, (context, steps + 1))
-        work = Work(
-            round(statistics.median(each.num_bytes for _, each in timed)),
-            round(statistics.median(each.flops for _, each in timed)),
-        )
-        spec = Spec.of(f"{OP} {model}", batch=batch, context=context)
-        yield row(
-            session.about,
-            spec,
-            work,
-            Timing.of([seconds for seconds, _ in timed]),
-            session.rates,
-            dtype=dtype,
-            kernels="triton",
-            launch="without graphs",
-        )
+        for launch in launches:
+            waits: list[float] = []
+            if isinstance(runner, DeviceRunner):
+                runner.replays, runner.watch_waits = launch == GRAPHS, waits.append
+            bench.steps(batch, (context, _WARM_UP_STEPS))  # compiles
+            timed = bench.steps(batch, (context, steps + 1))
+            work = Work(
+                round(statistics.median(each.num_bytes for _, each in timed)),
+                round(statistics.median(each.flops for _, each in timed)),
+            )
+            seconds = [taken for taken, _ in timed]
+            found = [(OP, work, seconds)]
+            if waits:
+                own = [taken - waited for taken, waited in zip(seconds, waits[-len(seconds) :], strict=True)]
+                found.append((HOST_OP, Work(0), own))
+            for op, needed, taken in found:
+                yield row(
+                    session.about,
+                    Spec.of(f"{op} {model}", batch=batch, context=context),
+                    needed,
+                    Timing.of(taken),
+                    session.rates,
+                    dtype=dtype,
+                    kernels="triton",
+                    launch=launch,
+                )

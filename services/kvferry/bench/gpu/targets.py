@@ -7,6 +7,8 @@ from kvferry.bench.gpu.work import Row
 
 OURS = "triton"
 _LARGE_BYTES = 16 << 20
+_PLAIN = "without graphs"
+"""Steps that are measured only to say what graphs are worth."""
 _SMALL_OPS = ("add_rms_norm", "silu_mul", "place_qkv")
 
 
@@ -40,7 +42,7 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     ours = [row for row in rows if row.kernels == OURS]
     decode = [row for row in ours if row.op == "decode_attention" and "batch=64 " in row.shape]
     small = [row for row in ours if row.op in _SMALL_OPS and row.bytes >= _LARGE_BYTES]
-    steps = [row for row in ours if row.op.startswith("decode_step")]
+    steps = [row for row in ours if row.op.startswith("decode_step ") and row.launch != _PLAIN]
     prefill = [
         (best / row.ms, row)
         for row in ours

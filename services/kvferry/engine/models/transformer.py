@@ -15,9 +15,10 @@ import torch
 
 from kvferry.engine.batch import StepBatch
 from kvferry.engine.cache import PagedKv
+from kvferry.engine.device_batch import DeviceBatch
 from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
-from kvferry.engine.models.weights import LayerWeights, Weights, load_weights
+from kvferry.engine.models.weights import Weights, load_weights
 from kvferry.kernels.batch import AttentionBatch
 from kvferry.kernels.ops import AttentionPlan, Ops, ops_for
 from kvferry.model.config import ModelConfig
@@ -69,14 +70,27 @@ class _Elsewhere:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """What every layer of one step shares."""
+class Rows:
+    """One step's rows on the device; their number is all that the host must know of them."""
+
+    token_ids: torch.Tensor
+    """[T] int64."""
+    positions: torch.Tensor
+    """[T] int64, each below `max_model_tokens`."""
+    slots: torch.Tensor
+    """[T] int64, as `AttentionBatch.slots`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passage:
+    """What the pieces of one step hand on to each other beside their results."""
 
     pages: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     slots: torch.Tensor
-    plan: AttentionPlan
+    residual: torch.Tensor
+    """[T, hidden]: grows in place, and is the result once all layers have run."""
 
 
 class Transformer:
@@ -85,8 +99,8 @@ class Transformer:
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, *, dtype: torch.dtype) -> None:
         self.config = config
         self.ops = ops
-        self.dtype = str(dtype).removeprefix("torch.")
-        self.device = str(weights.embedding.device)
+        self.torch_dtype, self.torch_device = dtype, weights.embedding.device
+        self.dtype, self.device = str(dtype).removeprefix("torch."), str(self.torch_device)
         self.kernels = ops.name
         self.rounds_inputs = False
         self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)
@@ -98,13 +112,9 @@ class Transformer:
     @torch.inference_mode()
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
         """See `model.Model.compute`."""
-        tokens, positions, slots, rows = (
-            torch.from_numpy(each).to(self.device)
-            for each in (batch.token_ids, batch.positions, batch.slots, batch.sample_rows)
-        )
-        attention = AttentionBatch(batch.queries, batch.contexts, batch.block_tables, slots)
-        hidden = self.forward(tokens, positions, kv.pages, attention)
-        return logits_of(self.logits(hidden, rows))
+        there = DeviceBatch.of(batch, self.torch_device)
+        hidden = self.forward(there.token_ids, there.positions, kv.pages, there.attention)
+        return logits_of(self.logits(hidden, there.sample_rows))
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, batch: AttentionBatch
@@ -120,23 +130,42 @@ class Transformer:
         Returns:
             [T, hidden] before the final norm; `logits` takes them.
         """
-        ops, eps = self.ops, self.config.rms_norm_eps
-        step = _Step(
+        plan = self.ops.plan_attention(batch, pages, self.config.num_heads)
+        return self.pass_through(Rows(token_ids, positions, batch.slots), pages, plan)
+
+    def pass_through(self, rows: Rows, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """`forward` by a plan that is made already; launches alone, and nothing that asks the host or the device."""
+        passage, qkv = self.enter(rows, pages)
+        for index in range(self.config.num_layers):
+            qkv = self.leave(index, self.attend(index, qkv, pages, plan), passage)
+        return passage.residual
+
+    def enter(self, rows: Rows, pages: torch.Tensor) -> tuple[Passage, torch.Tensor]:
+        """Everything before the first attention; with its [T, H + 2 K, D], of which the queries count."""
+        residual = self.ops.embedding(rows.token_ids, self._weights.embedding)
+        passage = Passage(
             pages=pages,
-            cos=self._cos.index_select(0, positions),
-            sin=self._sin.index_select(0, positions),
-            slots=batch.slots,
-            plan=ops.plan_attention(batch, pages, self.config.num_heads),
+            cos=self._cos.index_select(0, rows.positions),
+            sin=self._sin.index_select(0, rows.positions),
+            slots=rows.slots,
+            residual=residual,
         )
-        residual = ops.embedding(token_ids, self._weights.embedding)
-        layers = self._weights.layers
-        x = ops.rms_norm(residual, layers[0].attention_norm, eps)
-        for index, layer in enumerate(layers):
-            x = ops.add_rms_norm(self._attend(x, layer, index, step), residual, layer.mlp_norm, eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(x)))
-            if index + 1 < len(layers):
-                x = ops.add_rms_norm(x, residual, layers[index + 1].attention_norm, eps)
-        return residual.add_(x)
+        normed = self.ops.rms_norm(residual, self._weights.layers[0].attention_norm, self.config.rms_norm_eps)
+        return passage, self._project(0, normed, passage)
+
+    def attend(self, index: int, qkv: torch.Tensor, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """One layer's attention of the rows that `enter` or `leave` made: [T, H * D]."""
+        return self.ops.paged_attention(qkv[:, : self.config.num_heads], pages, index, plan, self._scale)
+
+    def leave(self, index: int, seen: torch.Tensor, passage: Passage) -> torch.Tensor:
+        """Everything between a layer's attention and the next one's, as `enter`; after the last, the residual."""
+        ops, eps, layers = self.ops, self.config.rms_norm_eps, self._weights.layers
+        layer, residual = layers[index], passage.residual
+        x = ops.add_rms_norm(layer.output(seen), residual, layer.mlp_norm, eps)
+        x = layer.down(ops.silu_mul(layer.gate_up(x)))
+        if index + 1 == len(layers):
+            return residual.add_(x)
+        return self._project(index + 1, ops.add_rms_norm(x, residual, layers[index + 1].attention_norm, eps), passage)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Float32 logits [R, vocabulary] of the named rows alone.
@@ -145,14 +174,17 @@ class Transformer:
             hidden: what `forward` returned.
             rows: [R] int64.
         """
-        last = self.ops.gather_rows(hidden, rows)
-        normed = self.ops.rms_norm(last, self._weights.final_norm, self.config.rms_norm_eps)
-        return self._weights.head(normed).float()
+        return self._head(self.ops.gather_rows(hidden, rows)).float()
 
-    def _attend(self, x: torch.Tensor, layer: LayerWeights, index: int, step: _Step) -> torch.Tensor:
-        config, ops = self.config, self.ops
-        heads, all_heads = config.num_heads, config.num_heads + 2 * config.num_kv_heads
-        qkv = layer.qkv(x).view(x.shape[0], all_heads, config.head_dim)
-        ops.place_qkv(qkv, layer.head_norms, step.cos, step.sin, step.pages, index, step.slots)
-        seen = ops.paged_attention(qkv[:, :heads], step.pages, index, step.plan, self._scale)
-        return layer.output(seen)
+    def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
+        """The logits of all rows into memory that stands already, [T, vocabulary] float32."""
+        out.copy_(self._head(hidden))
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._weights.head(self.ops.rms_norm(hidden, self._weights.final_norm, self.config.rms_norm_eps))
+
+    def _project(self, index: int, x: torch.Tensor, passage: Passage) -> torch.Tensor:
+        config, layer = self.config, self._weights.layers[index]
+        qkv = layer.qkv(x).view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        self.ops.place_qkv(qkv, layer.head_norms, passage.cos, passage.sin, passage.pages, index, passage.slots)
+        return qkv
