@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from kvferry.engine.graphs import Launch
+from kvferry.engine.gpu.graphs import Launch
 from kvferry.kernels.gpu.launch import Choice
 
 _HOST_READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.unique", "aten.is_nonzero")

@@ -18,7 +18,7 @@ from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UnknownModel
 from kvferry.engine import llm
 from kvferry.engine.cache import PagedKv
-from kvferry.engine.device_runner import DeviceRunner
+from kvferry.engine.gpu.runner import DeviceRunner
 from kvferry.engine.models.transformer import Transformer
 from kvferry.kernels.ops import device_ops_for
 from kvferry.testing.tape import TapeGraphs

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.places import Places
+from kvferry.engine.gpu.places import Places
 from kvferry.engine.step import ScheduledSequence
 
 GREEDY = SamplingParams(temperature=0)

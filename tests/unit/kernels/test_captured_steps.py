@@ -10,12 +10,12 @@ import torch
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine import graph_sizes
 from kvferry.engine.build_runner import CUDA_GRAPHS, build_runner
 from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.device_runner import DeviceRunner, UnderWay
 from kvferry.engine.engine import Engine
-from kvferry.engine.graphs import CudaGraphs, Graphs, Launch
+from kvferry.engine.gpu import sizes as graph_sizes
+from kvferry.engine.gpu.graphs import CudaGraphs, Graphs, Launch
+from kvferry.engine.gpu.runner import DeviceRunner, UnderWay
 from kvferry.engine.llm import LLM
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.models.build import build_model

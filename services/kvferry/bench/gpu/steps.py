@@ -13,7 +13,7 @@ from kvferry.bench.inference import Bench
 from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
 from kvferry.engine.cache import PageShape
-from kvferry.engine.device_runner import DeviceRunner
+from kvferry.engine.gpu.runner import DeviceRunner
 from kvferry.engine.llm import LLM
 from kvferry.engine.room import SchedulerLimits
 from kvferry.model.shapes import shape_of

@@ -3,8 +3,8 @@
     begin   arrays ─► model ─► most likely token of each row ─► draws of the rows that wish more ─► copy to the host
     result  waits for that copy; errors of the step come out here
 
-Steps in which everybody computes one token are replayed where they were captured (`captured_steps`), small steps with
-prompts by pieces (`captured_pieces`).
+Steps in which everybody computes one token are replayed where they were captured (`steps`), small steps with
+prompts by pieces (`pieces`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.sampling import SampledToken
 from kvferry.engine.batch import build_batch
 from kvferry.engine.cache import PagedKv
-from kvferry.engine.captured_pieces import CapturedPieces
-from kvferry.engine.captured_steps import CapturedSteps
 from kvferry.engine.device_batch import DeviceBatch, to_device
-from kvferry.engine.device_draws import NONE_LEFT, draw, most_likely
-from kvferry.engine.graphs import Graphs
+from kvferry.engine.gpu.draws import NONE_LEFT, draw, most_likely
+from kvferry.engine.gpu.graphs import Graphs
+from kvferry.engine.gpu.outbox import Arrival, Outbox
+from kvferry.engine.gpu.pieces import CapturedPieces
+from kvferry.engine.gpu.places import Places
+from kvferry.engine.gpu.steps import CapturedSteps
+from kvferry.engine.gpu.wishes import Way, way_of
 from kvferry.engine.models.transformer import Transformer, logits_of
-from kvferry.engine.places import Places
 from kvferry.engine.runner import Runner
 from kvferry.engine.sampler import sample
 from kvferry.engine.step import ScheduledSequence, StepPlan, StepResult
-from kvferry.engine.step_output import Arrival, Outbox
-from kvferry.engine.wishes import Way, way_of
 from kvferry.kernels.ops import DeviceOps
 
 

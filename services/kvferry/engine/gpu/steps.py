@@ -16,14 +16,14 @@ import numpy.typing as npt
 import torch
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.engine import graph_sizes
 from kvferry.engine.batch import check_room
 from kvferry.engine.cache import PagedKv
 from kvferry.engine.device_batch import to_device
-from kvferry.engine.device_draws import most_likely
-from kvferry.engine.graphs import Graphs, Launch
+from kvferry.engine.gpu import sizes as graph_sizes
+from kvferry.engine.gpu.draws import most_likely
+from kvferry.engine.gpu.graphs import Graphs, Launch
+from kvferry.engine.gpu.places import Places
 from kvferry.engine.models.transformer import Rows, Transformer
-from kvferry.engine.places import Places
 from kvferry.engine.step import ScheduledSequence
 from kvferry.kernels.batch import SingleRows
 from kvferry.kernels.ops import DeviceOps

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.engine import graph_sizes
 from kvferry.engine.cache import PagedKv
 from kvferry.engine.device_batch import DeviceBatch
-from kvferry.engine.graphs import Graphs, Launch
+from kvferry.engine.gpu import sizes as graph_sizes
+from kvferry.engine.gpu.graphs import Graphs, Launch
 from kvferry.engine.models.transformer import Passage, Rows, Transformer
 
 _log = logging.getLogger(__name__)
