@@ -100,19 +100,20 @@ def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> Ints:
     return table
 
 
-def check_room(scheduled: Sequence[ScheduledSequence], needed: Sequence[int]) -> None:
+def check_room(scheduled: Sequence[ScheduledSequence], needed: Sequence[int], on_device: Sequence[bool] = ()) -> None:
     """Every sequence has the tokens and the pages that a plan takes for granted.
 
     Args:
         scheduled: of the plan.
         needed: blocks of each.
+        on_device: whether the device has the token that each goes on with, so that the host need not; empty: of none.
 
     Raises:
         InvariantBroken: one has fewer.
     """
-    for s, blocks in zip(scheduled, needed, strict=True):
+    for s, blocks, is_there in zip(scheduled, needed, on_device or [False] * len(needed), strict=True):
         end = s.num_computed + s.num_scheduled
-        if s.num_scheduled < 1 or end > len(s.token_ids) or blocks > len(s.block_ids):
+        if s.num_scheduled < 1 or end > len(s.token_ids) + is_there or blocks > len(s.block_ids):
             raise InvariantBroken(
                 f"request {s.request_id}: {s.num_scheduled} tokens scheduled after {s.num_computed}, of"
                 f" {len(s.token_ids)} tokens and {len(s.block_ids)} pages"

@@ -6,7 +6,6 @@ leave a message for the next step.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.epochs import EpochTable
@@ -18,25 +17,17 @@ from kvferry.engine.allocation import Allocator
 from kvferry.engine.blocks import BlockPool
 from kvferry.engine.jobs import Export, LoadJob
 from kvferry.engine.messages import EngineLoad, EngineRequest, StepOutput
+from kvferry.engine.pipeline import Pipeline, StepRunner
 from kvferry.engine.prefix_index import PrefixIndex
 from kvferry.engine.room import SchedulerLimits
 from kvferry.engine.scheduler import Scheduler, SequenceUpdate
 from kvferry.engine.sequence import RemoteKv, Sequence
-from kvferry.engine.step import StepPlan, StepResult
+from kvferry.engine.step import StepPlan
 from kvferry.engine.tier_side import TierSide
 from kvferry.kv.connector import KvLoader, LoadOutcome, PagesQuiet
 from kvferry.kv.price import Decision, LoadPolicy, Piece, PriceBook
 from kvferry.kv.quarantine import accepts_fetch
 from kvferry.kv.tiering import KvTiers, StoreDone, TierAnswer, TierSource
-
-
-class StepRunner(Protocol):
-    """What the engine needs of `engine.runner.Runner`."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
-        ...
-
 
 _MAX_NAMERS = 1024
 _QUARANTINE_SHARE = 0.05
@@ -81,7 +72,7 @@ class Engine:
         self.max_model_tokens = min(max_model_tokens, num_blocks * block_tokens)
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
-        self._runner = runner
+        self._pipeline = Pipeline(runner)
         self._fingerprint = fingerprint
         self._tenant_secret = tenant_secret
         self._namers: dict[str, BlockNamer] = {}
@@ -185,10 +176,11 @@ class Engine:
     # ------------------------------------------------------------------ the step
 
     def step(self) -> StepOutput:
-        """Take in what the connector left, plan, compute, book. Does nothing when nothing can run."""
+        """Take in what the connector left, plan, compute, book. Does nothing when nothing can run. One more
+        may be launched before it is booked (`pipeline`)."""
         loads = self._take_in()
         self._give_away()  # what a peer's pages made whole: `schedule` may preempt it and reuse them
-        plan = self.scheduler.schedule()
+        plan = self._pipeline.take(self.scheduler.is_wanted) or self.scheduler.schedule()
         for job in self.scheduler.take_loads():
             self._start(job)
         updates = self._run(plan) if plan.scheduled else []
@@ -290,12 +282,19 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> list[SequenceUpdate]:
         begun = self._clock.monotonic()
-        result = self._runner.run(plan)
+        result = self._pipeline.run(plan, lambda: self._follow(plan))
         chunks = [item for item in plan.scheduled if item.num_scheduled > 1]
         if len(chunks) == 1:  # whatever ran beside it is the load under which a prompt is computed here
             seconds = self._clock.monotonic() - begun
             self._prices.observe_compute(chunks[0].num_computed, chunks[0].num_scheduled, seconds)
         return self.scheduler.update(plan, result)
+
+    def _follow(self, plan: StepPlan) -> StepPlan | None:
+        """The step after one under way. Nothing outside the device may read or write pages then: a step ahead may still
+        write a page that was given back."""
+        if self._loader is not None or self._tiers is not None or self._inbox:
+            return None
+        return self.scheduler.follow(plan)
 
     def _take_in(self) -> list[LoadOutcome]:
         outcomes: list[LoadOutcome] = []

@@ -25,6 +25,7 @@ from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken
 from kvferry.engine.allocation import Allocator, BlockTable, PageCopy
 from kvferry.engine.jobs import Export, LoadJob, Progress, StoreJob
+from kvferry.engine.plans import is_same, one_ahead, share
 from kvferry.engine.room import Room, SchedulerLimits
 from kvferry.engine.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
 from kvferry.engine.step import ScheduledSequence, StepPlan, StepResult
@@ -119,11 +120,25 @@ class Scheduler:
             if made is None:
                 continue
             copies += made
-            planned.append(_scheduled(sequence, count))
+            planned.append(share(sequence, count))
             room.take(wanted, count)
         if self.num_preemptions == preempted_before:  # pages are short enough to take some back: nobody new
             self._admit(room, planned)
         return StepPlan(tuple(planned), tuple(copies))
+
+    def follow(self, plan: StepPlan) -> StepPlan | None:
+        """The step after one that was launched and not booked yet; `None`: it must be booked first.
+
+        Whoever launches it gives it to `update` next, and calls `schedule` only after that.
+        """
+        if self._waiting or self._loading or len(plan.scheduled) != len(self._running):
+            return None
+        return one_ahead(plan, self._known, self.allocator)
+
+    def is_wanted(self, item: ScheduledSequence) -> bool:
+        """Whether the sequence of a share is still here."""
+        sequence = self._known.get(item.request_id)
+        return sequence is not None and is_same(sequence, item)
 
     def take_loads(self) -> list[LoadJob]:
         """Fetches that became due in `schedule`; each is handed out once."""
@@ -141,7 +156,7 @@ class Scheduler:
         return progress
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Book what a step computed; sequences aborted meanwhile are passed over.
+        """Book what a step computed; sequences that ended meanwhile are passed over.
 
         Raises:
             InvariantBroken: a token is missing, or came for a sequence that did not sample.
@@ -149,7 +164,7 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         for item in plan.scheduled:
             sequence = self._known.get(item.request_id)
-            if sequence is None:
+            if sequence is None or not is_same(sequence, item):
                 continue
             sequence.num_computed += item.num_scheduled
             self._list_full_blocks(sequence)
@@ -291,7 +306,7 @@ class Scheduler:
             sequence.remote = None
             sequence.move(SequenceEvent.ADMIT)
             self._running.append(sequence)
-            planned.append(_scheduled(sequence, count))
+            planned.append(share(sequence, count))
             room.take(wanted, count)
         self._waiting.extendleft(reversed(asking))
         self._running.sort(key=lambda s: s.arrival)
@@ -370,19 +385,3 @@ class Scheduler:
         if not pages:
             return None
         return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), full * self.allocator.block_tokens)
-
-
-def _scheduled(sequence: Sequence, count: int) -> ScheduledSequence:
-    return ScheduledSequence(
-        request_id=sequence.request_id,
-        token_ids=sequence.tokens,
-        num_prompt=sequence.num_prompt,
-        num_computed=sequence.num_computed,
-        num_scheduled=count,
-        block_ids=sequence.table.blocks,
-        samples=sequence.num_computed + count == sequence.num_tokens,
-        sampling=sequence.sampling,
-        sample_index=sequence.sample_index,
-        banned_token_ids=sequence.banned_now(),
-        table_version=sequence.table.version,
-    )

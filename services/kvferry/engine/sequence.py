@@ -146,7 +146,11 @@ class Sequence:
 
     def banned_now(self) -> tuple[int, ...]:
         """Token ids that must not be drawn next: the end tokens, until `min_tokens` are out."""
-        if self.num_generated >= self.sampling.min_tokens:
+        return self.banned_after(0)
+
+    def banned_after(self, count: int) -> tuple[int, ...]:
+        """The same once so many tokens more are drawn."""
+        if self.num_generated + count >= self.sampling.min_tokens:
             return ()
         return (*sorted(self.eos_token_ids), *self.sampling.stop_token_ids)
 

@@ -25,7 +25,7 @@ class Asked(AssertionError):
 
 
 class TapeGraphs:
-    """See `engine.graphs.Graphs`."""
+    """See `engine.gpu.graphs.Graphs`."""
 
     def __init__(self) -> None:
         self.captured = 0

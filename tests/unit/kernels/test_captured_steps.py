@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from kvferry.cli import settings
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
@@ -54,12 +55,12 @@ class Quiet(DeviceRunner):
 
     num_quiet = 0
 
-    def begin(self, plan: StepPlan) -> UnderWay:
+    def launch(self, plan: StepPlan) -> UnderWay:
         if any(s.num_scheduled > 1 for s in plan.scheduled):
-            return super().begin(plan)
+            return super().launch(plan)
         self.num_quiet += 1
         with nothing_asked(torch.device(self.model.device)):
-            return super().begin(plan)
+            return super().launch(plan)
 
 
 def model_on(device: torch.device, config: ModelConfig = CONFIG, kernels: str = "triton") -> Transformer:
@@ -232,24 +233,26 @@ def an_engine(runner: Runner) -> Engine:
     )
 
 
-def served(engine: Engine, names: Sequence[str]) -> dict[str, list[int]]:
-    """Requests that come one after the other, of which one is ended early and its name used again."""
+def served(engine: Engine, names: Sequence[str]) -> tuple[dict[str, list[int]], int]:
+    """Requests that come one after the other, of which one is ended early and its name used again: tokens by name, and
+    how many steps were launched before the last one was read."""
     tokens: dict[str, list[int]] = {}
-    waiting, steps = [*enumerate(names)], 0
+    waiting, steps, num_ahead = [*enumerate(names)], 0, 0
     while waiting or engine.has_work:
         if waiting and steps % 2 == 0:
             index, name = waiting.pop(0)
             params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
             prompt = [10 + index, *PROMPTS[index % 3]]
             if engine.abort(RequestId(name)):
-                tokens.setdefault(RequestId(name), []).append(-1)
+                tokens[RequestId(name)] = []
             engine.add(EngineRequest(RequestId(name), prompt, params))
         for update in engine.step().updates:
             tokens.setdefault(update.request_id, []).append(update.token.token_id)
         engine.check_integrity()
+        num_ahead += engine._pipeline.is_ahead
         steps += 1
     assert engine.is_idle
-    return tokens
+    return tokens, num_ahead
 
 
 def test_an_engine_short_of_pages_with_names_used_twice(device: torch.device) -> None:
@@ -257,9 +260,11 @@ def test_an_engine_short_of_pages_with_names_used_twice(device: torch.device) ->
     runner = runner_on(device, blocks=17, piece_rows=(16,))
     engine = an_engine(runner)
     plain = plain_runner()
-    roomy = an_engine(Runner(plain.model, pages_for(plain.model, 17)))  # type: ignore[arg-type]
-    assert served(engine, names) == served(roomy, names)
+    plainly = an_engine(Runner(plain.model, pages_for(plain.model, 17)))  # type: ignore[arg-type]
+    tokens, num_ahead = served(engine, names)
+    assert tokens == served(plainly, names)[0]
     assert engine.scheduler.num_preemptions > 0
+    assert num_ahead > 0
 
 
 def test_the_largest_is_ready_at_once_and_the_others_follow(
@@ -366,6 +371,7 @@ def test_only_a_gpu_with_its_own_kernels_gets_such_a_runner() -> None:
     with pytest.raises(UsageError, match="no cuda_graphs 'on'; known: auto, off") as caught:
         LLM("tiny", cuda_graphs="on")
     assert caught.value.field == "cuda_graphs"
+    assert settings.CUDA_GRAPHS.choices == CUDA_GRAPHS
 
 
 @pytest.mark.gpu

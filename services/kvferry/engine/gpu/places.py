@@ -91,7 +91,8 @@ class Places:
 
     def is_drawn_here(self, s: ScheduledSequence) -> bool:
         """Whether the device holds the token that the sequence goes on with."""
-        return bool(s.table_version) and self._held[s.request_id].drawn == (s.table_version, s.num_computed)
+        held = self._held.get(s.request_id)
+        return held is not None and bool(s.table_version) and held.drawn == (s.table_version, s.num_computed)
 
     def drew(self, s: ScheduledSequence, *, on_device: bool) -> None:
         """A step draws the sequence's next token, and the device keeps it, or does not."""

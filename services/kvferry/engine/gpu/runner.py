@@ -39,9 +39,9 @@ class UnderWay:
 
     sampling: tuple[ScheduledSequence, ...]
     """Those that draw, in the order of their rows."""
-    _arrival: Arrival | None
-    """`None`: nobody draws."""
-    _by_host: dict[int, SampledToken]
+    read: Callable[[], list[int]]
+    """Waits for their tokens."""
+    by_host: dict[int, SampledToken]
     """Drawn already, by row."""
 
     def result(self) -> StepResult:
@@ -50,10 +50,10 @@ class UnderWay:
         Raises:
             InvariantBroken: a logit is not finite, or a request banned every token.
         """
-        if self._arrival is None:
+        if not self.sampling:
             return StepResult({})
         tokens = {}
-        for row, (s, token) in enumerate(zip(self.sampling, self._arrival.read(), strict=True)):
+        for row, (s, token) in enumerate(zip(self.sampling, self.read(), strict=True)):
             if token == NONE_LEFT:
                 raise InvariantBroken(f"request {s.request_id}: no token is left to draw")
             if token < 0:
@@ -61,7 +61,7 @@ class UnderWay:
                     f"request {s.request_id}: a logit at position {s.num_computed + s.num_scheduled} is not a finite"
                     " number; the weights or the pages are damaged"
                 )
-            tokens[s.request_id] = self._by_host.get(row) or SampledToken(token)
+            tokens[s.request_id] = self.by_host.get(row) or SampledToken(token)
         return StepResult(tokens)
 
 
@@ -119,23 +119,34 @@ class DeviceRunner(Runner):
         Raises:
             InvariantBroken: as `begin` and `UnderWay.result`.
         """
-        step = self.begin(plan)
+        return self.begin(plan).result()
+
+    def begin(self, plan: StepPlan) -> UnderWay:
+        """Launch a step, and capture what is left to be captured behind it.
+
+        Raises:
+            InvariantBroken: the plan does not fit its sequences.
+        """
+        step = self.launch(plan)
         self._capture_next()
-        begun = self._clock.monotonic()
-        result = step.result()
-        if self.watch_waits is not None:
-            self.watch_waits(self._clock.monotonic() - begun)
-        return result
+        return step
+
+    def may_follow(self, plan: StepPlan) -> bool:
+        """Whether a step could be launched before the tokens that it computes are known: it is replayed, and the device
+        has them."""
+        if self._captured is None or not self.replays or self._captured.size_for(plan.scheduled) is None:
+            return False
+        return all(map(self._places.is_drawn_here, plan.scheduled))
 
     @torch.inference_mode()
-    def begin(self, plan: StepPlan) -> UnderWay:
+    def launch(self, plan: StepPlan) -> UnderWay:
         """Launch a step; nothing waits for the device unless a sequence wants log-probabilities.
 
         Raises:
             InvariantBroken: the plan does not fit its sequences.
         """
         if not plan.scheduled:
-            return UnderWay((), None, {})
+            return UnderWay((), list, {})
         if self.watch is not None:
             self.watch(plan)
         self._outbox.before_next_step()
@@ -152,7 +163,7 @@ class DeviceRunner(Runner):
                 self._places.drew(s, on_device=False)
         sampling = tuple(s for s in plan.scheduled if s.samples)
         if not sampling:
-            return UnderWay((), None, {})
+            return UnderWay((), list, {})
         own = [number for number, s in zip(numbers, plan.scheduled, strict=True) if s.samples]
         return self._drawn(logits, best, sampling, rows, own, keeps=size is not None)
 
@@ -194,7 +205,15 @@ class DeviceRunner(Runner):
         for i, s in enumerate(sampling):
             self._places.drew(s, on_device=i not in by_host)
         sent = best[: len(rows)] if rows[-1] + 1 == len(rows) else best.index_select(0, self._sent([list(rows)])[0])
-        return UnderWay(sampling, self._outbox.send(sent), by_host)
+        arrival = self._outbox.send(sent)
+        return UnderWay(sampling, lambda: self._read(arrival), by_host)
+
+    def _read(self, arrival: Arrival) -> list[int]:
+        begun = self._clock.monotonic()
+        tokens = arrival.read()
+        if self.watch_waits is not None:
+            self.watch_waits(self._clock.monotonic() - begun)
+        return tokens
 
     def _by_host(self, logits: torch.Tensor, row: int, s: ScheduledSequence) -> SampledToken:
         return sample(logits_of(logits[row : row + 1]), [s])[0]

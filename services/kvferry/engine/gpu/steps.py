@@ -171,15 +171,15 @@ class CapturedSteps:
         block_tokens = self._kv.shape.block_tokens
         positions = [s.num_computed for s in scheduled]
         needed = [position // block_tokens + 1 for position in positions]
-        check_room(scheduled, needed)
+        here = [places.is_drawn_here(s) for s in scheduled]
+        check_room(scheduled, needed, on_device=here)
         writes = places.changes(scheduled, needed)
         if writes.cells:
             cells = np.array((writes.cells, writes.blocks), np.int64)
             sent = to_device(torch.from_numpy(cells), self._model.torch_device)
             self._tables.view(-1).scatter_(0, sent[0], sent[1].to(torch.int32))
         given = [
-            _FROM_PLACE if places.is_drawn_here(s) else s.token_ids[p]
-            for s, p in zip(scheduled, positions, strict=True)
+            _FROM_PLACE if is_here else s.token_ids[p] for s, p, is_here in zip(scheduled, positions, here, strict=True)
         ]
         slots = [
             s.block_ids[p // block_tokens] * block_tokens + p % block_tokens

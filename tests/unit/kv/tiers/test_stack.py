@@ -11,6 +11,7 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.engine.engine import Engine
+from kvferry.engine.pipeline import Pipeline
 from kvferry.engine.step import StepPlan, StepResult
 from kvferry.kv.connector import LoadOutcome, PagesQuiet
 from kvferry.kv.tiering import TierSource
@@ -103,7 +104,7 @@ class Bench:
     def __init__(self, *tiers: Tier) -> None:
         self.engine, self.runner = an_engine(num_blocks=32, block_tokens=BLOCK_TOKENS)
         self.pages = memoryview(bytearray(32 * BLOCK_BYTES))
-        self.engine._runner = BytesRunner(self.runner, self.pages)
+        self.engine._pipeline = Pipeline(BytesRunner(self.runner, self.pages))
         self.heard: list[object] = []
         self._arrived = threading.Condition()
         self.stack = TierStack(
