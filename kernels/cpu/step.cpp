@@ -115,20 +115,19 @@ void Step::plan_attention() {
         items.push_back({s, h, std::min(h + heads_at_once, model.kv_heads), first, queries, 0, end, -1});
     }
   }
-  for (int p = 0; p < most_parts; ++p) plan_partition(p, heads_at_once, most);
+  // Who shares an item is computed by one thread: as many items are left as give all threads two each.
+  const int groups = pieces(2 * threads_, std::max(1, most_parts * model.kv_heads));
+  const int most_sharers = std::min(most, std::max(4, pieces(batch.num_sequences, groups)));
+  for (int p = 0; p < most_parts; ++p) plan_partition(p, heads_at_once, most_sharers);
   partial_floats = most_split * group * (model.head_dim + 2);
   partials = static_cast<float*>(partials_.reserve(size_t(std::max(1, partials_used)) * partial_floats * 4));
-}
-
-static bool have_same_pages(const Sequence& a, const Sequence& b, int partition, int block_tokens) {
-  const int first = partition * kPartition / block_tokens, last = ((partition + 1) * kPartition - 1) / block_tokens;
-  return a.pages[last] == b.pages[last] && std::equal(a.pages + first, a.pages + last, b.pages + first);
 }
 
 // Items of one partition of the sequences that are cut. Those that decode and have the same pages there, because their
 // prompts begin alike, become rows of one item, so that keys and values are read and packed once for all of them
 // (Juravsky et al., Hydragen, 2024). A row's arithmetic is the same either way.
-void Step::plan_partition(int partition, int heads_at_once, int most) {
+void Step::plan_partition(int partition, int heads_at_once, int most_sharers) {
+  const int first = partition * kPartition / batch.block_tokens, last = ((partition + 1) * kPartition - 1) / batch.block_tokens;
   const auto add = [&](int s, int queries, int step, int where) {
     for (int h = 0; h < model.kv_heads; h += step)
       items.push_back({s, h, std::min(h + step, model.kv_heads), 0, queries, partition, partition + 1, where});
@@ -142,10 +141,11 @@ void Step::plan_partition(int partition, int heads_at_once, int most) {
       continue;
     }
     const auto found = std::find_if(sharings_.begin(), sharings_.end(), [&](const Sharing& sharing) {
-      return sharing.count < most && have_same_pages(batch.sequences[sharing.first], q, partition, batch.block_tokens);
+      return sharing.page == q.pages[last] && sharing.count < most_sharers &&
+             std::equal(q.pages + first, q.pages + last, batch.sequences[sharing.first].pages + first);
     });
     if (found == sharings_.end()) {
-      sharings_.push_back({s, s, 1});
+      sharings_.push_back({q.pages[last], s, s, 1});
       continue;
     }
     next_sharer_[size_t(found->last)] = s;

@@ -105,11 +105,12 @@ class Step final : public Job {
 
  private:
   void plan_attention();
-  void plan_partition(int partition, int heads_at_once, int most);
+  void plan_partition(int partition, int heads_at_once, int most_sharers);
   Rows rows_of(Buffer& buffer, int rows, int width);
 
-  // Sequences with the same pages in a partition: the first, the last so far, and how many.
+  // Sequences with the same pages in a partition: its last page, the first of them, the last so far, and how many.
   struct Sharing {
+    int64_t page;
     int first, last, count;
   };
 

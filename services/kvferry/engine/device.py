@@ -8,8 +8,8 @@ from kvferry.core.errors import UsageError
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 DEVICES = (AUTO, CPU, CUDA)
 _COMPILED = "compiled"
-_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-"""Of NVIDIA's driver, of AMD's, and of either inside Windows."""
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"), Path("/dev/nvmap"))
+"""Of NVIDIA's driver, of AMD's, of either inside Windows, and of NVIDIA's small boards."""
 
 
 def choose_device(wanted: str, *, kernels: str = AUTO) -> str:

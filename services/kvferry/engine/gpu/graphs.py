@@ -5,6 +5,7 @@ inputs from memory that stays where it is, and must not ask the device for anyth
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -50,6 +51,9 @@ class CudaGraphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 launch()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a recording that is void anyway; why it is, is the launch's to say
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay

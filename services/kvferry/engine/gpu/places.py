@@ -70,6 +70,11 @@ class Places:
                 self._held[s.request_id] = _Place(self._free.pop())
         return [self._held[s.request_id].number for s in scheduled]
 
+    def forget(self) -> None:
+        """Everybody loses its place, and with it what the device was taken to hold."""
+        self._free += [place.number for place in self._held.values()]
+        self._held.clear()
+
     def changes(self, scheduled: Sequence[ScheduledSequence], needed: Sequence[int]) -> Writes:
         """What the tables lack for sequences that have places; they have it from now on.
 

@@ -149,6 +149,13 @@ class DeviceRunner(Runner):
             return UnderWay((), list, {})
         if self.watch is not None:
             self.watch(plan)
+        try:
+            return self._launch(plan)
+        except BaseException:
+            self._places.forget()  # whatever of the step has reached the device, its places' books do not say
+            raise
+
+    def _launch(self, plan: StepPlan) -> UnderWay:
         self._outbox.before_next_step()
         numbers = self._places.seat(plan.scheduled)
         size = self._captured.size_for(plan.scheduled) if self._captured is not None and self.replays else None

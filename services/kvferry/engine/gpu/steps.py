@@ -131,7 +131,7 @@ class CapturedSteps:
         made = _Size(size, self._spare, self._model.torch_device)
         try:
             made.replay = self._graphs.capture(lambda: self._launch(size, made.inputs))
-        except RuntimeError as error:
+        except Exception as error:  # whatever the compiler or the driver say: the steps run as they are
             _log.warning("decode steps of %d rows and fewer are not captured: %s", size, error)
             self._waiting.clear()
             return
@@ -146,6 +146,8 @@ class CapturedSteps:
     def size_for(self, scheduled: Sequence[ScheduledSequence]) -> int | None:
         """The recorded size that a step can take; `None`: it must run as it is."""
         if any(s.num_scheduled != 1 for s in scheduled):
+            return None
+        if not any(s.samples for s in scheduled):  # nobody would wait for it, and its inputs' buffers are few
             return None
         size = graph_sizes.fit(len(scheduled), self._sizes)
         longest = max(s.num_computed for s in scheduled) + 1
@@ -196,7 +198,7 @@ class CapturedSteps:
         """What is recorded: no number in it comes from the host but for sizes."""
         model, pages = self._model, self._kv.pages
         given, places, positions, contexts, slots = inputs.unbind()
-        tokens = torch.where(given < 0, self._last.index_select(0, places), given)
+        tokens = torch.where(given < 0, self._last.index_select(0, places).clamp_min(0), given)
         rows = SingleRows(self._tables, places, contexts, self._most_tokens[size])
         plan = self._ops.plan_rows(rows, pages, model.config.num_heads)
         hidden = model.pass_through(Rows(tokens, positions, slots), pages, plan)

@@ -1,4 +1,8 @@
-"""Rotary position tables (Su et al., RoFormer, 2021), with Llama 3.1's frequency scaling."""
+"""Rotary position tables (Su et al., RoFormer, 2021), with Llama 3.1's frequency scaling.
+
+Frequencies are rounded to float32, and angles are products in float32, as every implementation has them; the functions
+are taken in float64 and rounded once, so that they are the same bits whatever instructions numpy finds.
+"""
 
 import math
 
@@ -12,8 +16,8 @@ Floats = npt.NDArray[np.float32]
 
 def inverse_frequencies(config: ModelConfig) -> Floats:
     """[head_dim / 2], radians per position."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    plain = np.float32(1.0) / np.float32(config.rope_theta) ** exponents
+    exponents = (i / config.head_dim for i in range(0, config.head_dim, 2))
+    plain = np.array([config.rope_theta**-exponent for exponent in exponents], np.float32)
     return plain if config.rope_scaling is None else _scaled(plain, config.rope_scaling)
 
 
@@ -23,8 +27,8 @@ def rotary_table(config: ModelConfig) -> tuple[Floats, Floats]:
     Both halves of a row hold the same angles; the first half of the sines is negated, as `Ops.rotate` wants.
     """
     positions = np.arange(config.max_model_tokens, dtype=np.float32)
-    angles = np.outer(positions, inverse_frequencies(config))
-    sin, cos = np.sin(angles), np.cos(angles)
+    angles = np.outer(positions, inverse_frequencies(config)).astype(np.float64)
+    sin, cos = np.sin(angles).astype(np.float32), np.cos(angles).astype(np.float32)
     return np.concatenate((cos, cos), axis=1), np.concatenate((-sin, sin), axis=1)
 
 
