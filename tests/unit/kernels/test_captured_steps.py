@@ -289,7 +289,7 @@ class Failing(TapeGraphs):
 
     def capture(self, launch: Launch) -> Launch:
         if self.captured:
-            raise RuntimeError("out of memory")
+            raise MemoryError("out of memory")
         return super().capture(launch)
 
 
@@ -347,6 +347,38 @@ def test_damaged_weights_and_a_ban_on_everything_are_said_by_name(device: torch.
         runner._transformer._weights.final_norm.fill_(torch.nan)
     with pytest.raises(InvariantBroken, match="request 0: a logit at position 12 is not a finite number"):
         step(runner, [long])
+
+
+def test_a_step_that_fails_leaves_no_token_that_is_not_so(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the time that one row's draw fails, the replay has put every other row's next token where its last one was."""
+    runner = runner_on(device)
+    first = Generation(PROMPTS[1], 8, [*range(16)])  # type: ignore[list-item]
+    other = Generation(PROMPTS[3], 8, [*range(16, 32)])  # type: ignore[list-item]
+    for _ in range(3):
+        step(runner, [first, other])
+
+    def fails(*_: object) -> None:
+        raise InvariantBroken("no token is left to draw")
+
+    other.params = SamplingParams(temperature=0, logprobs=1)
+    monkeypatch.setattr(runner, "_by_host", fails)
+    with pytest.raises(InvariantBroken):
+        step(runner, [first, other])
+    while not first.is_done:
+        step(runner, [first])
+    assert tokens_of([first]) == tokens_of(generate(plain_runner(), [PROMPTS[1]], 8))
+
+
+def test_steps_that_nobody_waits_for_are_not_replayed() -> None:
+    """They would come faster than their inputs' buffers are copied."""
+    runner = runner_on(torch.device("cpu"))
+    runner.capture_all()
+    made = generate(runner, [PROMPTS[1]], 4, chunk=lambda _: 1)
+    assert tokens_of(made) == tokens_of(generate(plain_runner(), [PROMPTS[1]], 4))
+    graphs = runner._captured._graphs  # type: ignore[union-attr]
+    assert graphs.replayed == 4  # type: ignore[attr-defined]
 
 
 def test_more_sequences_than_places_are_refused(device: torch.device) -> None:
