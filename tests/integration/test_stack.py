@@ -260,7 +260,8 @@ def test_health_readiness_models_and_metrics(stack: Stack) -> None:
 
 
 def test_the_timing_of_a_request_is_reported(stack: Stack) -> None:
-    body = {"prompt": "The quick brown fox jumps over the lazy dog", "max_tokens": 4, "temperature": 0}
+    # So long that no machine thinks computing it again the cheaper way to have its KV.
+    body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 60, "max_tokens": 4, "temperature": 0}
     timing = httpx.post(f"{stack.http}/v1/completions", json=body, timeout=SECONDS).json()["kvferry"]
     assert timing["handoff_outcome"] in {"fetched", "local"}
     assert json.dumps(timing)
