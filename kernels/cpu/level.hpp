@@ -171,7 +171,7 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
   const AttentionItem* next = follower < step.items.size() ? &step.items[follower] : nullptr;
   const Sequence& sequence = step.batch.sequences[item.sequence];
   const int rows = item.queries * g.group, D = m.head_dim;
-  const int* sharers = item.sharers < 0 ? nullptr : step.sharers.data() + item.sharers;
+  const int* sharers = item.first_sharer < 0 ? nullptr : step.sharers.data() + item.first_sharer;
   const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
   for (int kv_head = item.kv_begin; kv_head < item.kv_end; ++kv_head) {
     if (step.batch.pages_are_bf16) {
@@ -180,12 +180,10 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
       attend<false, false>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s);
     }
     if (is_cut) {
-      float* to = nullptr;
-      for (int r = 0; r < rows; ++r, to += D + 2) {
-        if (r == 0 || (sharers && r % g.group == 0)) {
-          const int owner = sharers ? sharers[r / g.group] : item.sequence;
-          to = step.partials + size_t(step.first_partial[size_t(owner)] + item.begin * m.kv_heads + kv_head) * step.partial_floats;
-        }
+      for (int r = 0; r < rows; ++r) {
+        const int owner = sharers ? sharers[r / g.group] : item.sequence, at = sharers ? r % g.group : r;
+        const size_t partial = size_t(step.first_partial[size_t(owner)] + item.begin * m.kv_heads + kv_head);
+        float* to = step.partials + partial * step.partial_floats + size_t(at) * (D + 2);
         for (int d = 0; d < D; d += 16) v_store(to + d, v_load(s.totals + size_t(r) * D + d));
         to[D] = s.highest[r];
         to[D + 1] = s.sums[r];

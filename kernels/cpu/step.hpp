@@ -24,9 +24,9 @@ struct AttentionItem {
   int sequence, kv_begin, kv_end;  // KV heads [begin, end)
   int first_query, queries;
   int begin, end;  // partitions
-  // Of decoding sequences with the same pages in this partition: where the others stand in Step::sharers, one after the
-  // other, one query each, which sees all of it. -1: the item is of one sequence.
-  int sharers;
+  // Of decoding sequences with the same pages in this partition: where the first of them stands in Step::sharers, the others
+  // behind it, one query each, which sees all of it. -1: the item is of one sequence.
+  int first_sharer;
 };
 
 enum class Phase : int { embed, qkv, rotate, attend, merge, output, mlp_norm, gate_up, down, next_norm, head, pick };

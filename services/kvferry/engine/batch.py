@@ -74,10 +74,7 @@ def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int) -
     positions = [s.num_computed for s in scheduled]
     table = _table(scheduled, [position // block_tokens + 1 for position in positions])
     tokens = [s.token_ids[position] for s, position in zip(scheduled, positions, strict=True)]
-    slots = [
-        s.block_ids[position // block_tokens] * block_tokens + position % block_tokens
-        for s, position in zip(scheduled, positions, strict=True)
-    ]
+    slots = slots_of(scheduled, positions, block_tokens)
     samples = [row for row, s in enumerate(scheduled) if s.samples]
     rows = np.array((tokens, positions, slots), dtype=np.int64)
     return StepBatch(
@@ -98,6 +95,14 @@ def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> Ints:
     for row, (s, blocks) in enumerate(zip(scheduled, needed, strict=True)):
         table[row, :blocks] = s.block_ids[:blocks]
     return table
+
+
+def slots_of(scheduled: Sequence[ScheduledSequence], positions: Sequence[int], block_tokens: int) -> list[int]:
+    """Where a token of each goes, at these positions."""
+    return [
+        s.block_ids[position // block_tokens] * block_tokens + position % block_tokens
+        for s, position in zip(scheduled, positions, strict=True)
+    ]
 
 
 def check_room(scheduled: Sequence[ScheduledSequence], needed: Sequence[int], on_device: Sequence[bool] = ()) -> None:

@@ -30,9 +30,9 @@ def build_runner(model: Model, kv: PagedKv, *, max_sequences: int, cuda_graphs: 
     if device_kind(model.device) != "cuda" or model.kernels != _FAMILY:
         return Runner(model, kv)
     # Imported here: these load torch, which the compiled kernels do without.
+    from kvferry.engine.gpu.graph_sizes import token_sizes
     from kvferry.engine.gpu.graphs import CudaGraphs
     from kvferry.engine.gpu.runner import DeviceRunner
-    from kvferry.engine.gpu.sizes import token_sizes
     from kvferry.engine.models.transformer import Transformer
     from kvferry.kernels.ops import device_ops_for
 

@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from kvferry.core.dtypes import ITEM_BYTES
 from kvferry.core.errors import UsageError
+from kvferry.engine.device import CPU
 from kvferry.model.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-CPU = "cpu"
 _ALIGNMENT = 4096
 
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.allocation import Allocator
-from kvferry.engine.gpu.wishes import Way, reads_tokens, way_of
 from kvferry.engine.sequence import Sequence
 from kvferry.engine.step import ScheduledSequence, StepPlan
+from kvferry.engine.wishes import Way, reads_tokens, way_of
 
 
 def share(sequence: Sequence, count: int) -> ScheduledSequence:

@@ -20,6 +20,7 @@ from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.models.model import Logits
 from kvferry.engine.step import ScheduledSequence
+from kvferry.engine.wishes import Way, alters, drawn_seed, not_finite, way_of
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -40,34 +41,20 @@ def sample(logits: Logits, sequences: Sequence[ScheduledSequence]) -> list[Sampl
     """
     for s, finite in zip(sequences, logits.finite, strict=True):
         if not finite:
-            raise InvariantBroken(
-                f"request {s.request_id}: a logit at position {len(s.token_ids)} is not a finite number;"
-                " the weights or the pages are damaged"
-            )
+            raise not_finite(s)
     return [
-        SampledToken(logits.greedy[row]) if _is_plain_greedy(s) else _sample_row(logits.values[row], s)
+        SampledToken(logits.greedy[row]) if way_of(s) is Way.BEST else _sample_row(logits.values[row], s)
         for row, s in enumerate(sequences)
     ]
 
 
-def _is_plain_greedy(s: ScheduledSequence) -> bool:
-    p = s.sampling
-    return p.is_greedy and p.logprobs is None and not _alters(p) and not s.banned_token_ids
-
-
-def _alters(p: SamplingParams) -> bool:
-    return bool(p.logit_bias or p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
-
-
 def _sample_row(row: npt.NDArray[np.float32], s: ScheduledSequence) -> SampledToken:
     raw = row.astype(np.float64)
-    adjusted = adjust(raw, s) if _alters(s.sampling) or s.banned_token_ids else raw
+    adjusted = adjust(raw, s) if alters(s) else raw
     if s.sampling.is_greedy:
         token = int(adjusted.argmax())
     else:
-        if s.sampling.seed is None:
-            raise InvariantBroken(f"request {s.request_id} came without a seed; the edge draws one")
-        token = draw(adjusted, s.sampling, uniform(s.sampling.seed, s.sample_index, len(s.token_ids)))
+        token = draw(adjusted, s.sampling, uniform(drawn_seed(s), s.sample_index, len(s.token_ids)))
     if s.sampling.logprobs is None:
         return SampledToken(token)
     return _with_logprobs(raw, token, s.sampling.logprobs)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.gpu.sizes import fit, memory, most_tokens, piece_bytes, sizes, token_sizes
+from kvferry.engine.gpu.graph_sizes import fit, memory, most_tokens, piece_bytes, sizes, token_sizes
 from kvferry.model.shapes import shape_of
 
 

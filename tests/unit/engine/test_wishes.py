@@ -7,8 +7,8 @@ import pytest
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.gpu.wishes import Ragged, Way, lists_of, reads_tokens, seed_of, way_of
 from kvferry.engine.step import ScheduledSequence
+from kvferry.engine.wishes import Ragged, Way, lists_of, reads_tokens, seed_of, way_of
 
 PLAIN = ScheduledSequence(
     request_id=RequestId("a"),

@@ -14,7 +14,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build_runner import CUDA_GRAPHS, build_runner
 from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.engine import Engine
-from kvferry.engine.gpu import sizes as graph_sizes
+from kvferry.engine.gpu import graph_sizes
 from kvferry.engine.gpu.graphs import CudaGraphs, Graphs, Launch
 from kvferry.engine.gpu.runner import DeviceRunner, UnderWay
 from kvferry.engine.llm import LLM

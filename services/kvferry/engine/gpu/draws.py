@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from kvferry.engine.device_batch import to_device
-from kvferry.engine.gpu.wishes import Ragged, lists_of, seed_of
 from kvferry.engine.step import ScheduledSequence
+from kvferry.engine.wishes import Ragged, lists_of, seed_of
 from kvferry.kernels.ops import DeviceOps
 from kvferry.kernels.rows_of_logits import Adjustments, Draws, TokenLists
 

@@ -5,7 +5,6 @@ computes     ──step n──┬───────── step n+1 ──
 copies                 └─ tokens ─ event          the host waits for that event when it wants them, not before
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,32 +20,23 @@ class Arrival:
     _host: torch.Tensor
     _event: torch.cuda.Event | None
     """`None`: they are here."""
-    _wait: Callable[[torch.cuda.Event], None]
-    """Returns when it has happened."""
 
     def read(self) -> list[int]:
         """The numbers; waits for them."""
         if self._event is not None:
-            self._wait(self._event)
+            self._event.synchronize()
             self._event = None
         return self._host.tolist()
-
-
-def _synchronize(event: torch.cuda.Event) -> None:
-    event.synchronize()
 
 
 class Outbox:
     """Copies of one device's tokens. Calls from the thread that launches its steps."""
 
-    def __init__(
-        self, device: torch.device, most: int, *, wait: Callable[[torch.cuda.Event], None] = _synchronize
-    ) -> None:
+    def __init__(self, device: torch.device, most: int) -> None:
         """
         Args:
             device: where tokens are drawn.
             most: of one step.
-            wait: for an event; whoever measures puts a watch around it.
         """
         is_cuda = device.type == "cuda"
         self._device = device
@@ -54,7 +44,6 @@ class Outbox:
         self._host = torch.zeros(_SLOTS, most, dtype=torch.int64, pin_memory=is_cuda)
         self._turn = 0
         self._copied: torch.cuda.Event | None = None
-        self._wait = wait
 
     def send(self, tokens: torch.Tensor) -> Arrival:
         """Begin to copy [R] int64, drawn by what has been launched so far. Before the one after the next is sent, this
@@ -63,14 +52,14 @@ class Outbox:
         host = self._host[self._turn, : len(tokens)]
         if self._stream is None:
             host.copy_(tokens)
-            return Arrival(host, None, self._wait)
+            return Arrival(host, None)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             host.copy_(tokens, non_blocking=True)
             tokens.record_stream(self._stream)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
-        return Arrival(host, self._copied, self._wait)
+        return Arrival(host, self._copied)
 
     def before_next_step(self) -> None:
         """What is launched from now on may write where tokens were sent from."""

@@ -15,7 +15,7 @@ import torch
 
 from kvferry.engine.cache import PagedKv
 from kvferry.engine.device_batch import DeviceBatch
-from kvferry.engine.gpu import sizes as graph_sizes
+from kvferry.engine.gpu import graph_sizes
 from kvferry.engine.gpu.graphs import Graphs, Launch
 from kvferry.engine.models.transformer import Passage, Rows, Transformer
 

@@ -25,11 +25,11 @@ from kvferry.engine.gpu.outbox import Arrival, Outbox
 from kvferry.engine.gpu.pieces import CapturedPieces
 from kvferry.engine.gpu.places import Places
 from kvferry.engine.gpu.steps import CapturedSteps
-from kvferry.engine.gpu.wishes import Way, way_of
 from kvferry.engine.models.transformer import Transformer, logits_of
 from kvferry.engine.runner import Runner
 from kvferry.engine.sampler import sample
 from kvferry.engine.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.engine.wishes import Way, not_finite, way_of
 from kvferry.kernels.ops import DeviceOps
 
 
@@ -57,10 +57,7 @@ class UnderWay:
             if token == NONE_LEFT:
                 raise InvariantBroken(f"request {s.request_id}: no token is left to draw")
             if token < 0:
-                raise InvariantBroken(
-                    f"request {s.request_id}: a logit at position {s.num_computed + s.num_scheduled} is not a finite"
-                    " number; the weights or the pages are damaged"
-                )
+                raise not_finite(s)
             tokens[s.request_id] = self.by_host.get(row) or SampledToken(token)
         return StepResult(tokens)
 

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.engine.batch import check_room
+from kvferry.engine.batch import check_room, slots_of
 from kvferry.engine.cache import PagedKv
 from kvferry.engine.device_batch import to_device
-from kvferry.engine.gpu import sizes as graph_sizes
+from kvferry.engine.gpu import graph_sizes
 from kvferry.engine.gpu.draws import most_likely
 from kvferry.engine.gpu.graphs import Graphs, Launch
 from kvferry.engine.gpu.places import Places
@@ -86,11 +86,12 @@ class CapturedSteps:
         self._clock = clock or SystemClock()
         block_tokens, device = kv.shape.block_tokens, model.torch_device
         most = min(model.config.max_model_tokens, kv.num_blocks * block_tokens)
-        self._width = -(-most // block_tokens)
+        self.width = -(-most // block_tokens)
+        """Blocks of a table."""
         sizes = graph_sizes.sizes(max_sequences)
         self._most_tokens = {size: graph_sizes.most_tokens(size, most, kv.num_blocks * block_tokens) for size in sizes}
         self._spare = max_sequences
-        self._tables = torch.zeros(max_sequences + 1, self._width, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(max_sequences + 1, self.width, dtype=torch.int32, device=device)
         self._logits = torch.zeros(sizes[-1], model.config.vocab_size, dtype=torch.float32, device=device)
         self._drawn = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
         self._sizes: dict[int, _Size] = {}
@@ -102,7 +103,7 @@ class CapturedSteps:
             sizes,
             value_bytes=model.torch_dtype.itemsize,
             tokens=self._most_tokens[sizes[-1]],
-            width=self._width,
+            width=self.width,
         )
         self.most_bytes = bound.most_bytes
         """Memory that it takes at most, beside weights and pages."""
@@ -116,11 +117,6 @@ class CapturedSteps:
     def ready(self) -> tuple[int, ...]:
         """Sizes that are recorded."""
         return tuple(sorted(self._sizes))
-
-    @property
-    def width(self) -> int:
-        """Blocks of a table."""
-        return self._width
 
     def capture_next(self) -> None:
         """Record one more size, the largest that is not yet, if any is left."""
@@ -183,10 +179,7 @@ class CapturedSteps:
         given = [
             _FROM_PLACE if is_here else s.token_ids[p] for s, p, is_here in zip(scheduled, positions, here, strict=True)
         ]
-        slots = [
-            s.block_ids[p // block_tokens] * block_tokens + p % block_tokens
-            for s, p in zip(scheduled, positions, strict=True)
-        ]
+        slots = slots_of(scheduled, positions, block_tokens)
         contexts = [p + 1 for p in positions]
         taken = self._sizes[size]
         taken.send(np.array((given, numbers, positions, contexts, slots), np.int64))

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from kvferry.core.dtypes import BFLOAT16
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.batch import StepBatch
-from kvferry.engine.cache import CPU, PagedKv
+from kvferry.engine.cache import PagedKv
+from kvferry.engine.device import CPU
 from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
 from kvferry.kernels import compiled

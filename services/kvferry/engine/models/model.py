@@ -11,7 +11,7 @@ from kvferry.engine.cache import PagedKv
 from kvferry.model.config import ModelConfig
 
 
-class Rows(Protocol):
+class LogitRows(Protocol):
     """[R, vocabulary] float32: an array, or something that brings a row from where it is when asked for it."""
 
     def __len__(self) -> int: ...
@@ -23,7 +23,7 @@ class Rows(Protocol):
 class Logits:
     """Of the rows that sample, in their order."""
 
-    values: Rows
+    values: LogitRows
     greedy: list[int]
     """[R]: each row's highest, the first among equals."""
     finite: list[bool]

@@ -1,7 +1,8 @@
-"""What the sequences of a step wish of their rows of logits, as arrays: who is drawn where, by which numbers.
+"""What the sequences of a step wish of their rows of logits: who needs a draw, where it can be made, by which numbers.
 
-The most likely token is known of every row, so most rows need nothing more. The others are drawn on the device by the
-rules of `sampler`, but for those that want log-probabilities: the host draws them, since it must see their logits.
+The most likely token is known of every row, so most rows need nothing more. `sampler` draws the others on the host. A
+runner that stays on a GPU draws them there by the same rules, from the arrays made here, but for those that want
+log-probabilities: the host must see their logits.
 """
 
 from collections import Counter
@@ -81,11 +82,28 @@ def seed_of(s: ScheduledSequence) -> int:
     Raises:
         InvariantBroken: it draws, and has none.
     """
+    if s.sampling.is_greedy:
+        return 0
+    return (drawn_seed(s) + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def drawn_seed(s: ScheduledSequence) -> int:
+    """The seed of a sequence that draws.
+
+    Raises:
+        InvariantBroken: it has none.
+    """
     if s.sampling.seed is None:
-        if s.sampling.is_greedy:
-            return 0
         raise InvariantBroken(f"request {s.request_id} came without a seed; the edge draws one")
-    return (s.sampling.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    return s.sampling.seed
+
+
+def not_finite(s: ScheduledSequence) -> InvariantBroken:
+    """What is wrong where a logit of a sequence's row is no finite number."""
+    return InvariantBroken(
+        f"request {s.request_id}: a logit at position {s.num_computed + s.num_scheduled} is not a finite number;"
+        " the weights or the pages are damaged"
+    )
 
 
 def lists_of(sequences: Sequence[ScheduledSequence], vocabulary: int) -> Lists:
