@@ -10,11 +10,13 @@
 // share a KV head are rows of one tile: each key and value is read once for all of them.
 // Included once per level, after products.hpp.
 
+constexpr float kLog2E = 1.44269504088896341f;
+
 static inline V v_exp(V x) {
   // e^x = 2^n * e^r, |r| <= ln(2) / 2, polynomial of degree 6 (Cephes, expf). 0 below -87, where floats end; what is
   // above 88 counts as 88, because beyond it 2^n has no exponent. NaN stays NaN.
   const V within = v_max(v_set(-88.0f), v_min(v_set(88.0f), x));
-  const V n = v_round(v_mul(within, v_set(1.44269504088896341f)));
+  const V n = v_round(v_mul(within, v_set(kLog2E)));
   V r = v_fma(n, v_set(-0.693359375f), within);
   r = v_fma(n, v_set(2.12194440e-4f), r);
   V y = v_set(1.9875691500e-4f);
@@ -26,28 +28,25 @@ static inline V v_exp(V x) {
   y = v_fma(y, v_mul(r, r), v_add(r, v_set(1.0f)));
   return v_zero_below(v_mul(y, v_exp2i(n)), x, -87.0f);
 }
-static inline float exp_of(float x) {
-  alignas(64) float lanes[16];
-  v_store(lanes, v_exp(v_set(x)));
-  return lanes[0];
-}
 
-// What partitions so far gave for one row: highest score, sum of weights, weighted values.
-struct Running {
-  float highest, sum;
-  float* values;  // [head_dim rounded up to 16]
+// What partitions gave for up to 16 rows: highest scores and sums of weights, a row in each lane.
+struct Softmax {
+  alignas(64) float highest[16] = {}, sums[16] = {};
 };
 
-static inline void merge(Running& all, float highest, float sum, const float* values, int width) {
-  const float top = all.highest > highest ? all.highest : highest;
-  const float keep = exp_of(all.highest - top), take = exp_of(highest - top);
+// Takes a further partition of `rows` rows into `all`: `keep` and `take` are what its values, and the further ones, count.
+static inline void merge_sums(Softmax& all, const Softmax& further, float keep[16], float take[16]) {
+  const V before = v_load(all.highest), after = v_load(further.highest), top = v_max(before, after);
+  const V k = v_exp(v_sub(before, top)), t = v_exp(v_sub(after, top));
+  v_store(keep, k);
+  v_store(take, t);
+  v_store(all.sums, v_fma(v_load(all.sums), k, v_mul(v_load(further.sums), t)));
+  v_store(all.highest, top);
+}
+
+static inline void merge_values(float* all, const float* further, float keep, float take, int width) {
   const V k = v_set(keep), t = v_set(take);
-  for (int d = 0; d < width; d += 16)
-    v_store(all.values + d, v_fma(v_load(all.values + d), k, v_mul(v_load(values + d), t)));
-  alignas(64) float lanes[16];
-  v_store(lanes, v_fma(v_set(all.sum), k, v_mul(v_set(sum), t)));
-  all.sum = lanes[0];
-  all.highest = top;
+  for (int d = 0; d < width; d += 16) v_store(all + d, v_fma(v_load(all + d), k, v_mul(v_load(further + d), t)));
 }
 
 // Which layer's pages, and how they and the heads lie.
@@ -213,11 +212,72 @@ alignas(64) static const float kBeyond[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
                                               kFar, kFar, kFar, kFar,
                                               kFar, kFar, kFar, kFar};
 
+// out [R][panels * 16] = x [R][depth] times panels, in the level's form; strides of x and out in values, of panels in bytes.
+template <bool Pairs, int R>
+static inline void multiply(const void* x, int x_stride, const uint8_t* w, size_t w_stride, int panels, int depth, float* out, int out_stride) {
+  for (int p = 0; p < panels;) {
+    const int columns = widest_of(panels - p);
+    with_width(columns, [&](auto width) {
+      constexpr int C = decltype(width)::value;
+      if constexpr (Pairs) {
+#if KVFERRY_PAIRS
+        tile_pairs<R, C>((const uint16_t*)x, x_stride, w + p * w_stride, w_stride, depth / 2, out + p * 16, out_stride);
+#endif
+      } else {
+        tile_wide<R, C>((const float*)x, x_stride, (const float*)(w + p * w_stride), w_stride / 4, depth, out + p * 16, out_stride);
+      }
+    });
+    p += columns;
+  }
+}
+
+// Scores of one row, of which it sees `seen`, to weights of `panels` times 16 tokens; without pairs in their place.
+template <bool Pairs>
+static inline void weigh(float* scores, uint16_t* narrow, int seen, int panels, float scale, float& highest, float& sum) {
+  const int full = seen / 16, used = (seen + 15) / 16;
+  if (used > full) v_store(scores + full * 16, v_add(v_load(scores + full * 16), v_load(kBeyond + 16 - (seen - full * 16))));
+  V top = v_load(scores);
+  for (int p = 1; p < used; ++p) top = v_max(top, v_load(scores + p * 16));
+  const float most = v_highest(top);
+  highest = most * scale;
+  V all = v_zero();
+  int p = 0;
+  if constexpr (Pairs) {
+#if KVFERRY_PAIRS
+    const float in_octaves = scale * kLog2E;
+    const V by = v_set(in_octaves), least = v_set(-most * in_octaves);
+    const auto weight = [&](int at) {
+      const V x = v_exp2_rough(v_fma(v_load(scores + at * 16), by, least));
+      all = v_add(all, x);
+      return x;
+    };
+    for (; p + 2 <= used; p += 2) {
+      const V first = weight(p), second = weight(p + 1);
+      p_store_bf16(narrow + p * 16, first, second);
+    }
+    if (p < used) {
+      v_store_bf16(narrow + p * 16, weight(p));
+      ++p;
+    }
+    for (; p < panels; ++p) v_store_bf16(narrow + p * 16, v_zero());
+#endif
+  } else {
+    const V by = v_set(scale), least = v_set(-highest);
+    for (; p < used; ++p) {
+      const V x = v_exp(v_fma(v_load(scores + p * 16), by, least));
+      all = v_add(all, x);
+      v_store(scores + p * 16, x);
+    }
+    for (; p < panels; ++p) v_store(scores + p * 16, v_zero());
+  }
+  sum = v_sum(all);
+}
+
 // R rows of one partition whose keys and values are packed: their weights and what these weigh, merged into `totals`.
 template <bool Pairs, int R>
 static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, int row, int first_position, int start) {
   alignas(64) float scores[R * kPartition];
-  alignas(64) float narrow_weights[R * kPartition / 2];
+  alignas(64) uint16_t narrow[R * kPartition];
   alignas(64) float weighed[R * kMaxHeadDim];
   const int D = g.head_dim;
   // Rows are query by query, the heads of a group side by side.
@@ -228,78 +288,22 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   const int most = seen_by(R - 1);
   if (most == 0) return;
   const int panels = (most + 15) / 16;
-  const size_t key_stride = size_t(D) * 16 * (Pairs ? 2 : 4);
-  for (int p = 0; p < panels;) {
-    const int columns = widest_of(panels - p);
-    auto run = [&](auto width) {
-      constexpr int C = decltype(width)::value;
-      if constexpr (Pairs) {
-#if KVFERRY_PAIRS
-        tile_pairs<R, C>((const uint16_t*)s.queries + size_t(row) * D, D, s.keys + p * key_stride, key_stride, D / 2, scores + p * 16, kPartition);
-#endif
-      } else {
-        tile_wide<R, C>(s.queries + size_t(row) * D, D, (const float*)(s.keys + p * key_stride), key_stride / 4, D, scores + p * 16, kPartition);
-      }
-    };
-    with_width(columns, run);
-    p += columns;
-  }
-  float highest[R], sums[R];
-  float* weights = Pairs ? narrow_weights : scores;
+  const size_t value_bytes = Pairs ? 2 : 4, key_stride = D * 16 * value_bytes, value_stride = kPartition * 16 * value_bytes;
+  multiply<Pairs, R>((const uint8_t*)s.queries + size_t(row) * D * value_bytes, D, s.keys, key_stride, panels, D, scores, kPartition);
+  Softmax before, here;
   for (int r = 0; r < R; ++r) {
-    float* mine = scores + r * kPartition;
-    const int seen = seen_by(r), full = seen / 16, used = (seen + 15) / 16;
-    if (used > full) v_store(mine + full * 16, v_add(v_load(mine + full * 16), v_load(kBeyond + 16 - (seen - full * 16))));
-    V top = v_load(mine);
-    for (int p = 1; p < used; ++p) top = v_max(top, v_load(mine + p * 16));
-    highest[r] = v_highest(top) * g.scale;
-    const V scale = v_set(g.scale), least = v_set(-highest[r]);
-    V sum = v_zero();
-    for (int p = 0; p < used; ++p) {
-      V x = v_fma(v_load(mine + p * 16), scale, least);
-      if constexpr (Pairs) {
-#if KVFERRY_PAIRS
-        x = v_exp_rough(x);
-        v_store_bf16((uint16_t*)weights + r * kPartition + p * 16, x);
-#endif
-      } else {
-        x = v_exp(x);
-        v_store(weights + r * kPartition + p * 16, x);
-      }
-      sum = v_add(sum, x);
-    }
-    for (int p = used; p < panels; ++p) {
-      if constexpr (Pairs) {
-        v_store_bf16((uint16_t*)weights + r * kPartition + p * 16, v_zero());
-      } else {
-        v_store(weights + r * kPartition + p * 16, v_zero());
-      }
-    }
-    sums[r] = v_sum(sum);
+    before.highest[r] = s.highest[row + r];
+    before.sums[r] = s.sums[row + r];
+    weigh<Pairs>(scores + r * kPartition, narrow + r * kPartition, seen_by(r), panels, g.scale, here.highest[r], here.sums[r]);
   }
-  const size_t value_stride = size_t(kPartition) * 16 * (Pairs ? 2 : 4);
-  const int width_panels = D / 16;
-  for (int p = 0; p < width_panels;) {
-    const int columns = widest_of(width_panels - p);
-    auto run = [&](auto width) {
-      constexpr int C = decltype(width)::value;
-      if constexpr (Pairs) {
-#if KVFERRY_PAIRS
-        tile_pairs<R, C>((const uint16_t*)weights, kPartition, s.values + p * value_stride, value_stride, panels * 8, weighed + p * 16, kMaxHeadDim);
-#endif
-      } else {
-        tile_wide<R, C>(weights, kPartition, (const float*)(s.values + p * value_stride), value_stride / 4, panels * 16, weighed + p * 16, kMaxHeadDim);
-      }
-    };
-    with_width(columns, run);
-    p += columns;
-  }
+  multiply<Pairs, R>(Pairs ? (const void*)narrow : scores, kPartition, s.values, value_stride, D / 16, panels * 16, weighed, kMaxHeadDim);
+  alignas(64) float keep[16], take[16];
+  merge_sums(before, here, keep, take);
   for (int r = 0; r < R; ++r) {
     if (seen_by(r) == 0) continue;
-    Running all{s.highest[row + r], s.sums[row + r], s.totals + size_t(row + r) * D};
-    merge(all, highest[r], sums[r], weighed + r * kMaxHeadDim, D);
-    s.highest[row + r] = all.highest;
-    s.sums[row + r] = all.sum;
+    merge_values(s.totals + size_t(row + r) * D, weighed + r * kMaxHeadDim, keep[r], take[r], D);
+    s.highest[row + r] = before.highest[r];
+    s.sums[row + r] = before.sums[r];
   }
 }
 

@@ -1,21 +1,30 @@
 // What each phase of a step computes. Included once per level, after attention.hpp.
 
-// The rounded forms of 16 inputs, and their sum: of what will be multiplied. The second half of a group ends the group.
-static inline void round_input(const Rows& rows, int row, int input, V v) {
-  const size_t at = size_t(row) * rows.stride + size_t(input);
-#if KVFERRY_PAIRS
-  v_store_bf16(rows.narrow + at, v);
-  v = v_load_bf16(rows.narrow + at);
-#endif
-  rows.half_sums[at / kSumWidth] = v_sum(v);
-  if (input % kGroup == 0) return;
-  rows.group_sums[at / kGroup] = rows.half_sums[at / kSumWidth - 1] + rows.half_sums[at / kSumWidth];
-  if (rows.bytes) write_bytes(rows, row, input / kGroup);
+// Which forms of its inputs a product with the matrix reads.
+static Forms forms_read(const Matrix& m, bool bytes) {
+  bytes = bytes && m.has_codes();  // those are made out of floats
+  return {bytes || !takes_pairs(m.format), !bytes && m.has_codes() && adds_minimum(m), bytes};
 }
 
-// One row of inputs, in every form; `values` may be the row's own `wide`.
+// 16 inputs in the forms that are kept, and the sum of what will be multiplied. The second half of a group ends the group.
+static inline void put_input(const Rows& rows, int row, int input, V v) {
+  const size_t at = size_t(row) * rows.stride + size_t(input);
+  if (rows.forms.wide) v_store(rows.wide + at, v);
+#if KVFERRY_PAIRS
+  v_store_bf16(rows.narrow + at, v);
+#endif
+  if (rows.forms.sums) {
+#if KVFERRY_PAIRS
+    v = v_load_bf16(rows.narrow + at);
+#endif
+    rows.half_sums[at / kSumWidth] = v_sum(v);
+    if (input % kGroup != 0) rows.group_sums[at / kGroup] = rows.half_sums[at / kSumWidth - 1] + rows.half_sums[at / kSumWidth];
+  }
+  if (rows.forms.bytes && input % kGroup != 0) write_bytes(rows, row, input / kGroup);
+}
+
+// One row of inputs; `values` may be the row's own `wide`.
 static inline void write_input(const Rows& rows, int row, int n, const float* values) {
-  float* wide = rows.wide + size_t(row) * rows.stride;
   for (int i = 0; i < rows.stride; i += kSumWidth) {
     V v = v_zero();
     if (i + kSumWidth <= n) {
@@ -25,8 +34,7 @@ static inline void write_input(const Rows& rows, int row, int n, const float* va
       for (int j = i; j < n; ++j) tail[j - i] = values[j];
       v = v_load(tail);
     }
-    v_store(wide + i, v);
-    round_input(rows, row, i, v);
+    put_input(rows, row, i, v);
   }
 }
 
@@ -214,40 +222,62 @@ static inline void merge_rows(Step& step, int chunk) {
     if (first >= 0) {
       const int parts = (sequence.context + kPartition - 1) / kPartition, query = row - sequence.first;
       const int position = sequence.context - sequence.queries + query;
-      for (int head = 0; head < m.heads; ++head) {
-        alignas(64) float values[kMaxHeadDim] = {};
-        Running all{-__builtin_inff(), 0.0f, values};
+      for (int head = 0; head < m.heads; head += 16) {
+        const int heads = m.heads - head < 16 ? m.heads - head : 16;
+        alignas(64) float values[16 * kMaxHeadDim], keep[16], take[16];
+        for (int i = 0; i < heads * D; i += 16) v_store(values + i, v_zero());
+        Softmax all;
+        v_store(all.highest, v_set(-__builtin_inff()));
         for (int p = 0; p < parts && p * kPartition <= position; ++p) {
-          const float* from = step.partials + size_t(first + p * m.kv_heads + head / group) * step.partial_floats +
-                              size_t(query * group + head % group) * (D + 2);
-          merge(all, from[D], from[D + 1], from, D);
+          const float* from[16];
+          Softmax further;
+          for (int h = 0; h < heads; ++h) {
+            from[h] = step.partials + size_t(first + p * m.kv_heads + (head + h) / group) * step.partial_floats +
+                      size_t(query * group + (head + h) % group) * (D + 2);
+            further.highest[h] = from[h][D];
+            further.sums[h] = from[h][D + 1];
+          }
+          merge_sums(all, further, keep, take);
+          for (int h = 0; h < heads; ++h) merge_values(values + h * D, from[h], keep[h], take[h], D);
         }
-        const V sum = v_set(all.sum);
-        for (int d = 0; d < D; d += 16) v_store(attended + head * D + d, v_div(v_load(values + d), sum));
+        for (int h = 0; h < heads; ++h) {
+          const V sum = v_set(all.sums[h]);
+          for (int d = 0; d < D; d += 16) v_store(attended + (head + h) * D + d, v_div(v_load(values + h * D + d), sum));
+        }
       }
     }
     write_input(step.attended, row, m.heads * D, attended);
   }
 }
 
+// x / (1 + e^-x)
+static inline V silu(V x) {
+#if KVFERRY_PAIRS
+  const V power = v_exp2_rough(v_mul(x, v_set(-kLog2E)));
+#else
+  const V power = v_exp(v_sub(v_zero(), x));
+#endif
+  return v_div(x, v_add(v_set(1.0f), power));
+}
+
 static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thread) {
   const Rows& to = step.hidden_up;
-  product_chunk(m, step.x, step.batch.rows, step.cut_gate_up, chunk, step.scratch(thread), [&](int row, int panel, V v) {
-    const size_t at = size_t(row) * to.stride + size_t(panel / 2) * kPanel;
-    if (panel % 2 == 0) {  // the gate waits for its up, which is the next panel of the same chunk
-      v_store(to.wide + at, v);
+  const auto put = [&](int row, int pair, V gate, V up) {
+    fetch_below(to.narrow + size_t(row) * to.stride + size_t(pair) * kPanel, size_t(to.stride));
+    put_input(to, row, pair * kPanel, v_mul(silu(gate), up));
+    // Inputs beyond the last panel meet weights of zero, but what lies there may be another batch's, and not finite.
+    for (int i = (pair + 1) * kPanel; 2 * pair + 2 == m.panels && i < to.stride; i += kPanel) put_input(to, row, i, v_zero());
+  };
+  product_rows(m, step.x, step.batch.rows, step.cut_gate_up, chunk, step.scratch(thread), [&](int row, int panel, int columns, auto&& value) {
+    if (columns > 1) {
+      for (int c = 0; c < columns; c += 2) put(row, (panel + c) / 2, value(c), value(c + 1));
       return;
     }
-    const V gate = v_load(to.wide + at);
-    const V silu = v_div(gate, v_add(v_set(1.0f), v_exp(v_sub(v_zero(), gate))));
-    const V product = v_mul(silu, v);
-    v_store(to.wide + at, product);
-    int i = panel / 2 * kPanel;
-    round_input(to, row, i, product);
-    // Inputs beyond the last panel meet weights of zero, but what lies there may be another batch's, and not finite.
-    for (i += kPanel; panel + 1 == m.panels && i < to.stride; i += kPanel) {
-      v_store(to.wide + size_t(row) * to.stride + size_t(i), v_zero());
-      round_input(to, row, i, v_zero());
+    float* gate = to.wide + size_t(row) * to.stride + size_t(panel / 2) * kPanel;
+    if (panel % 2 == 0) {  // it waits for its up, which is the next panel of the same chunk
+      v_store(gate, value(0));
+    } else {
+      put(row, panel / 2, v_load(gate), value(0));
     }
   });
 }
@@ -255,6 +285,7 @@ static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thr
 static inline void add_chunk(Step& step, const Matrix& m, const Rows& from, const Cut& cut, int chunk, int thread) {
   product_chunk(m, from, step.batch.rows, cut, chunk, step.scratch(thread), [&](int row, int panel, V v) {
     float* to = step.residual + size_t(row) * step.x.stride + size_t(panel) * kPanel;
+    fetch_below(to, step.x.stride);
     v_store(to, v_add(v_load(to), v));
   });
 }
@@ -307,7 +338,11 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     case Phase::qkv: {
       const int width = layer.qkv.panels * kPanel;
       product_chunk(layer.qkv, step.x, step.batch.rows, step.cut_qkv, chunk, step.scratch(thread),
-                    [&](int row, int panel, V v) { v_store(step.qkv + size_t(row) * width + size_t(panel) * kPanel, v); });
+                    [&](int row, int panel, V v) {
+                      float* to = step.qkv + size_t(row) * width + size_t(panel) * kPanel;
+                      fetch_below(to, size_t(width));
+                      v_store(to, v);
+                    });
       break;
     }
     case Phase::rotate: rotate_rows(step, layer, layer_index, chunk); break;

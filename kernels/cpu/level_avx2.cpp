@@ -10,5 +10,5 @@ namespace kvferry::avx2 {
 #include "kernels.hpp"
 
 extern const Level kLevel;
-const Level kLevel{"avx2", scratch_bytes, run_chunk, run_product, read_all, sum_products};
+const Level kLevel{"avx2", scratch_bytes, forms_read, run_chunk, run_product, read_all, sum_products};
 }  // namespace kvferry::avx2

@@ -10,5 +10,5 @@ namespace kvferry::portable {
 #include "kernels.hpp"
 
 extern const Level kLevel;
-const Level kLevel{"portable", scratch_bytes, run_chunk, run_product, read_all, sum_products};
+const Level kLevel{"portable", scratch_bytes, forms_read, run_chunk, run_product, read_all, sum_products};
 }  // namespace kvferry::portable

@@ -6,8 +6,9 @@ class ProductJob final : public Job {
  public:
   ProductJob(const Matrix& m, const float* x, int rows, float* out, bool bytes, int threads)
       : matrix_(m), out_(out), num_rows_(rows), cut_(cut_product(m, rows, threads)) {
-    auto* memory = static_cast<uint8_t*>(inputs_.reserve(Rows::memory_of(rows, m.depth, bytes)));
-    rows_ = Rows::over(memory, rows, m.depth, bytes);
+    const Forms forms = forms_read(m, bytes);
+    auto* memory = static_cast<uint8_t*>(inputs_.reserve(Rows::memory_of(rows, m.depth, forms)));
+    rows_ = Rows::over(memory, rows, m.depth, forms);
     scratch_bytes_ = (unpacked_bytes(m) + 63) / 64 * 64;
     scratch_ = static_cast<uint8_t*>(scratches_.reserve(scratch_bytes_ * size_t(threads)));
     for (int r = 0; r < rows; ++r) write_input(rows_, r, m.cols, x + size_t(r) * m.cols);

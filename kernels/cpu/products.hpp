@@ -68,7 +68,7 @@ static inline size_t unpacked_bytes(const Matrix& m) {
 // count of panels, values [rows][panels * 16])` takes each tile.
 template <class Put>
 static void product(const Matrix& m, const Rows& x, int rows, int panel, int panels, uint8_t* scratch, Put&& put) {
-  if (x.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
+  if (x.forms.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
   alignas(64) float out[kTileRows * kChunkPanels * kPanel];
   if (rows <= kFusedRows) {
     with_count<kFusedRows>(rows, [&](auto count) {
@@ -129,9 +129,10 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
   }
 }
 
-// How the chunks of a product share it: see step.hpp. `put(row, panel, value)` takes 16 outputs of a row.
+// How the chunks of a product share it: see step.hpp. `put(row, panel, columns, value)` takes so many panels of a row, 16
+// outputs each: value(0), value(1) and so on.
 template <class Put>
-static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows, const Cut& cut, int chunk, uint8_t* scratch, Put&& put) {
+static inline void product_rows(const Matrix& m, const Rows& rows, int num_rows, const Cut& cut, int chunk, uint8_t* scratch, Put&& put) {
   const int row_blocks = (num_rows + cut.rows - 1) / cut.rows;
   // Neighbouring chunks share their panels, so that what one core fetched another finds in the shared cache.
   const int first_row = chunk % row_blocks * cut.rows, first_panel = chunk / row_blocks * cut.panels;
@@ -142,11 +143,18 @@ static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows
     const int panels = last_panel - panel < kChunkPanels ? last_panel - panel : kChunkPanels;
     product(m, x, count, panel, panels, scratch, [&](int row, int n, int at, int columns, const float* values) {
       for (int r = 0; r < n; ++r)
-        for (int c = 0; c < columns; ++c) {
-          V v = v_load(values + (r * columns + c) * kPanel);
-          if (m.bias) v = v_add(v, v_load(m.bias + size_t(at + c) * kPanel));
-          put(first_row + row + r, at + c, v);
-        }
+        put(first_row + row + r, at, columns, [&](int c) {
+          const V v = v_load(values + (r * columns + c) * kPanel);
+          return m.bias ? v_add(v, v_load(m.bias + size_t(at + c) * kPanel)) : v;
+        });
     });
   }
+}
+
+// The same, `put(row, panel, value)` taking one panel at a time.
+template <class Put>
+static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows, const Cut& cut, int chunk, uint8_t* scratch, Put&& put) {
+  product_rows(m, rows, num_rows, cut, chunk, scratch, [&](int row, int panel, int columns, auto&& value) {
+    for (int c = 0; c < columns; ++c) put(row, panel + c, value(c));
+  });
 }

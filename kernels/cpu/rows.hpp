@@ -1,4 +1,4 @@
-// Inputs of products: rows of activations in every form that a level multiplies, filled together.
+// Inputs of products: rows of activations in the forms that their products read, filled together.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,14 +7,22 @@
 
 namespace kvferry {
 
+// Which forms are kept, beside the bfloat16 of a level that multiplies pairs.
+struct Forms {
+  bool wide = false, sums = false, bytes = false;  // bytes are made out of wide, and bring sums of their own
+
+  Forms operator|(Forms other) const { return {wide || other.wide, sums || other.sums, bytes || other.bytes}; }
+};
+
 struct Rows {
-  float* wide = nullptr;       // [rows][stride]
+  Forms forms;
+  float* wide = nullptr;       // [rows][stride]; scratch where it is not kept
   uint16_t* narrow = nullptr;  // [rows][stride] bfloat16
   // Sums of what a matrix of codes multiplies: of 16 neighbours, and of 32.
   float* half_sums = nullptr;   // [rows][stride / kSumWidth]
   float* group_sums = nullptr;  // [rows][stride / kGroup]
-  // With `Model::bytes` also rounded to 8 bits, value = step * byte: quads of four inputs in the order 0 2 1 3.
-  int8_t* bytes = nullptr;       // [rows][stride], or none
+  // Rounded to 8 bits, value = step * byte: quads of four inputs in the order 0 2 1 3.
+  int8_t* bytes = nullptr;       // [rows][stride]
   float* steps = nullptr;        // [rows][stride / kGroup]
   int32_t* byte_sums = nullptr;  // [rows][stride / kSumWidth]
   int stride = 0;                // a multiple of kGroup
@@ -26,7 +34,7 @@ struct Rows {
     r.narrow += inputs;
     r.half_sums += inputs / kSumWidth;
     r.group_sums += inputs / kGroup;
-    if (bytes) {
+    if (forms.bytes) {
       r.bytes += inputs;
       r.steps += inputs / kGroup;
       r.byte_sums += inputs / kSumWidth;
@@ -34,14 +42,14 @@ struct Rows {
     return r;
   }
 
-  static size_t memory_of(int rows, int stride, bool with_bytes) {
+  static size_t memory_of(int rows, int stride, Forms forms) {
     const size_t inputs = size_t(rows) * stride;
     const size_t sums = (inputs / kSumWidth + inputs / kGroup) * 4;
-    return inputs * 6 + sums + (with_bytes ? inputs + sums : 0);
+    return inputs * 6 + sums + (forms.bytes ? inputs + sums : 0);
   }
 
   // Laid out over as much memory as `memory_of` says.
-  static Rows over(uint8_t* memory, int rows, int stride, bool with_bytes) {
+  static Rows over(uint8_t* memory, int rows, int stride, Forms forms) {
     const size_t inputs = size_t(rows) * stride;
     const auto take = [&memory](size_t bytes) {
       uint8_t* at = memory;
@@ -49,12 +57,13 @@ struct Rows {
       return at;
     };
     Rows r;
+    r.forms = forms;
     r.stride = stride;
     r.wide = reinterpret_cast<float*>(take(inputs * 4));
     r.narrow = reinterpret_cast<uint16_t*>(take(inputs * 2));
     r.half_sums = reinterpret_cast<float*>(take(inputs / kSumWidth * 4));
     r.group_sums = reinterpret_cast<float*>(take(inputs / kGroup * 4));
-    if (with_bytes) {
+    if (forms.bytes) {
       r.steps = reinterpret_cast<float*>(take(inputs / kGroup * 4));
       r.byte_sums = reinterpret_cast<int32_t*>(take(inputs / kSumWidth * 4));
       r.bytes = reinterpret_cast<int8_t*>(take(inputs));

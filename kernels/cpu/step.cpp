@@ -14,7 +14,9 @@ namespace kvferry {
 namespace {
 
 constexpr int kSplitQueries = 4;  // sequences with at most so many rows are shared out by partition
-constexpr int kRowBlock = 96;     // rows of a product's chunk: their inputs stay in a core's own cache
+constexpr int kRowBlock = 256;    // rows of a product's chunk, at most: they share what it unpacks
+constexpr int kLeastRows = 24;    // and at least, where there are more: below, fetching panels outweighs using them
+constexpr int kChunkCells = 2048; // rows times panels of a chunk, about
 constexpr int kPerLayer = 9;      // phases
 constexpr size_t kHuge = size_t(2) << 20;
 
@@ -49,22 +51,33 @@ Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), th
   scratches_.resize(size_t(threads));
   seconds.resize(size_t(threads));
   for (auto& scratch : scratches_) scratch.reserve(level.scratch_bytes(model));
+  const auto read_by = [this](const Matrix& matrix) { return level.forms_read(matrix, model.bytes); };
+  x_forms_ = read_by(model.head);
+  for (int i = 0; i < model.num_layers; ++i) {
+    const Layer& layer = model.layers[i];
+    x_forms_ = x_forms_ | read_by(layer.qkv) | read_by(layer.gate_up);
+    attended_forms_ = attended_forms_ | read_by(layer.output);
+    up_forms_ = up_forms_ | read_by(layer.down);
+  }
 }
 
-Rows Step::rows_of(Buffer& buffer, int rows, int width) {
+Rows Step::rows_of(Buffer& buffer, int rows, int width, Forms forms) {
   // Inputs beyond a matrix's own are multiplied by zeros, so they must be finite: who fills a row fills all of it.
-  const int stride = round_up(width, kGroup);
-  auto* memory = static_cast<uint8_t*>(buffer.reserve(Rows::memory_of(rows, stride, model.bytes)));
-  return Rows::over(memory, rows, stride, model.bytes);
+  int stride = round_up(width, kGroup);
+  if (stride / kGroup % 2 == 0) stride += kGroup;  // else what stands below each other falls into few sets of a cache
+  auto* memory = static_cast<uint8_t*>(buffer.reserve(Rows::memory_of(rows, stride, forms)));
+  return Rows::over(memory, rows, stride, forms);
 }
 
 Cut cut_product(const Matrix& matrix, int rows, int threads, int least) {
   Cut c;
   if (rows == 0) return c;
   // Enough chunks that nobody waits long for the last one, and not so many that handing them out costs.
-  c.rows = rows <= 16 ? rows : std::min(kRowBlock, round_up(pieces(rows, 2), 12));
-  const int row_blocks = pieces(rows, c.rows);
-  const int panels = matrix.panels / std::max(1, threads * 8 / row_blocks);
+  int row_blocks = pieces(rows, kRowBlock);
+  while (pieces(matrix.panels, 4) * row_blocks < 8 * threads && rows >= (row_blocks + 1) * kLeastRows) ++row_blocks;
+  c.rows = row_blocks == 1 ? rows : round_up(pieces(rows, row_blocks), 6);
+  row_blocks = pieces(rows, c.rows);
+  const int panels = std::min(matrix.panels / std::max(1, threads * 8 / row_blocks), kChunkCells / c.rows);
   c.panels = std::clamp(panels >= 4 ? panels / 4 * 4 : 2, least, 32);
   c.count = row_blocks * pieces(matrix.panels, c.panels);
   return c;
@@ -74,9 +87,9 @@ void Step::prepare(const Batch& b) {
   batch = b;
   const int rows = std::max(batch.rows, 1);
   const int capacity = round_up(rows, 64);  // so that batches of about one size share their memory's layout
-  x = rows_of(x_, capacity, model.hidden);
-  attended = rows_of(attended_, capacity, model.heads * model.head_dim);
-  hidden_up = rows_of(up_, capacity, round_up(model.intermediate, kPanel));
+  x = rows_of(x_, capacity, model.hidden, x_forms_);
+  attended = rows_of(attended_, capacity, model.heads * model.head_dim, attended_forms_);
+  hidden_up = rows_of(up_, capacity, round_up(model.intermediate, kPanel), up_forms_);
   residual = static_cast<float*>(residual_.reserve(size_t(capacity) * x.stride * 4));
   qkv = static_cast<float*>(qkv_.reserve(size_t(capacity) * model.layers[0].qkv.panels * kPanel * 4));
   cut_qkv = cut_product(model.layers[0].qkv, batch.rows, threads_);

@@ -63,6 +63,7 @@ class Step;
 struct Level {
   const char* name;
   size_t (*scratch_bytes)(const Model& model);  // of one thread
+  Forms (*forms_read)(const Matrix& matrix, bool bytes);
   void (*run)(Step& step, Phase phase, int layer, int chunk, int thread);
   // x [rows, cols] times a matrix, to out [rows, matrix rows], inputs rounded to 8 bits if `bytes`; for tests and
   // benchmarks.
@@ -106,7 +107,7 @@ class Step final : public Job {
  private:
   void plan_attention();
   void plan_partition(int partition, int heads_at_once, int most_sharers);
-  Rows rows_of(Buffer& buffer, int rows, int width);
+  static Rows rows_of(Buffer& buffer, int rows, int width, Forms forms);
 
   // Sequences with the same pages in a partition: its last page, the first of them, the last so far, and how many.
   struct Sharing {
@@ -115,6 +116,7 @@ class Step final : public Job {
   };
 
   int threads_;
+  Forms x_forms_, attended_forms_, up_forms_;
   std::vector<Sharing> sharings_;
   std::vector<int> next_sharer_;  // per sequence
   Buffer x_, attended_, up_, residual_, qkv_, partials_;

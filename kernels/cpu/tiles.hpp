@@ -48,6 +48,12 @@ static inline void with_width(int columns, F&& f) {
 // Always inlined: the compiler takes a function that only prefetches for one without effect, and drops its calls.
 [[gnu::always_inline]] static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+// The same for what the tile of the next rows will write, or add to.
+template <class T>
+[[gnu::always_inline]] static inline void fetch_below(const T* p, size_t stride) {
+  __builtin_prefetch(p + kTileRows * stride, 1, 3);
+}
+
 template <int R, int C>
 [[gnu::always_inline]] static inline void clear(V (&sum)[R][C]) {
 #pragma GCC unroll 8

@@ -62,18 +62,16 @@ static inline void v_codes8(const int8_t* p, V& first, V& second) {
   second = {_mm512_cvtepi32_ps(_mm512_srai_epi32(lanes, 8))};
 }
 
-// e^x to 3e-6, for what is rounded to bfloat16 afterwards; 0 for whatever is far below. Minimax polynomial of degree 4
-// for 2^f, |f| <= 1/2.
-static inline V v_exp_rough(V x) {
-  const __m512 t = _mm512_mul_ps(x.v, _mm512_set1_ps(1.44269504f));
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(t, n);
-  __m512 y = _mm512_set1_ps(0.0095701013f);
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.055917859f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.24024744f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.69312179f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.99999928f));
-  return {_mm512_scalef_ps(y, n)};
+// 2^x to 3e-6, for what is rounded to bfloat16 afterwards; 0 for whatever is far below. Minimax polynomial of degree 4
+// for the part behind the point; the scaling takes the whole part by itself.
+static inline V v_exp2_rough(V x) {
+  const __m512 f = _mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 y = _mm512_set1_ps(0.013534168f);
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.0520114611f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.241442756f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.693003835f));
+  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.00000259f));
+  return {_mm512_scalef_ps(y, x.v)};
 }
 
 // --- pairs of bfloat16 ---------------------------------------------------------------------------------------------
@@ -82,6 +80,7 @@ using P = __m512i;  // sixteen lanes of two bfloat16
 static inline P p_load(const void* p) { return _mm512_loadu_si512(p); }
 static inline void p_store(void* p, P x) { _mm512_storeu_si512(p, x); }
 static inline P p_set(uint32_t pair) { return _mm512_set1_epi32(int(pair)); }
+static inline void p_store_bf16(uint16_t* p, V first, V second) { p_store(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v)); }
 // Rounds to nearest even and takes denormals for zero, whatever the thread's settings: the same everywhere.
 static inline V p_dot(V sum, P x, P y) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)x, (__m512bh)y)}; }
 // Whole numbers 0 to 15 as bfloat16, twice over: the index has five bits, of which a nibble's neighbour owns one.
