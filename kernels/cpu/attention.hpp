@@ -8,7 +8,7 @@
 //
 // Keys of 16 tokens, transposed, are a panel like a matrix's; so are 16 values of all tokens. The query heads that
 // share a KV head are rows of one tile: each key and value is read once for all of them.
-// Included once per level, after products.hpp.
+// Included once per level, after pages.hpp.
 
 constexpr float kLog2E = 1.44269504088896341f;
 
@@ -49,134 +49,10 @@ static inline void merge_values(float* all, const float* further, float keep, fl
   for (int d = 0; d < width; d += 16) v_store(all + d, v_fma(v_load(all + d), k, v_mul(v_load(further + d), t)));
 }
 
-// Which layer's pages, and how they and the heads lie.
-struct AttentionGeometry {
-  int layer, num_layers, kv_heads, group, head_dim, block_tokens;
-  float scale;
-};
-
-// Where the keys (half 0) or values (half 1) of 16 tokens stand, from `first` on; those from `end` on are zeros.
-template <bool NarrowPages>
-static inline void find_rows(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int half, int kv_head, int first, int end, const uint8_t* rows[16]) {
-  alignas(64) static const uint8_t zeros[kMaxHeadDim * 4] = {};
-  const size_t row_bytes = size_t(g.head_dim) * (NarrowPages ? 2 : 4);
-  int block = first / g.block_tokens, place = first % g.block_tokens;
-  const uint8_t* at = nullptr;
-  for (int t = 0; t < 16; ++t) {
-    if (first + t >= end) {
-      rows[t] = zeros;
-      continue;
-    }
-    if (!at || place == g.block_tokens) {
-      if (at) ++block, place = 0;
-      const size_t page = size_t(s.pages[block]);
-      at = batch.pages + ((((page * g.num_layers + g.layer) * 2 + half) * g.kv_heads + kv_head) * g.block_tokens + place) * row_bytes;
-    }
-    rows[t] = at;
-    at += row_bytes;
-    ++place;
-  }
-}
-
-// Asks for the keys and values of 16 tokens before they are needed: pages lie far apart, so nothing else foresees them.
-template <bool NarrowPages>
-[[gnu::always_inline]] static inline void fetch_rows(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first) {
-  const size_t row_bytes = size_t(g.head_dim) * (NarrowPages ? 2 : 4);
-  const int block = first / g.block_tokens, place = first % g.block_tokens;
-  const int rows = g.block_tokens - place < 16 ? g.block_tokens - place : 16;
-  const size_t page = size_t(s.pages[block]), half_bytes = size_t(g.kv_heads) * g.block_tokens * row_bytes;
-  const uint8_t* at = batch.pages + (((page * g.num_layers + g.layer) * 2 * g.kv_heads + kv_head) * g.block_tokens + place) * row_bytes;
-  for (size_t i = 0; i < rows * row_bytes; i += 64) {
-    fetch(at + i);
-    fetch(at + half_bytes + i);
-  }
-}
-
-#if KVFERRY_PAIRS
-// [16 tokens][32 values] to [16 pairs][16 tokens][2].
-static inline void transpose_pairs(const uint8_t* const rows[16], size_t offset, uint8_t* out) {
-  __m512i r[16], t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(rows[i] + offset);
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    _mm512_storeu_si512(out + size_t(i) * 64, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_storeu_si512(out + size_t(i + 4) * 64, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-    _mm512_storeu_si512(out + size_t(i + 8) * 64, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-    _mm512_storeu_si512(out + size_t(i + 12) * 64, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
-  }
-}
-#endif
-
-// Values of one token, 16 of them, as floats.
-template <bool NarrowPages>
-static inline V values_at(const uint8_t* token, int d) {
-  return NarrowPages ? v_load_bf16((const uint16_t*)token + d) : v_load((const float*)token + d);
-}
-
-// Keys of tokens [first, first + 16), those from `end` on as zeros, to one panel.
-template <bool Pairs, bool NarrowPages>
-static inline void pack_keys(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first, int end, uint8_t* out) {
-  const uint8_t* rows[16];
-  find_rows<NarrowPages>(batch, g, s, 0, kv_head, first, end, rows);
-  if constexpr (Pairs) {
-#if KVFERRY_PAIRS
-    int d = 0;
-    for (; d + 32 <= g.head_dim; d += 32) transpose_pairs(rows, size_t(d) * 2, out + size_t(d) * 32);
-    for (; d < g.head_dim; d += 2)
-      for (int t = 0; t < 16; ++t) std::memcpy(out + size_t(d) * 32 + t * 4, rows[t] + d * 2, 4);
-#endif
-  } else {
-    float* to = (float*)out;
-    alignas(64) float lanes[16];
-    for (int t = 0; t < 16; ++t)
-      for (int d = 0; d < g.head_dim; d += 16) {
-        v_store(lanes, values_at<NarrowPages>(rows[t], d));
-        for (int i = 0; i < 16; ++i) to[size_t(d + i) * 16 + t] = lanes[i];
-      }
-  }
-}
-
-// Values of tokens [first, first + 16) to panels of 16 values each, `stride` bytes apart.
-template <bool Pairs, bool NarrowPages>
-static inline void pack_values(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first, int end, uint8_t* out, size_t stride) {
-  const uint8_t* rows[16];
-  find_rows<NarrowPages>(batch, g, s, 1, kv_head, first, end, rows);
-  for (int t = 0; t < 16; t += Pairs ? 2 : 1) {
-    const uint8_t* a = rows[t];
-    if constexpr (Pairs) {
-#if KVFERRY_PAIRS
-      const uint8_t* b = rows[t + 1];
-      for (int d = 0; d < g.head_dim; d += 16) {
-        const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + d * 2)));
-        const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + d * 2)));
-        _mm512_storeu_si512(out + size_t(d / 16) * stride + size_t(t / 2) * 64, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-      }
-#endif
-    } else {
-      for (int d = 0; d < g.head_dim; d += 16)
-        v_store((float*)(out + size_t(d / 16) * stride) + size_t(t) * 16, values_at<NarrowPages>(a, d));
-    }
-  }
+// Bytes between panels of values; what stands behind each other would fall into few sets of a cache otherwise.
+template <bool Pairs>
+static inline constexpr size_t value_bytes() {
+  return size_t(kPartition) * 16 * (Pairs ? 2 : 4) + 64;
 }
 
 // Scratch of one thread for attention; sizes in `attention_bytes`.
@@ -190,14 +66,14 @@ struct AttentionScratch {
 };
 static inline size_t attention_bytes(int group, int head_dim) {
   const size_t rows = size_t(tile_queries(group)) * group;
-  return 2 * size_t(kPartition) * head_dim * 4 + 2 * rows * head_dim * 4 + 2 * rows * 4 + 1024;
+  return size_t(kPartition) * head_dim * 4 + value_bytes<false>() * (head_dim / 16) + 2 * rows * head_dim * 4 + 2 * rows * 4 + 1024;
 }
 static inline AttentionScratch carve(uint8_t* at, int group, int head_dim) {
-  const size_t rows = size_t(tile_queries(group)) * group, panelled = size_t(kPartition) * head_dim * 4;
+  const size_t rows = size_t(tile_queries(group)) * group;
   AttentionScratch s;
   s.keys = at;
-  s.values = at + panelled;
-  s.queries = (float*)(at + 2 * panelled);
+  s.values = at + size_t(kPartition) * head_dim * 4;
+  s.queries = (float*)(s.values + value_bytes<false>() * (head_dim / 16));
   s.totals = s.queries + rows * head_dim;
   s.highest = s.totals + rows * head_dim;
   s.sums = s.highest + rows;
@@ -288,8 +164,8 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   const int most = seen_by(R - 1);
   if (most == 0) return;
   const int panels = (most + 15) / 16;
-  const size_t value_bytes = Pairs ? 2 : 4, key_stride = D * 16 * value_bytes, value_stride = kPartition * 16 * value_bytes;
-  multiply<Pairs, R>((const uint8_t*)s.queries + size_t(row) * D * value_bytes, D, s.keys, key_stride, panels, D, scores, kPartition);
+  const size_t item_bytes = Pairs ? 2 : 4, key_stride = D * 16 * item_bytes, value_stride = value_bytes<Pairs>();
+  multiply<Pairs, R>((const uint8_t*)s.queries + size_t(row) * D * item_bytes, D, s.keys, key_stride, panels, D, scores, kPartition);
   Softmax before, here;
   for (int r = 0; r < R; ++r) {
     before.highest[r] = s.highest[row + r];
@@ -332,21 +208,28 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       s.sums[row] = 0.0f;
     }
   const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row sees
-  const size_t key_stride = size_t(D) * 16 * (Pairs ? 2 : 4), value_stride = size_t(kPartition) * 16 * (Pairs ? 2 : 4);
+  const int behind = (last + 15) / 16 * 16;
+  // What is packed two units after the one at t: of this head, of the next, or of the next item.
+  const auto ahead_of = [&](int t) -> const uint8_t* {
+    const int further = t + 32 - behind;
+    if (further < 0) return key_at<NarrowPages>(batch, g, sequence, kv_head, t + 32);
+    const int own = item.begin * kPartition + further;
+    if (kv_head + 1 < item.kv_end) return own < last ? key_at<NarrowPages>(batch, g, sequence, kv_head + 1, own) : nullptr;
+    if (!next) return nullptr;
+    const Sequence& other = batch.sequences[next->sequence];
+    const int token = next->begin * kPartition + further;
+    return token < other.context ? key_at<NarrowPages>(batch, g, other, next->kv_begin, token) : nullptr;
+  };
+  const size_t key_stride = size_t(D) * 16 * (Pairs ? 2 : 4), value_stride = value_bytes<Pairs>();
+  alignas(64) uint8_t copy[2 * kUnitBytes];
   for (int part = item.begin; part < item.end; ++part) {
     const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
-    if (part == item.begin && start + 16 < last) fetch_rows<NarrowPages>(batch, g, sequence, kv_head, start + 16);
     for (int t = start; t < end; t += 16) {
       const int p = (t - start) / 16;
-      if (t + 32 < last) {
-        fetch_rows<NarrowPages>(batch, g, sequence, kv_head, t + 32);
-      } else if (kv_head + 1 < item.kv_end) {
-        fetch_rows<NarrowPages>(batch, g, sequence, kv_head + 1, item.begin * kPartition);
-      } else if (next) {
-        fetch_rows<NarrowPages>(batch, g, batch.sequences[next->sequence], next->kv_begin, next->begin * kPartition);
-      }
-      pack_keys<Pairs, NarrowPages>(batch, g, sequence, kv_head, t, end, s.keys + p * key_stride);
-      pack_values<Pairs, NarrowPages>(batch, g, sequence, kv_head, t, end, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_stride);
+      const Unit unit = unit_at<NarrowPages>(batch, g, sequence, kv_head, t, end, copy);
+      const uint8_t* ahead = ahead_of(t);
+      pack_keys<Pairs, NarrowPages>(g, unit.keys, ahead ? ahead : unit.keys, s.keys + p * key_stride);
+      pack_values<Pairs, NarrowPages>(g, unit.values, ahead ? ahead + half_bytes<NarrowPages>(g) : unit.values, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_stride);
     }
     for (int row = 0; row < rows; row += kTileRows) {
       const int count = rows - row < kTileRows ? rows - row : kTileRows;

@@ -8,6 +8,8 @@
 //
 #include "products.hpp"
 //
+#include "pages.hpp"
+//
 #include "attention.hpp"
 //
 #include "level.hpp"

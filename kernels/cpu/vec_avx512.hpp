@@ -83,6 +83,17 @@ static inline P p_set(uint32_t pair) { return _mm512_set1_epi32(int(pair)); }
 static inline void p_store_bf16(uint16_t* p, V first, V second) { p_store(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v)); }
 // Rounds to nearest even and takes denormals for zero, whatever the thread's settings: the same everywhere.
 static inline V p_dot(V sum, P x, P y) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)x, (__m512bh)y)}; }
+// Values of two rows side by side: lanes of (x, y), of the first 16 and the last 16.
+static inline void p_interleave(P x, P y, P& first, P& last) {
+  const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                         35, 3, 34, 2, 33, 1, 32, 0);
+  first = _mm512_permutex2var_epi16(x, order, y);
+  last = _mm512_permutex2var_epi16(x, _mm512_add_epi16(order, _mm512_set1_epi16(16)), y);
+}
+static inline P p_interleave_half(const uint16_t* x, const uint16_t* y) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x));
+  return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)y)), 16));
+}
 // Whole numbers 0 to 15 as bfloat16, twice over: the index has five bits, of which a nibble's neighbour owns one.
 static inline P p_table4() {
   alignas(64) uint16_t table[32];
