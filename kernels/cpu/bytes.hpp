@@ -104,9 +104,10 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 // Panels [panel, panel + panels) for any number of rows; `put` as in `product`.
 template <class Put>
 static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel, int panels, Put&& put) {
-  alignas(64) float out[kByteRows * kChunkPanels * kPanel];
+  alignas(64) float out[kByteRows * 2 * kPanel];
   for (int p = 0; p < panels;) {
-    const int left = panels - p, columns = rows == 1 && left >= 4 ? 4 : KVFERRY_PAIRS && left >= 2 ? 2 : 1;
+    // One row is read from memory, and one stream of it faster than several.
+    const int columns = KVFERRY_PAIRS && rows > 1 && panels - p >= 2 ? 2 : 1;
     for (int row = 0; row < rows; row += kByteRows) {
       const Rows at = x.from(row);
       with_count<kByteRows>(rows - row < kByteRows ? rows - row : kByteRows, [&](auto count) {
@@ -116,8 +117,6 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
           with_codes(m, [&](auto form) { tile_bytes<decltype(form), R, C>(m, panel + p, at, out); });
           put(row, R, panel + p, C, out);
         };
-        if constexpr (R == 1)
-          if (columns == 4) return run(Count<4>{});
         if constexpr (KVFERRY_PAIRS)
           if (columns == 2) return run(Count<2>{});
         run(Count<1>{});

@@ -71,6 +71,8 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
   if (x.forms.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
   alignas(64) float out[kTileRows * kChunkPanels * kPanel];
   if (rows <= kFusedRows) {
+    // One stream of memory is read faster than four, and codes of one panel bring work enough of their own.
+    const bool reads_alone = KVFERRY_PAIRS && m.has_codes() && rows <= kFusedRows / 2;
     with_count<kFusedRows>(rows, [&](auto count) {
       constexpr int R = decltype(count)::value;
       constexpr int widest = R == 1 ? kChunkPanels : R <= kFusedRows / 2 ? kChunkPanels / 2 : 1;
@@ -83,8 +85,10 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
           put(0, R, panel + p, W, out);
         }
       };
-      run(Count<C>{});
-      if constexpr (C > 2) run(Count<2>{});
+      if (!reads_alone) {
+        run(Count<C>{});
+        if constexpr (C > 2) run(Count<2>{});
+      }
       if constexpr (C > 1) run(Count<1>{});
     });
     return;
