@@ -105,12 +105,13 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
 template <class Put>
 static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel, int panels, Put&& put) {
   alignas(64) float out[kByteRows * 2 * kPanel];
+  const int step = even_rows(rows, kByteRows);
   for (int p = 0; p < panels;) {
     // One row is read from memory, and one stream of it faster than several.
     const int columns = KVFERRY_PAIRS && rows > 1 && panels - p >= 2 ? 2 : 1;
-    for (int row = 0; row < rows; row += kByteRows) {
+    for (int row = 0; row < rows; row += step) {
       const Rows at = x.from(row);
-      with_count<kByteRows>(rows - row < kByteRows ? rows - row : kByteRows, [&](auto count) {
+      with_count<kByteRows>(rows - row < step ? rows - row : step, [&](auto count) {
         constexpr int R = decltype(count)::value;
         const auto run = [&](auto width) {
           constexpr int C = decltype(width)::value;

@@ -3,8 +3,9 @@
 //   plain   out = x0 w0 + x1 w1 + ...      (f32, f16, bf16)
 //   codes   see codes.hpp; with inputs rounded to 8 bits, bytes.hpp
 //
-// Few rows read the packed panel once and unpack it in registers (`fused`); many rows unpack a few panels into scratch
-// that stays in a core's own cache, and multiply tiles of rows with it. Both do the same arithmetic.
+// Few rows read the packed panel once and unpack it in registers (`fused`), as codes do for any number of rows where
+// pairs are multiplied; else many rows unpack a few panels into scratch that stays in a core's own cache, and multiply
+// tiles of rows with it. Both do the same arithmetic.
 // Included once per level, after bytes.hpp.
 
 // Plain 16-bit panels for a level that multiplies floats.
@@ -54,7 +55,7 @@ static inline void fused(const Matrix& m, int panel, const Rows& x, float* out) 
       break;
     case Format::codes4:
     case Format::codes8:
-      with_codes(m, [&](auto form) { fused_codes<decltype(form), KVFERRY_PAIRS, R, C>(m, panel, x, out); });
+      with_codes(m, [&](auto form) { fused_codes<decltype(form), R, C>(m, panel, x, out); });
       break;
   }
 }
@@ -64,72 +65,74 @@ static inline size_t unpacked_bytes(const Matrix& m) {
   return size_t(kChunkPanels) * (size_t(m.depth) * kPanel * 4 + size_t(m.depth / kSumWidth) * 2 * kPanel * 4);
 }
 
+// Columns of a fused tile where so many panels are left.
+static inline int fused_columns(const Matrix& m, int rows, int left) {
+  int most = rows == 1 ? 4 : rows == 2 ? 2 : 1;
+  // One stream of memory is read faster than four, and codes of one panel bring work enough of their own.
+  if (KVFERRY_PAIRS) most = m.has_codes() && rows <= 2 ? 1 : 4;
+  return left >= most ? most : most > 2 && left >= 2 ? 2 : 1;
+}
+
+template <class Put>
+static void product_fused(const Matrix& m, const Rows& x, int rows, int panel, int panels, Put&& put) {
+  alignas(64) float out[kFusedRows * kChunkPanels * kPanel];
+  const int step = even_rows(rows, kFusedRows);
+  for (int p = 0, columns; p < panels; p += columns) {
+    columns = fused_columns(m, rows, panels - p);
+    for (int row = 0; row < rows; row += step) {
+      const Rows at = x.from(row);
+      with_count<kFusedRows>(rows - row < step ? rows - row : step, [&](auto count) {
+        constexpr int R = decltype(count)::value;
+        if (columns == 4) {
+          fused<R, 4>(m, panel + p, at, out);
+        } else if (columns == 2) {
+          fused<R, 2>(m, panel + p, at, out);
+        } else {
+          fused<R, 1>(m, panel + p, at, out);
+        }
+        put(row, R, panel + p, columns, out);
+      });
+    }
+  }
+}
+
 // `rows` rows of x times panels [panel, panel + panels), at most kChunkPanels of them. `put(row, count of rows, panel,
 // count of panels, values [rows][panels * 16])` takes each tile.
 template <class Put>
 static void product(const Matrix& m, const Rows& x, int rows, int panel, int panels, uint8_t* scratch, Put&& put) {
   if (x.forms.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
+  if (rows <= kFusedRows || (KVFERRY_PAIRS && m.has_codes())) return product_fused(m, x, rows, panel, panels, put);
   alignas(64) float out[kTileRows * kChunkPanels * kPanel];
-  if (rows <= kFusedRows) {
-    // One stream of memory is read faster than four, and codes of one panel bring work enough of their own.
-    const bool reads_alone = KVFERRY_PAIRS && m.has_codes() && rows <= kFusedRows / 2;
-    with_count<kFusedRows>(rows, [&](auto count) {
-      constexpr int R = decltype(count)::value;
-      constexpr int widest = R == 1 ? kChunkPanels : R <= kFusedRows / 2 ? kChunkPanels / 2 : 1;
-      constexpr int C = KVFERRY_PAIRS ? kChunkPanels : widest;
-      int p = 0;
-      const auto run = [&](auto width) {
-        constexpr int W = decltype(width)::value;
-        for (; p + W <= panels; p += W) {
-          fused<R, W>(m, panel + p, x, out);
-          put(0, R, panel + p, W, out);
-        }
-      };
-      if (!reads_alone) {
-        run(Count<C>{});
-        if constexpr (C > 2) run(Count<2>{});
-      }
-      if constexpr (C > 1) run(Count<1>{});
-    });
-    return;
-  }
-  const bool pairs = takes_pairs(m.format);
-  const bool is_direct = m.format == Format::f32 || (pairs && m.format == Format::bf16);
-  Unpacked w{scratch, nullptr, size_t(m.depth) * kPanel * (pairs ? 2 : 4), size_t(m.depth / kSumWidth) * 2 * kPanel};
-  w.scales = (float*)(scratch + size_t(kChunkPanels) * m.depth * kPanel * 4);
+  const int step = even_rows(rows, kTileRows);
+  const bool pairs = takes_pairs(m.format), is_direct = pairs || m.format == Format::f32;
+  const Unpacked w{(float*)scratch, (float*)scratch + size_t(kChunkPanels) * m.depth * kPanel, size_t(m.depth) * kPanel, size_t(m.depth / kSumWidth) * 2 * kPanel};
   if (!is_direct)
-    for (int p = 0; p < panels; ++p) unpack_panel(m, panel + p, pairs, w.codes + p * w.code_stride, w.scales + p * w.scale_stride);
-  for (int p = 0; p < panels;) {
-    // Codes need a second set of sums, so their tiles are half as wide.
-    const int left = panels - p, columns = widest_of(m.has_codes() && kTileColumns > 2 && left > 2 ? 2 : left);
-    for (int row = 0; row < rows; row += kTileRows) {
-      const int count = rows - row < kTileRows ? rows - row : kTileRows;
+    for (int p = 0; p < panels; ++p) unpack_panel(m, panel + p, w.codes + p * w.code_stride, w.scales + p * w.scale_stride);
+  for (int p = 0, columns; p < panels; p += columns) {
+    columns = widest_of(panels - p);
+    const uint8_t* data = m.data + size_t(panel + p) * m.panel_bytes;
+    const Unpacked here{w.codes + p * w.code_stride, w.scales + p * w.scale_stride, w.code_stride, w.scale_stride};
+    for (int row = 0; row < rows; row += step) {
       const Rows at = x.from(row);
-      with_count<kTileRows>(count, [&](auto number) {
+      with_count<kTileRows>(rows - row < step ? rows - row : step, [&](auto number) {
         constexpr int R = decltype(number)::value;
-        auto run = [&](auto width) {
+        with_width(columns, [&](auto width) {
           constexpr int C = decltype(width)::value;
-          Unpacked here{w.codes + p * w.code_stride, w.scales + p * w.scale_stride, w.code_stride, w.scale_stride};
-          if (m.has_codes()) {
-            if (m.block == 32) {
-              tile_codes<32, KVFERRY_PAIRS, R, C>(m, at, here, out);
-            } else {
-              tile_codes<16, KVFERRY_PAIRS, R, C>(m, at, here, out);
-            }
-          } else if (!pairs) {
-            const uint8_t* data = is_direct ? m.data + size_t(panel + p) * m.panel_bytes : here.codes;
-            tile_wide<R, C>(at.wide, at.stride, (const float*)data, (is_direct ? m.panel_bytes : w.code_stride) / 4, m.depth, out);
-          } else {
+          if (pairs) {
 #if KVFERRY_PAIRS
-            tile_pairs<R, C>(at.narrow, at.stride, m.data + size_t(panel + p) * m.panel_bytes, m.panel_bytes, m.depth / 2, out);
+            tile_pairs<R, C>(at.narrow, at.stride, data, m.panel_bytes, m.depth / 2, out);
 #endif
+          } else if (!m.has_codes()) {
+            tile_wide<R, C>(at.wide, at.stride, is_direct ? (const float*)data : here.codes, is_direct ? m.panel_bytes / 4 : here.code_stride, m.depth, out);
+          } else if (m.block == 32) {
+            tile_codes<32, R, C>(m, at, here, out);
+          } else {
+            tile_codes<16, R, C>(m, at, here, out);
           }
-        };
-        with_width(columns, run);
+        });
         put(row, R, panel + p, columns, out);
       });
     }
-    p += columns;
   }
 }
 

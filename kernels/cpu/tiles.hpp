@@ -28,6 +28,12 @@ constexpr int kTileRows = 4, kTileColumns = 1, kFusedRows = 2;
 constexpr int kChunkPanels = 4;  // what a chunk unpacks at a time
 constexpr int kAhead = 2048;     // bytes that a stream is fetched ahead
 
+// Rows of each tile, where at most `most` fit: 8 rows are better done as 4 and 4 than as 6 and 2.
+static inline int even_rows(int rows, int most) {
+  const int tiles = (rows + most - 1) / most;
+  return (rows + tiles - 1) / tiles;
+}
+
 // Columns of a tile where so many panels are left: 4, 2 or 1.
 static inline int widest_of(int panels) { return panels >= kTileColumns ? kTileColumns : kTileColumns > 2 && panels >= 2 ? 2 : 1; }
 template <class F>

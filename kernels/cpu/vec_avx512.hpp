@@ -105,12 +105,9 @@ static inline P p_table4() {
   }
   return _mm512_load_si512(table);
 }
-static inline void p_codes4(const uint8_t* p, P table, P out[4]) {
-  const __m512i words = _mm512_loadu_si512(p);
-  out[0] = _mm512_permutexvar_epi16(words, table);
-  out[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
-  out[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
-  out[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
+// Pair i of the eight inputs in `words`.
+[[gnu::always_inline]] static inline P p_code4(P words, P table, int i) {
+  return _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(words, unsigned(4 * nibble_of_pair(i))) : words, table);
 }
 static inline P p_codes8(const int8_t* p) {
   const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
