@@ -34,7 +34,7 @@ struct Softmax {
   alignas(64) float highest[16] = {}, sums[16] = {};
 };
 
-// Takes a further partition of `rows` rows into `all`: `keep` and `take` are what its values, and the further ones, count.
+// Takes a further partition into `all`. `keep` and `take`: by what the values of `all`, and the further ones, count now.
 static inline void merge_sums(Softmax& all, const Softmax& further, float keep[16], float take[16]) {
   const V before = v_load(all.highest), after = v_load(further.highest), top = v_max(before, after);
   const V k = v_exp(v_sub(before, top)), t = v_exp(v_sub(after, top));
@@ -58,7 +58,7 @@ static inline constexpr size_t value_bytes() {
 // Scratch of one thread for attention; sizes in `attention_bytes`.
 struct AttentionScratch {
   uint8_t* keys;    // [16 panels][head_dim][16] in the level's form
-  uint8_t* values;  // [head_dim / 16 panels][256][16]
+  uint8_t* values;  // [head_dim / 16 panels][256][16], `value_bytes` apart
   float* queries;   // [rows][head_dim], floats or bfloat16
   float* totals;    // [rows][head_dim]
   float* highest;   // [rows]
@@ -208,13 +208,13 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       s.sums[row] = 0.0f;
     }
   const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row sees
-  const int behind = (last + 15) / 16 * 16;
+  const int packed = last < item.end * kPartition ? last : item.end * kPartition, behind = (packed + 15) / 16 * 16;
   // What is packed two units after the one at t: of this head, of the next, or of the next item.
   const auto ahead_of = [&](int t) -> const uint8_t* {
     const int further = t + 32 - behind;
     if (further < 0) return key_at<NarrowPages>(batch, g, sequence, kv_head, t + 32);
     const int own = item.begin * kPartition + further;
-    if (kv_head + 1 < item.kv_end) return own < last ? key_at<NarrowPages>(batch, g, sequence, kv_head + 1, own) : nullptr;
+    if (kv_head + 1 < item.kv_end) return own < packed ? key_at<NarrowPages>(batch, g, sequence, kv_head + 1, own) : nullptr;
     if (!next) return nullptr;
     const Sequence& other = batch.sequences[next->sequence];
     const int token = next->begin * kPartition + further;
@@ -231,8 +231,9 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       pack_keys<Pairs, NarrowPages>(g, unit.keys, ahead ? ahead : unit.keys, s.keys + p * key_stride);
       pack_values<Pairs, NarrowPages>(g, unit.values, ahead ? ahead + half_bytes<NarrowPages>(g) : unit.values, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_stride);
     }
-    for (int row = 0; row < rows; row += kTileRows) {
-      const int count = rows - row < kTileRows ? rows - row : kTileRows;
+    const int step = even_rows(rows, kTileRows);
+    for (int row = 0; row < rows; row += step) {
+      const int count = rows - row < step ? rows - row : step;
       with_count<kTileRows>(count, [&](auto number) { attend_rows<Pairs, decltype(number)::value>(g, s, row, first_position, start); });
     }
   }

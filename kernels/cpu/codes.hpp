@@ -91,7 +91,7 @@ static inline void tile_codes(const Matrix& m, const Rows& x, const Unpacked& w,
   store(total, out);
 }
 
-// sum += rows of x times one block of packed panels that begin at `at`; x is at the block's first input.
+// sum += rows of x, from input `start` on, times one block of packed panels; `at`: where the block begins in each.
 template <class Form, int R, int C>
 [[gnu::always_inline]] static inline void add_block(V (&sum)[R][C], const uint8_t* const (&at)[C], const Rows& x, int start) {
 #if KVFERRY_PAIRS

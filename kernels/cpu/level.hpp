@@ -2,21 +2,18 @@
 
 // Which forms of its inputs a product with the matrix reads.
 static Forms forms_read(const Matrix& m, bool bytes) {
-  bytes = bytes && m.has_codes();  // those are made out of floats
-  return {bytes || !takes_pairs(m.format), !bytes && m.has_codes() && adds_minimum(m), bytes};
+  bytes = bytes && m.has_codes();
+  const bool pairs = !bytes && takes_pairs(m.format);
+  return {!pairs, pairs, !bytes && m.has_codes() && adds_minimum(m), bytes};  // bytes are made out of floats
 }
 
 // 16 inputs in the forms that are kept, and the sum of what will be multiplied. The second half of a group ends the group.
 static inline void put_input(const Rows& rows, int row, int input, V v) {
   const size_t at = size_t(row) * rows.stride + size_t(input);
   if (rows.forms.wide) v_store(rows.wide + at, v);
-#if KVFERRY_PAIRS
-  v_store_bf16(rows.narrow + at, v);
-#endif
+  if (rows.forms.narrow) v_store_bf16(rows.narrow + at, v);
   if (rows.forms.sums) {
-#if KVFERRY_PAIRS
-    v = v_load_bf16(rows.narrow + at);
-#endif
+    if (rows.forms.narrow) v = v_load_bf16(rows.narrow + at);
     rows.half_sums[at / kSumWidth] = v_sum(v);
     if (input % kGroup != 0) rows.group_sums[at / kGroup] = rows.half_sums[at / kSumWidth - 1] + rows.half_sums[at / kSumWidth];
   }
@@ -250,34 +247,35 @@ static inline void merge_rows(Step& step, int chunk) {
   }
 }
 
-// x / (1 + e^-x)
-static inline V silu(V x) {
+// x / (1 + e^-x); `rough`: it will be rounded anyway.
+static inline V silu(V x, bool rough) {
 #if KVFERRY_PAIRS
-  const V power = v_exp2_rough(v_mul(x, v_set(-kLog2E)));
-#else
-  const V power = v_exp(v_sub(v_zero(), x));
+  if (rough) return v_div(x, v_add(v_set(1.0f), v_exp2_rough(v_mul(x, v_set(-kLog2E)))));
 #endif
-  return v_div(x, v_add(v_set(1.0f), power));
+  return v_div(x, v_add(v_set(1.0f), v_exp(v_sub(v_zero(), x))));
 }
 
 static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thread) {
   const Rows& to = step.hidden_up;
-  const auto put = [&](int row, int pair, V gate, V up) {
-    fetch_below(to.narrow + size_t(row) * to.stride + size_t(pair) * kPanel, size_t(to.stride));
-    put_input(to, row, pair * kPanel, v_mul(silu(gate), up));
+  const bool rough = !to.forms.wide || to.forms.bytes;
+  const auto finish = [&](int row, int pair, V gate, V up) {
+    const size_t at = size_t(row) * to.stride + size_t(pair) * kPanel;
+    if (to.forms.wide) fetch_below(to.wide + at, size_t(to.stride));
+    if (to.forms.narrow) fetch_below(to.narrow + at, size_t(to.stride));
+    put_input(to, row, pair * kPanel, v_mul(silu(gate, rough), up));
     // Inputs beyond the last panel meet weights of zero, but what lies there may be another batch's, and not finite.
     for (int i = (pair + 1) * kPanel; 2 * pair + 2 == m.panels && i < to.stride; i += kPanel) put_input(to, row, i, v_zero());
   };
   product_rows(m, step.x, step.batch.rows, step.cut_gate_up, chunk, step.scratch(thread), [&](int row, int panel, int columns, auto&& value) {
     if (columns > 1) {
-      for (int c = 0; c < columns; c += 2) put(row, (panel + c) / 2, value(c), value(c + 1));
+      for (int c = 0; c < columns; c += 2) finish(row, (panel + c) / 2, value(c), value(c + 1));
       return;
     }
     float* gate = to.wide + size_t(row) * to.stride + size_t(panel / 2) * kPanel;
     if (panel % 2 == 0) {  // it waits for its up, which is the next panel of the same chunk
       v_store(gate, value(0));
     } else {
-      put(row, panel / 2, v_load(gate), value(0));
+      finish(row, panel / 2, v_load(gate), value(0));
     }
   });
 }

@@ -53,7 +53,8 @@ static inline Unit unit_at(const Batch& batch, const AttentionGeometry& g, const
 }
 
 // Asks for a row before it is needed: pages lie far apart, so nothing else foresees them. One row with each that is
-// packed, because whoever asks for many at once is not heard.
+// packed, because whoever asks for many at once is not heard. Where pages have fewer than 16 tokens, some of what is asked
+// for is somebody else's.
 [[gnu::always_inline]] static inline void fetch_row(const uint8_t* row, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) fetch(row + i);
 }
@@ -110,6 +111,7 @@ static inline void pack_keys(const AttentionGeometry& g, const uint8_t* keys, co
 #if KVFERRY_PAIRS
     int d = 0;
     for (; d + 32 <= g.head_dim; d += 32) transpose_pairs(keys + d * 2, row, ahead + d * 2, out + size_t(d) * 32);
+    for (int t = 0; d < g.head_dim && t < 16; ++t) fetch(ahead + t * row + d * 2);
     for (; d < g.head_dim; d += 2)
       for (int t = 0; t < 16; ++t) std::memcpy(out + size_t(d) * 32 + t * 4, keys + t * row + d * 2, 4);
 #endif

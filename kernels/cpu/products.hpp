@@ -3,9 +3,9 @@
 //   plain   out = x0 w0 + x1 w1 + ...      (f32, f16, bf16)
 //   codes   see codes.hpp; with inputs rounded to 8 bits, bytes.hpp
 //
-// Few rows read the packed panel once and unpack it in registers (`fused`), as codes do for any number of rows where
-// pairs are multiplied; else many rows unpack a few panels into scratch that stays in a core's own cache, and multiply
-// tiles of rows with it. Both do the same arithmetic.
+// Few rows read the packed panel once and unpack it in registers (`fused`); many rows unpack a few panels into scratch
+// that stays in a core's own cache, and multiply tiles of rows with it. Both do the same arithmetic. Codes where pairs
+// are multiplied: codes.hpp.
 // Included once per level, after bytes.hpp.
 
 // Plain 16-bit panels for a level that multiplies floats.
@@ -67,9 +67,9 @@ static inline size_t unpacked_bytes(const Matrix& m) {
 
 // Columns of a fused tile where so many panels are left.
 static inline int fused_columns(const Matrix& m, int rows, int left) {
-  int most = rows == 1 ? 4 : rows == 2 ? 2 : 1;
   // One stream of memory is read faster than four, and codes of one panel bring work enough of their own.
-  if (KVFERRY_PAIRS) most = m.has_codes() && rows <= 2 ? 1 : 4;
+  const int most_pairs = m.has_codes() && rows <= 2 ? 1 : 4, most_floats = rows == 1 ? 4 : 1;
+  const int most = KVFERRY_PAIRS ? most_pairs : most_floats;
   return left >= most ? most : most > 2 && left >= 2 ? 2 : 1;
 }
 
@@ -118,17 +118,12 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
         constexpr int R = decltype(number)::value;
         with_width(columns, [&](auto width) {
           constexpr int C = decltype(width)::value;
-          if (pairs) {
 #if KVFERRY_PAIRS
-            tile_pairs<R, C>(at.narrow, at.stride, data, m.panel_bytes, m.depth / 2, out);
+          if (pairs) return tile_pairs<R, C>(at.narrow, at.stride, data, m.panel_bytes, m.depth / 2, out);
+#else
+          if (m.has_codes()) return m.block == 32 ? tile_codes<32, R, C>(m, at, here, out) : tile_codes<16, R, C>(m, at, here, out);
 #endif
-          } else if (!m.has_codes()) {
-            tile_wide<R, C>(at.wide, at.stride, is_direct ? (const float*)data : here.codes, is_direct ? m.panel_bytes / 4 : here.code_stride, m.depth, out);
-          } else if (m.block == 32) {
-            tile_codes<32, R, C>(m, at, here, out);
-          } else {
-            tile_codes<16, R, C>(m, at, here, out);
-          }
+          tile_wide<R, C>(at.wide, at.stride, is_direct ? (const float*)data : here.codes, is_direct ? m.panel_bytes / 4 : here.code_stride, m.depth, out);
         });
         put(row, R, panel + p, columns, out);
       });

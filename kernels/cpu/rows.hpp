@@ -7,11 +7,11 @@
 
 namespace kvferry {
 
-// Which forms are kept, beside the bfloat16 of a level that multiplies pairs.
+// Which forms are kept. Bytes are made out of wide, and bring sums of their own.
 struct Forms {
-  bool wide = false, sums = false, bytes = false;  // bytes are made out of wide, and bring sums of their own
+  bool wide = false, narrow = false, sums = false, bytes = false;
 
-  Forms operator|(Forms other) const { return {wide || other.wide, sums || other.sums, bytes || other.bytes}; }
+  Forms operator|(Forms other) const { return {wide || other.wide, narrow || other.narrow, sums || other.sums, bytes || other.bytes}; }
 };
 
 struct Rows {

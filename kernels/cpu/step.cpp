@@ -14,8 +14,8 @@ namespace kvferry {
 namespace {
 
 constexpr int kSplitQueries = 4;  // sequences with at most so many rows are shared out by partition
-constexpr int kRowBlock = 256;    // rows of a product's chunk, at most: they share what it unpacks
-constexpr int kLeastRows = 24;    // and at least, where there are more: below, fetching panels outweighs using them
+constexpr int kRowBlock = 258;    // rows of a product's chunk, at most; a multiple of a tile's: they share what was fetched or unpacked
+constexpr int kLeastRows = 24;    // about at least, where there are more: below, fetching panels outweighs using them
 constexpr int kChunkCells = 2048; // rows times panels of a chunk, about
 constexpr int kPerLayer = 9;      // phases
 constexpr size_t kHuge = size_t(2) << 20;

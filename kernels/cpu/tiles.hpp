@@ -25,7 +25,7 @@ constexpr int kTileRows = 6, kTileColumns = 4, kFusedRows = 4;
 static inline bool takes_pairs(Format) { return false; }
 constexpr int kTileRows = 4, kTileColumns = 1, kFusedRows = 2;
 #endif
-constexpr int kChunkPanels = 4;  // what a chunk unpacks at a time
+constexpr int kChunkPanels = 4;  // what a chunk works on at a time
 constexpr int kAhead = 2048;     // bytes that a stream is fetched ahead
 
 // Rows of each tile, where at most `most` fit: 8 rows are better done as 4 and 4 than as 6 and 2.
@@ -54,7 +54,7 @@ static inline void with_width(int columns, F&& f) {
 // Always inlined: the compiler takes a function that only prefetches for one without effect, and drops its calls.
 [[gnu::always_inline]] static inline void fetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// The same for what the tile of the next rows will write, or add to.
+// The same for what one of the next tiles will write, or add to.
 template <class T>
 [[gnu::always_inline]] static inline void fetch_below(const T* p, size_t stride) {
   __builtin_prefetch(p + kTileRows * stride, 1, 3);
