@@ -1,7 +1,10 @@
 // A program for the sanitizers: random small models of every form of weights, on every level, stepped through random
-// batches by several threads; ends with 1 if a row's logits depend on its batch. Built by `make sanitize`.
+// batches by several threads; ends with 1 if a row's logits are not those of one thread that computes its sequence alone.
+// Memory between phases is poisoned before every step. Built by `make sanitize`.
+#include <array>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <string>
@@ -16,7 +19,10 @@ namespace {
 
 std::mt19937 rng(11);
 
+constexpr int kLongest = 700;  // tokens of a sequence
+
 int draw(int least, int most) { return std::uniform_int_distribution<int>(least, most)(rng); }
+int one_of(const std::vector<int>& choices) { return choices[size_t(draw(0, int(choices.size()) - 1))]; }
 std::vector<float> floats(size_t n, float scale) {
   std::normal_distribution<float> normal(0.0f, scale);
   std::vector<float> values(n);
@@ -62,40 +68,46 @@ struct World {
 
   World(const std::string& wanted, Source type, bool bytes) {
     model.bytes = bytes;
-    const bool large = type == Source::q6_k;
-    model.heads = 6;
-    model.kv_heads = 2;
-    model.head_dim = 32;
-    model.hidden = large ? 256 : 96;
-    model.intermediate = large ? 256 : draw(0, 1) ? 112 : 160;  // 112 inputs are no whole groups
-    model.vocabulary = 131;
-    model.max_tokens = 700;
+    model.kv_heads = draw(1, 3);
+    model.heads = model.kv_heads * one_of({1, 2, 3, 4, 5, 7, 8, 16, 20});
+    model.head_dim = model.heads > 16 ? one_of({16, 48}) : one_of({16, 32, 48, 64, 80, 112, 128, 256});
+    model.hidden = one_of({64, 72, 80, 96, 128, 256});
+    model.intermediate = draw(0, 1) ? draw(1, 300) : 32 * draw(1, 16);
+    model.vocabulary = draw(20, 200);
+    model.max_tokens = kLongest + 20;
     model.epsilon = 1e-5f;
-    model.scale = 0.17f;
+    model.scale = 1.0f / std::sqrt(float(model.head_dim));
     matrices.reserve(64);
     vectors.reserve(64);
     const auto norm = [&](int n) { return vectors.emplace_back(floats(size_t(n), 1.0f)).data(); };
-    const auto matrix = [&](Source t, int rows, int cols) {
+    const auto matrix = [&](int rows, int cols) {
+      Source t = type;
+      if (wanted == "mixed") t = Source(one_of({int(Source::f32), int(Source::q4_1), int(Source::q8_0), int(type)}));
       if (row_bytes(t, cols) == 0) t = Source::f32;  // inputs that fill no whole blocks
-      const std::string form = t == Source::f32 && type != Source::f32 ? "bf16" : wanted;
+      std::string form = wanted;
+      if (t != Source::f32) {
+        form = "shipped";
+      } else if (wanted == "mixed" || type != Source::f32) {
+        form = std::array<const char*, 3>{"f32", "f16", "bf16"}[size_t(draw(0, 2))];
+      }
       return matrices.emplace_back(random_matrix(form, t, rows, cols)).matrix;
     };
     const int width = model.heads * model.head_dim;
     for (int i = 0; i < 2; ++i) {
       Layer layer;
       layer.attention_norm = norm(model.hidden);
-      layer.qkv = matrix(type, (model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden);
+      layer.qkv = matrix((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden);
       layer.q_norm = i ? norm(model.head_dim) : nullptr;
       layer.k_norm = i ? norm(model.head_dim) : nullptr;
-      layer.output = matrix(large ? Source::f32 : type, model.hidden, width);
+      layer.output = matrix(model.hidden, width);
       layer.mlp_norm = norm(model.hidden);
-      layer.gate_up = matrix(type, 2 * model.intermediate, model.hidden);
-      layer.down = matrix(type, model.hidden, model.intermediate);
+      layer.gate_up = matrix(2 * ((model.intermediate + kPanel - 1) / kPanel * kPanel), model.hidden);
+      layer.down = matrix(model.hidden, model.intermediate);
       layers.push_back(layer);
     }
     model.layers = layers.data();
     model.num_layers = 2;
-    model.embedding = model.head = matrix(type, model.vocabulary, model.hidden);
+    model.embedding = model.head = matrix(model.vocabulary, model.hidden);
     model.final_norm = norm(model.hidden);
     model.cos = vectors.emplace_back(floats(size_t(model.max_tokens) * model.head_dim, 0.7f)).data();
     model.sin = vectors.emplace_back(floats(size_t(model.max_tokens) * model.head_dim, 0.7f)).data();
@@ -147,8 +159,8 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
 bool check(const Level& level, const std::string& wanted, Source type, bool narrow, bool rounds) {
   const World world(wanted, type, rounds);
   const Model& m = world.model;
-  const int block_tokens = draw(0, 1) ? 16 : 5;
-  const std::vector<int> lengths{1, draw(2, 40), draw(260, 600)};
+  const int block_tokens = one_of({1, 3, 5, 8, 16, 17, 24, 32, 48});
+  const std::vector<int> lengths{1, draw(2, 40), kPartition + draw(0, 2), draw(kPartition, kLongest)};
   std::vector<std::vector<int64_t>> tokens, tables;
   int64_t page = 0;
   for (int length : lengths) {
@@ -160,10 +172,10 @@ bool check(const Level& level, const std::string& wanted, Source type, bool narr
   // Exactly as much memory as there are pages, so that a step beyond them is seen.
   const size_t bytes = size_t(page) * m.num_layers * 2 * m.kv_heads * block_tokens * m.head_dim * (narrow ? 2 : 4);
   std::vector<uint8_t> pages(bytes, 0xff);
-  Pool pool(3);
-  Step job(m, level, pool.threads());
+  Pool pool(draw(1, 4)), lone(1);
+  Step job(m, level, pool.threads()), by_itself(m, level, 1);
   std::vector<std::vector<float>> alone;
-  for (int s = 0; s < int(lengths.size()); ++s) alone.push_back(step(job, pool, {{s, 0, lengths[size_t(s)]}}, tokens, tables, pages, narrow, block_tokens));
+  for (int s = 0; s < int(lengths.size()); ++s) alone.push_back(step(by_itself, lone, {{s, 0, lengths[size_t(s)]}}, tokens, tables, pages, narrow, block_tokens));
   std::fill(pages.begin(), pages.end(), 0xff);
   std::vector<int> done(lengths.size());
   for (bool more = true; more;) {
@@ -183,7 +195,7 @@ bool check(const Level& level, const std::string& wanted, Source type, bool narr
     for (const Piece& p : pieces) {
       const size_t count = size_t(p.rows) * m.vocabulary;
       if (std::memcmp(&logits[at], &alone[size_t(p.sequence)][size_t(p.first) * m.vocabulary], count * 4) != 0) {
-        std::printf("%s: rows %d to %d of sequence %d differ from those computed alone\n", level.name, p.first, p.first + p.rows, p.sequence);
+        std::printf("%s %s: rows %d to %d of sequence %d differ from those computed alone\n", level.name, wanted.c_str(), p.first, p.first + p.rows, p.sequence);
         return false;
       }
       at += count;
@@ -191,7 +203,7 @@ bool check(const Level& level, const std::string& wanted, Source type, bool narr
   }
   for (float v : alone.back())
     if (!std::isfinite(v)) {
-      std::printf("%s: a logit is not finite\n", level.name);
+      std::printf("%s %s: a logit is not finite\n", level.name, wanted.c_str());
       return false;
     }
   return true;
@@ -199,13 +211,15 @@ bool check(const Level& level, const std::string& wanted, Source type, bool narr
 
 }  // namespace
 
-int main() {
+// kvferry_check [seed]
+int main(int count, char** arguments) {
+  if (count > 1) rng.seed(unsigned(std::atoi(arguments[1])));
   struct Form {
     const char* wanted;
     Source type;
   };
   const Form forms[] = {{"f32", Source::f32}, {"f16", Source::f32}, {"bf16", Source::f32}, {"shipped", Source::q4_1},
-                        {"shipped", Source::q8_0}, {"shipped", Source::q6_k}};
+                        {"shipped", Source::q8_0}, {"shipped", Source::q6_k}, {"mixed", Source::q6_k}};
   for (const Level* level : usable_levels())
     for (const Form& form : forms)
       for (bool narrow : {false, true})

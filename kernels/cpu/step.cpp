@@ -19,6 +19,11 @@ constexpr int kLeastRows = 24;    // about at least, where there are more: below
 constexpr int kChunkCells = 2048; // rows times panels of a chunk, about
 constexpr int kPerLayer = 9;      // phases
 constexpr size_t kHuge = size_t(2) << 20;
+#if defined(KVFERRY_POISON)
+constexpr bool kPoisons = true;  // kvferry_check: what a step reads, it must have written
+#else
+constexpr bool kPoisons = false;
+#endif
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int pieces(int n, int of) { return (n + of - 1) / of; }
@@ -32,7 +37,10 @@ Buffer::Buffer(Buffer&& other) noexcept : data_(other.data_), bytes_(other.bytes
 }
 
 void* Buffer::reserve(size_t bytes) {
-  if (bytes <= bytes_) return data_;
+  if (bytes <= bytes_) {
+    if (kPoisons) std::memset(data_, 0xff, bytes_);
+    return data_;
+  }
   std::free(data_);
   data_ = nullptr;
   bytes_ = 0;
@@ -42,7 +50,7 @@ void* Buffer::reserve(size_t bytes) {
 #if defined(__linux__)
   if (alignment == kHuge) madvise(data_, rounded, MADV_HUGEPAGE);
 #endif
-  std::memset(data_, 0, rounded);
+  std::memset(data_, kPoisons ? 0xff : 0, rounded);
   bytes_ = rounded;
   return data_;
 }

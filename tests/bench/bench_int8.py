@@ -2,6 +2,8 @@
 
     python tests/bench/bench_int8.py          both on two threads, in turn; milliseconds, and torch's time by ours
 
+Each turn is long enough that threads of the other, which still spin after their last product, do not count.
+
 Both take float32 inputs, round them themselves, and give float32. Ours rounds 32 inputs at a time by a step of their
 own and has a step for every 32 weights (GGUF's Q8_0); torch has one step for all inputs and one for all weights.
 """
@@ -9,6 +11,7 @@ own and has a step for every 32 weights (GGUF's Q8_0); torch has one step for al
 import argparse
 import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -22,6 +25,8 @@ from kvferry.model.source import open_model
 
 ROWS = (1, 4, 16, 64, 256, 512)
 Q8_0 = 8
+TURN_OPERATIONS = 2e10
+"""Of one turn: some tens of milliseconds."""
 
 
 def torch_linear(inputs: int, outputs: int) -> torch.nn.Module:
@@ -31,11 +36,16 @@ def torch_linear(inputs: int, outputs: int) -> torch.nn.Module:
         return torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
 
 
+def repeat(times: int, product: Callable[[], object]) -> None:
+    for _ in range(times):
+        product()
+
+
 @torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m-instruct", help="whose shapes; %(default)s")
-    parser.add_argument("--rounds", type=int, default=51)
+    parser.add_argument("--rounds", type=int, default=11)
     given = parser.parse_args()
     module = compiled.extension()
     if module is None:
@@ -60,15 +70,16 @@ def main() -> int:
         for rows in ROWS:
             x = rng.standard_normal((rows, inputs), dtype=np.float32)
             out = np.empty((rows, outputs), np.float32)
+            times = max(4, int(TURN_OPERATIONS / (2.0 * rows * inputs * outputs)))
             found = alternate(
                 {
-                    "ours": partial(module.product, pool, level, matrix, x, out, True),
-                    "torch": partial(theirs, torch.from_numpy(x)),
+                    "ours": partial(repeat, times, partial(module.product, pool, level, matrix, x, out, True)),
+                    "torch": partial(repeat, times, partial(theirs, torch.from_numpy(x))),
                 },
                 rounds=given.rounds,
                 clock=SystemClock(),
             )
-            ours, others = 1e3 * found["ours"].median, 1e3 * found["torch"].median
+            ours, others = (1e3 * found[name].median / times for name in ("ours", "torch"))
             print(f"{name:<8} {rows:>4} x {inputs} x {outputs:<6} {ours:8.3f} {others:8.3f} ms   {others / ours:5.2f}")
     return 0
 
