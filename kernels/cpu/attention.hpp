@@ -49,6 +49,12 @@ static inline void merge_values(float* all, const float* further, float keep, fl
   for (int d = 0; d < width; d += 16) v_store(all + d, v_fma(v_load(all + d), k, v_mul(v_load(further + d), t)));
 }
 
+// Bytes between panels of keys.
+template <bool Pairs>
+static inline constexpr size_t key_bytes(int head_dim) {
+  return size_t(head_dim) * 16 * (Pairs ? 2 : 4);
+}
+
 // Bytes between panels of values; what stands behind each other would fall into few sets of a cache otherwise.
 template <bool Pairs>
 static inline constexpr size_t value_bytes() {
@@ -164,15 +170,14 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   const int most = seen_by(R - 1);
   if (most == 0) return;
   const int panels = (most + 15) / 16;
-  const size_t item_bytes = Pairs ? 2 : 4, key_stride = D * 16 * item_bytes, value_stride = value_bytes<Pairs>();
-  multiply<Pairs, R>((const uint8_t*)s.queries + size_t(row) * D * item_bytes, D, s.keys, key_stride, panels, D, scores, kPartition);
+  multiply<Pairs, R>((const uint8_t*)s.queries + size_t(row) * D * (Pairs ? 2 : 4), D, s.keys, key_bytes<Pairs>(D), panels, D, scores, kPartition);
   Softmax before, here;
   for (int r = 0; r < R; ++r) {
     before.highest[r] = s.highest[row + r];
     before.sums[r] = s.sums[row + r];
     weigh<Pairs>(scores + r * kPartition, narrow + r * kPartition, seen_by(r), panels, g.scale, here.highest[r], here.sums[r]);
   }
-  multiply<Pairs, R>(Pairs ? (const void*)narrow : scores, kPartition, s.values, value_stride, D / 16, panels * 16, weighed, kMaxHeadDim);
+  multiply<Pairs, R>(Pairs ? (const void*)narrow : scores, kPartition, s.values, value_bytes<Pairs>(), D / 16, panels * 16, weighed, kMaxHeadDim);
   alignas(64) float keep[16], take[16];
   merge_sums(before, here, keep, take);
   for (int r = 0; r < R; ++r) {
@@ -220,7 +225,6 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
     const int token = next->begin * kPartition + further;
     return token < other.context ? key_at<NarrowPages>(batch, g, other, next->kv_begin, token) : nullptr;
   };
-  const size_t key_stride = size_t(D) * 16 * (Pairs ? 2 : 4), value_stride = value_bytes<Pairs>();
   alignas(64) uint8_t copy[2 * kUnitBytes];
   for (int part = item.begin; part < item.end; ++part) {
     const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
@@ -228,8 +232,8 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       const int p = (t - start) / 16;
       const Unit unit = unit_at<NarrowPages>(batch, g, sequence, kv_head, t, end, copy);
       const uint8_t* ahead = ahead_of(t);
-      pack_keys<Pairs, NarrowPages>(g, unit.keys, ahead ? ahead : unit.keys, s.keys + p * key_stride);
-      pack_values<Pairs, NarrowPages>(g, unit.values, ahead ? ahead + half_bytes<NarrowPages>(g) : unit.values, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_stride);
+      pack_keys<Pairs, NarrowPages>(g, unit.keys, ahead ? ahead : unit.keys, s.keys + p * key_bytes<Pairs>(D));
+      pack_values<Pairs, NarrowPages>(g, unit.values, ahead ? ahead + half_bytes<NarrowPages>(g) : unit.values, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_bytes<Pairs>());
     }
     const int step = even_rows(rows, kTileRows);
     for (int row = 0; row < rows; row += step) {

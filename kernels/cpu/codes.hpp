@@ -67,6 +67,7 @@ struct Unpacked {
   size_t scale_stride;  // the same
 };
 
+#if !KVFERRY_PAIRS
 template <int block, int R, int C>
 static inline void tile_codes(const Matrix& m, const Rows& x, const Unpacked& w, float* out) {
   const bool has_min = adds_minimum(m);
@@ -90,6 +91,7 @@ static inline void tile_codes(const Matrix& m, const Rows& x, const Unpacked& w,
   }
   store(total, out);
 }
+#endif
 
 // sum += rows of x, from input `start` on, times one block of packed panels; `at`: where the block begins in each.
 template <class Form, int R, int C>
@@ -181,7 +183,7 @@ static inline void fused_codes(const Matrix& m, int panel, const Rows& x, float*
 }
 
 // Floats out of a 16-bit panel, or codes and scales out of a panel of codes, as tiles of floats read them.
-static inline void unpack_panel(const Matrix& m, int panel, float* wide, float* scales) {
+static inline void unpack_panel(const Matrix& m, int panel, float* wide, [[maybe_unused]] float* scales) {
   const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
   if (m.format == Format::bf16) {
     for (int i = 0; i < m.depth; i += 2) {
@@ -196,6 +198,7 @@ static inline void unpack_panel(const Matrix& m, int panel, float* wide, float* 
     for (int i = 0; i < m.depth; ++i) v_store(wide + size_t(i) * kPanel, v_load_half((const uint16_t*)at + size_t(i) * kPanel));
     return;
   }
+#if !KVFERRY_PAIRS
   for (int b = 0, blocks = m.depth / m.block; b < blocks; ++b, at += m.block_bytes()) {
     V scale, minimum;
     load_scales(m, at + m.code_bytes(), scale, minimum);
@@ -217,4 +220,5 @@ static inline void unpack_panel(const Matrix& m, int panel, float* wide, float* 
       }
     }
   }
+#endif
 }

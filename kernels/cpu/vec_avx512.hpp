@@ -1,5 +1,5 @@
 // Sixteen floats at a time as one register of AVX-512, with BF16 and VNNI. Names: vec_portable.hpp; the products of
-// pairs of bfloat16 (`p_`) and what makes such pairs out of codes are here alone.
+// pairs of bfloat16 (`p_`) and what makes such pairs out of codes are here alone, in place of codes as floats.
 #pragma once
 #include <immintrin.h>
 
@@ -48,19 +48,6 @@ static inline V v_load_bf16(const uint16_t* p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
 static inline void v_store_bf16(uint16_t* p, V x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.v)); }
-static inline void v_codes4(const uint8_t* p, V out[8]) {
-  const __m512i lanes = _mm512_loadu_si512(p), low = _mm512_set1_epi32(15);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j)
-      out[2 * i + j] = {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(lanes, 16 * j + 4 * nibble_of_pair(i)), low))};
-}
-static inline void v_codes8(const int8_t* p, V& first, V& second) {
-  const __m512i lanes = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
-  first = {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(lanes, 24), 24))};
-  second = {_mm512_cvtepi32_ps(_mm512_srai_epi32(lanes, 8))};
-}
 
 // 2^x to 3e-6, for what is rounded to bfloat16 afterwards; 0 for whatever is far below. Minimax polynomial of degree 4
 // for the part behind the point; the scaling takes the whole part by itself.
