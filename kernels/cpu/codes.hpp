@@ -38,10 +38,10 @@ static inline BlockSums block_sums(const Rows& x) {
 // Column c of one block into the totals; `value(sum, row)` makes floats of a block's sums.
 template <int R, int C, class Sum, class Value>
 [[gnu::always_inline]] static inline void add_column(V (&total)[R][C], const Sum (&sum)[R][C], int c, V scale, V minimum, bool has_min, const float* inputs, size_t stride, Value&& value) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) total[r][c] = v_fma(scale, value(sum[r][c], r), total[r][c]);
   if (!has_min) return;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) total[r][c] = v_fma(minimum, v_set(inputs[r * stride]), total[r][c]);
 }
 static inline V as_it_is(V sum, int) { return sum; }

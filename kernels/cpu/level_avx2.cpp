@@ -5,6 +5,7 @@
 #include "vec_avx2.hpp"
 
 #define KVFERRY_PAIRS 0
+#define KVFERRY_AMX 0
 
 namespace kvferry::avx2 {
 #include "kernels.hpp"

@@ -2,9 +2,11 @@
 #include <cstring>
 
 #include "step.hpp"
+#define KVFERRY_LEVEL avx512_bf16
 #include "vec_avx512.hpp"
 
 #define KVFERRY_PAIRS 1
+#define KVFERRY_AMX 0
 
 namespace kvferry::avx512_bf16 {
 #include "kernels.hpp"

@@ -5,6 +5,7 @@
 #include "vec_portable.hpp"
 
 #define KVFERRY_PAIRS 0
+#define KVFERRY_AMX 0
 
 namespace kvferry::portable {
 #include "kernels.hpp"

@@ -3,12 +3,33 @@
 
 #include <cstring>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace kvferry {
 
 namespace portable { extern const Level kLevel; }
 #if defined(__x86_64__)
 namespace avx2 { extern const Level kLevel; }
 namespace avx512_bf16 { extern const Level kLevel; }
+#if defined(__linux__)
+namespace amx_bf16 { extern const Level kLevel; }
+#endif
+#endif
+
+#if defined(__x86_64__) && defined(__linux__)
+// Tiles, of pairs of bfloat16 and of bytes: what the CPU has, and what the system lets this process use (the kernel's
+// documentation, arch/x86/xstate.rst).
+static bool has_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  constexpr int ask = 0x1023, tiles = 18;                      // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return (d & wanted) == wanted && syscall(SYS_arch_prctl, ask, tiles) == 0;
+}
 #endif
 
 std::vector<const Level*> usable_levels() {
@@ -19,8 +40,12 @@ std::vector<const Level*> usable_levels() {
     levels.push_back(&avx2::kLevel);
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
-        __builtin_cpu_supports("avx512vnni"))
+        __builtin_cpu_supports("avx512vnni")) {
       levels.push_back(&avx512_bf16::kLevel);
+#if defined(__linux__)
+      if (has_tiles()) levels.push_back(&amx_bf16::kLevel);
+#endif
+    }
   }
 #endif
   return levels;

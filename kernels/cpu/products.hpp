@@ -6,7 +6,7 @@
 // Few rows read the packed panel once and unpack it in registers (`fused`); many rows unpack a few panels into scratch
 // that stays in a core's own cache, and multiply tiles of rows with it. Both do the same arithmetic. Codes where pairs
 // are multiplied: codes.hpp.
-// Included once per level, after bytes.hpp.
+// Included once per level, after amx.hpp.
 
 // Plain 16-bit panels for a level that multiplies floats.
 template <Format F, int R, int C>
@@ -101,6 +101,10 @@ static void product_fused(const Matrix& m, const Rows& x, int rows, int panel, i
 template <class Put>
 static void product(const Matrix& m, const Rows& x, int rows, int panel, int panels, uint8_t* scratch, Put&& put) {
   if (x.forms.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
+#if KVFERRY_AMX
+  if (m.format == Format::bf16) return product_of_pairs(m, x, rows, panel, panels, put);
+  if (m.has_codes()) return product_of_codes(m, x, rows, panel, panels, scratch, put);
+#endif
   if (rows <= kFusedRows || (KVFERRY_PAIRS && m.has_codes())) return product_fused(m, x, rows, panel, panels, put);
   alignas(64) float out[kTileRows * kChunkPanels * kPanel];
   const int step = even_rows(rows, kTileRows);

@@ -62,7 +62,7 @@ template <class T>
 
 template <int R, int C>
 [[gnu::always_inline]] static inline void clear(V (&sum)[R][C]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) sum[r][c] = v_zero();
@@ -70,7 +70,7 @@ template <int R, int C>
 
 template <int R, int C>
 [[gnu::always_inline]] static inline void store(const V (&sum)[R][C], float* out, int stride = C * kPanel) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) v_store(out + r * stride + c * kPanel, sum[r][c]);

@@ -8,7 +8,7 @@
 
 #include "model.hpp"
 
-namespace kvferry::avx512_bf16 {
+namespace kvferry::KVFERRY_LEVEL {
 
 struct V {
   __m512 v;
@@ -138,4 +138,4 @@ static inline void v_store_bytes(int8_t* p, V whole) {
   _mm_storeu_si128((__m128i*)p, _mm_shuffle_epi8(bytes, _mm512_castsi512_si128(middle_swapped())));
 }
 
-}  // namespace kvferry::avx512_bf16
+}  // namespace kvferry::KVFERRY_LEVEL

@@ -5,6 +5,7 @@
     avx2            AVX2, FMA, F16C              floats
     avx512_bf16     AVX-512 (F BW VL DQ)         pairs of bfloat16 into float32; float32 and float16 weights as floats
                     BF16 VNNI
+    amx_bf16        that, AMX (TILE BF16 INT8)   the same in tiles of 16 rows
 
 Weights stay as they were shipped, in panels of 16 outputs; kernels/cpu/pack.hpp says how. Where they are codes, every
 level can also multiply them with inputs rounded to 8 bits; kernels/cpu/bytes.hpp.

@@ -38,6 +38,7 @@ _INSTRUCTION_SETS = (
     "avx512_vnni",
     "avx_vnni",
     "amx_bf16",
+    "amx_int8",
     "asimd",
     "bf16",
 )

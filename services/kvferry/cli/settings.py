@@ -85,6 +85,7 @@ ENGINE = (
             "compiled-portable",
             "compiled-avx2",
             "compiled-avx512_bf16",
+            "compiled-amx_bf16",
             "torch",
             "reference",
             "triton",

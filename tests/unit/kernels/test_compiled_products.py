@@ -12,12 +12,14 @@ extension = compiled.extension()
 assert extension is not None, "the compiled kernels were not built; the tests need a C++ compiler"
 POOL = compiled.make_pool(3)
 LEVELS = compiled.levels()
+ROUNDING = LEVELS[2:]
+"""Those that round inputs to bfloat16 where weights have 16 bits, or codes."""
 FORMS = [("f32", "F32"), ("bf16", "F32"), ("f16", "F32"), ("shipped", "F32"), ("shipped", "F16"), ("shipped", "BF16")]
 CODED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 FORMS += [("shipped", name) for name in CODED] + [("bf16", "Q4_1"), ("f32", "Q6_K")]
 SCALE_PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 PLAIN = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
-ROWS = (1, 2, 3, 4, 5, 6, 7, 13, 17, 64, 97, 130)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 31, 32, 33, 64, 97, 130)
 
 Floats = npt.NDArray[np.float32]
 
@@ -91,7 +93,7 @@ def test_a_product_is_right_and_the_same_in_any_batch(form: str, name: str, leve
         raw = random_rows(name, rows, cols, rng)
         matrix = pack(form, name, raw, cols)
         x = rng.standard_normal((max(ROWS), cols), dtype=np.float32)
-        rounds = level == "avx512_bf16" and matrix.format not in ("f32", "f16")  # type: ignore[attr-defined]
+        rounds = level in ROUNDING and matrix.format not in ("f32", "f16")  # type: ignore[attr-defined]
         seen = (to_bf16(x) if rounds else x).astype(np.float64)
         weights = values_of(form, name, raw)
         # Sums of n float32 terms err by at most n half units of the sum of magnitudes; codes add the minimum's term.
@@ -131,7 +133,8 @@ def test_levels_with_fused_products_make_the_same_bits_of_bytes(name: str) -> No
     rng = np.random.default_rng(9)
     matrix = pack("shipped", name, random_rows(name, 93, 512, rng), 512)
     x = rng.standard_normal((130, 512), dtype=np.float32)
-    assert np.array_equal(run("avx2", matrix, x, rounds=True), run("avx512_bf16", matrix, x, rounds=True))
+    for level in LEVELS[2:]:
+        assert np.array_equal(run("avx2", matrix, x, rounds=True), run(level, matrix, x, rounds=True))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -170,7 +173,7 @@ def test_inputs_that_fill_no_group(form: str, cols: int, level: str) -> None:
     rng = np.random.default_rng(cols)
     raw = random_rows("F32", 21, cols, rng)
     x = rng.standard_normal((9, cols), dtype=np.float32)
-    rounds = level == "avx512_bf16" and form == "bf16"
+    rounds = level in ROUNDING and form == "bf16"
     seen = (to_bf16(x) if rounds else x).astype(np.float64)
     expected = seen @ values_of(form, "F32", raw).T
     np.testing.assert_allclose(run(level, pack(form, "F32", raw, cols), x), expected, rtol=1e-4, atol=1e-4)
