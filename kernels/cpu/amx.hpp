@@ -16,6 +16,11 @@ template <int Tile>
 [[gnu::always_inline]] static inline void t_load(const void* p, size_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(Tile) : "memory");
 }
+// The same for what is not read again soon: it leaves its place in the first cache to the weights.
+template <int Tile>
+[[gnu::always_inline]] static inline void t_load_once(const void* p, size_t stride) {
+  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(Tile) : "memory");
+}
 template <int Tile>
 [[gnu::always_inline]] static inline void t_store(void* p, size_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(Tile) : "memory");
@@ -59,66 +64,85 @@ class Tiles {
 // Where a tile of `tall` rows begins that ends, at most, with the last of `rows`: what it computes twice is the same twice.
 static inline int tile_begin(int row, int rows, int tall) { return row + tall <= rows ? row : rows > tall ? rows - tall : 0; }
 
-// out [16 A][16 C], `out_stride` floats apart = 16 A rows of x times C panels of pairs, `depth` inputs of each.
-template <int A, int C>
-static inline void unit_pairs(const uint16_t* x, size_t x_stride, const uint8_t* w, size_t w_stride, int depth, float* out, int out_stride) {
-  const auto each = [&](auto&& f) {
-    f(Count<0>{}, Count<0>{});
-    if constexpr (C > 1) f(Count<0>{}, Count<1>{});
-    if constexpr (C > 2) f(Count<0>{}, Count<2>{});
-    if constexpr (C > 3) f(Count<0>{}, Count<3>{});
-    if constexpr (A > 1) f(Count<1>{}, Count<0>{});
-    if constexpr (A > 1 && C > 1) f(Count<1>{}, Count<1>{});
-  };
-  static_assert(A * C <= 4 && (A == 1 || C <= 2));
-  each([](auto a, auto c) { t_zero<decltype(a)::value * C + decltype(c)::value>(); });
-  for (int i = 0; i < depth; i += 32) {
-    each([&](auto ca, auto cc) {
-      constexpr int a = decltype(ca)::value, c = decltype(cc)::value;
-      if constexpr (c == 0) t_load<4 + a>(x + size_t(a) * kTileTall * x_stride + i, x_stride * 2);
-      if constexpr (a == 0) {
-        const uint8_t* at = w + c * w_stride + size_t(i) * 32;
-        t_load<6 + c % 2>(at, kTileBytes);
-        if constexpr (A == 1)
-          for (int line = 0; line < 16; ++line) fetch(at + line * 64 + kAhead);
-      }
-      t_pairs<a * C + c, 4 + a, 6 + c % 2>();
-    });
+// Loads the inputs of a row of tiles, where none is loaded yet, and multiplies one panel with it.
+template <int A, int C, int Row, int Column, bool Streams>
+[[gnu::always_inline]] static inline void unit_step(const uint16_t* x, size_t x_bytes, const uint8_t* w) {
+  if constexpr (Column == 0) t_load_once<4 + Row>(x, x_bytes);
+  if constexpr (Row == 0) {
+    t_load<6 + Column % 2>(w, kTileBytes);
+    if constexpr (Streams)
+      for (int line = 0; line < 16; ++line) fetch(w + line * 64 + kAhead);
   }
-  each([&](auto ca, auto cc) {
-    constexpr int a = decltype(ca)::value, c = decltype(cc)::value;
-    t_store<a * C + c>(out + size_t(a) * kTileTall * out_stride + c * kPanel, size_t(out_stride) * 4);
-  });
+  t_pairs<Row * C + Column, 4 + Row, 6 + Column % 2>();
+}
+
+// out [16 A][16 C], `out_stride` floats apart = 16 A rows of x times C panels of pairs, `depth` inputs of each.
+// `Streams`: few rows go through panels that come from memory. Else, with each 32 inputs, `lines` lines are asked for of
+// what stands at `ahead`.
+template <int A, int C, bool Streams>
+static inline void unit_pairs(const uint16_t* x, size_t x_stride, const uint8_t* w, size_t w_stride, int depth, float* out, int out_stride, const uint8_t* ahead = nullptr, int lines = 0) {
+  static_assert(A * C <= 4 && (A == 1 || C <= 2));
+  t_zero<0>();
+  if constexpr (A * C > 1) t_zero<1>();
+  if constexpr (A * C > 2) t_zero<2>(), t_zero<3>();
+  const size_t x_bytes = x_stride * 2;
+  const uint16_t* below = x + kTileTall * x_stride;
+  for (int i = 0; i < depth; i += 32, w += 1024) {
+    if constexpr (!Streams)
+      for (int line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    unit_step<A, C, 0, 0, Streams>(x + i, x_bytes, w);
+    if constexpr (C > 1) unit_step<A, C, 0, 1, Streams>(x + i, x_bytes, w + w_stride);
+    if constexpr (C > 2) unit_step<A, C, 0, 2, Streams>(x + i, x_bytes, w + 2 * w_stride);
+    if constexpr (C > 2) unit_step<A, C, 0, 3, Streams>(x + i, x_bytes, w + 3 * w_stride);
+    if constexpr (A > 1) unit_step<A, C, 1, 0, Streams>(below + i, x_bytes, w);
+    if constexpr (A > 1 && C > 1) unit_step<A, C, 1, 1, Streams>(below + i, x_bytes, w + w_stride);
+  }
+  const size_t out_bytes = size_t(out_stride) * 4;
+  t_store<0>(out, out_bytes);
+  if constexpr (C > 1) t_store<1>(out + kPanel, out_bytes);
+  if constexpr (C > 2) t_store<2>(out + 2 * kPanel, out_bytes), t_store<3>(out + 3 * kPanel, out_bytes);
+  if constexpr (A > 1) t_store<C>(out + size_t(kTileTall) * out_stride, out_bytes);
+  if constexpr (A > 1 && C > 1) t_store<C + 1>(out + size_t(kTileTall) * out_stride + kPanel, out_bytes);
 }
 
 // Matrices of pairs; `put` as in `product`.
 template <class Put>
 static void product_of_pairs(const Matrix& m, const Rows& x, int rows, int panel, int panels, Put&& put) {
-  alignas(64) float out[4 * kTileTall * kPanel];
+  alignas(64) float outs[2][4 * kTileTall * kPanel];
   const int tall = rows < kTileTall ? rows : kTileTall;
-  const Tiles unit(tall, kTileBytes);
+  const Tiles tiles(tall, kTileBytes);
+  Tile last;  // given once the next one is under way: whoever reads at once what the unit stores waits for it
+  int turn = 0;
   for (int p = 0, columns; p < panels; p += columns) {
     const uint8_t* w = m.data + size_t(panel + p) * m.panel_bytes;
-    const int left = panels - p;
-    columns = rows <= kTileTall && left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    columns = rows <= kTileTall && panels - p >= 4 ? 4 : panels - p >= 2 ? 2 : 1;
     for (int row = 0, done; row < rows; row += done) {
       const bool two = rows >= 2 * kTileTall && rows - row > kTileTall && columns < 4;
       const int begin = tile_begin(row, rows, two ? 2 * kTileTall : tall);
       const uint16_t* inputs = x.narrow + size_t(begin) * x.stride;
+      float* out = outs[turn ^= 1];
+      // The next panels, while the rows go through these.
+      const int lines = (columns * 16 * 2 * kTileTall + rows - 1) / rows;
+      const uint8_t* ahead = w + columns * m.panel_bytes + size_t(row) / (2 * kTileTall) * lines * (m.depth * 2);
       const auto run = [&](auto a, auto c) {
-        unit_pairs<decltype(a)::value, decltype(c)::value>(inputs, size_t(x.stride), w, m.panel_bytes, m.depth, out, columns * kPanel);
+        unit_pairs<decltype(a)::value, decltype(c)::value, false>(inputs, size_t(x.stride), w, m.panel_bytes, m.depth, out, columns * kPanel, ahead, lines);
       };
-      if (columns == 4) {
-        run(Count<1>{}, Count<4>{});
+      if (rows <= kTileTall) {
+        const auto stream = [&](auto c) {
+          unit_pairs<1, decltype(c)::value, true>(inputs, size_t(x.stride), w, m.panel_bytes, m.depth, out, columns * kPanel);
+        };
+        columns == 4 ? stream(Count<4>{}) : columns == 2 ? stream(Count<2>{}) : stream(Count<1>{});
       } else if (columns == 2) {
         two ? run(Count<2>{}, Count<2>{}) : run(Count<1>{}, Count<2>{});
       } else {
         two ? run(Count<2>{}, Count<1>{}) : run(Count<1>{}, Count<1>{});
       }
+      if (last.rows) put(last);
       done = begin + (two ? 2 * kTileTall : tall) - row;
-      put(row, done, panel + p, columns, out + size_t(row - begin) * columns * kPanel);
+      last = {row, done, panel + p, columns, out + size_t(row - begin) * columns * kPanel};
     }
   }
+  put(last);
 }
 
 // One block of packed codes to pairs of bfloat16, whole numbers all of them.
@@ -209,7 +233,7 @@ static void product_of_codes(const Matrix& m, const Rows& x, int rows, int panel
             unit_codes<Form, decltype(count)::value>(m, panel + p + c, inputs, scratch + size_t(c) * m.depth * 32, row == 0, out + c * kPanel, columns * kPanel);
         });
         done = begin + tall - row;
-        put(row, done, panel + p, columns, out + size_t(row - begin) * columns * kPanel);
+        put(Tile{row, done, panel + p, columns, out + size_t(row - begin) * columns * kPanel});
       }
     }
   });

@@ -61,6 +61,8 @@ static inline constexpr size_t value_bytes() {
   return size_t(kPartition) * 16 * (Pairs ? 2 : 4) + 64;
 }
 
+constexpr int kSpareRows = 16;  // behind the last, so that a tile may reach beyond it
+
 // Scratch of one thread for attention; sizes in `attention_bytes`.
 struct AttentionScratch {
   uint8_t* keys;    // [16 panels][head_dim][16] in the level's form
@@ -71,11 +73,11 @@ struct AttentionScratch {
   float* sums;      // [rows]
 };
 static inline size_t attention_bytes(int group, int head_dim) {
-  const size_t rows = size_t(tile_queries(group)) * group;
+  const size_t rows = size_t(tile_queries(group)) * group + kSpareRows;
   return size_t(kPartition) * head_dim * 4 + value_bytes<false>() * (head_dim / 16) + 2 * rows * head_dim * 4 + 2 * rows * 4 + 1024;
 }
 static inline AttentionScratch carve(uint8_t* at, int group, int head_dim) {
-  const size_t rows = size_t(tile_queries(group)) * group;
+  const size_t rows = size_t(tile_queries(group)) * group + kSpareRows;
   AttentionScratch s;
   s.keys = at;
   s.values = at + size_t(kPartition) * head_dim * 4;
@@ -111,6 +113,27 @@ static inline void multiply(const void* x, int x_stride, const uint8_t* w, size_
     });
     p += columns;
   }
+}
+
+#if KVFERRY_AMX
+// The same for rows of pairs, 16 of them or as many as the unit was set up for, on the matrix unit.
+static inline void multiply_on_unit(const uint16_t* x, int x_stride, const uint8_t* w, size_t w_stride, int panels, int depth, float* out, int out_stride) {
+  for (int p = 0, columns; p < panels; p += columns) {
+    const auto run = [&](auto count) {
+      constexpr int C = decltype(count)::value;
+      unit_pairs<1, C, false>(x, size_t(x_stride), w + size_t(p) * w_stride, w_stride, depth, out + p * 16, out_stride);
+      columns = C;
+    };
+    const int left = panels - p;
+    left >= 4 ? run(Count<4>{}) : left >= 2 ? run(Count<2>{}) : run(Count<1>{});
+  }
+}
+#endif
+
+// Whether the matrix unit computes: it takes 32 values of a head at a time.
+template <bool Pairs>
+static inline bool is_on_unit(int head_dim) {
+  return KVFERRY_AMX && Pairs && head_dim % 32 == 0;
 }
 
 // Scores of one row, of which it sees `seen`, to weights of `panels` times 16 tokens; without pairs in their place.
@@ -156,8 +179,10 @@ static inline void weigh(float* scores, uint16_t* narrow, int seen, int panels, 
 }
 
 // R rows of one partition whose keys and values are packed: their weights and what these weigh, merged into `totals`.
-template <bool Pairs, int R>
-static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, int row, int first_position, int start) {
+// `OnUnit`: on the matrix unit, and R is what fits; else there are R rows.
+template <bool Pairs, int R, bool OnUnit = false>
+static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, int row, int first_position, int start, int count = R) {
+  const int rows = OnUnit ? count : R;
   alignas(64) float scores[R * kPartition];
   alignas(64) uint16_t narrow[R * kPartition];
   alignas(64) float weighed[R * kMaxHeadDim];
@@ -167,20 +192,34 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
     const int seen = first_position + (row + r) / g.group + 1 - start;
     return seen < 0 ? 0 : seen < kPartition ? seen : kPartition;
   };
-  const int most = seen_by(R - 1);
+  const int most = seen_by(rows - 1);
   if (most == 0) return;
   const int panels = (most + 15) / 16;
-  multiply<Pairs, R>((const uint8_t*)s.queries + size_t(row) * D * (Pairs ? 2 : 4), D, s.keys, key_bytes<Pairs>(D), panels, D, scores, kPartition);
+  const uint8_t* queries = (const uint8_t*)s.queries + size_t(row) * D * (Pairs ? 2 : 4);
+  if constexpr (OnUnit) {
+#if KVFERRY_AMX
+    multiply_on_unit((const uint16_t*)queries, D, s.keys, key_bytes<Pairs>(D), panels, D, scores, kPartition);
+#endif
+  } else {
+    multiply<Pairs, R>(queries, D, s.keys, key_bytes<Pairs>(D), panels, D, scores, kPartition);
+  }
+  const int weighed_panels = OnUnit ? (panels + 1) / 2 * 2 : panels;
   Softmax before, here;
-  for (int r = 0; r < R; ++r) {
+  for (int r = 0; r < rows; ++r) {
     before.highest[r] = s.highest[row + r];
     before.sums[r] = s.sums[row + r];
-    weigh<Pairs>(scores + r * kPartition, narrow + r * kPartition, seen_by(r), panels, g.scale, here.highest[r], here.sums[r]);
+    weigh<Pairs>(scores + r * kPartition, narrow + r * kPartition, seen_by(r), weighed_panels, g.scale, here.highest[r], here.sums[r]);
   }
-  multiply<Pairs, R>(Pairs ? (const void*)narrow : scores, kPartition, s.values, value_bytes<Pairs>(), D / 16, panels * 16, weighed, kMaxHeadDim);
+  if constexpr (OnUnit) {
+#if KVFERRY_AMX
+    multiply_on_unit(narrow, kPartition, s.values, value_bytes<Pairs>(), D / 16, weighed_panels * 16, weighed, kMaxHeadDim);
+#endif
+  } else {
+    multiply<Pairs, R>(Pairs ? (const void*)narrow : scores, kPartition, s.values, value_bytes<Pairs>(), D / 16, panels * 16, weighed, kMaxHeadDim);
+  }
   alignas(64) float keep[16], take[16];
   merge_sums(before, here, keep, take);
-  for (int r = 0; r < R; ++r) {
+  for (int r = 0; r < rows; ++r) {
     if (seen_by(r) == 0) continue;
     merge_values(s.totals + size_t(row + r) * D, weighed + r * kMaxHeadDim, keep[r], take[r], D);
     s.highest[row + r] = before.highest[r];
@@ -235,6 +274,17 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       pack_keys<Pairs, NarrowPages>(g, unit.keys, ahead ? ahead : unit.keys, s.keys + p * key_bytes<Pairs>(D));
       pack_values<Pairs, NarrowPages>(g, unit.values, ahead ? ahead + half_bytes<NarrowPages>(g) : unit.values, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_bytes<Pairs>());
     }
+#if KVFERRY_AMX
+    if (is_on_unit<Pairs>(D)) {
+      // The unit takes 32 tokens at a time: after an odd number of units, zeros.
+      const int units = (end - start + 15) / 16;
+      for (int d = 0; units % 2 && d < D / 16; ++d) std::memset(s.values + d * value_bytes<Pairs>() + size_t(units) * 16 * 32, 0, 16 * 32);
+      const Tiles tiles(rows < kTileTall ? rows : kTileTall, kTileBytes);
+      for (int row = 0; row < rows; row += kTileTall)
+        attend_rows<Pairs, kTileTall, true>(g, s, row, first_position, start, rows - row < kTileTall ? rows - row : kTileTall);
+      continue;
+    }
+#endif
     const int step = even_rows(rows, kTileRows);
     for (int row = 0; row < rows; row += step) {
       const int count = rows - row < step ? rows - row : step;

@@ -116,7 +116,7 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
         const auto run = [&](auto width) {
           constexpr int C = decltype(width)::value;
           with_codes(m, [&](auto form) { tile_bytes<decltype(form), R, C>(m, panel + p, at, out); });
-          put(row, R, panel + p, C, out);
+          put(Tile{row, R, panel + p, C, out});
         };
         if constexpr (KVFERRY_PAIRS)
           if (columns == 2) return run(Count<2>{});

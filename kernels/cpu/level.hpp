@@ -250,15 +250,15 @@ static inline void merge_rows(Step& step, int chunk) {
 // x / (1 + e^-x); `rough`: it will be rounded anyway.
 static inline V silu(V x, bool rough) {
 #if KVFERRY_PAIRS
-  if (rough) return v_div(x, v_add(v_set(1.0f), v_exp2_rough(v_mul(x, v_set(-kLog2E)))));
+  if (rough) return v_div_rough(x, v_add(v_set(1.0f), v_exp2_rough(v_mul(x, v_set(-kLog2E)))));
 #endif
   return v_div(x, v_add(v_set(1.0f), v_exp(v_sub(v_zero(), x))));
 }
 
 static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thread) {
-  const Rows& to = step.hidden_up;
+  const Rows to = step.hidden_up;
   const bool rough = !to.forms.wide || to.forms.bytes;
-  const auto finish = [&](int row, int pair, V gate, V up) {
+  const auto finish = [=, &m](int row, int pair, V gate, V up) {
     const size_t at = size_t(row) * to.stride + size_t(pair) * kPanel;
     if (to.forms.wide) fetch_below(to.wide + at, size_t(to.stride));
     if (to.forms.narrow) fetch_below(to.narrow + at, size_t(to.stride));
@@ -266,41 +266,36 @@ static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thr
     // Inputs beyond the last panel meet weights of zero, but what lies there may be another batch's, and not finite.
     for (int i = (pair + 1) * kPanel; 2 * pair + 2 == m.panels && i < to.stride; i += kPanel) put_input(to, row, i, v_zero());
   };
-  product_rows(m, step.x, step.batch.rows, step.cut_gate_up, chunk, step.scratch(thread), [&](int row, int panel, int columns, auto&& value) {
-    if (columns > 1) {
-      for (int c = 0; c < columns; c += 2) finish(row, (panel + c) / 2, value(c), value(c + 1));
-      return;
-    }
-    float* gate = to.wide + size_t(row) * to.stride + size_t(panel / 2) * kPanel;
-    if (panel % 2 == 0) {  // it waits for its up, which is the next panel of the same chunk
-      v_store(gate, value(0));
-    } else {
-      finish(row, panel / 2, v_load(gate), value(0));
+  product_chunk(m, step.x, step.batch.rows, step.cut_gate_up, chunk, step.scratch(thread), [=](const Tile& tile) {
+    for (int r = 0; r < tile.rows; ++r) {
+      const int row = tile.row + r;
+      for (int c = 0; c + 1 < tile.columns; c += 2) finish(row, (tile.panel + c) / 2, tile.at(r, c), tile.at(r, c + 1));
+      if (tile.columns > 1) continue;
+      float* gate = to.wide + size_t(row) * to.stride + size_t(tile.panel / 2) * kPanel;
+      if (tile.panel % 2 == 0) {  // it waits for its up, which is the next panel of the same chunk
+        v_store(gate, tile.at(r, 0));
+      } else {
+        finish(row, tile.panel / 2, v_load(gate), tile.at(r, 0));
+      }
     }
   });
 }
 
 static inline void add_chunk(Step& step, const Matrix& m, const Rows& from, const Cut& cut, int chunk, int thread) {
-  product_chunk(m, from, step.batch.rows, cut, chunk, step.scratch(thread), [&](int row, int panel, V v) {
-    float* to = step.residual + size_t(row) * step.x.stride + size_t(panel) * kPanel;
-    fetch_below(to, step.x.stride);
-    v_store(to, v_add(v_load(to), v));
+  const size_t stride = size_t(step.x.stride);
+  product_chunk(m, from, step.batch.rows, cut, chunk, step.scratch(thread), [residual = step.residual, stride](const Tile& tile) {
+    float* to = residual + size_t(tile.row) * stride + size_t(tile.panel) * kPanel;
+    for (int r = 0; r < tile.rows; ++r, to += stride)
+      for (int c = 0; c < tile.columns; ++c) {
+        fetch_below(to + c * kPanel, stride);
+        v_store(to + c * kPanel, v_add(v_load(to + c * kPanel), tile.at(r, c)));
+      }
   });
 }
 
 static inline void head_chunk(Step& step, int chunk, int thread) {
-  const int vocabulary = step.model.vocabulary;
-  product_chunk(step.model.head, step.x, step.batch.num_sampled, step.cut_head, chunk, step.scratch(thread), [&](int row, int panel, V v) {
-    float* to = step.batch.logits + size_t(row) * vocabulary + size_t(panel) * kPanel;
-    const int valid = vocabulary - panel * kPanel;
-    if (valid >= kPanel) {
-      v_store(to, v);
-    } else {
-      alignas(64) float lanes[kPanel];
-      v_store(lanes, v);
-      std::memcpy(to, lanes, size_t(valid) * 4);
-    }
-  });
+  product_chunk(step.model.head, step.x, step.batch.num_sampled, step.cut_head, chunk, step.scratch(thread),
+                [to = step.batch.logits, n = step.model.vocabulary](const Tile& tile) { put_tile(tile, to, size_t(n), n); });
 }
 
 // The first of a row's highest logits, and whether all are finite.
@@ -336,11 +331,7 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     case Phase::qkv: {
       const int width = layer.qkv.panels * kPanel;
       product_chunk(layer.qkv, step.x, step.batch.rows, step.cut_qkv, chunk, step.scratch(thread),
-                    [&](int row, int panel, V v) {
-                      float* to = step.qkv + size_t(row) * width + size_t(panel) * kPanel;
-                      fetch_below(to, size_t(width));
-                      v_store(to, v);
-                    });
+                    [to = step.qkv, width](const Tile& tile) { put_tile(tile, to, size_t(width), width); });
       break;
     }
     case Phase::rotate: rotate_rows(step, layer, layer_index, chunk); break;

@@ -8,8 +8,9 @@
 #define KVFERRY_AMX 0
 
 namespace kvferry::avx2 {
+extern const Level kLevel;
+
 #include "kernels.hpp"
 
-extern const Level kLevel;
-const Level kLevel{"avx2", scratch_bytes, forms_read, run_chunk, run_product, read_all, sum_products};
+const Level kLevel{"avx2", kTileRows, false, scratch_bytes, forms_read, run_chunk, run_product, read_all, sum_products};
 }  // namespace kvferry::avx2

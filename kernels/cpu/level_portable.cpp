@@ -8,8 +8,9 @@
 #define KVFERRY_AMX 0
 
 namespace kvferry::portable {
+extern const Level kLevel;
+
 #include "kernels.hpp"
 
-extern const Level kLevel;
-const Level kLevel{"portable", scratch_bytes, forms_read, run_chunk, run_product, read_all, sum_products};
+const Level kLevel{"portable", kTileRows, false, scratch_bytes, forms_read, run_chunk, run_product, read_all, sum_products};
 }  // namespace kvferry::portable

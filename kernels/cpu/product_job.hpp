@@ -6,7 +6,7 @@ namespace {
 class ProductJob final : public Job {
  public:
   ProductJob(const Matrix& m, const float* x, int rows, float* out, bool bytes, int threads)
-      : matrix_(m), x_(x), out_(out), num_rows_(rows), cut_(cut_product(m, rows, threads)), scratch_bytes_((unpacked_bytes(m) + 63) / 64 * 64) {
+      : matrix_(m), x_(x), out_(out), num_rows_(rows), cut_(cut_product(kLevel, m, rows, threads)), scratch_bytes_((unpacked_bytes(m) + 63) / 64 * 64) {
     // Kept for the next product, so that it is timed without the making of memory.
     static thread_local Buffer inputs, scratches;
     const Forms forms = forms_read(m, bytes);
@@ -21,17 +21,8 @@ class ProductJob final : public Job {
       for (int r = first; r < end; ++r) write_input(rows_, r, matrix_.cols, x_ + size_t(r) * matrix_.cols);
       return;
     }
-    product_chunk(matrix_, rows_, num_rows_, cut_, chunk, scratch_ + scratch_bytes_ * size_t(thread), [&](int row, int panel, V v) {
-      float* to = out_ + size_t(row) * matrix_.rows + size_t(panel) * kPanel;
-      const int valid = matrix_.rows - panel * kPanel;
-      if (valid >= kPanel) {
-        v_store(to, v);
-        return;
-      }
-      alignas(64) float lanes[kPanel];
-      v_store(lanes, v);
-      std::memcpy(to, lanes, size_t(valid) * 4);
-    });
+    product_chunk(matrix_, rows_, num_rows_, cut_, chunk, scratch_ + scratch_bytes_ * size_t(thread),
+                  [to = out_, n = matrix_.rows](const Tile& tile) { put_tile(tile, to, size_t(n), n); });
   }
 
  private:

@@ -90,14 +90,13 @@ static void product_fused(const Matrix& m, const Rows& x, int rows, int panel, i
         } else {
           fused<R, 1>(m, panel + p, at, out);
         }
-        put(row, R, panel + p, columns, out);
+        put(Tile{row, R, panel + p, columns, out});
       });
     }
   }
 }
 
-// `rows` rows of x times panels [panel, panel + panels), at most kChunkPanels of them. `put(row, count of rows, panel,
-// count of panels, values [rows][panels * 16])` takes each tile.
+// `rows` rows of x times panels [panel, panel + panels), at most kChunkPanels of them. `put(tile)` takes what is done.
 template <class Put>
 static void product(const Matrix& m, const Rows& x, int rows, int panel, int panels, uint8_t* scratch, Put&& put) {
   if (x.forms.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
@@ -129,38 +128,48 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
 #endif
           tile_wide<R, C>(at.wide, at.stride, is_direct ? (const float*)data : here.codes, is_direct ? m.panel_bytes / 4 : here.code_stride, m.depth, out);
         });
-        put(row, R, panel + p, columns, out);
+        put(Tile{row, R, panel + p, columns, out});
       });
     }
   }
 }
 
-// How the chunks of a product share it: see step.hpp. `put(row, panel, columns, value)` takes so many panels of a row, 16
-// outputs each: value(0), value(1) and so on.
+// How the chunks of a product share it: see step.hpp. `put(tile)` takes what is done, with the bias if there is one.
 template <class Put>
-static inline void product_rows(const Matrix& m, const Rows& rows, int num_rows, const Cut& cut, int chunk, uint8_t* scratch, Put&& put) {
-  const int row_blocks = (num_rows + cut.rows - 1) / cut.rows;
-  // Neighbouring chunks share their panels, so that what one core fetched another finds in the shared cache.
-  const int first_row = chunk % row_blocks * cut.rows, first_panel = chunk / row_blocks * cut.panels;
+static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows, const Cut& cut, int chunk, uint8_t* scratch, Put&& put) {
+  // Neighbouring chunks share their panels, so that what one core fetched another finds in the shared cache, or their rows.
+  const int first_row = (cut.rows_first ? chunk / cut.panel_blocks : chunk % cut.row_blocks) * cut.rows;
+  const int first_panel = (cut.rows_first ? chunk % cut.panel_blocks : chunk / cut.row_blocks) * cut.panels;
   const int count = num_rows - first_row < cut.rows ? num_rows - first_row : cut.rows;
   const int last_panel = m.panels < first_panel + cut.panels ? m.panels : first_panel + cut.panels;
   const Rows x = rows.from(first_row);
   for (int panel = first_panel; panel < last_panel; panel += kChunkPanels) {
     const int panels = last_panel - panel < kChunkPanels ? last_panel - panel : kChunkPanels;
-    product(m, x, count, panel, panels, scratch, [&](int row, int n, int at, int columns, const float* values) {
-      for (int r = 0; r < n; ++r)
-        put(first_row + row + r, at, columns, [&](int c) {
-          const V v = v_load(values + (r * columns + c) * kPanel);
-          return m.bias ? v_add(v, v_load(m.bias + size_t(at + c) * kPanel)) : v;
-        });
+    product(m, x, count, panel, panels, scratch, [&](Tile tile) {
+      tile.row += first_row;
+      if (m.bias)
+        for (int r = 0; r < tile.rows; ++r)
+          for (int c = 0; c < tile.columns; ++c)
+            v_store(tile.values + (r * tile.columns + c) * kPanel, v_add(tile.at(r, c), v_load(m.bias + size_t(tile.panel + c) * kPanel)));
+      put(tile);
     });
   }
 }
 
-// The same, `put(row, panel, value)` taking one panel at a time.
-template <class Put>
-static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows, const Cut& cut, int chunk, uint8_t* scratch, Put&& put) {
-  product_rows(m, rows, num_rows, cut, chunk, scratch, [&](int row, int panel, int columns, auto&& value) {
-    for (int c = 0; c < columns; ++c) put(row, panel + c, value(c));
-  });
+// A tile to where it belongs in `to` [..][stride], of which the first `valid` columns are there; what one of the next
+// tiles will write is asked for.
+static inline void put_tile(const Tile& tile, float* to, size_t stride, int valid) {
+  to += size_t(tile.row) * stride + size_t(tile.panel) * kPanel;
+  valid -= tile.panel * kPanel;
+  for (int r = 0; r < tile.rows; ++r, to += stride)
+    for (int c = 0; c < tile.columns; ++c) {
+      if (valid - c * kPanel >= kPanel) {
+        fetch_below(to + c * kPanel, stride);
+        v_store(to + c * kPanel, tile.at(r, c));
+      } else if (valid > c * kPanel) {
+        alignas(64) float lanes[kPanel];
+        v_store(lanes, tile.at(r, c));
+        std::memcpy(to + c * kPanel, lanes, size_t(valid - c * kPanel) * 4);
+      }
+    }
 }

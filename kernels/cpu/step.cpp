@@ -15,6 +15,8 @@ namespace {
 
 constexpr int kSplitQueries = 4;  // sequences with at most so many rows are shared out by partition
 constexpr int kRowBlock = 258;    // rows of a product's chunk, at most; a multiple of a tile's: they share what was fetched or unpacked
+constexpr int kUnitInputs = 384 << 10;  // of a chunk's rows together, at most, where a matrix unit reads them: they stay in a core's own cache
+constexpr int kOwnRows = 128;     // of each thread, at least, for it to keep them
 constexpr int kLeastRows = 24;    // about at least, where there are more: below, fetching panels outweighs using them
 constexpr int kChunkCells = 2048; // rows times panels of a chunk, about
 constexpr int kPerLayer = 9;      // phases
@@ -77,17 +79,22 @@ Rows Step::rows_of(Buffer& buffer, int rows, int width, Forms forms) {
   return Rows::over(memory, rows, stride, forms);
 }
 
-Cut cut_product(const Matrix& matrix, int rows, int threads, int least) {
+Cut cut_product(const Level& level, const Matrix& matrix, int rows, int threads, int least) {
   Cut c;
   if (rows == 0) return c;
+  const int most_rows = level.has_unit ? std::max(kUnitInputs / matrix.depth / level.tile_rows, 1) * level.tile_rows : kRowBlock;
   // Enough chunks that nobody waits long for the last one, and not so many that handing them out costs.
-  int row_blocks = pieces(rows, kRowBlock);
+  int row_blocks = pieces(rows, most_rows);
+  if (level.has_unit && rows >= threads * kOwnRows) row_blocks = round_up(row_blocks, threads);
   while (pieces(matrix.panels, 4) * row_blocks < 8 * threads && rows >= (row_blocks + 1) * kLeastRows) ++row_blocks;
-  c.rows = row_blocks == 1 ? rows : round_up(pieces(rows, row_blocks), 6);
+  c.rows = row_blocks == 1 ? rows : round_up(pieces(rows, row_blocks), level.tile_rows);
   row_blocks = pieces(rows, c.rows);
   const int panels = std::min(matrix.panels / std::max(1, threads * 8 / row_blocks), kChunkCells / c.rows);
   c.panels = std::clamp(panels >= 4 ? panels / 4 * 4 : 2, least, 32);
-  c.count = row_blocks * pieces(matrix.panels, c.panels);
+  c.row_blocks = row_blocks;
+  c.panel_blocks = pieces(matrix.panels, c.panels);
+  c.count = row_blocks * c.panel_blocks;
+  c.rows_first = level.has_unit;
   return c;
 }
 
@@ -100,14 +107,30 @@ void Step::prepare(const Batch& b) {
   hidden_up = rows_of(up_, capacity, round_up(model.intermediate, kPanel), up_forms_);
   residual = static_cast<float*>(residual_.reserve(size_t(capacity) * x.stride * 4));
   qkv = static_cast<float*>(qkv_.reserve(size_t(capacity) * model.layers[0].qkv.panels * kPanel * 4));
-  cut_qkv = cut_product(model.layers[0].qkv, batch.rows, threads_);
-  cut_output = cut_product(model.layers[0].output, batch.rows, threads_);
+  cut_qkv = cut_product(level, model.layers[0].qkv, batch.rows, threads_);
+  cut_output = cut_product(level, model.layers[0].output, batch.rows, threads_);
   // A gate and its up make 16 inputs of `down`; a group has two of these, and one owner.
-  cut_gate_up = cut_product(model.layers[0].gate_up, batch.rows, threads_, 4);
-  cut_down = cut_product(model.layers[0].down, batch.rows, threads_);
-  cut_head = cut_product(model.head, batch.num_sampled, threads_);
+  cut_gate_up = cut_product(level, model.layers[0].gate_up, batch.rows, threads_, 4);
+  cut_down = cut_product(level, model.layers[0].down, batch.rows, threads_);
+  cut_head = cut_product(level, model.head, batch.num_sampled, threads_);
   row_chunk = batch.rows <= 8 ? 8 : std::clamp(pieces(batch.rows, threads_ * 4), 4, 32);
+  keeps_rows_ = level.has_unit && threads_ > 1 && batch.rows >= threads_ * kOwnRows;
+  if (keeps_rows_) {
+    const size_t cursors = size_t(phases()) * size_t(threads_);
+    if (cursors > cursors_.size()) cursors_ = std::vector<Cursor>(cursors);
+    for (Cursor& cursor : cursors_) cursor.taken.store(0, std::memory_order_relaxed);
+  }
   plan_attention();
+}
+
+int Step::claim(int index, int thread) {
+  const int count = chunks(index);
+  for (int i = 0;; ++i) {
+    const int owner = (thread + i) % threads_;
+    const int first = int(int64_t(count) * owner / threads_), end = int(int64_t(count) * (owner + 1) / threads_);
+    const int taken = cursors_[size_t(index) * size_t(threads_) + size_t(owner)].taken.fetch_add(1, std::memory_order_relaxed);
+    if (first + taken < end) return first + taken;
+  }
 }
 
 void Step::plan_attention() {
@@ -215,6 +238,7 @@ int Step::chunks(int index) const {
 void Step::run(int index, int chunk, int thread) {
   int layer;
   const Phase phase = phase_at(index, model.num_layers, layer);
+  if (keeps_rows_ && phase != Phase::attend && phase < Phase::head) chunk = claim(index, thread);
   if (!is_timed) {
     level.run(*this, phase, layer, chunk, thread);
     return;

@@ -2,6 +2,7 @@
 // passes between them lies. What a chunk computes is in level.hpp, once per instruction set.
 #pragma once
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -53,15 +54,21 @@ class Buffer {
 // How a product's chunks are cut: panels of each, rows of each.
 struct Cut {
   int panels = 0, rows = 0, count = 0;
+  int row_blocks = 0, panel_blocks = 0;
+  bool rows_first = false;  // neighbouring chunks share their rows, else their panels
 };
-// `least`: panels of a chunk; 2 or 4.
-Cut cut_product(const Matrix& matrix, int rows, int threads, int least = 2);
 
 class Step;
+struct Level;
+
+// `least`: panels of a chunk; 2 or 4.
+Cut cut_product(const Level& level, const Matrix& matrix, int rows, int threads, int least = 2);
 
 // What one instruction set brings.
 struct Level {
   const char* name;
+  int tile_rows;  // of a product, at most
+  bool has_unit;  // a matrix unit, which takes inputs and weights faster than they come from anywhere but a core's own cache
   size_t (*scratch_bytes)(const Model& model);  // of one thread
   Forms (*forms_read)(const Matrix& matrix, bool bytes);
   void (*run)(Step& step, Phase phase, int layer, int chunk, int thread);
@@ -105,6 +112,9 @@ class Step final : public Job {
   uint8_t* scratch(int thread) const { return scratches_[thread].data(); }
 
  private:
+  // Which chunk a thread takes in a phase by rows: of its own rows while there are any, then of others'. As often as it is
+  // called there are chunks, so one is always left.
+  int claim(int index, int thread);
   void plan_attention();
   void plan_partition(int partition, int heads_at_once, int most_sharers);
   static Rows rows_of(Buffer& buffer, int rows, int width, Forms forms);
@@ -117,6 +127,12 @@ class Step final : public Job {
 
   int threads_;
   Forms x_forms_, attended_forms_, up_forms_;
+  // How many chunks of a thread's rows are taken; a line of a cache for each.
+  struct alignas(64) Cursor {
+    std::atomic<int> taken{0};
+  };
+  bool keeps_rows_ = false;      // a thread computes the same rows in all phases, so that they stay in its core's own cache
+  std::vector<Cursor> cursors_;  // [phases][threads], if it does
   std::vector<Sharing> sharings_;
   std::vector<int> next_sharer_;  // per sequence
   Buffer x_, attended_, up_, residual_, qkv_, partials_;

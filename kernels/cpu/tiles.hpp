@@ -2,6 +2,14 @@
 // its inputs, whatever the number of rows, so a row's result does not depend on what shares its batch.
 // Included once per level, inside its namespace, after its vec_*.hpp.
 
+// What a product leaves at a time: sums of some rows times some panels, row by row.
+struct Tile {
+  int row = 0, rows = 0, panel = 0, columns = 0;
+  float* values = nullptr;  // [rows][columns * 16]
+
+  V at(int r, int c) const { return v_load(values + (r * columns + c) * kPanel); }
+};
+
 // Calls f(integral_constant<n>) for n in 1 .. Most.
 template <int N>
 struct Count {
@@ -57,7 +65,7 @@ static inline void with_width(int columns, F&& f) {
 // The same for what one of the next tiles will write, or add to.
 template <class T>
 [[gnu::always_inline]] static inline void fetch_below(const T* p, size_t stride) {
-  __builtin_prefetch(p + kTileRows * stride, 1, 3);
+  __builtin_prefetch(p + (KVFERRY_AMX ? 32 : kTileRows) * stride, 1, 3);
 }
 
 template <int R, int C>
