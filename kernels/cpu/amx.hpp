@@ -107,7 +107,7 @@ static inline void unit_pairs(const uint16_t* x, size_t x_stride, const uint8_t*
 
 // Matrices of pairs; `put` as in `product`.
 template <class Put>
-static void product_of_pairs(const Matrix& m, const Rows& x, int rows, int panel, int panels, Put&& put) {
+static void unit_product_of_pairs(const Matrix& m, const Rows& x, int rows, int panel, int panels, Put&& put) {
   alignas(64) float outs[2][4 * kTileTall * kPanel];
   const int tall = rows < kTileTall ? rows : kTileTall;
   const Tiles tiles(tall, kTileBytes);
@@ -145,84 +145,96 @@ static void product_of_pairs(const Matrix& m, const Rows& x, int rows, int panel
   put(last);
 }
 
-// One block of packed codes to pairs of bfloat16, whole numbers all of them.
-template <class Form>
-[[gnu::always_inline]] static inline void unpack_pairs(const uint8_t* at, uint8_t* to) {
-  if constexpr (Form::format == Format::codes4) {
-    const P table = p_table4();
-#pragma GCC unroll 4
-    for (int g = 0; g < Form::block / 8; ++g) {
+// One block of packed codes to what the unit multiplies: pairs of bfloat16, whole numbers all of them, 4-bit ones raised,
+// which the minimum takes back; or quads of bytes.
+template <class Form, bool Bytes>
+[[gnu::always_inline]] static inline void unpack_block(const uint8_t* at, uint8_t* to) {
+  constexpr bool four = Form::format == Format::codes4;
+  fetch(at + Form::block * (four ? 8 : 16) + kAhead);  // scales
+#pragma GCC unroll 8
+  for (int g = 0; g < Form::block / (four ? 8 : 4); ++g) {
+    fetch(at + g * 64 + kAhead);
+    if constexpr (four && Bytes) {
+      B low, high;
+      b_codes4(at + g * 64, low, high);
+      b_store(to + g * 128, low);
+      b_store(to + g * 128 + 64, high);
+    } else if constexpr (four) {
       const P words = p_load(at + g * 64);
-      fetch(at + g * 64 + kAhead);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) p_store(to + (g * 4 + i) * 64, p_code4(words, table, i));
-    }
-  } else {
-#pragma GCC unroll 16
-    for (int i = 0; i < Form::block / 2; ++i) {
-      if (i % 2 == 0) fetch(at + i * 32 + kAhead);
-      p_store(to + i * 64, p_codes8((const int8_t*)at + i * 32));
+      for (int i = 0; i < 4; ++i) p_store(to + (g * 4 + i) * 64, p_raised4(words, i));
+    } else if constexpr (Bytes) {
+      b_store(to + g * 64, {quads8(at + g * 64)});
+    } else {
+      p_store(to + g * 128, p_codes8((const int8_t*)at + g * 64));
+      p_store(to + g * 128 + 64, p_codes8((const int8_t*)at + g * 64 + 32));
     }
   }
 }
 
-// out [R][16], `out_stride` floats apart = R rows of x times one panel of codes, as in codes.hpp. A block's sums leave
-// the unit, so that its scales can be applied; it computes the next four meanwhile. `pairs`: the unpacked panel, which
-// the first rows make for all.
-template <class Form, int R>
-static inline void unit_codes(const Matrix& m, int panel, const Rows& x, uint8_t* pairs, bool is_first, float* out, int out_stride) {
-  constexpr int block = Form::block, kAtOnce = 4;
-  alignas(64) float sums[2 * kAtOnce][kTileTall * kPanel];
-  const bool has_min = adds_minimum(m);
-  const BlockSums inputs = block_sums<block>(x);
+// out [R][16], `out_stride` floats apart = R rows of x times one panel of codes, as in codes.hpp or, if `Bytes`, bytes.hpp.
+// A block's sums leave the unit, so that its scales can be applied, but not at once: a block is stored two later, when it
+// is done, and read again two later still, because whoever waits for the unit begins nothing else. `unpacked`: the panel
+// as the unit takes it, which the first rows make for all.
+template <class Form, bool Bytes, int R>
+[[gnu::noinline]] static void unit_codes(const Matrix& m, int panel, const Rows& x, uint8_t* unpacked, bool is_first, float* out, int out_stride) {
+  constexpr int block = Form::block, kStore = 2, kLag = 4, kRing = 4;
+  constexpr size_t unit_bytes = Bytes ? 1 : 2, step = block * 16 * unit_bytes;
+  alignas(64) float sums[kRing][kTileTall * kPanel];
+  const bool raised = !Bytes && Form::format == Format::codes4, has_min = adds_minimum(m) || raised;
+  const BlockSums input_sums = block_sums<block>(x);
   const int blocks = m.depth / block;
-  const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
-  const size_t block_bytes = size_t(m.block_bytes()), code_bytes = size_t(m.code_bytes());
+  const size_t block_bytes = size_t(m.block_bytes()), code_bytes = size_t(m.code_bytes()), stride = size_t(x.stride) * unit_bytes;
+  const size_t groups = size_t(x.stride / kGroup);
+  const uint8_t* const codes = m.data + size_t(panel) * m.panel_bytes;
+  const uint8_t* inputs = Bytes ? (const uint8_t*)x.bytes : (const uint8_t*)x.narrow;
+  if (is_first)
+    for (int b = 0; b < kLag && b < blocks; ++b) unpack_block<Form, Bytes>(codes + b * block_bytes, unpacked + b * step);
   V total[R][1];
   clear(total);
-  const auto unpack = [&](int b) {
-    if (is_first && b < blocks) unpack_pairs<Form>(at + b * block_bytes, pairs + size_t(b) * block * 32);
-  };
-  const auto begin = [&](auto number, int b) {
+  const auto unit = [&](auto number, int b) __attribute__((always_inline)) {
     constexpr int tile = decltype(number)::value;
-    if (b >= blocks) return;
-    t_zero<tile>();
-    t_load<4 + tile % 2>(x.narrow + size_t(b) * block, size_t(x.stride) * 2);
-    t_load<6 + tile % 2>(pairs + size_t(b) * block * 32, kTileBytes);
-    t_pairs<tile, 4 + tile % 2, 6 + tile % 2>();
-    t_store<tile>(sums[b % (2 * kAtOnce)], kTileBytes);
-    unpack(b + kAtOnce);
-  };
-  const auto end = [&](int b) {
-    if (b < 0 || b >= blocks) return;
-    V scale, minimum, sum[R][1];
-    load_scales(m, at + b * block_bytes + code_bytes, scale, minimum);
+    if (b < blocks) {
+      t_zero<tile>();
+      t_load_once<4 + tile % 2>(inputs + size_t(b) * block * unit_bytes, stride);
+      t_load<6 + tile % 2>(unpacked + b * step, kTileBytes);
+      if constexpr (Bytes) {
+        t_bytes<tile, 4 + tile % 2, 6 + tile % 2>();
+      } else {
+        t_pairs<tile, 4 + tile % 2, 6 + tile % 2>();
+      }
+      if (is_first && b + kLag < blocks) unpack_block<Form, Bytes>(codes + (b + kLag) * block_bytes, unpacked + (b + kLag) * step);
+    }
+    if (b >= kStore && b < blocks + kStore) t_store<(tile + kStore) % 4>(sums[(b - kStore) % kRing], kTileBytes);
+    if (b >= kLag && b < blocks + kLag) {
+      const int done = b - kLag;
+      const float* from = sums[done % kRing];
+      const float* steps = x.steps + size_t(done) * block / kGroup;
+      V scale, minimum, sum[R][1];
+      load_scales(m, codes + done * block_bytes + code_bytes, scale, minimum);
+      if (raised) minimum = v_fma(scale, v_set(-kRaised), minimum);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) sum[r][0] = v_load(sums[b % (2 * kAtOnce)] + r * kPanel);
-    add_column(total, sum, 0, scale, minimum, has_min, inputs.sums + b, inputs.stride, as_it_is);
+      for (int r = 0; r < R; ++r) sum[r][0] = Bytes ? v_mul(s_float4(s_load(from + r * kPanel)), v_set(steps[r * groups])) : v_load(from + r * kPanel);
+      add_column(total, sum, 0, scale, minimum, has_min, input_sums.sums + done, input_sums.stride, as_it_is);
+    }
   };
-  for (int b = 0; b < kAtOnce; ++b) unpack(b);
-  for (int b = 0; b < blocks + kAtOnce; b += kAtOnce) {
-    begin(Count<0>{}, b);
-    end(b - 4);
-    begin(Count<1>{}, b + 1);
-    end(b - 3);
-    begin(Count<2>{}, b + 2);
-    end(b - 2);
-    begin(Count<3>{}, b + 3);
-    end(b - 1);
+  for (int b = 0; b < blocks + kLag; b += 4) {
+    unit(Count<0>{}, b);
+    unit(Count<1>{}, b + 1);
+    unit(Count<2>{}, b + 2);
+    unit(Count<3>{}, b + 3);
   }
   store(total, out, out_stride);
 }
 
-// Matrices of codes, inputs as they are; `put` as in `product`.
-template <class Put>
-static void product_of_codes(const Matrix& m, const Rows& x, int rows, int panel, int panels, uint8_t* scratch, Put&& put) {
+// Matrices of codes, inputs as they are or rounded to 8 bits; `put` as in `product`.
+template <bool Bytes, class Put>
+static void unit_product_of_codes(const Matrix& m, const Rows& x, int rows, int panel, int panels, uint8_t* scratch, Put&& put) {
   alignas(64) float out[kTileTall * 2 * kPanel];
   const int tall = rows < kTileTall ? rows : kTileTall;
   with_codes(m, [&](auto form) {
     using Form = decltype(form);
-    const Tiles tiles(tall, Form::block * 2);
+    const Tiles tiles(tall, Form::block * (Bytes ? 1 : 2));
     for (int p = 0, columns; p < panels; p += columns) {
       columns = panels - p >= 2 ? 2 : 1;
       for (int row = 0, done; row < rows; row += done) {
@@ -230,7 +242,7 @@ static void product_of_codes(const Matrix& m, const Rows& x, int rows, int panel
         const Rows inputs = x.from(begin);
         with_count<kTileTall>(tall, [&](auto count) {
           for (int c = 0; c < columns; ++c)
-            unit_codes<Form, decltype(count)::value>(m, panel + p + c, inputs, scratch + size_t(c) * m.depth * 32, row == 0, out + c * kPanel, columns * kPanel);
+            unit_codes<Form, Bytes, decltype(count)::value>(m, panel + p + c, inputs, scratch + size_t(c) * m.depth * 32, row == 0, out + c * kPanel, columns * kPanel);
         });
         done = begin + tall - row;
         put(Tile{row, done, panel + p, columns, out + size_t(row - begin) * columns * kPanel});

@@ -31,6 +31,7 @@ class ReadJob final : public Job {
 
 constexpr int kSumRounds = 20000, kSums = KVFERRY_PAIRS ? 24 : 6, kQuads = 32;
 
+#if !KVFERRY_AMX
 // Sums of products of bytes. What is multiplied is all different, and only known when it runs: nothing can be left out,
 // or done once for several.
 static inline V sum_of_bytes(int chunk, int) {
@@ -79,6 +80,35 @@ static inline V sum_of_best(int chunk, int thread) {
   for (int i = 1; i < kSums; ++i) all = v_add(all, sums[i]);
   return all;
 }
+#endif
+
+#if KVFERRY_AMX
+// Sums of products on the matrix unit, from tiles that stay where they are.
+template <bool Bytes>
+static inline V sum_on_unit(int chunk, int thread) {
+  alignas(64) uint8_t some[kTileTall * kTileBytes];
+  for (size_t i = 0; i < sizeof some; ++i) some[i] = uint8_t(Bytes ? chunk + thread + int(i) : i % 2 ? 0x3c : thread);
+  const Tiles tiles(kTileTall, kTileBytes);
+  t_load<4>(some, kTileBytes);
+  t_load<5>(some, kTileBytes);
+  t_load<6>(some, kTileBytes);
+  t_load<7>(some, kTileBytes);
+  t_zero<0>(), t_zero<1>(), t_zero<2>(), t_zero<3>();
+  for (int n = 0; n < kSumRounds; ++n) {
+    if constexpr (Bytes) {
+      t_bytes<0, 4, 6>(), t_bytes<1, 4, 7>(), t_bytes<2, 5, 6>(), t_bytes<3, 5, 7>();
+    } else {
+      t_pairs<0, 4, 6>(), t_pairs<1, 4, 7>(), t_pairs<2, 5, 6>(), t_pairs<3, 5, 7>();
+    }
+  }
+  alignas(64) float out[kTileTall * kPanel];
+  t_store<0>(out, kTileBytes);
+  return v_load(out);
+}
+#endif
+
+// Sums of products that go on at a time: in registers, or in four tiles of which each takes 16 rows of 16 lanes a line.
+constexpr int kLanes = KVFERRY_AMX ? 4 * 16 * 16 * 16 : kSums * 16;
 
 template <bool Bytes>
 class SumJob final : public Job {
@@ -87,9 +117,14 @@ class SumJob final : public Job {
   int phases() const override { return 1; }
   int chunks(int) const override { return chunks_; }
   void run(int, int chunk, int thread) override {
-    v_store(&sums_[size_t(thread) * 16], Bytes ? sum_of_bytes(chunk, thread) : sum_of_best(chunk, thread));
+#if KVFERRY_AMX
+    const V sum = sum_on_unit<Bytes>(chunk, thread);
+#else
+    const V sum = Bytes ? sum_of_bytes(chunk, thread) : sum_of_best(chunk, thread);
+#endif
+    v_store(&sums_[size_t(thread) * 16], sum);
   }
-  double operations() const { return double(chunks_) * kSumRounds * kSums * 2 * 16 * (Bytes ? 4 : KVFERRY_PAIRS ? 2 : 1); }
+  double operations() const { return 2.0 * chunks_ * kSumRounds * kLanes * (Bytes ? 4 : KVFERRY_PAIRS ? 2 : 1); }
 
  private:
   int chunks_;

@@ -4,7 +4,7 @@
 static Forms forms_read(const Matrix& m, bool bytes) {
   bytes = bytes && m.has_codes();
   const bool pairs = !bytes && takes_pairs(m.format);
-  return {!pairs, pairs, !bytes && m.has_codes() && adds_minimum(m), bytes};  // bytes are made out of floats
+  return {!pairs, pairs, !bytes && m.has_codes() && (adds_minimum(m) || (KVFERRY_AMX && m.format == Format::codes4)), bytes};  // bytes are made out of floats
 }
 
 // 16 inputs in the forms that are kept, and the sum of what will be multiplied. The second half of a group ends the group.

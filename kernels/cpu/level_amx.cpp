@@ -1,5 +1,6 @@
 // The kernels for one level; see level.hpp.
 #include <cstring>
+#include <utility>
 
 #include "step.hpp"
 

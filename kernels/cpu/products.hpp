@@ -99,11 +99,12 @@ static void product_fused(const Matrix& m, const Rows& x, int rows, int panel, i
 // `rows` rows of x times panels [panel, panel + panels), at most kChunkPanels of them. `put(tile)` takes what is done.
 template <class Put>
 static void product(const Matrix& m, const Rows& x, int rows, int panel, int panels, uint8_t* scratch, Put&& put) {
-  if (x.forms.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
 #if KVFERRY_AMX
-  if (m.format == Format::bf16) return product_of_pairs(m, x, rows, panel, panels, put);
-  if (m.has_codes()) return product_of_codes(m, x, rows, panel, panels, scratch, put);
+  if (m.format == Format::bf16) return unit_product_of_pairs(m, x, rows, panel, panels, put);
+  if (m.has_codes() && !x.forms.bytes) return unit_product_of_codes<false>(m, x, rows, panel, panels, scratch, put);
+  if (m.has_codes() && rows > kByteRows) return unit_product_of_codes<true>(m, x, rows, panel, panels, scratch, put);
 #endif
+  if (x.forms.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
   if (rows <= kFusedRows || (KVFERRY_PAIRS && m.has_codes())) return product_fused(m, x, rows, panel, panels, put);
   alignas(64) float out[kTileRows * kChunkPanels * kPanel];
   const int step = even_rows(rows, kTileRows);

@@ -106,6 +106,13 @@ static inline P p_table4() {
 [[gnu::always_inline]] static inline P p_code4(P words, P table, int i) {
   return _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(words, unsigned(4 * nibble_of_pair(i))) : words, table);
 }
+// The same raised by 16, where a code is the upper bits of the mantissa: two operations, and no table.
+constexpr float kRaised = 16.0f;
+[[gnu::always_inline]] static inline P p_raised4(P words, int i) {
+  const int shift = 4 * nibble_of_pair(i) - 3;
+  const P at = shift < 0 ? _mm512_slli_epi16(words, unsigned(-shift)) : _mm512_srli_epi16(words, unsigned(shift));
+  return _mm512_ternarylogic_epi64(at, _mm512_set1_epi16(0x78), _mm512_set1_epi16(0x4180), 0xea);  // (at & 0x78) | 16.0
+}
 static inline P p_codes8(const int8_t* p) {
   const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
   const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + 16))));
@@ -128,13 +135,15 @@ static inline void b_codes4(const uint8_t* p, B& low, B& high) {
   low = {_mm512_and_si512(words, mask)};
   high = {_mm512_and_si512(_mm512_srli_epi16(words, 4), mask)};
 }
-// One factor of VNNI has no sign: codes are raised by 128, and the sums begin 128 times the inputs lower.
-static inline B b_codes8(const uint8_t* p) {
+static inline __m512i quads8(const uint8_t* p) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
                                          19, 3, 18, 2, 17, 1, 16, 0);
-  const __m512i quads = _mm512_shuffle_epi8(_mm512_permutexvar_epi16(order, _mm512_loadu_si512(p)), middle_swapped());
-  return {_mm512_xor_si512(quads, _mm512_set1_epi8(char(0x80)))};
+  return _mm512_shuffle_epi8(_mm512_permutexvar_epi16(order, _mm512_loadu_si512(p)), middle_swapped());
 }
+// One factor of VNNI has no sign: codes are raised by 128, and the sums begin 128 times the inputs lower.
+static inline B b_codes8(const uint8_t* p) { return {_mm512_xor_si512(quads8(p), _mm512_set1_epi8(char(0x80)))}; }
+static inline void b_store(void* p, B x) { _mm512_storeu_si512(p, x.v); }
+static inline S s_load(const void* p) { return {(__v16si)_mm512_loadu_si512(p)}; }
 static inline S s_zero() { return {(__v16si)_mm512_setzero_si512()}; }
 static inline S s_start8(int32_t inputs) { return {(__v16si)_mm512_set1_epi32(-128 * inputs)}; }
 static inline S s_add4(S sum, B codes, uint32_t quad) {
