@@ -15,7 +15,12 @@ from kvferry.model.tensors import TensorSource
 _log = logging.getLogger(__name__)
 
 AUTO, COMPILED = "auto", "compiled"
-KERNELS = (AUTO, COMPILED, *(f"{COMPILED}-{level}" for level in ("portable", "avx2", "avx512_bf16", "amx_bf16")), *FAMILIES)
+KERNELS = (
+    AUTO,
+    COMPILED,
+    *(f"{COMPILED}-{level}" for level in ("portable", "avx2", "avx512_bf16", "amx_bf16")),
+    *FAMILIES,
+)
 """What may be asked for: the best, the best compiled, one level of the compiled, or a family over torch's tensors."""
 SHIPPED = "shipped"
 WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
