@@ -1,13 +1,13 @@
 // Tiles of Intel's matrix unit (AMX): 16 rows of inputs, 64 bytes each, times as many inputs of 16 outputs.
 //
 // A packed panel is what the unit multiplies with: 16 outputs side by side, pairs of bfloat16 or quads of bytes below
-// each other (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS and TDPBUSD). A row's
+// each other (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS and TDPBSSD). A row's
 // sums depend on that row alone and go through its inputs 32 at a time, so they are the same in any tile; denormals
 // count as zero and sums round to nearest even, whatever the thread's settings.
 // Included once per level, after bytes.hpp.
 
 #if KVFERRY_AMX
-constexpr int kTileTall = 16;   // of a tile
+constexpr int kTileTall = 16;   // rows of a tile
 constexpr int kTileBytes = 64;  // of a tile's row
 
 // What the tiles are for: sums 0 to 3, inputs 4 and 5, weights 6 and 7. Written as text for the assembler, because the
@@ -209,7 +209,7 @@ template <class Form, bool Bytes, int R>
     if (b >= kLag && b < blocks + kLag) {
       const int done = b - kLag;
       const float* from = sums[done % kRing];
-      const float* steps = x.steps + size_t(done) * block / kGroup;
+      const float* steps = Bytes ? x.steps + size_t(done) * block / kGroup : nullptr;
       V scale, minimum, sum[R][1];
       load_scales(m, codes + done * block_bytes + code_bytes, scale, minimum);
       if (raised) minimum = v_fma(scale, v_set(-kRaised), minimum);
