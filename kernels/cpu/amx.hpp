@@ -61,7 +61,7 @@ class Tiles {
   Tiles& operator=(const Tiles&) = delete;
 };
 
-// Where a tile of `tall` rows begins that ends, at most, with the last of `rows`: what it computes twice is the same twice.
+// Where a tile of `tall` rows begins that ends, at most, with the last of `rows`. What it computes anew is left out.
 static inline int tile_begin(int row, int rows, int tall) { return row + tall <= rows ? row : rows > tall ? rows - tall : 0; }
 
 // Loads the inputs of a row of tiles, where none is loaded yet, and multiplies one panel with it.
@@ -181,7 +181,8 @@ template <class Form, bool Bytes, int R>
   constexpr int block = Form::block, kStore = 2, kLag = 4, kRing = 4;
   constexpr size_t unit_bytes = Bytes ? 1 : 2, step = block * 16 * unit_bytes;
   alignas(64) float sums[kRing][kTileTall * kPanel];
-  const bool raised = !Bytes && Form::format == Format::codes4, has_min = adds_minimum(m) || raised;
+  constexpr bool raised = !Bytes && Form::format == Format::codes4;
+  const bool has_min = adds_minimum(m) || raised;
   const BlockSums input_sums = block_sums<block>(x);
   const int blocks = m.depth / block;
   const size_t block_bytes = size_t(m.block_bytes()), code_bytes = size_t(m.code_bytes()), stride = size_t(x.stride) * unit_bytes;

@@ -276,9 +276,9 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
     }
 #if KVFERRY_AMX
     if (is_on_unit<Pairs>(D)) {
-      // The unit takes 32 tokens at a time: after an odd number of units, zeros.
-      const int units = (end - start + 15) / 16;
-      for (int d = 0; units % 2 && d < D / 16; ++d) std::memset(s.values + d * value_bytes<Pairs>() + size_t(units) * 16 * 32, 0, 16 * 32);
+      // It takes 32 tokens at a time: behind an odd number of sixteens, zeros.
+      const int sixteens = (end - start + 15) / 16;
+      for (int d = 0; sixteens % 2 && d < D / 16; ++d) std::memset(s.values + d * value_bytes<Pairs>() + size_t(sixteens) * 16 * 32, 0, 16 * 32);
       const Tiles tiles(rows < kTileTall ? rows : kTileTall, kTileBytes);
       for (int row = 0; row < rows; row += kTileTall)
         attend_rows<Pairs, kTileTall, true>(g, s, row, first_position, start, rows - row < kTileTall ? rows - row : kTileTall);

@@ -30,6 +30,9 @@ constexpr bool kPoisons = false;
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int pieces(int n, int of) { return (n + of - 1) / of; }
 
+// Whether a thread computes the same rows in all phases, so that they stay in its core's own cache.
+bool keeps_rows(const Level& level, int rows, int threads) { return level.has_unit && threads > 1 && rows >= threads * kOwnRows; }
+
 }  // namespace
 
 Buffer::~Buffer() { std::free(data_); }
@@ -85,7 +88,7 @@ Cut cut_product(const Level& level, const Matrix& matrix, int rows, int threads,
   const int most_rows = level.has_unit ? std::max(kUnitInputs / matrix.depth / level.tile_rows, 1) * level.tile_rows : kRowBlock;
   // Enough chunks that nobody waits long for the last one, and not so many that handing them out costs.
   int row_blocks = pieces(rows, most_rows);
-  if (level.has_unit && rows >= threads * kOwnRows) row_blocks = round_up(row_blocks, threads);
+  if (keeps_rows(level, rows, threads)) row_blocks = round_up(row_blocks, threads);
   while (pieces(matrix.panels, 4) * row_blocks < 8 * threads && rows >= (row_blocks + 1) * kLeastRows) ++row_blocks;
   c.rows = row_blocks == 1 ? rows : round_up(pieces(rows, row_blocks), level.tile_rows);
   row_blocks = pieces(rows, c.rows);
@@ -114,7 +117,7 @@ void Step::prepare(const Batch& b) {
   cut_down = cut_product(level, model.layers[0].down, batch.rows, threads_);
   cut_head = cut_product(level, model.head, batch.num_sampled, threads_);
   row_chunk = batch.rows <= 8 ? 8 : std::clamp(pieces(batch.rows, threads_ * 4), 4, 32);
-  keeps_rows_ = level.has_unit && threads_ > 1 && batch.rows >= threads_ * kOwnRows;
+  keeps_rows_ = keeps_rows(level, batch.rows, threads_);
   if (keeps_rows_) {
     const size_t cursors = size_t(phases()) * size_t(threads_);
     if (cursors > cursors_.size()) cursors_ = std::vector<Cursor>(cursors);

@@ -131,7 +131,7 @@ class Step final : public Job {
   struct alignas(64) Cursor {
     std::atomic<int> taken{0};
   };
-  bool keeps_rows_ = false;      // a thread computes the same rows in all phases, so that they stay in its core's own cache
+  bool keeps_rows_ = false;      // in this step; see step.cpp
   std::vector<Cursor> cursors_;  // [phases][threads], if it does
   std::vector<Sharing> sharings_;
   std::vector<int> next_sharer_;  // per sequence
