@@ -20,22 +20,29 @@ static inline uint32_t quad_at(const int8_t* p) {
   return quad;
 }
 
-// Inputs [32 group, +32) of a row, from its floats.
-static inline void write_bytes(const Rows& rows, int row, int group) {
+// Inputs [32 group, +32) of a row rounded to bytes or words, from its floats.
+static inline void write_whole(const Rows& rows, int row, int group) {
   const size_t at = size_t(row) * rows.stride + size_t(group) * kGroup;
   const V a = v_load(rows.wide + at), b = v_load(rows.wide + at + 16);
+  const float most = rows.forms.bytes ? 127.0f : 32767.0f;
   const float top = v_highest(v_max(v_max(a, v_sub(v_zero(), a)), v_max(b, v_sub(v_zero(), b))));
   // What is so small has no inverse, and counts as nothing. The last term is NaN once an input is not finite.
-  const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
-  const float step = top / 127.0f + 0.0f * (v_sum(a) + v_sum(b));
+  const float inverse = top > 1e-30f ? most / top : 0.0f;
+  const float step = top / most + 0.0f * (v_sum(a) + v_sum(b));
   rows.steps[at / kGroup] = step;
   float whole_sum = 0.0f;
   for (int half = 0; half < 2; ++half) {
     const V scaled = v_mul(half ? b : a, v_set(inverse));
-    const V whole = v_round(v_max(v_min(scaled, v_set(127.0f)), v_set(-127.0f)));  // NaN becomes a number here
-    v_store_bytes(rows.bytes + at + 16 * half, whole);
+    const V whole = v_round(v_max(v_min(scaled, v_set(most)), v_set(-most)));  // NaN becomes a number here
     const float sum = v_sum(whole);
-    rows.byte_sums[at / kSumWidth + half] = int32_t(sum);
+    if (rows.forms.bytes) {
+      v_store_bytes(rows.bytes + at + 16 * half, whole);
+      rows.byte_sums[at / kSumWidth + half] = int32_t(sum);
+#if !KVFERRY_PAIRS
+    } else {
+      v_store_words(rows.words + at + 16 * half, whole);
+#endif
+    }
     rows.half_sums[at / kSumWidth + half] = step * sum;
     whole_sum += sum;
   }

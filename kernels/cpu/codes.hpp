@@ -59,44 +59,10 @@ static inline void load_scales(const Matrix& m, const uint8_t* at, V& scale, V& 
   }
 }
 
-// Unpacked panels of codes: the codes as floats, then scales and minima of each block.
-struct Unpacked {
-  float* codes;         // per panel: [depth][16]
-  float* scales;        // per panel: [blocks][2][16]
-  size_t code_stride;   // floats between panels
-  size_t scale_stride;  // the same
-};
-
-#if !KVFERRY_PAIRS
-template <int block, int R, int C>
-static inline void tile_codes(const Matrix& m, const Rows& x, const Unpacked& w, float* out) {
-  const bool has_min = adds_minimum(m);
-  const BlockSums inputs = block_sums<block>(x);
-  V total[R][C];
-  clear(total);
-  for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
-    V sum[R][C];
-    clear(sum);
-    for (int i = b * block, end = i + block; i < end; ++i) {
-      V panel[C];
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) panel[c] = v_load(w.codes + c * w.code_stride + size_t(i) * kPanel);
-      add_input(sum, x.wide + i, x.stride, panel);
-    }
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) {
-      const float* scales = w.scales + c * w.scale_stride + size_t(b) * 2 * kPanel;
-      add_column(total, sum, c, v_load(scales), v_load(scales + kPanel), has_min, inputs.sums + b, inputs.stride, as_it_is);
-    }
-  }
-  store(total, out);
-}
-#endif
-
+#if KVFERRY_PAIRS
 // sum += rows of x, from input `start` on, times one block of packed panels; `at`: where the block begins in each.
 template <class Form, int R, int C>
 [[gnu::always_inline]] static inline void add_block(V (&sum)[R][C], const uint8_t* const (&at)[C], const Rows& x, int start) {
-#if KVFERRY_PAIRS
   const uint16_t* inputs = x.narrow + start;
   if constexpr (Form::format == Format::codes4) {
     const P table = p_table4();
@@ -126,36 +92,6 @@ template <class Form, int R, int C>
       add_pair(sum, inputs + 2 * i, x.stride, panel);
     }
   }
-#else
-  const float* inputs = x.wide + start;
-  const auto add = [&](int c, int input, V values) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[r][c] = v_fma(v_set(inputs[size_t(r) * x.stride + input]), values, sum[r][c]);
-  };
-  if constexpr (Form::format == Format::codes4) {
-    for (int g = 0; g < Form::block / 8; ++g) {
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) {
-        V values[8];
-        fetch(at[c] + g * 64 + kAhead);
-        v_codes4(at[c] + g * 64, values);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) add(c, g * 8 + i, values[i]);
-      }
-    }
-  } else {
-    for (int i = 0; i < Form::block / 2; ++i) {
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) {
-        V first, second;
-        if (i % 2 == 0) fetch(at[c] + i * 32 + kAhead);
-        v_codes8((const int8_t*)at[c] + i * 32, first, second);
-        add(c, 2 * i, first);
-        add(c, 2 * i + 1, second);
-      }
-    }
-  }
-#endif
 }
 
 template <class Form, int R, int C>
@@ -181,44 +117,4 @@ static inline void fused_codes(const Matrix& m, int panel, const Rows& x, float*
   }
   store(total, out);
 }
-
-// Floats out of a 16-bit panel, or codes and scales out of a panel of codes, as tiles of floats read them.
-static inline void unpack_panel(const Matrix& m, int panel, float* wide, [[maybe_unused]] float* scales) {
-  const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
-  if (m.format == Format::bf16) {
-    for (int i = 0; i < m.depth; i += 2) {
-      V first, second;
-      v_load_pairs((const uint16_t*)at + size_t(i) * kPanel, first, second);
-      v_store(wide + size_t(i) * kPanel, first);
-      v_store(wide + size_t(i + 1) * kPanel, second);
-    }
-    return;
-  }
-  if (m.format == Format::f16) {
-    for (int i = 0; i < m.depth; ++i) v_store(wide + size_t(i) * kPanel, v_load_half((const uint16_t*)at + size_t(i) * kPanel));
-    return;
-  }
-#if !KVFERRY_PAIRS
-  for (int b = 0, blocks = m.depth / m.block; b < blocks; ++b, at += m.block_bytes()) {
-    V scale, minimum;
-    load_scales(m, at + m.code_bytes(), scale, minimum);
-    v_store(scales + size_t(b) * 2 * kPanel, scale);
-    v_store(scales + size_t(b) * 2 * kPanel + kPanel, minimum);
-    float* to = wide + size_t(b) * m.block * kPanel;
-    if (m.format == Format::codes4) {
-      for (int g = 0; g < m.block / 8; ++g) {
-        V values[8];
-        v_codes4(at + g * 64, values);
-        for (int i = 0; i < 8; ++i) v_store(to + (g * 8 + i) * kPanel, values[i]);
-      }
-    } else {
-      for (int i = 0; i < m.block / 2; ++i) {
-        V first, second;
-        v_codes8((const int8_t*)at + i * 32, first, second);
-        v_store(to + (2 * i) * kPanel, first);
-        v_store(to + (2 * i + 1) * kPanel, second);
-      }
-    }
-  }
 #endif
-}

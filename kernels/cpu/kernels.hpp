@@ -6,6 +6,8 @@
 //
 #include "bytes.hpp"
 //
+#include "words.hpp"
+//
 #include "amx.hpp"
 //
 #include "products.hpp"

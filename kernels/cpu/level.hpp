@@ -3,8 +3,9 @@
 // Which forms of its inputs a product with the matrix reads.
 static Forms forms_read(const Matrix& m, bool bytes) {
   bytes = bytes && m.has_codes();
-  const bool pairs = !bytes && takes_pairs(m.format);
-  return {!pairs, pairs, !bytes && m.has_codes() && (adds_minimum(m) || (KVFERRY_AMX && m.format == Format::codes4)), bytes};  // bytes are made out of floats
+  const bool pairs = !bytes && takes_pairs(m.format), words = !KVFERRY_PAIRS && !bytes && m.has_codes();
+  const bool sums = pairs && m.has_codes() && (adds_minimum(m) || (KVFERRY_AMX && m.format == Format::codes4));
+  return {!pairs, pairs, sums, bytes, words};  // whole numbers are made out of floats
 }
 
 // 16 inputs in the forms that are kept, and the sum of what will be multiplied. The second half of a group ends the group.
@@ -17,7 +18,7 @@ static inline void put_input(const Rows& rows, int row, int input, V v) {
     rows.half_sums[at / kSumWidth] = v_sum(v);
     if (input % kGroup != 0) rows.group_sums[at / kGroup] = rows.half_sums[at / kSumWidth - 1] + rows.half_sums[at / kSumWidth];
   }
-  if (rows.forms.bytes && input % kGroup != 0) write_bytes(rows, row, input / kGroup);
+  if (rows.forms.are_whole() && input % kGroup != 0) write_whole(rows, row, input / kGroup);
 }
 
 // One row of inputs; `values` may be the row's own `wide`.

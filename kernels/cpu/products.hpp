@@ -35,6 +35,22 @@ static inline void fused_wide(const Matrix& m, int panel, const Rows& x, float* 
   store(sum, out);
 }
 
+// A 16-bit panel as floats.
+static inline void unpack_panel(const Matrix& m, int panel, float* wide) {
+  const uint16_t* at = (const uint16_t*)(m.data + size_t(panel) * m.panel_bytes);
+  for (int i = 0; i < m.depth; i += 2, at += 2 * kPanel, wide += 2 * kPanel) {
+    V first, second;
+    if (m.format == Format::bf16) {
+      v_load_pairs(at, first, second);
+    } else {
+      first = v_load_half(at);
+      second = v_load_half(at + kPanel);
+    }
+    v_store(wide, first);
+    v_store(wide + kPanel, second);
+  }
+}
+
 // R rows times C panels from `panel` on.
 template <int R, int C>
 static inline void fused(const Matrix& m, int panel, const Rows& x, float* out) {
@@ -55,7 +71,9 @@ static inline void fused(const Matrix& m, int panel, const Rows& x, float* out) 
       break;
     case Format::codes4:
     case Format::codes8:
+#if KVFERRY_PAIRS
       with_codes(m, [&](auto form) { fused_codes<decltype(form), R, C>(m, panel, x, out); });
+#endif
       break;
   }
 }
@@ -105,17 +123,21 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
   if (m.has_codes() && rows > kByteRows) return unit_product_of_codes<true>(m, x, rows, panel, panels, scratch, put);
 #endif
   if (x.forms.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
-  if (rows <= kFusedRows || (KVFERRY_PAIRS && m.has_codes())) return product_fused(m, x, rows, panel, panels, put);
+#if !KVFERRY_PAIRS
+  if (m.has_codes()) return product_of_words(m, x, rows, panel, panels, scratch, put);
+#endif
+  if (rows <= kFusedRows || m.has_codes()) return product_fused(m, x, rows, panel, panels, put);
   alignas(64) float out[kTileRows * kChunkPanels * kPanel];
   const int step = even_rows(rows, kTileRows);
   const bool pairs = takes_pairs(m.format), is_direct = pairs || m.format == Format::f32;
-  const Unpacked w{(float*)scratch, (float*)scratch + size_t(kChunkPanels) * m.depth * kPanel, size_t(m.depth) * kPanel, size_t(m.depth / kSumWidth) * 2 * kPanel};
+  float* unpacked = (float*)scratch;
+  const size_t unpacked_stride = size_t(m.depth) * kPanel;
   if (!is_direct)
-    for (int p = 0; p < panels; ++p) unpack_panel(m, panel + p, w.codes + p * w.code_stride, w.scales + p * w.scale_stride);
+    for (int p = 0; p < panels; ++p) unpack_panel(m, panel + p, unpacked + p * unpacked_stride);
   for (int p = 0, columns; p < panels; p += columns) {
     columns = widest_of(panels - p);
     const uint8_t* data = m.data + size_t(panel + p) * m.panel_bytes;
-    const Unpacked here{w.codes + p * w.code_stride, w.scales + p * w.scale_stride, w.code_stride, w.scale_stride};
+    const float* wide = is_direct ? (const float*)data : unpacked + p * unpacked_stride;
     for (int row = 0; row < rows; row += step) {
       const Rows at = x.from(row);
       with_count<kTileRows>(rows - row < step ? rows - row : step, [&](auto number) {
@@ -124,10 +146,8 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
           constexpr int C = decltype(width)::value;
 #if KVFERRY_PAIRS
           if (pairs) return tile_pairs<R, C>(at.narrow, at.stride, data, m.panel_bytes, m.depth / 2, out);
-#else
-          if (m.has_codes()) return m.block == 32 ? tile_codes<32, R, C>(m, at, here, out) : tile_codes<16, R, C>(m, at, here, out);
 #endif
-          tile_wide<R, C>(at.wide, at.stride, is_direct ? (const float*)data : here.codes, is_direct ? m.panel_bytes / 4 : here.code_stride, m.depth, out);
+          tile_wide<R, C>(at.wide, at.stride, wide, is_direct ? m.panel_bytes / 4 : unpacked_stride, m.depth, out);
         });
         put(Tile{row, R, panel + p, columns, out});
       });

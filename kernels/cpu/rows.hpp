@@ -7,11 +7,14 @@
 
 namespace kvferry {
 
-// Which forms are kept. Bytes are made out of wide, and bring sums of their own.
+// Which forms are kept. Whole numbers, bytes or words but never both, are made out of wide, and bring sums of their own.
 struct Forms {
-  bool wide = false, narrow = false, sums = false, bytes = false;
+  bool wide = false, narrow = false, sums = false, bytes = false, words = false;
 
-  Forms operator|(Forms other) const { return {wide || other.wide, narrow || other.narrow, sums || other.sums, bytes || other.bytes}; }
+  bool are_whole() const { return bytes || words; }
+  Forms operator|(Forms other) const {
+    return {wide || other.wide, narrow || other.narrow, sums || other.sums, bytes || other.bytes, words || other.words};
+  }
 };
 
 struct Rows {
@@ -21,10 +24,11 @@ struct Rows {
   // Sums of what a matrix of codes multiplies: of 16 neighbours, and of 32.
   float* half_sums = nullptr;   // [rows][stride / kSumWidth]
   float* group_sums = nullptr;  // [rows][stride / kGroup]
-  // Rounded to 8 bits, value = step * byte: quads of four inputs in the order 0 2 1 3.
+  // Rounded to 8 or 16 bits, value = step * byte or word: bytes as quads of four inputs in the order 0 2 1 3.
   int8_t* bytes = nullptr;       // [rows][stride]
+  int16_t* words = nullptr;      // [rows][stride]
   float* steps = nullptr;        // [rows][stride / kGroup]
-  int32_t* byte_sums = nullptr;  // [rows][stride / kSumWidth]
+  int32_t* byte_sums = nullptr;  // [rows][stride / kSumWidth]; with bytes only
   int stride = 0;                // a multiple of kGroup
 
   Rows from(int row) const {
@@ -34,9 +38,10 @@ struct Rows {
     r.narrow += inputs;
     r.half_sums += inputs / kSumWidth;
     r.group_sums += inputs / kGroup;
+    if (forms.are_whole()) r.steps += inputs / kGroup;
+    if (forms.words) r.words += inputs;
     if (forms.bytes) {
       r.bytes += inputs;
-      r.steps += inputs / kGroup;
       r.byte_sums += inputs / kSumWidth;
     }
     return r;
@@ -45,7 +50,7 @@ struct Rows {
   static size_t memory_of(int rows, int stride, Forms forms) {
     const size_t inputs = size_t(rows) * stride;
     const size_t sums = (inputs / kSumWidth + inputs / kGroup) * 4;
-    return inputs * 6 + sums + (forms.bytes ? inputs + sums : 0);
+    return inputs * 6 + sums + (forms.are_whole() ? inputs * 2 + sums : 0);
   }
 
   // Laid out over as much memory as `memory_of` says.
@@ -63,8 +68,9 @@ struct Rows {
     r.narrow = reinterpret_cast<uint16_t*>(take(inputs * 2));
     r.half_sums = reinterpret_cast<float*>(take(inputs / kSumWidth * 4));
     r.group_sums = reinterpret_cast<float*>(take(inputs / kGroup * 4));
+    if (forms.are_whole()) r.steps = reinterpret_cast<float*>(take(inputs / kGroup * 4));
+    if (forms.words) r.words = reinterpret_cast<int16_t*>(take(inputs * 2));
     if (forms.bytes) {
-      r.steps = reinterpret_cast<float*>(take(inputs / kGroup * 4));
       r.byte_sums = reinterpret_cast<int32_t*>(take(inputs / kSumWidth * 4));
       r.bytes = reinterpret_cast<int8_t*>(take(inputs));
     }

@@ -31,7 +31,7 @@ static inline bool takes_pairs(Format format) { return format != Format::f32 && 
 constexpr int kTileRows = 6, kTileColumns = 4, kFusedRows = 4;
 #else
 static inline bool takes_pairs(Format) { return false; }
-constexpr int kTileRows = 4, kTileColumns = 1, kFusedRows = 2;
+constexpr int kTileRows = 6, kTileColumns = 1, kFusedRows = 6;
 #endif
 constexpr int kChunkPanels = 4;  // what a chunk works on at a time
 constexpr int kAhead = 2048;     // bytes that a stream is fetched ahead

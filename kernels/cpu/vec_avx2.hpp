@@ -77,22 +77,39 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   const __m256i packed = _mm256_packus_epi32(to_bf16_half(x.a), to_bf16_half(x.b));
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
 }
-static inline void v_codes4(const uint8_t* p, V out[8]) {
-  const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
-  const __m256i low = _mm256_set1_epi32(15);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j)
-      out[2 * i + j] = {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a, 16 * j + 4 * nibble_of_pair(i)), low)),
-                        _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(b, 16 * j + 4 * nibble_of_pair(i)), low))};
+
+// --- products of words ---------------------------------------------------------------------------------------------
+// Vectors by their own types: the compiler keeps arrays of these in registers, and arrays of __m256i in memory.
+typedef short Words __attribute__((vector_size(32)));
+typedef int Wholes __attribute__((vector_size(32)));
+struct W {
+  Words a, b;
+};
+struct I {
+  Wholes a, b;
+};
+
+static inline W w_load(const int16_t* p) { return {(Words)_mm256_loadu_si256((const __m256i*)p), (Words)_mm256_loadu_si256((const __m256i*)(p + 16))}; }
+static inline void w_store(int16_t* p, W x) {
+  _mm256_storeu_si256((__m256i*)p, (__m256i)x.a);
+  _mm256_storeu_si256((__m256i*)(p + 16), (__m256i)x.b);
 }
-static inline void v_codes8(const int8_t* p, V& first, V& second) {
-  const __m256i a = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)p));
-  const __m256i b = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)(p + 16)));
-  first = {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(a, 24), 24)),
-           _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(b, 24), 24))};
-  second = {_mm256_cvtepi32_ps(_mm256_srai_epi32(a, 8)), _mm256_cvtepi32_ps(_mm256_srai_epi32(b, 8))};
+static inline W w_code4(W packed, int pair) {
+  const __m256i low = _mm256_set1_epi16(15);
+  const int by = 4 * nibble_of_pair(pair);
+  return {(Words)_mm256_and_si256(_mm256_srli_epi16((__m256i)packed.a, by), low), (Words)_mm256_and_si256(_mm256_srli_epi16((__m256i)packed.b, by), low)};
+}
+static inline W w_codes8(const int8_t* p) {
+  return {(Words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), (Words)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
+}
+static inline I i_zero() { return {Wholes{}, Wholes{}}; }
+static inline I i_add(I sum, W codes, uint32_t pair) {
+  const __m256i inputs = _mm256_set1_epi32(int(pair));
+  return {sum.a + (Wholes)_mm256_madd_epi16((__m256i)codes.a, inputs), sum.b + (Wholes)_mm256_madd_epi16((__m256i)codes.b, inputs)};
+}
+static inline V i_float(I sum) { return {_mm256_cvtepi32_ps((__m256i)sum.a), _mm256_cvtepi32_ps((__m256i)sum.b)}; }
+static inline void v_store_words(int16_t* p, V whole) {
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(whole.a), _mm256_cvtps_epi32(whole.b)), 0xd8));
 }
 
 // --- products of bytes ---------------------------------------------------------------------------------------------

@@ -132,22 +132,51 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   }
 }
 
-// 64 bytes of 4-bit codes; see pack.hpp.
-static inline void v_codes4(const uint8_t* p, V out[8]) {
-  for (int q = 0; q < 4; ++q) {
-    i4 lanes;
-    std::memcpy(&lanes, p + 16 * q, 16);
-    for (int i = 0; i < 4; ++i)
-      for (int j = 0; j < 2; ++j) out[2 * i + j].q[q] = __builtin_convertvector((lanes >> (16 * j + 4 * nibble_of_pair(i))) & 15, f4);
-  }
+// --- products of words ---------------------------------------------------------------------------------------------
+// Sixteen lanes of two neighbouring codes, and sixteen whole sums of their products.
+struct W {
+  int16_t v[32];
+};
+struct I {
+  int32_t v[16];
+};
+
+static inline W w_load(const int16_t* p) {
+  W r;
+  std::memcpy(r.v, p, sizeof r.v);
+  return r;
+}
+static inline void w_store(int16_t* p, W x) { std::memcpy(p, x.v, sizeof x.v); }
+// Pair 0 to 3 of the four that each lane of packed 4-bit codes has; see pack.hpp.
+static inline W w_code4(W packed, int pair) {
+  W r;
+  for (int j = 0; j < 32; ++j) r.v[j] = int16_t(uint16_t(packed.v[j]) >> (4 * nibble_of_pair(pair)) & 15);
+  return r;
 }
 // 32 bytes of 8-bit codes: code j of lane o is byte 2 o + j.
-static inline void v_codes8(const int8_t* p, V& first, V& second) {
-  for (int o = 0; o < 16; ++o) {
-    first.q[o / 4][o % 4] = float(p[2 * o]);
-    second.q[o / 4][o % 4] = float(p[2 * o + 1]);
-  }
+static inline W w_codes8(const int8_t* p) {
+  W r;
+  for (int j = 0; j < 32; ++j) r.v[j] = p[j];
+  return r;
 }
+static inline I i_zero() { return {}; }
+// Two inputs of one row times codes of at most 8 bits; at most 32 inputs in one sum.
+static inline I i_add(I sum, W codes, uint32_t pair) {
+  int16_t q[2];
+  std::memcpy(q, &pair, 4);
+  for (int o = 0; o < 16; ++o) sum.v[o] += codes.v[2 * o] * q[0] + codes.v[2 * o + 1] * q[1];
+  return sum;
+}
+static inline V i_float(I sum) {
+  V r;
+  for (int o = 0; o < 16; ++o) r.q[o / 4][o % 4] = float(sum.v[o]);
+  return r;
+}
+// Sixteen whole numbers from -32767 to 32767.
+static inline void v_store_words(int16_t* p, V whole) {
+  for (int i = 0; i < 16; ++i) p[i] = int16_t(whole.q[i / 4][i % 4]);
+}
+
 // --- products of bytes ---------------------------------------------------------------------------------------------
 // Sixteen lanes of four codes, a quad of inputs in the order 0 2 1 3; and sixteen whole sums of their products.
 struct B {
