@@ -116,14 +116,12 @@ static inline void pack_keys(const AttentionGeometry& g, const uint8_t* keys, co
       for (int t = 0; t < 16; ++t) std::memcpy(out + size_t(d) * 32 + t * 4, keys + t * row + d * 2, 4);
 #endif
   } else {
-    float* to = (float*)out;
-    alignas(64) float lanes[16];
-    for (int t = 0; t < 16; ++t) {
-      fetch_row(ahead + t * row, row);
-      for (int d = 0; d < g.head_dim; d += 16) {
-        v_store(lanes, values_at<NarrowPages>(keys + t * row, d));
-        for (int i = 0; i < 16; ++i) to[size_t(d + i) * 16 + t] = lanes[i];
-      }
+    for (int t = 0; t < 16; ++t) fetch_row(ahead + t * row, row);
+    for (int d = 0; d < g.head_dim; d += 16) {
+      V tokens[16];
+#pragma GCC unroll 16
+      for (int t = 0; t < 16; ++t) tokens[t] = values_at<NarrowPages>(keys + t * row, d);
+      v_transpose(tokens, (float*)out + size_t(d) * 16);
     }
   }
 }

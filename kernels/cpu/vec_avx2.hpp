@@ -78,6 +78,36 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
+static inline void transpose_quarter(const V* rows, bool is_high, float* to) {
+  __m256 r[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) r[i] = is_high ? rows[i].b : rows[i].a;
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + 16 * i, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps(to + 16 * (i + 4), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+}
+static inline void v_transpose(const V rows[16], float* to) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    transpose_quarter(rows + 8 * half, false, to + 8 * half);
+    transpose_quarter(rows + 8 * half, true, to + 8 * half + 128);
+  }
+}
+
 // --- products of words ---------------------------------------------------------------------------------------------
 // Vectors by their own types: the compiler keeps arrays of these in registers, and arrays of __m256i in memory.
 typedef short Words __attribute__((vector_size(32)));

@@ -71,6 +71,15 @@ static inline V v_div_rough(V x, V y) {
 #endif
 }
 
+// For keys in float32 only; pairs have their own.
+static inline void v_transpose(const V rows[16], float* to) {
+  alignas(64) float lanes[16];
+  for (int i = 0; i < 16; ++i) {
+    v_store(lanes, rows[i]);
+    for (int j = 0; j < 16; ++j) to[16 * j + i] = lanes[j];
+  }
+}
+
 // --- pairs of bfloat16 ---------------------------------------------------------------------------------------------
 using P = __m512i;  // sixteen lanes of two bfloat16
 

@@ -132,6 +132,12 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   }
 }
 
+// Value j of row i to to[16 j + i].
+static inline void v_transpose(const V rows[16], float* to) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) to[16 * j + i] = rows[i].q[j / 4][j % 4];
+}
+
 // --- products of words ---------------------------------------------------------------------------------------------
 // Sixteen lanes of two neighbouring codes, and sixteen whole sums of their products.
 struct W {
