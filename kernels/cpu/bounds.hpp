@@ -70,9 +70,11 @@ static inline V add_product(V sum, Factor a, Factor b) { return v_fma(a, b, sum)
 // Sums of products of what the level multiplies best.
 static inline V sum_of_best(int chunk, int thread) {
   const Factor a = one(), b = factor(thread);
+  float some[kSums + 15];
+  for (int i = 0; i < kSums + 15; ++i) some[i] = float(chunk + i * i);  // all lanes different: none can be left out
   V sums[kSums];
 #pragma GCC unroll 24
-  for (int i = 0; i < kSums; ++i) sums[i] = v_set(float(chunk + i * i));  // all different: none can be left out
+  for (int i = 0; i < kSums; ++i) sums[i] = v_load(some + i);
   for (int n = 0; n < kSumRounds; ++n)
 #pragma GCC unroll 24
     for (int i = 0; i < kSums; ++i) sums[i] = add_product(sums[i], a, b);

@@ -20,7 +20,7 @@ static inline uint32_t quad_at(const int8_t* p) {
   return quad;
 }
 
-// Inputs [32 group, +32) of a row rounded to bytes or words, from its floats.
+// Inputs [32 group, +32) of a row rounded to bytes or, without these, to words, from its floats.
 static inline void write_whole(const Rows& rows, int row, int group) {
   const size_t at = size_t(row) * rows.stride + size_t(group) * kGroup;
   const V a = v_load(rows.wide + at), b = v_load(rows.wide + at + 16);
@@ -38,11 +38,10 @@ static inline void write_whole(const Rows& rows, int row, int group) {
     if (rows.forms.bytes) {
       v_store_bytes(rows.bytes + at + 16 * half, whole);
       rows.byte_sums[at / kSumWidth + half] = int32_t(sum);
-#if !KVFERRY_PAIRS
-    } else {
-      v_store_words(rows.words + at + 16 * half, whole);
-#endif
     }
+#if !KVFERRY_PAIRS
+    v_store_words(rows.words + at + 16 * half, whole);
+#endif
     rows.half_sums[at / kSumWidth + half] = step * sum;
     whole_sum += sum;
   }

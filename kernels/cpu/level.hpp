@@ -3,7 +3,7 @@
 // Which forms of its inputs a product with the matrix reads.
 static Forms forms_read(const Matrix& m, bool bytes) {
   bytes = bytes && m.has_codes();
-  const bool pairs = !bytes && takes_pairs(m.format), words = !KVFERRY_PAIRS && !bytes && m.has_codes();
+  const bool pairs = !bytes && takes_pairs(m.format), words = !KVFERRY_PAIRS && m.has_codes();
   const bool sums = pairs && m.has_codes() && (adds_minimum(m) || (KVFERRY_AMX && m.format == Format::codes4));
   return {!pairs, pairs, sums, bytes, words};  // whole numbers are made out of floats
 }

@@ -1,4 +1,5 @@
 // The kernels for one level; see level.hpp.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 

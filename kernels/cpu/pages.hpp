@@ -116,12 +116,10 @@ static inline void pack_keys(const AttentionGeometry& g, const uint8_t* keys, co
       for (int t = 0; t < 16; ++t) std::memcpy(out + size_t(d) * 32 + t * 4, keys + t * row + d * 2, 4);
 #endif
   } else {
-    for (int t = 0; t < 16; ++t) fetch_row(ahead + t * row, row);
     for (int d = 0; d < g.head_dim; d += 16) {
-      V tokens[16];
-#pragma GCC unroll 16
-      for (int t = 0; t < 16; ++t) tokens[t] = values_at<NarrowPages>(keys + t * row, d);
-      v_transpose(tokens, (float*)out + size_t(d) * 16);
+      const int begin = d * 16 / g.head_dim, end = (d + 16) * 16 / g.head_dim;
+      for (int t = begin; t < end; ++t) fetch_row(ahead + t * row, row);
+      v_transpose<NarrowPages>(keys + row / g.head_dim * d, row, (float*)out + size_t(d) * 16);
     }
   }
 }

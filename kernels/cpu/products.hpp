@@ -83,6 +83,8 @@ static inline size_t unpacked_bytes(const Matrix& m) {
   return size_t(kChunkPanels) * (size_t(m.depth) * kPanel * 4 + size_t(m.depth / kSumWidth) * 2 * kPanel * 4);
 }
 
+constexpr int kTogether = 2560;  // inputs of panels of floats that are multiplied together; 64 bytes each
+
 // Columns of a fused tile where so many panels are left.
 static inline int fused_columns(const Matrix& m, int rows, int left) {
   // One stream of memory is read faster than four, and codes of one panel bring work enough of their own.
@@ -122,7 +124,7 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
   if (m.has_codes() && !x.forms.bytes) return unit_product_of_codes<false>(m, x, rows, panel, panels, scratch, put);
   if (m.has_codes() && rows > kByteRows) return unit_product_of_codes<true>(m, x, rows, panel, panels, scratch, put);
 #endif
-  if (x.forms.bytes && m.has_codes()) return product_of_bytes(m, x, rows, panel, panels, put);
+  if (x.forms.bytes && m.has_codes() && (KVFERRY_PAIRS || rows <= kByteRows)) return product_of_bytes(m, x, rows, panel, panels, put);
 #if !KVFERRY_PAIRS
   if (m.has_codes()) return product_of_words(m, x, rows, panel, panels, scratch, put);
 #endif
@@ -134,25 +136,29 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
   const size_t unpacked_stride = size_t(m.depth) * kPanel;
   if (!is_direct)
     for (int p = 0; p < panels; ++p) unpack_panel(m, panel + p, unpacked + p * unpacked_stride);
-  for (int p = 0, columns; p < panels; p += columns) {
-    columns = widest_of(panels - p);
-    const uint8_t* data = m.data + size_t(panel + p) * m.panel_bytes;
-    const float* wide = is_direct ? (const float*)data : unpacked + p * unpacked_stride;
+  // Rows turn to all of these panels, which lie in a core's second cache, before the next rows do.
+  const int together = KVFERRY_PAIRS ? panels : std::clamp(kTogether / m.depth, 1, panels);
+  for (int first = 0; first < panels; first += together)
     for (int row = 0; row < rows; row += step) {
       const Rows at = x.from(row);
+      const int end = panels < first + together ? panels : first + together;
       with_count<kTileRows>(rows - row < step ? rows - row : step, [&](auto number) {
         constexpr int R = decltype(number)::value;
-        with_width(columns, [&](auto width) {
-          constexpr int C = decltype(width)::value;
+        for (int p = first, columns; p < end; p += columns) {
+          columns = widest_of(end - p);
+          const uint8_t* data = m.data + size_t(panel + p) * m.panel_bytes;
+          with_width(columns, [&](auto width) {
+            constexpr int C = decltype(width)::value;
 #if KVFERRY_PAIRS
-          if (pairs) return tile_pairs<R, C>(at.narrow, at.stride, data, m.panel_bytes, m.depth / 2, out);
+            if (pairs) return tile_pairs<R, C>(at.narrow, at.stride, data, m.panel_bytes, m.depth / 2, out);
 #endif
-          tile_wide<R, C>(at.wide, at.stride, wide, is_direct ? m.panel_bytes / 4 : unpacked_stride, m.depth, out);
-        });
-        put(Tile{row, R, panel + p, columns, out});
+            const float* wide = is_direct ? (const float*)data : unpacked + p * unpacked_stride;
+            tile_wide<R, C>(at.wide, at.stride, wide, is_direct ? m.panel_bytes / 4 : unpacked_stride, m.depth, out);
+          });
+          put(Tile{row, R, panel + p, columns, out});
+        }
       });
     }
-  }
 }
 
 // How the chunks of a product share it: see step.hpp. `put(tile)` takes what is done, with the bias if there is one.

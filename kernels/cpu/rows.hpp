@@ -7,7 +7,8 @@
 
 namespace kvferry {
 
-// Which forms are kept. Whole numbers, bytes or words but never both, are made out of wide, and bring sums of their own.
+// Which forms are kept. Whole numbers are made out of wide, and bring sums of their own; where there are bytes, words hold
+// the same numbers.
 struct Forms {
   bool wide = false, narrow = false, sums = false, bytes = false, words = false;
 
@@ -24,7 +25,7 @@ struct Rows {
   // Sums of what a matrix of codes multiplies: of 16 neighbours, and of 32.
   float* half_sums = nullptr;   // [rows][stride / kSumWidth]
   float* group_sums = nullptr;  // [rows][stride / kGroup]
-  // Rounded to 8 or 16 bits, value = step * byte or word: bytes as quads of four inputs in the order 0 2 1 3.
+  // Rounded to 8 bits, or to 16 without bytes, value = step * byte or word: bytes as quads of four inputs in the order 0 2 1 3.
   int8_t* bytes = nullptr;       // [rows][stride]
   int16_t* words = nullptr;      // [rows][stride]
   float* steps = nullptr;        // [rows][stride / kGroup]
@@ -50,7 +51,7 @@ struct Rows {
   static size_t memory_of(int rows, int stride, Forms forms) {
     const size_t inputs = size_t(rows) * stride;
     const size_t sums = (inputs / kSumWidth + inputs / kGroup) * 4;
-    return inputs * 6 + sums + (forms.are_whole() ? inputs * 2 + sums : 0);
+    return inputs * 6 + sums + (forms.are_whole() ? inputs * 3 + sums : 0);
   }
 
   // Laid out over as much memory as `memory_of` says.

@@ -19,6 +19,8 @@ constexpr int kUnitInputs = 384 << 10;  // of a chunk's rows together, at most, 
 constexpr int kOwnRows = 128;     // of each thread, at least, for it to keep them
 constexpr int kLeastRows = 24;    // about at least, where there are more: below, fetching panels outweighs using them
 constexpr int kChunkCells = 2048; // rows times panels of a chunk, about
+constexpr int kFewRows = 2;       // whose products are over so soon that a thread takes only
+constexpr int kFewChunks = 3;     // chunks of each, about
 constexpr int kPerLayer = 9;      // phases
 constexpr size_t kHuge = size_t(2) << 20;
 #if defined(KVFERRY_POISON)
@@ -92,8 +94,12 @@ Cut cut_product(const Level& level, const Matrix& matrix, int rows, int threads,
   while (pieces(matrix.panels, 4) * row_blocks < 8 * threads && rows >= (row_blocks + 1) * kLeastRows) ++row_blocks;
   c.rows = row_blocks == 1 ? rows : round_up(pieces(rows, row_blocks), level.tile_rows);
   row_blocks = pieces(rows, c.rows);
-  const int panels = std::min(matrix.panels / std::max(1, threads * 8 / row_blocks), kChunkCells / c.rows);
-  c.panels = std::clamp(panels >= 4 ? panels / 4 * 4 : 2, least, 32);
+  if (rows <= kFewRows) {  // handing out a chunk takes as long as reading two kilobytes of it
+    c.panels = std::clamp(round_up(pieces(matrix.panels, threads * kFewChunks), least), least, 32);
+  } else {
+    const int panels = std::min(matrix.panels / std::max(1, threads * 8 / row_blocks), kChunkCells / c.rows);
+    c.panels = std::clamp(panels >= 4 ? panels / 4 * 4 : 2, least, 32);
+  }
   c.row_blocks = row_blocks;
   c.panel_blocks = pieces(matrix.panels, c.panels);
   c.count = row_blocks * c.panel_blocks;

@@ -78,10 +78,11 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
-static inline void transpose_quarter(const V* rows, bool is_high, float* to) {
+template <bool Narrow>
+static inline void transpose_quarter(const uint8_t* from, size_t row, float* to) {
   __m256 r[8], t[8];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) r[i] = is_high ? rows[i].b : rows[i].a;
+  for (int i = 0; i < 8; ++i) r[i] = Narrow ? bf16_half((const uint16_t*)(from + i * row)) : _mm256_loadu_ps((const float*)(from + i * row));
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
@@ -100,11 +101,13 @@ static inline void transpose_quarter(const V* rows, bool is_high, float* to) {
     _mm256_storeu_ps(to + 16 * (i + 4), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 }
-static inline void v_transpose(const V rows[16], float* to) {
-#pragma GCC unroll 2
+template <bool Narrow>
+static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
   for (int half = 0; half < 2; ++half) {
-    transpose_quarter(rows + 8 * half, false, to + 8 * half);
-    transpose_quarter(rows + 8 * half, true, to + 8 * half + 128);
+    transpose_quarter<Narrow>(from, row, to);
+    transpose_quarter<Narrow>(from + (Narrow ? 16 : 32), row, to + 128);
+    from += 8 * row;
+    to += 8;
   }
 }
 

@@ -72,10 +72,12 @@ static inline V v_div_rough(V x, V y) {
 }
 
 // For keys in float32 only; pairs have their own.
-static inline void v_transpose(const V rows[16], float* to) {
+template <bool Narrow>
+static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
+  static_assert(!Narrow);
   alignas(64) float lanes[16];
-  for (int i = 0; i < 16; ++i) {
-    v_store(lanes, rows[i]);
+  for (int i = 0; i < 16; ++i, from += row) {
+    v_store(lanes, v_load((const float*)from));
     for (int j = 0; j < 16; ++j) to[16 * j + i] = lanes[j];
   }
 }

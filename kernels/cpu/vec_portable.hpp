@@ -132,10 +132,13 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   }
 }
 
-// Value j of row i to to[16 j + i].
-static inline void v_transpose(const V rows[16], float* to) {
-  for (int i = 0; i < 16; ++i)
-    for (int j = 0; j < 16; ++j) to[16 * j + i] = rows[i].q[j / 4][j % 4];
+// 16 values of 16 rows, `row` bytes apart, floats or bfloat16: value j of row i to to[16 j + i].
+template <bool Narrow>
+static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
+  for (int i = 0; i < 16; ++i, from += row) {
+    const V v = Narrow ? v_load_bf16((const uint16_t*)from) : v_load((const float*)from);
+    for (int j = 0; j < 16; ++j) to[16 * j + i] = v.q[j / 4][j % 4];
+  }
 }
 
 // --- products of words ---------------------------------------------------------------------------------------------

@@ -76,13 +76,13 @@ def run(level: str, matrix: object, x: Floats, *, rounds: bool = False) -> Float
     return out
 
 
-def to_bytes(x: Floats) -> npt.NDArray[np.float64]:
-    """Each 32 inputs rounded to 127 steps either way of their largest."""
+def to_whole(x: Floats, most: int) -> npt.NDArray[np.float64]:
+    """Each 32 inputs rounded to so many steps either way of their largest."""
     groups = x.reshape(len(x), -1, 32)
     top = np.abs(groups).max(axis=-1, keepdims=True)
-    inverse = np.where(top > 1e-30, np.float32(127) / np.maximum(top, np.float32(1e-30)), np.float32(0))
+    inverse = np.where(top > 1e-30, np.float32(most) / np.maximum(top, np.float32(1e-30)), np.float32(0))
     whole = np.rint(groups * inverse.astype(np.float32))
-    return (whole.astype(np.float64) * (top / np.float32(127))).reshape(x.shape)
+    return (whole.astype(np.float64) * (top / np.float32(most))).reshape(x.shape)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -107,7 +107,10 @@ def test_a_product_is_right_and_the_same_in_any_batch(form: str, name: str, leve
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", CODED)
-def test_codes_times_bytes_are_right_and_the_same_in_any_batch(name: str, level: str) -> None:
+@pytest.mark.parametrize("rounds", [True, False], ids=["bytes", "words"])
+def test_codes_times_whole_numbers_are_right_and_the_same_in_any_batch(name: str, level: str, rounds: bool) -> None:
+    if not rounds and level in ROUNDING:
+        pytest.skip("this level multiplies pairs of bfloat16 instead of words")
     rng = np.random.default_rng(7)
     for rows, cols in ((93, 512), (16, 256), (5, 768)):
         raw = random_rows(name, rows, cols, rng)
@@ -116,14 +119,14 @@ def test_codes_times_bytes_are_right_and_the_same_in_any_batch(name: str, level:
         x[0] = 0
         x[1, :32] = 1e-35
         x[2] *= np.float32(1e20)
-        seen, weights = to_bytes(x), values_of("shipped", name, raw)
+        seen, weights = to_whole(x, 127 if rounds else 32767), values_of("shipped", name, raw)
         # Sums of codes are exact; what is rounded is one product and two additions a block.
         bound = (cols / 16 + 64) * 2.0**-24 * (np.abs(seen) @ (np.abs(weights).T + np.abs(weights).max())) + 1e-30
-        whole = run(level, matrix, x, rounds=True)
+        whole = run(level, matrix, x, rounds=rounds)
         assert (np.abs(whole - seen @ weights.T) <= bound).all()
         for count in ROWS:
             first = int(rng.integers(0, max(ROWS) - count + 1))
-            alone = run(level, matrix, x[first : first + count], rounds=True)
+            alone = run(level, matrix, x[first : first + count], rounds=rounds)
             assert np.array_equal(alone, whole[first : first + count])
 
 
@@ -139,31 +142,33 @@ def test_levels_with_fused_products_make_the_same_bits_of_bytes(name: str) -> No
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_an_input_that_is_no_number_is_not_rounded_to_one(poison: float, level: str) -> None:
+@pytest.mark.parametrize("rounds", [True, False])
+def test_an_input_that_is_no_number_is_not_rounded_to_one(poison: float, level: str, rounds: bool) -> None:
     rng = np.random.default_rng(5)
     for name in ("Q4_1", "Q8_0"):
         matrix = pack("shipped", name, random_rows(name, 32, 64, rng), 64)
         x = rng.standard_normal((7, 64), dtype=np.float32)
         x[3, 40] = poison
-        got = run(level, matrix, x, rounds=True)
+        got = run(level, matrix, x, rounds=rounds)
         assert not np.isfinite(got[3]).any()
         assert np.isfinite(np.delete(got, 3, axis=0)).all()
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_extreme_codes_and_inputs_do_not_overflow(level: str) -> None:
+@pytest.mark.parametrize("rounds", [True, False])
+def test_extreme_codes_and_inputs_do_not_overflow(level: str, rounds: bool) -> None:
     """All codes and all inputs at their largest magnitudes, either sign."""
     for code in (-128, 127):
         blocks = np.zeros((16, 2, 34), np.uint8)
         blocks[..., :2] = np.array([1.0], np.float16).view(np.uint8)
         blocks[..., 2:] = np.array([code], np.int8).view(np.uint8)
         matrix = pack("shipped", "Q8_0", blocks.reshape(16, -1), 64)
-        for x in (np.full((4, 64), 1.0, np.float32), np.full((4, 64), -1.0, np.float32)):
-            np.testing.assert_allclose(run(level, matrix, x, rounds=True), 64 * code * x[0, 0], rtol=1e-6)
+        for x in (np.full((9, 64), 1.0, np.float32), np.full((9, 64), -1.0, np.float32)):
+            np.testing.assert_allclose(run(level, matrix, x, rounds=rounds), 64 * code * x[0, 0], rtol=1e-6)
     fours = np.full((16, 2, 20), 0xFF, np.uint8)
     fours[..., :4] = np.array([1.0, 0.0], np.float16).view(np.uint8)
     matrix = pack("shipped", "Q4_1", fours.reshape(16, -1), 64)
-    np.testing.assert_allclose(run(level, matrix, np.ones((4, 64), np.float32), rounds=True), 15 * 64, rtol=1e-6)
+    np.testing.assert_allclose(run(level, matrix, np.ones((9, 64), np.float32), rounds=rounds), 15 * 64, rtol=1e-6)
 
 
 @pytest.mark.parametrize("level", LEVELS)
