@@ -4,7 +4,7 @@
 // each other (Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS and TDPBSSD). A row's
 // sums depend on that row alone and go through its inputs 32 at a time, so they are the same in any tile; denormals
 // count as zero and sums round to nearest even, whatever the thread's settings.
-// Included once per level, after bytes.hpp.
+// Included once per level, after words.hpp.
 
 #if KVFERRY_AMX
 constexpr int kTileTall = 16;   // rows of a tile

@@ -67,7 +67,7 @@ static inline Factor one() { return v_set(1.0f); }
 static inline V add_product(V sum, Factor a, Factor b) { return v_fma(a, b, sum); }
 #endif
 
-// Sums of products of what the level multiplies best.
+// Sums of products of what the level multiplies best: pairs, or floats, though codes without pairs are multiplied as words.
 static inline V sum_of_best(int chunk, int thread) {
   const Factor a = one(), b = factor(thread);
   float some[kSums + 15];

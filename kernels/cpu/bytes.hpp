@@ -4,7 +4,8 @@
 //
 // with whole numbers inside the brackets: exact, in any order, the same on every level. Groups of 32 inputs share a
 // step, the largest magnitude / 127 (the scheme of ggml's Q8_0 and Q8_1; Dettmers et al., LLM.int8(), 2022, section 2).
-// Codes are unpacked in registers for any number of rows: that costs three operations for 64 bytes of a panel.
+// Codes are unpacked in registers: that costs three operations for 64 bytes of a panel. Where no pairs are multiplied, more
+// than kByteRows rows are the business of words.hpp.
 // Included once per level, after codes.hpp.
 
 #if KVFERRY_PAIRS

@@ -2,9 +2,8 @@
 //
 //   scale * (x0 c0 + x1 c1 + ...) + minimum * (x0 + x1 + ...)
 //
-// Codes are unpacked in registers (`fused_codes`): for few rows, and for any number where pairs are multiplied, because
-// that leaves operations idle which unpacking takes. Many rows of floats multiply panels unpacked into scratch
-// (`tile_codes`). Both do the same arithmetic.
+// Where pairs are multiplied, codes are unpacked in registers for any number of rows (`fused_codes`), because that leaves
+// operations idle which unpacking takes. Where they are not: words.hpp.
 // Included once per level, after tiles.hpp.
 
 // A form of codes with its width and block known to the compiler; there is none of 4 bits with blocks of 16.
@@ -44,7 +43,6 @@ template <int R, int C, class Sum, class Value>
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) total[r][c] = v_fma(minimum, v_set(inputs[r * stride]), total[r][c]);
 }
-static inline V as_it_is(V sum, int) { return sum; }
 
 static inline bool adds_minimum(const Matrix& m) { return m.has_min || m.offset != 0.0f; }
 
@@ -60,6 +58,8 @@ static inline void load_scales(const Matrix& m, const uint8_t* at, V& scale, V& 
 }
 
 #if KVFERRY_PAIRS
+static inline V as_it_is(V sum, int) { return sum; }
+
 // sum += rows of x, from input `start` on, times one block of packed panels; `at`: where the block begins in each.
 template <class Form, int R, int C>
 [[gnu::always_inline]] static inline void add_block(V (&sum)[R][C], const uint8_t* const (&at)[C], const Rows& x, int start) {

@@ -1,5 +1,4 @@
 // The kernels for one level; see level.hpp.
-#include <algorithm>
 #include <cstring>
 #include <utility>
 

@@ -1,11 +1,10 @@
 // Matrix products over packed panels, whatever the form of the matrix and the number of rows.
 //
 //   plain   out = x0 w0 + x1 w1 + ...      (f32, f16, bf16)
-//   codes   see codes.hpp; with inputs rounded to 8 bits, bytes.hpp
+//   codes   see codes.hpp, and words.hpp where no pairs are multiplied; with inputs rounded to 8 bits, bytes.hpp
 //
 // Few rows read the packed panel once and unpack it in registers (`fused`); many rows unpack a few panels into scratch
-// that stays in a core's own cache, and multiply tiles of rows with it. Both do the same arithmetic. Codes where pairs
-// are multiplied: codes.hpp.
+// that stays in a core's own cache, and multiply tiles of rows with it. Both do the same arithmetic.
 // Included once per level, after amx.hpp.
 
 // Plain 16-bit panels for a level that multiplies floats.
@@ -80,10 +79,15 @@ static inline void fused(const Matrix& m, int panel, const Rows& x, float* out) 
 
 // Bytes of scratch that `product` needs for a matrix.
 static inline size_t unpacked_bytes(const Matrix& m) {
-  return size_t(kChunkPanels) * (size_t(m.depth) * kPanel * 4 + size_t(m.depth / kSumWidth) * 2 * kPanel * 4);
+  return size_t(kChunkPanels) * m.depth * kPanel * 4;
 }
 
 constexpr int kTogether = 2560;  // inputs of panels of floats that are multiplied together; 64 bytes each
+
+static inline int panels_together(int depth, int panels) {
+  const int most = kTogether / depth > 1 ? kTogether / depth : 1;
+  return most < panels ? most : panels;
+}
 
 // Columns of a fused tile where so many panels are left.
 static inline int fused_columns(const Matrix& m, int rows, int left) {
@@ -103,13 +107,11 @@ static void product_fused(const Matrix& m, const Rows& x, int rows, int panel, i
       const Rows at = x.from(row);
       with_count<kFusedRows>(rows - row < step ? rows - row : step, [&](auto count) {
         constexpr int R = decltype(count)::value;
-        if (columns == 4) {
-          fused<R, 4>(m, panel + p, at, out);
-        } else if (columns == 2) {
-          fused<R, 2>(m, panel + p, at, out);
-        } else {
-          fused<R, 1>(m, panel + p, at, out);
+        if constexpr (KVFERRY_PAIRS || R == 1) {  // see fused_columns
+          if (columns == 4) fused<R, 4>(m, panel + p, at, out);
+          if (columns == 2) fused<R, 2>(m, panel + p, at, out);
         }
+        if (columns == 1) fused<R, 1>(m, panel + p, at, out);
         put(Tile{row, R, panel + p, columns, out});
       });
     }
@@ -137,7 +139,7 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
   if (!is_direct)
     for (int p = 0; p < panels; ++p) unpack_panel(m, panel + p, unpacked + p * unpacked_stride);
   // Rows turn to all of these panels, which lie in a core's second cache, before the next rows do.
-  const int together = KVFERRY_PAIRS ? panels : std::clamp(kTogether / m.depth, 1, panels);
+  const int together = KVFERRY_PAIRS ? panels : panels_together(m.depth, panels);
   for (int first = 0; first < panels; first += together)
     for (int row = 0; row < rows; row += step) {
       const Rows at = x.from(row);

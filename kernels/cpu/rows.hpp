@@ -51,7 +51,7 @@ struct Rows {
   static size_t memory_of(int rows, int stride, Forms forms) {
     const size_t inputs = size_t(rows) * stride;
     const size_t sums = (inputs / kSumWidth + inputs / kGroup) * 4;
-    return inputs * 6 + sums + (forms.are_whole() ? inputs * 3 + sums : 0);
+    return inputs * 6 + sums + (forms.are_whole() ? sums : 0) + (forms.words ? inputs * 2 : 0) + (forms.bytes ? inputs : 0);
   }
 
   // Laid out over as much memory as `memory_of` says.

@@ -19,8 +19,7 @@ constexpr int kUnitInputs = 384 << 10;  // of a chunk's rows together, at most, 
 constexpr int kOwnRows = 128;     // of each thread, at least, for it to keep them
 constexpr int kLeastRows = 24;    // about at least, where there are more: below, fetching panels outweighs using them
 constexpr int kChunkCells = 2048; // rows times panels of a chunk, about
-constexpr int kFewRows = 2;       // whose products are over so soon that a thread takes only
-constexpr int kFewChunks = 3;     // chunks of each, about
+constexpr int kFewRows = 2;       // whose products are over so soon that handing out a chunk takes half as long as a panel of it
 constexpr int kPerLayer = 9;      // phases
 constexpr size_t kHuge = size_t(2) << 20;
 #if defined(KVFERRY_POISON)
@@ -31,6 +30,16 @@ constexpr bool kPoisons = false;
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int pieces(int n, int of) { return (n + of - 1) / of; }
+
+// Panels of a chunk of few rows, a multiple of `least`: so many that the busiest thread is done soonest, and three chunks a
+// thread at least, because another process may take its core.
+int panels_of_few(int panels, int threads, int least) {
+  int best = least;
+  const auto cost = [=](int each) { return pieces(pieces(panels, each), threads) * (2 * each + 1); };
+  for (int each = 2 * least; each <= std::min(32, pieces(panels, 3 * threads)); each += least)
+    if (cost(each) <= cost(best)) best = each;
+  return best;
+}
 
 // Whether a thread computes the same rows in all phases, so that they stay in its core's own cache.
 bool keeps_rows(const Level& level, int rows, int threads) { return level.has_unit && threads > 1 && rows >= threads * kOwnRows; }
@@ -94,8 +103,8 @@ Cut cut_product(const Level& level, const Matrix& matrix, int rows, int threads,
   while (pieces(matrix.panels, 4) * row_blocks < 8 * threads && rows >= (row_blocks + 1) * kLeastRows) ++row_blocks;
   c.rows = row_blocks == 1 ? rows : round_up(pieces(rows, row_blocks), level.tile_rows);
   row_blocks = pieces(rows, c.rows);
-  if (rows <= kFewRows) {  // handing out a chunk takes as long as reading two kilobytes of it
-    c.panels = std::clamp(round_up(pieces(matrix.panels, threads * kFewChunks), least), least, 32);
+  if (rows <= kFewRows) {
+    c.panels = panels_of_few(matrix.panels, threads, least);
   } else {
     const int panels = std::min(matrix.panels / std::max(1, threads * 8 / row_blocks), kChunkCells / c.rows);
     c.panels = std::clamp(panels >= 4 ? panels / 4 * 4 : 2, least, 32);

@@ -3,7 +3,7 @@
 //   scale * step * (q0 c0 + q1 c1 + ...) + minimum * step * (q0 + q1 + ...)
 //
 // with whole numbers inside the brackets: exact, in any order. Groups of 32 inputs share a step, the largest magnitude /
-// 32767: 128 times finer than bfloat16 where it matters, and two products an instruction for each that floats would make.
+// 32767: 128 times finer than bfloat16 for that input, and with AVX2 two products where floats make one.
 // Few rows unpack codes in registers; more of them read a panel that was unpacked into scratch once. Many rows whose
 // inputs are rounded to 8 bits (fast) come here as well: the same whole numbers, and a panel's bytes in no better order.
 // Included once per level, after bytes.hpp.

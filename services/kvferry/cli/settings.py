@@ -59,8 +59,8 @@ ENGINE = (
     Setting(
         "dtype",
         "auto",
-        "Of the KV, and how precisely activations are kept: float32 rounds none. auto: bfloat16 with compiled kernels, "
-        "else the faster one by measurement.",
+        "Of the KV, and how precisely activations are kept: float32 rounds none to less than 16 bits. auto: bfloat16 "
+        "with compiled kernels, else the faster one by measurement.",
         choices=("auto", "float32", "bfloat16", "float16"),
     ),
     Setting(
@@ -72,7 +72,7 @@ ENGINE = (
     Setting(
         "numerics",
         "exact",
-        "exact: inputs of products as --dtype says. fast: rounded to 8 bits where weights are 4- to 8-bit codes.",
+        "exact: inputs of products in 16 bits or more. fast: rounded to 8 bits where weights are 4- to 8-bit codes.",
         choices=("exact", "fast"),
     ),
     Setting(
