@@ -27,7 +27,7 @@ WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "
 """Names of weights' forms, to what the compiled kernels call them."""
 EXACT, FAST = "exact", "fast"
 NUMERICS = (EXACT, FAST)
-"""How inputs of products are kept: as the KV's type and the level say, or, where weights are codes, rounded to 8 bits."""
+"""How inputs of products are kept: as the KV's type and the level say, or, where weights are codes, in 8 bits."""
 
 
 def build_model(
