@@ -23,6 +23,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return lambda x: F.linear(x, weight, bias)
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return lambda x: F.linear(x, weight, bias)
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return lambda x: F.linear(x, weight, bias)  # a CPU without AVX-512
     # The calls that torch's own compiler makes for frozen weights.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
     run = torch.ops.mkldnn._linear_pointwise.default
