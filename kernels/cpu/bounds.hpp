@@ -46,7 +46,7 @@ static inline V sum_of_bytes(int chunk, int) {
   for (int n = 0; n < kSumRounds; ++n) {
     const uint8_t* at = quads + 4 * (n % kQuads);
 #pragma GCC unroll 24
-    for (int i = 0; i < kSums; ++i) sums[i] = s_add4(sums[i], codes[i % 2], quad_at((const int8_t*)at + 4 * i));
+    for (int i = 0; i < kSums; ++i) sums[i] = s_add4(sums[i], codes[i % 2], inputs_at(at + 4 * i));
   }
   V all = s_float8(sums[0]);
 #pragma GCC unroll 24

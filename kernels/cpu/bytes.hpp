@@ -14,13 +14,6 @@ constexpr int kByteRows = 6;
 constexpr int kByteRows = 3;
 #endif
 
-// Four inputs of one row.
-static inline uint32_t quad_at(const int8_t* p) {
-  uint32_t quad;
-  std::memcpy(&quad, p, 4);
-  return quad;
-}
-
 // Inputs [32 group, +32) of a row rounded to bytes or, without these, to words, from its floats.
 static inline void write_whole(const Rows& rows, int row, int group) {
   const size_t at = size_t(row) * rows.stride + size_t(group) * kGroup;
@@ -79,9 +72,9 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
           b_codes4(at[c] + g * 64, low, high);
           if constexpr (R <= kFusedRows) fetch(at[c] + g * 64 + kAhead);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sum[r][c] = s_add4(sum[r][c], low, quad_at(bytes + size_t(r) * x.stride + g * 8));
+          for (int r = 0; r < R; ++r) sum[r][c] = s_add4(sum[r][c], low, inputs_at(bytes + size_t(r) * x.stride + g * 8));
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sum[r][c] = s_add4(sum[r][c], high, quad_at(bytes + size_t(r) * x.stride + g * 8 + 4));
+          for (int r = 0; r < R; ++r) sum[r][c] = s_add4(sum[r][c], high, inputs_at(bytes + size_t(r) * x.stride + g * 8 + 4));
         }
     } else {
 #pragma GCC unroll 8
@@ -91,7 +84,7 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
           const B codes = b_codes8(at[c] + g * 64);
           if constexpr (R <= kFusedRows) fetch(at[c] + g * 64 + kAhead);
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sum[r][c] = s_add8(sum[r][c], codes, quad_at(bytes + size_t(r) * x.stride + g * 4));
+          for (int r = 0; r < R; ++r) sum[r][c] = s_add8(sum[r][c], codes, inputs_at(bytes + size_t(r) * x.stride + g * 4));
         }
     }
     const float* steps = x.steps + b * block / kGroup;

@@ -82,11 +82,14 @@ static inline size_t unpacked_bytes(const Matrix& m) {
   return size_t(kChunkPanels) * m.depth * kPanel * 4;
 }
 
-constexpr int kTogether = 2560;  // inputs of panels of floats that are multiplied together; 64 bytes each
+constexpr int kOwnInputs = 2560;  // of unpacked panels of floats that stay in a core's own cache, 64 bytes each
 
-static inline int panels_together(int depth, int panels) {
-  const int most = kTogether / depth > 1 ? kTogether / depth : 1;
-  return most < panels ? most : panels;
+// Panels that `product` is given at a time: where many rows multiply floats, all rows turn to as many as stay in a core's
+// own cache.
+static inline int panels_at_a_time(const Matrix& m, int rows) {
+  if (KVFERRY_PAIRS || m.has_codes() || rows <= kFusedRows) return kChunkPanels;
+  const int most = kOwnInputs / m.depth;
+  return most < 1 ? 1 : most < kChunkPanels ? most : kChunkPanels;
 }
 
 // Columns of a fused tile where so many panels are left.
@@ -138,29 +141,25 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
   const size_t unpacked_stride = size_t(m.depth) * kPanel;
   if (!is_direct)
     for (int p = 0; p < panels; ++p) unpack_panel(m, panel + p, unpacked + p * unpacked_stride);
-  // Rows turn to all of these panels, which lie in a core's second cache, before the next rows do.
-  const int together = KVFERRY_PAIRS ? panels : panels_together(m.depth, panels);
-  for (int first = 0; first < panels; first += together)
-    for (int row = 0; row < rows; row += step) {
-      const Rows at = x.from(row);
-      const int end = panels < first + together ? panels : first + together;
-      with_count<kTileRows>(rows - row < step ? rows - row : step, [&](auto number) {
-        constexpr int R = decltype(number)::value;
-        for (int p = first, columns; p < end; p += columns) {
-          columns = widest_of(end - p);
-          const uint8_t* data = m.data + size_t(panel + p) * m.panel_bytes;
-          with_width(columns, [&](auto width) {
-            constexpr int C = decltype(width)::value;
+  for (int row = 0; row < rows; row += step) {
+    const Rows at = x.from(row);
+    with_count<kTileRows>(rows - row < step ? rows - row : step, [&](auto number) {
+      constexpr int R = decltype(number)::value;
+      for (int p = 0, columns; p < panels; p += columns) {
+        columns = widest_of(panels - p);
+        const uint8_t* data = m.data + size_t(panel + p) * m.panel_bytes;
+        with_width(columns, [&](auto width) {
+          constexpr int C = decltype(width)::value;
 #if KVFERRY_PAIRS
-            if (pairs) return tile_pairs<R, C>(at.narrow, at.stride, data, m.panel_bytes, m.depth / 2, out);
+          if (pairs) return tile_pairs<R, C>(at.narrow, at.stride, data, m.panel_bytes, m.depth / 2, out);
 #endif
-            const float* wide = is_direct ? (const float*)data : unpacked + p * unpacked_stride;
-            tile_wide<R, C>(at.wide, at.stride, wide, is_direct ? m.panel_bytes / 4 : unpacked_stride, m.depth, out);
-          });
-          put(Tile{row, R, panel + p, columns, out});
-        }
-      });
-    }
+          const float* wide = is_direct ? (const float*)data : unpacked + p * unpacked_stride;
+          tile_wide<R, C>(at.wide, at.stride, wide, is_direct ? m.panel_bytes / 4 : unpacked_stride, m.depth, out);
+        });
+        put(Tile{row, R, panel + p, columns, out});
+      }
+    });
+  }
 }
 
 // How the chunks of a product share it: see step.hpp. `put(tile)` takes what is done, with the bias if there is one.
@@ -172,8 +171,9 @@ static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows
   const int count = num_rows - first_row < cut.rows ? num_rows - first_row : cut.rows;
   const int last_panel = m.panels < first_panel + cut.panels ? m.panels : first_panel + cut.panels;
   const Rows x = rows.from(first_row);
-  for (int panel = first_panel; panel < last_panel; panel += kChunkPanels) {
-    const int panels = last_panel - panel < kChunkPanels ? last_panel - panel : kChunkPanels;
+  const int at_a_time = panels_at_a_time(m, count);
+  for (int panel = first_panel; panel < last_panel; panel += at_a_time) {
+    const int panels = last_panel - panel < at_a_time ? last_panel - panel : at_a_time;
     product(m, x, count, panel, panels, scratch, [&](Tile tile) {
       tile.row += first_row;
       if (m.bias)

@@ -10,6 +10,13 @@ struct Tile {
   V at(int r, int c) const { return v_load(values + (r * columns + c) * kPanel); }
 };
 
+// Neighbouring inputs of one row: two of 16 bits, or four of 8.
+static inline uint32_t inputs_at(const void* p) {
+  uint32_t inputs;
+  std::memcpy(&inputs, p, 4);
+  return inputs;
+}
+
 // Calls f(integral_constant<n>) for n in 1 .. Most.
 template <int N>
 struct Count {
@@ -110,18 +117,11 @@ static inline void tile_wide(const float* x, size_t x_stride, const float* w, si
 }
 
 #if KVFERRY_PAIRS
-// Two neighbouring inputs of one row.
-static inline uint32_t pair_at(const uint16_t* p) {
-  uint32_t pair;
-  std::memcpy(&pair, p, 4);
-  return pair;
-}
-
 template <int R, int C>
 [[gnu::always_inline]] static inline void add_pair(V (&sum)[R][C], const uint16_t* x, size_t stride, const P (&panel)[C]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    const P a = p_set(pair_at(x + r * stride));
+    const P a = p_set(inputs_at(x + r * stride));
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) sum[r][c] = p_dot(sum[r][c], a, panel[c]);
   }

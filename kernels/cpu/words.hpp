@@ -11,13 +11,6 @@
 #if !KVFERRY_PAIRS
 constexpr int kWordRows = 4;
 
-// Two neighbouring inputs of one row.
-static inline uint32_t pair_of_words(const int16_t* p) {
-  uint32_t pair;
-  std::memcpy(&pair, p, 4);
-  return pair;
-}
-
 // Bytes of one unpacked block: its codes as words, then 16 scales and 16 minima as floats.
 static inline constexpr size_t unpacked_block(int block) { return size_t(block) * kPanel * 2 + 2 * kPanel * 4; }
 
@@ -59,7 +52,7 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
     for (int r = 0; r < R; ++r) sum[r][0] = i_zero();
     const auto add = [&](W codes, int pair) {
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sum[r][0] = i_add(sum[r][0], codes, pair_of_words(words + size_t(r) * x.stride + 2 * pair));
+      for (int r = 0; r < R; ++r) sum[r][0] = i_add(sum[r][0], codes, inputs_at(words + size_t(r) * x.stride + 2 * pair));
     };
     V scale, minimum;
     if constexpr (!IsPacked) {
