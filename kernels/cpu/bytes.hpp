@@ -14,7 +14,7 @@ constexpr int kByteRows = 6;
 constexpr int kByteRows = 3;
 #endif
 
-// Inputs [32 group, +32) of a row rounded to bytes or, without these, to words, from its floats.
+// Inputs [32 group, +32) of a row rounded to bytes or, without these, to words (and rests), from its floats.
 static inline void write_whole(const Rows& rows, int row, int group) {
   const size_t at = size_t(row) * rows.stride + size_t(group) * kGroup;
   const V a = v_load(rows.wide + at), b = v_load(rows.wide + at + 16);
@@ -28,13 +28,18 @@ static inline void write_whole(const Rows& rows, int row, int group) {
   for (int half = 0; half < 2; ++half) {
     const V scaled = v_mul(half ? b : a, v_set(inverse));
     const V whole = v_round(v_max(v_min(scaled, v_set(most)), v_set(-most)));  // NaN becomes a number here
-    const float sum = v_sum(whole);
+    float sum = v_sum(whole);
     if (rows.forms.bytes) {
       v_store_bytes(rows.bytes + at + 16 * half, whole);
       rows.byte_sums[at / kSumWidth + half] = int32_t(sum);
     }
 #if !KVFERRY_PAIRS
     v_store_words(rows.words + at + 16 * half, whole);
+    if (rows.forms.rests) {
+      const V rest = v_round(v_max(v_min(v_mul(v_sub(scaled, whole), v_set(kRests)), v_set(most)), v_set(-most)));
+      v_store_words(rows.rests + at + 16 * half, rest);
+      sum += v_sum(rest) / kRests;
+    }
 #endif
     rows.half_sums[at / kSumWidth + half] = step * sum;
     whole_sum += sum;

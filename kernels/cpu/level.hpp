@@ -1,11 +1,11 @@
 // What each phase of a step computes. Included once per level, after attention.hpp.
 
 // Which forms of its inputs a product with the matrix reads.
-static Forms forms_read(const Matrix& m, bool bytes) {
-  bytes = bytes && m.has_codes();
+static Forms forms_read(const Matrix& m, int input_bits) {
+  const bool bytes = input_bits == 8 && m.has_codes();
   const bool pairs = !bytes && takes_pairs(m.format), words = !KVFERRY_PAIRS && m.has_codes();
   const bool sums = pairs && m.has_codes() && (adds_minimum(m) || (KVFERRY_AMX && m.format == Format::codes4));
-  return {!pairs, pairs, sums, bytes, words};  // whole numbers are made out of floats
+  return {!pairs, pairs, sums, bytes, words, words && input_bits == 32};  // whole numbers are made out of floats
 }
 
 // 16 inputs in the forms that are kept, and the sum of what will be multiplied. The second half of a group ends the group.

@@ -58,7 +58,7 @@ struct Model {
   const float* sin = nullptr;       // first half negated
   const Layer* layers = nullptr;
   int num_layers = 0;
-  bool bytes = false;               // inputs of matrices of codes are rounded to 8 bits
+  int input_bits = 16;              // of the inputs of matrices of codes: 8; 16, on a level with pairs as bfloat16; 32
 };
 
 struct Sequence {

@@ -28,6 +28,8 @@ void require(bool holds, const std::string& what) {
   if (!holds) throw nb::value_error(what.c_str());
 }
 
+bool is_width(int input_bits) { return input_bits == 8 || input_bits == 16 || input_bits == 32; }
+
 const Level& usable(const std::string& level) {
   const Level* found = level_named(level);
   require(found != nullptr, "this machine does not run level " + level);
@@ -110,7 +112,8 @@ class Runner {
     m.max_tokens = whole("max_tokens");
     m.epsilon = nb::cast<float>(shape["epsilon"]);
     m.scale = nb::cast<float>(shape["scale"]);
-    m.bytes = nb::cast<bool>(shape["bytes"]);
+    m.input_bits = whole("input_bits");
+    require(is_width(m.input_bits), "inputs have 8, 16 or 32 bits");
     require(m.head_dim % 16 == 0 && m.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16, at most 256");
     require(m.kv_heads > 0 && m.heads % m.kv_heads == 0, "heads must be a multiple of kv_heads");
     m.embedding = matrix(parts["embedding"], m.vocabulary, m.hidden);
@@ -232,15 +235,16 @@ class Runner {
   std::unique_ptr<Step> step_;
 };
 
-void product(Pool& pool, const std::string& level, const PackedMatrix& packed, Floats x, Array<float> out, bool bytes) {
+void product(Pool& pool, const std::string& level, const PackedMatrix& packed, Floats x, Array<float> out, int input_bits) {
   const Matrix& m = packed.matrix;
   const Level& found = usable(level);
   require(m.data != nullptr, "the matrix has no data");
+  require(is_width(input_bits), "inputs have 8, 16 or 32 bits");
   require(x.ndim() == 2 && x.shape(1) == size_t(m.cols), "the inputs have another width");
   require(out.ndim() == 2 && out.shape(0) == x.shape(0) && out.shape(1) == size_t(m.rows), "the outputs have another shape");
   const int rows = int(x.shape(0));
   nb::gil_scoped_release released;
-  if (rows) found.product(pool, m, x.data(), rows, out.data(), bytes);
+  if (rows) found.product(pool, m, x.data(), rows, out.data(), input_bits);
 }
 
 void read_all(Pool& pool, const std::string& level, Array<const uint8_t> data) {
@@ -290,8 +294,8 @@ NB_MODULE(_cpu, m) {
       .def("phase_seconds", &Runner::phase_seconds)
       .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a, "sampled"_a,
            "pages"_a, "num_pages"_a, "block_tokens"_a, "pages_are_bf16"_a, "logits"_a.noconvert(), "greedy"_a.noconvert(), "finite"_a.noconvert());
-  m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "of_bytes"_a = false,
-        "x [rows, cols] times the matrix, into out; with `of_bytes`, x rounded to 8 bits where the matrix is of codes.");
+  m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "input_bits"_a = 16,
+        "x [rows, cols] times the matrix, into out; x in 8 or 16 bits, or as floats in 32, where the matrix is of codes.");
   m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a, "Reads an array: the bound of whatever reads as many bytes.");
   m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "of_bytes"_a = false, "Adds products in registers; how many operations that were.");
   m.def("row_bytes", [](int type, int cols) { return row_bytes(Source(type), cols); }, "type_id"_a, "cols"_a);

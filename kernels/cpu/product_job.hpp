@@ -5,11 +5,11 @@ namespace {
 // Inputs in the forms that the matrix reads, then the product.
 class ProductJob final : public Job {
  public:
-  ProductJob(const Matrix& m, const float* x, int rows, float* out, bool bytes, int threads)
+  ProductJob(const Matrix& m, const float* x, int rows, float* out, int input_bits, int threads)
       : matrix_(m), x_(x), out_(out), num_rows_(rows), cut_(cut_product(kLevel, m, rows, threads)), scratch_bytes_((unpacked_bytes(m) + 63) / 64 * 64) {
     // Kept for the next product, so that it is timed without the making of memory.
     static thread_local Buffer inputs, scratches;
-    const Forms forms = forms_read(m, bytes);
+    const Forms forms = forms_read(m, input_bits);
     rows_ = Rows::over(static_cast<uint8_t*>(inputs.reserve(Rows::memory_of(rows, m.depth, forms))), rows, m.depth, forms);
     scratch_ = static_cast<uint8_t*>(scratches.reserve(scratch_bytes_ * size_t(threads)));
   }
@@ -40,7 +40,7 @@ class ProductJob final : public Job {
 
 }  // namespace
 
-static void run_product(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out, bool bytes) {
-  ProductJob job(matrix, x, rows, out, bytes, pool.threads());
+static void run_product(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out, int input_bits) {
+  ProductJob job(matrix, x, rows, out, input_bits, pool.threads());
   pool.run(job);
 }

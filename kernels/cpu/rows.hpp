@@ -7,14 +7,16 @@
 
 namespace kvferry {
 
+constexpr float kRests = 65534.0f;  // steps of a rest in one of a word
+
 // Which forms are kept. Whole numbers are made out of wide, and bring sums of their own; where there are bytes, words hold
-// the same numbers.
+// the same numbers. `rests`: what words leave, as words of their own.
 struct Forms {
-  bool wide = false, narrow = false, sums = false, bytes = false, words = false;
+  bool wide = false, narrow = false, sums = false, bytes = false, words = false, rests = false;
 
   bool are_whole() const { return bytes || words; }
   Forms operator|(Forms other) const {
-    return {wide || other.wide, narrow || other.narrow, sums || other.sums, bytes || other.bytes, words || other.words};
+    return {wide || other.wide, narrow || other.narrow, sums || other.sums, bytes || other.bytes, words || other.words, rests || other.rests};
   }
 };
 
@@ -25,9 +27,11 @@ struct Rows {
   // Sums of what a matrix of codes multiplies: of 16 neighbours, and of 32.
   float* half_sums = nullptr;   // [rows][stride / kSumWidth]
   float* group_sums = nullptr;  // [rows][stride / kGroup]
-  // Rounded to 8 bits, or to 16 without bytes, value = step * byte or word: bytes as quads of four inputs in the order 0 2 1 3.
+  // Rounded to 8 bits, or to 16 without bytes: value = step * byte, or step * (word + rest / kRests). Bytes are quads of four
+  // inputs in the order 0 2 1 3.
   int8_t* bytes = nullptr;       // [rows][stride]
   int16_t* words = nullptr;      // [rows][stride]
+  int16_t* rests = nullptr;      // [rows][stride]
   float* steps = nullptr;        // [rows][stride / kGroup]
   int32_t* byte_sums = nullptr;  // [rows][stride / kSumWidth]; with bytes only
   int stride = 0;                // a multiple of kGroup
@@ -41,6 +45,7 @@ struct Rows {
     r.group_sums += inputs / kGroup;
     if (forms.are_whole()) r.steps += inputs / kGroup;
     if (forms.words) r.words += inputs;
+    if (forms.rests) r.rests += inputs;
     if (forms.bytes) {
       r.bytes += inputs;
       r.byte_sums += inputs / kSumWidth;
@@ -51,7 +56,7 @@ struct Rows {
   static size_t memory_of(int rows, int stride, Forms forms) {
     const size_t inputs = size_t(rows) * stride;
     const size_t sums = (inputs / kSumWidth + inputs / kGroup) * 4;
-    return inputs * 6 + sums + (forms.are_whole() ? sums : 0) + (forms.words ? inputs * 2 : 0) + (forms.bytes ? inputs : 0);
+    return inputs * 6 + sums + (forms.are_whole() ? sums : 0) + (forms.words ? inputs * 2 : 0) + (forms.rests ? inputs * 2 : 0) + (forms.bytes ? inputs : 0);
   }
 
   // Laid out over as much memory as `memory_of` says.
@@ -71,6 +76,7 @@ struct Rows {
     r.group_sums = reinterpret_cast<float*>(take(inputs / kGroup * 4));
     if (forms.are_whole()) r.steps = reinterpret_cast<float*>(take(inputs / kGroup * 4));
     if (forms.words) r.words = reinterpret_cast<int16_t*>(take(inputs * 2));
+    if (forms.rests) r.rests = reinterpret_cast<int16_t*>(take(inputs * 2));
     if (forms.bytes) {
       r.byte_sums = reinterpret_cast<int32_t*>(take(inputs / kSumWidth * 4));
       r.bytes = reinterpret_cast<int8_t*>(take(inputs));

@@ -75,7 +75,7 @@ Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), th
   scratches_.resize(size_t(threads));
   seconds.resize(size_t(threads));
   for (auto& scratch : scratches_) scratch.reserve(level.scratch_bytes(model));
-  const auto read_by = [this](const Matrix& matrix) { return level.forms_read(matrix, model.bytes); };
+  const auto read_by = [this](const Matrix& matrix) { return level.forms_read(matrix, model.input_bits); };
   x_forms_ = read_by(model.head);
   for (int i = 0; i < model.num_layers; ++i) {
     const Layer& layer = model.layers[i];

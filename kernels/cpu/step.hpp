@@ -70,11 +70,11 @@ struct Level {
   int tile_rows;  // of a product, at most
   bool has_unit;  // a matrix unit, which takes inputs and weights faster than they come from anywhere but a core's own cache
   size_t (*scratch_bytes)(const Model& model);  // of one thread
-  Forms (*forms_read)(const Matrix& matrix, bool bytes);
+  Forms (*forms_read)(const Matrix& matrix, int input_bits);
   void (*run)(Step& step, Phase phase, int layer, int chunk, int thread);
-  // x [rows, cols] times a matrix, to out [rows, matrix rows], inputs rounded to 8 bits if `bytes`; for tests and
+  // x [rows, cols] times a matrix, to out [rows, matrix rows], inputs as Model::input_bits says; for tests and
   // benchmarks.
-  void (*product)(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out, bool bytes);
+  void (*product)(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out, int input_bits);
   // Bounds: reads all of a range; adds products in registers (of bytes, or of what the level multiplies best) and says
   // how many operations that were.
   void (*read)(Pool& pool, const uint8_t* data, size_t bytes);

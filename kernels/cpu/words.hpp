@@ -3,7 +3,9 @@
 //   scale * step * (q0 c0 + q1 c1 + ...) + minimum * step * (q0 + q1 + ...)
 //
 // with whole numbers inside the brackets: exact, in any order. Groups of 32 inputs share a step, the largest magnitude /
-// 32767: 128 times finer than bfloat16 for that input, and with AVX2 two products where floats make one.
+// 32767: 128 times finer than bfloat16 for that input, and with AVX2 two products where floats make one. Where that is not
+// fine enough, because small inputs stand beside large ones (KV in float32), what a word leaves is a second word, its rest:
+// together they have more bits than a float.
 // Few rows unpack codes in registers; more of them read a panel that was unpacked into scratch once. Many rows whose
 // inputs are rounded to 8 bits (fast) come here as well: the same whole numbers, and a panel's bytes in no better order.
 // Included once per level, after bytes.hpp.
@@ -37,7 +39,7 @@ static inline void unpack_words(const Matrix& m, int panel, uint8_t* to) {
 }
 
 // R rows times one panel, packed or as `unpack_words` left it.
-template <class Form, int R, bool IsPacked>
+template <class Form, int R, bool IsPacked, bool HasRests>
 static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x, float* out) {
   constexpr int block = Form::block;
   const bool has_min = adds_minimum(m);
@@ -47,12 +49,21 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
   clear(total);
   for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
     const int16_t* words = x.words + size_t(b) * block;
+    [[maybe_unused]] const int16_t* rests = HasRests ? x.rests + size_t(b) * block : nullptr;
     I sum[R][1];
+    [[maybe_unused]] I rest[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[r][0] = i_zero();
+    for (int r = 0; r < R; ++r) {
+      sum[r][0] = i_zero();
+      if constexpr (HasRests) rest[r] = i_zero();
+    }
     const auto add = [&](W codes, int pair) {
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sum[r][0] = i_add(sum[r][0], codes, inputs_at(words + size_t(r) * x.stride + 2 * pair));
+      for (int r = 0; r < R; ++r) {
+        const size_t at = size_t(r) * x.stride + 2 * pair;
+        sum[r][0] = i_add(sum[r][0], codes, inputs_at(words + at));
+        if constexpr (HasRests) rest[r] = i_add(rest[r], codes, inputs_at(rests + at));
+      }
     };
     V scale, minimum;
     if constexpr (!IsPacked) {
@@ -83,7 +94,9 @@ static inline void tile_words(const Matrix& m, const uint8_t* at, const Rows& x,
     }
     const float* steps = x.steps + b * block / kGroup;
     add_column(total, sum, 0, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const I& whole, int r) {
-      return v_mul(i_float(whole), v_set(steps[r * groups]));
+      V value = i_float(whole);
+      if constexpr (HasRests) value = v_fma(i_float(rest[r]), v_set(1.0f / kRests), value);
+      return v_mul(value, v_set(steps[r * groups]));
     });
   }
   store(total, out);
@@ -103,7 +116,12 @@ static void product_of_words(const Matrix& m, const Rows& x, int rows, int panel
         const Rows at = x.from(row);
         with_count<kWordRows>(rows - row < step ? rows - row : step, [&](auto count) {
           constexpr int R = decltype(count)::value;
-          is_packed ? tile_words<Form, R, true>(m, m.data + size_t(p) * m.panel_bytes, at, out) : tile_words<Form, R, false>(m, scratch, at, out);
+          const uint8_t* data = is_packed ? m.data + size_t(p) * m.panel_bytes : scratch;
+          if (x.forms.rests) {
+            is_packed ? tile_words<Form, R, true, true>(m, data, at, out) : tile_words<Form, R, false, true>(m, data, at, out);
+          } else {
+            is_packed ? tile_words<Form, R, true, false>(m, data, at, out) : tile_words<Form, R, false, false>(m, data, at, out);
+          }
           put(Tile{row, R, p, 1, out});
         });
       }

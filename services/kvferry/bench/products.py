@@ -60,7 +60,7 @@ def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: C
             for rows in ROWS:
                 x = rng.standard_normal((rows, config.hidden_size), dtype=np.float32)
                 out = np.empty((rows, outputs), np.float32)
-                action = partial(module.product, pool, level, matrix, x, out, of_bytes)
+                action = partial(module.product, pool, level, matrix, x, out, 8 if of_bytes else 16)
                 seconds = alternate({op: action}, rounds=rounds, clock=clock)[op].median
                 work = Work(matrix.num_bytes, 2 * rows * outputs * config.hidden_size)
                 found.append(

@@ -70,9 +70,9 @@ def values_of(form: str, name: str, raw: npt.NDArray[np.uint8]) -> npt.NDArray[n
     return (values.astype(np.float16) if form == "f16" else values).astype(np.float64)
 
 
-def run(level: str, matrix: object, x: Floats, *, rounds: bool = False) -> Floats:
+def run(level: str, matrix: object, x: Floats, *, bits: int = 16) -> Floats:
     out = np.full((len(x), matrix.rows), np.nan, np.float32)  # type: ignore[attr-defined]
-    extension.product(POOL, level, matrix, x, out, rounds)
+    extension.product(POOL, level, matrix, x, out, bits)
     return out
 
 
@@ -87,7 +87,8 @@ def to_whole(x: Floats, most: int) -> npt.NDArray[np.float64]:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("form", "name"), FORMS, ids=[f"{f}-{n}" for f, n in FORMS])
-def test_a_product_is_right_and_the_same_in_any_batch(form: str, name: str, level: str) -> None:
+@pytest.mark.parametrize("bits", [16, 32])
+def test_a_product_is_right_and_the_same_in_any_batch(bits: int, form: str, name: str, level: str) -> None:
     rng = np.random.default_rng(7)
     for rows, cols in ((93, 512), (16, 256), (5, 768)):
         raw = random_rows(name, rows, cols, rng)
@@ -98,18 +99,18 @@ def test_a_product_is_right_and_the_same_in_any_batch(form: str, name: str, leve
         weights = values_of(form, name, raw)
         # Sums of n float32 terms err by at most n half units of the sum of magnitudes; codes add the minimum's term.
         bound = (cols + 64) * 2.0**-24 * (np.abs(seen) @ (np.abs(weights).T + np.abs(weights).max())) + 1e-30
-        whole = run(level, matrix, x)
+        whole = run(level, matrix, x, bits=bits)
         assert (np.abs(whole - seen @ weights.T) <= bound).all()
         for count in ROWS:
             first = int(rng.integers(0, max(ROWS) - count + 1))
-            assert np.array_equal(run(level, matrix, x[first : first + count]), whole[first : first + count])
+            assert np.array_equal(run(level, matrix, x[first : first + count], bits=bits), whole[first : first + count])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize("rounds", [True, False], ids=["bytes", "words"])
-def test_codes_times_whole_numbers_are_right_and_the_same_in_any_batch(name: str, level: str, rounds: bool) -> None:
-    if not rounds and level in ROUNDING:
+@pytest.mark.parametrize("bits", [8, 16])
+def test_codes_times_whole_numbers_are_right_and_the_same_in_any_batch(name: str, level: str, bits: int) -> None:
+    if bits == 16 and level in ROUNDING:
         pytest.skip("this level multiplies pairs of bfloat16 instead of words")
     rng = np.random.default_rng(7)
     for rows, cols in ((93, 512), (16, 256), (5, 768)):
@@ -119,14 +120,14 @@ def test_codes_times_whole_numbers_are_right_and_the_same_in_any_batch(name: str
         x[0] = 0
         x[1, :32] = 1e-35
         x[2] *= np.float32(1e20)
-        seen, weights = to_whole(x, 127 if rounds else 32767), values_of("shipped", name, raw)
+        seen, weights = to_whole(x, 127 if bits == 8 else 32767), values_of("shipped", name, raw)
         # Sums of codes are exact; what is rounded is one product and two additions a block.
         bound = (cols / 16 + 64) * 2.0**-24 * (np.abs(seen) @ (np.abs(weights).T + np.abs(weights).max())) + 1e-30
-        whole = run(level, matrix, x, rounds=rounds)
+        whole = run(level, matrix, x, bits=bits)
         assert (np.abs(whole - seen @ weights.T) <= bound).all()
         for count in ROWS:
             first = int(rng.integers(0, max(ROWS) - count + 1))
-            alone = run(level, matrix, x[first : first + count], rounds=rounds)
+            alone = run(level, matrix, x[first : first + count], bits=bits)
             assert np.array_equal(alone, whole[first : first + count])
 
 
@@ -137,26 +138,26 @@ def test_levels_with_fused_products_make_the_same_bits_of_bytes(name: str) -> No
     matrix = pack("shipped", name, random_rows(name, 93, 512, rng), 512)
     x = rng.standard_normal((130, 512), dtype=np.float32)
     for level in LEVELS[2:]:
-        assert np.array_equal(run("avx2", matrix, x, rounds=True), run(level, matrix, x, rounds=True))
+        assert np.array_equal(run("avx2", matrix, x, bits=8), run(level, matrix, x, bits=8))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("rounds", [True, False])
-def test_an_input_that_is_no_number_is_not_rounded_to_one(poison: float, level: str, rounds: bool) -> None:
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_an_input_that_is_no_number_is_not_rounded_to_one(poison: float, level: str, bits: int) -> None:
     rng = np.random.default_rng(5)
     for name in ("Q4_1", "Q8_0"):
         matrix = pack("shipped", name, random_rows(name, 32, 64, rng), 64)
         x = rng.standard_normal((7, 64), dtype=np.float32)
         x[3, 40] = poison
-        got = run(level, matrix, x, rounds=rounds)
+        got = run(level, matrix, x, bits=bits)
         assert not np.isfinite(got[3]).any()
         assert np.isfinite(np.delete(got, 3, axis=0)).all()
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("rounds", [True, False])
-def test_extreme_codes_and_inputs_do_not_overflow(level: str, rounds: bool) -> None:
+@pytest.mark.parametrize("bits", [8, 16, 32])
+def test_extreme_codes_and_inputs_do_not_overflow(level: str, bits: int) -> None:
     """All codes and all inputs at their largest magnitudes, either sign."""
     for code in (-128, 127):
         blocks = np.zeros((16, 2, 34), np.uint8)
@@ -164,11 +165,24 @@ def test_extreme_codes_and_inputs_do_not_overflow(level: str, rounds: bool) -> N
         blocks[..., 2:] = np.array([code], np.int8).view(np.uint8)
         matrix = pack("shipped", "Q8_0", blocks.reshape(16, -1), 64)
         for x in (np.full((9, 64), 1.0, np.float32), np.full((9, 64), -1.0, np.float32)):
-            np.testing.assert_allclose(run(level, matrix, x, rounds=rounds), 64 * code * x[0, 0], rtol=1e-6)
+            np.testing.assert_allclose(run(level, matrix, x, bits=bits), 64 * code * x[0, 0], rtol=1e-6)
     fours = np.full((16, 2, 20), 0xFF, np.uint8)
     fours[..., :4] = np.array([1.0, 0.0], np.float16).view(np.uint8)
     matrix = pack("shipped", "Q4_1", fours.reshape(16, -1), 64)
-    np.testing.assert_allclose(run(level, matrix, np.ones((9, 64), np.float32), rounds=rounds), 15 * 64, rtol=1e-6)
+    np.testing.assert_allclose(run(level, matrix, np.ones((9, 64), np.float32), bits=bits), 15 * 64, rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level not in ROUNDING])
+def test_small_inputs_beside_a_large_one_are_kept_in_32_bits(level: str) -> None:
+    """The large one meets a weight of zero, so what is left are the small ones."""
+    blocks = np.zeros((16, 1, 34), np.uint8)
+    blocks[..., :2] = np.array([1.0], np.float16).view(np.uint8)
+    blocks[..., 3:] = 1
+    matrix = pack("shipped", "Q8_0", blocks.reshape(16, -1), 32)
+    x = np.full((7, 32), 0.01, np.float32)
+    x[:, 0] = 1e4
+    np.testing.assert_allclose(run(level, matrix, x, bits=32), 0.31, rtol=1e-3)
+    assert np.abs(run(level, matrix, x, bits=16) - 0.31).min() > 0.1
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.dtypes import BFLOAT16
+from kvferry.core.dtypes import BFLOAT16, FLOAT32
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.batch import StepBatch
 from kvferry.engine.cache import PagedKv
@@ -84,7 +84,7 @@ class CompiledTransformer:
             "max_tokens": config.max_model_tokens,
             "epsilon": config.rms_norm_eps,
             "scale": 1.0 / math.sqrt(config.head_dim),
-            "bytes": rounds_inputs,
+            "input_bits": 8 if rounds_inputs else 32 if dtype == FLOAT32 else 16,
         }
         parts |= {"cos": cos, "sin": sin}
         self.weight_bytes = loader.num_bytes
