@@ -59,8 +59,8 @@ ENGINE = (
     Setting(
         "dtype",
         "auto",
-        "Of the KV, and how precisely activations are kept: float32 rounds none to less than 16 bits. auto: bfloat16 "
-        "with compiled kernels, else the faster one by measurement.",
+        "Of the KV, and how precisely activations are kept: float32 rounds none. auto: bfloat16 with compiled kernels, "
+        "else the faster one by measurement.",
         choices=("auto", "float32", "bfloat16", "float16"),
     ),
     Setting(

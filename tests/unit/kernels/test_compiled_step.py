@@ -311,7 +311,7 @@ def test_fast_numerics_where_they_cannot_be_are_refused() -> None:
     coded, plain = CODED[0], tiny.config()
     cases = [
         (plain, tiny.TinyTensors(plain), "bfloat16", "compiled", "are for weights in codes"),
-        (coded, Coded(coded), "float32", "compiled", "float32 asks for more"),
+        (coded, Coded(coded), "float32", "compiled", "float32 asks for none rounded"),
         (coded, Coded(coded), "bfloat16", "torch", "need the compiled kernels"),
     ]
     for config, tensors, dtype, kernels, message in cases:

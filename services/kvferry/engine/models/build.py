@@ -27,7 +27,7 @@ WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "
 """Names of weights' forms, to what the compiled kernels call them."""
 EXACT, FAST = "exact", "fast"
 NUMERICS = (EXACT, FAST)
-"""How inputs of products are kept: as the KV's type and the level say, or, where weights are codes, in 8 bits."""
+"""How inputs of products are kept: as the KV's type says, or, where weights are codes, rounded to 8 bits."""
 
 
 def build_model(
@@ -46,7 +46,7 @@ def build_model(
     Args:
         config: its shape.
         tensors: its weights (`ModelSource.tensors`).
-        dtype: of the KV. With float32 no activation is rounded to less than 16 bits.
+        dtype: of the KV. With float32 no activation is rounded either.
         weights: a name of `WEIGHTS`; torch's families keep them in `dtype`, and take no other.
         numerics: a name of `NUMERICS`; `fast` needs compiled kernels, weights in codes and KV in bfloat16.
         device: where it runs.
@@ -107,7 +107,7 @@ def _check_fast(level: str, dtype: str) -> None:
         raise UsageError("fast numerics need the compiled kernels; take exact", field="numerics")
     if dtype != BFLOAT16:
         raise UsageError(
-            f"fast numerics round activations to 8 bits, and {dtype} asks for more (--dtype)", field="numerics"
+            f"fast numerics round activations, and {dtype} asks for none rounded (--dtype)", field="numerics"
         )
 
 
