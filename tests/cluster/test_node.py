@@ -2,10 +2,12 @@
 
 import json
 import urllib.request
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from kubernetes import client
+from tests.cluster.operators import eventually
 
 from kvferry.testing.kube import host_image
 
@@ -78,13 +80,12 @@ def test_a_service_answers_from_outside(kube_node: Any, namespace: str) -> None:
     kube_node.kubectl("rollout", "status", "-n", namespace, "deployment/web", "--timeout=60s")
     address = kube_node.kubectl("get", "-n", namespace, "service/web", "-o", "jsonpath={.spec.clusterIP}")
     answered = set()
-    for _ in range(200):  # the rules of kube-proxy may lag behind by a moment, and each call may meet either pod
-        try:
-            with urllib.request.urlopen(f"http://{address}/", timeout=5) as answer:
-                answered.add(answer.read().decode())
-        except OSError:
-            continue
-        if len(answered) == 2:
-            break
+
+    def both() -> bool:  # the rules of kube-proxy may lag behind, refusing at once, and each call may meet either pod
+        with suppress(OSError), urllib.request.urlopen(f"http://{address}/", timeout=5) as answer:
+            answered.add(answer.read().decode())
+        return len(answered) == 2
+
+    eventually(both, f"both pods answer at {address}")
     pods = client.CoreV1Api(kube_node.client).list_namespaced_pod(namespace, label_selector="app=web").items
     assert answered == {pod.metadata.name for pod in pods}
