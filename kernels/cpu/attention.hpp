@@ -253,10 +253,10 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
     }
   const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row sees
   const int packed = last < item.end * kPartition ? last : item.end * kPartition, behind = (packed + 15) / 16 * 16;
-  // What is packed two units after the one at t: of this head, of the next, or of the next item.
+  // What is packed kUnitsAhead after the one at t: of this head, of the next, or of the next item.
   const auto ahead_of = [&](int t) -> const uint8_t* {
-    const int further = t + 32 - behind;
-    if (further < 0) return key_at<NarrowPages>(batch, g, sequence, kv_head, t + 32);
+    const int then = t + 16 * kUnitsAhead, further = then - behind;
+    if (further < 0) return key_at<NarrowPages>(batch, g, sequence, kv_head, then);
     const int own = item.begin * kPartition + further;
     if (kv_head + 1 < item.kv_end) return own < packed ? key_at<NarrowPages>(batch, g, sequence, kv_head + 1, own) : nullptr;
     if (!next) return nullptr;

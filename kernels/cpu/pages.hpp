@@ -52,11 +52,13 @@ static inline Unit unit_at(const Batch& batch, const AttentionGeometry& g, const
   return {copy, copy + kUnitBytes};
 }
 
+constexpr int kUnitsAhead = 4;  // sixteens of tokens that are asked for ahead
+
 // Asks for a row before it is needed: pages lie far apart, so nothing else foresees them. One row with each that is
-// packed, because whoever asks for many at once is not heard. Where pages have fewer than 16 tokens, some of what is asked
-// for is somebody else's.
+// packed, because whoever asks for many at once is not heard; and into the second cache, which can wait for twice as many
+// lines as the first. Where pages have fewer than 16 tokens, some of what is asked for is somebody else's.
 [[gnu::always_inline]] static inline void fetch_row(const uint8_t* row, size_t bytes) {
-  for (size_t i = 0; i < bytes; i += 64) fetch(row + i);
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 2);
 }
 
 #if KVFERRY_PAIRS
@@ -66,7 +68,7 @@ static inline void transpose_pairs(const uint8_t* from, size_t row, const uint8_
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {
     r[i] = _mm512_loadu_si512(from + i * row);
-    fetch(ahead + i * row);
+    fetch_row(ahead + i * row, 64);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
@@ -111,7 +113,7 @@ static inline void pack_keys(const AttentionGeometry& g, const uint8_t* keys, co
 #if KVFERRY_PAIRS
     int d = 0;
     for (; d + 32 <= g.head_dim; d += 32) transpose_pairs(keys + d * 2, row, ahead + d * 2, out + size_t(d) * 32);
-    for (int t = 0; d < g.head_dim && t < 16; ++t) fetch(ahead + t * row + d * 2);
+    for (int t = 0; d < g.head_dim && t < 16; ++t) fetch_row(ahead + t * row + d * 2, 64);
     for (; d < g.head_dim; d += 2)
       for (int t = 0; t < 16; ++t) std::memcpy(out + size_t(d) * 32 + t * 4, keys + t * row + d * 2, 4);
 #endif

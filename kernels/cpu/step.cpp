@@ -13,6 +13,7 @@
 namespace kvferry {
 namespace {
 
+constexpr int kLeastItems = 4;    // of a prompt's attention for each thread; else items have half as many queries
 constexpr int kSplitQueries = 4;  // sequences with at most so many rows are shared out by partition
 constexpr int kRowBlock = 258;    // rows of a product's chunk, at most; a multiple of a tile's: they share what was fetched or unpacked
 constexpr int kUnitInputs = 384 << 10;  // of a chunk's rows together, at most, where a matrix unit reads them: they stay in a core's own cache
@@ -156,20 +157,22 @@ void Step::plan_attention() {
   sharers.clear();
   next_sharer_.assign(size_t(batch.num_sequences), -1);
   first_partial.assign(size_t(batch.num_sequences), -1);
-  const int group = model.heads / model.kv_heads, most = tile_queries(group);
+  const int group = model.heads / model.kv_heads, most_queries = tile_queries(group);
   // All KV heads of a page lie together. Where there are sequences enough to share out, an item reads them all.
   const int heads_at_once = batch.num_sequences >= 4 * threads_ ? model.kv_heads : 1;
   int partials_used = 0, most_split = 1, most_parts = 0;
   for (int s = 0; s < batch.num_sequences; ++s) {
     const Sequence& q = batch.sequences[s];
     const int parts = pieces(q.context, kPartition);
-    if (q.queries <= std::min(kSplitQueries, most) && parts > 1) {
+    if (q.queries <= std::min(kSplitQueries, most_queries) && parts > 1) {
       first_partial[size_t(s)] = partials_used;
       partials_used += parts * model.kv_heads;
       most_split = std::max(most_split, q.queries);
       most_parts = std::max(most_parts, parts);
       continue;
     }
+    const bool are_few = pieces(q.queries, most_queries) * model.kv_heads < kLeastItems * threads_;
+    const int most = are_few ? std::max(1, most_queries / 2) : most_queries;
     for (int first = (q.queries - 1) / most * most; first >= 0; first -= most) {  // the longest first
       const int queries = std::min(most, q.queries - first);
       const int end = pieces(q.context - q.queries + first + queries, kPartition);
@@ -179,7 +182,7 @@ void Step::plan_attention() {
   }
   // Who shares an item is computed by one thread: as many items are left as give all threads two each.
   const int groups = pieces(2 * threads_, std::max(1, most_parts * model.kv_heads));
-  const int most_sharers = std::min(most, std::max(4, pieces(batch.num_sequences, groups)));
+  const int most_sharers = std::min(most_queries, std::max(4, pieces(batch.num_sequences, groups)));
   for (int p = 0; p < most_parts; ++p) plan_partition(p, heads_at_once, most_sharers);
   partial_floats = most_split * group * (model.head_dim + 2);
   partials = static_cast<float*>(partials_.reserve(size_t(std::max(1, partials_used)) * partial_floats * 4));

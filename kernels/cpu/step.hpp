@@ -15,7 +15,7 @@ namespace kvferry {
 
 constexpr int kMaxHeadDim = 256;
 constexpr int kPartition = 256;      // tokens of a context whose scores are weighed together
-constexpr int kMaxTileQueries = 64;  // rows of an item of attention, at most
+constexpr int kMaxTileQueries = 128;  // of an item of attention: all of them share what is packed
 
 // Query positions of an item, where so many heads share a KV head.
 constexpr int tile_queries(int group) { return group >= kMaxTileQueries ? 1 : kMaxTileQueries / (group > 4 ? group / 4 : 1); }
