@@ -69,7 +69,7 @@ struct World {
   World(const std::string& wanted, Source type, int input_bits) {
     model.input_bits = input_bits;
     model.kv_heads = draw(1, 3);
-    model.heads = model.kv_heads * one_of({1, 2, 3, 4, 5, 7, 8, 16, 20});
+    model.heads = model.kv_heads * one_of({1, 2, 3, 4, 5, 7, 8, 16, 20, 70});
     model.head_dim = model.heads > 16 ? one_of({16, 48}) : one_of({16, 32, 48, 64, 80, 112, 128, 256});
     model.hidden = one_of({64, 72, 80, 96, 128, 256});
     model.intermediate = draw(0, 1) ? draw(1, 300) : 32 * draw(1, 16);

@@ -93,9 +93,9 @@ static inline int panels_at_a_time(const Matrix& m, int rows) {
 }
 
 // Columns of a fused tile where so many panels are left.
-static inline int fused_columns(int rows, int left) {
+static inline int fused_columns(const Matrix& m, int rows, int left) {
   // One stream of memory is read faster than four, and one panel's chain of pairs is still faster than memory.
-  const int most_pairs = rows <= 2 ? 1 : 4, most_floats = rows == 1 ? 4 : 1;
+  const int most_pairs = takes_pairs(m.format) && rows <= 2 ? 1 : 4, most_floats = rows == 1 ? 4 : 1;
   const int most = KVFERRY_PAIRS ? most_pairs : most_floats;
   return left >= most ? most : most > 2 && left >= 2 ? 2 : 1;
 }
@@ -105,7 +105,7 @@ static void product_fused(const Matrix& m, const Rows& x, int rows, int panel, i
   alignas(64) float out[kFusedRows * kChunkPanels * kPanel];
   const int step = even_rows(rows, kFusedRows);
   for (int p = 0, columns; p < panels; p += columns) {
-    columns = fused_columns(rows, panels - p);
+    columns = fused_columns(m, rows, panels - p);
     for (int row = 0; row < rows; row += step) {
       const Rows at = x.from(row);
       with_count<kFusedRows>(rows - row < step ? rows - row : step, [&](auto count) {

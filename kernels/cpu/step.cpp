@@ -171,7 +171,8 @@ void Step::plan_attention() {
       most_parts = std::max(most_parts, parts);
       continue;
     }
-    const bool are_few = pieces(q.queries, most_queries) * model.kv_heads < kLeastItems * threads_;
+    const int items_of_most = pieces(q.queries, most_queries) * pieces(model.kv_heads, heads_at_once);
+    const bool are_few = items_of_most < kLeastItems * threads_;
     const int most = are_few ? std::max(1, most_queries / 2) : most_queries;
     for (int first = (q.queries - 1) / most * most; first >= 0; first -= most) {  // the longest first
       const int queries = std::min(most, q.queries - first);

@@ -142,9 +142,10 @@ def test_every_transport_gives_one_engines_tokens(
     with a_stack("--connector", connector, "--kv-memory", "4MiB") as ready:
         seen = check(ready, asked, expected)
     assert seen["fetched"] > 300
-    # Reads of clients that left may still hold their pages where a machine is slow; what is declined meanwhile is few.
+    # A read over NIXL cannot be ended: where a machine is slow, those of clients that left still hold their pages.
     declined = sum(count for kind, count in seen.items() if kind.startswith("why: quarantine is full"))
-    assert seen["recomputed"] == declined < 10, f"nothing failed that could have been fetched: {seen}"
+    assert seen["recomputed"] == (declined if connector == "nixl" else 0), f"what could be fetched was: {seen}"
+    assert declined < 10
 
 
 @pytest.mark.parametrize("kind", ["dram", "disk", "redis"])

@@ -19,19 +19,35 @@ from kvferry.bench.commit import ROOT
 _NO_TESTS = 5
 """How pytest ends when nothing was selected."""
 _INTERRUPTED = 2
+_STATUS = "status"
+"""A file in a run's cache: how pytest ended."""
 _END_SECONDS = 120.0
+_RUNS = (("cluster", "cluster and not node and not long"), ("node", "node and not long"))
+"""Caches and markers; the last speaks at once."""
 
 
 def command(markers: str, cache: str, options: Sequence[str]) -> list[str]:
-    """One run of pytest; nothing that failed before means nothing to try again."""
-    fixed = ("-m", markers, "-o", f"cache_dir={ROOT / '.pytest_cache' / cache}", "--last-failed-no-failures=none")
-    return [sys.executable, "-m", "pytest", *fixed, *options]
+    """One run of pytest."""
+    return [sys.executable, "-m", "pytest", "-m", markers, "-o", f"cache_dir={_home(cache, ROOT)}", *options]
+
+
+def note_status(cache: str, status: int, root: Path = ROOT) -> None:
+    """Keep how a run ended, for `runs_again`."""
+    home = _home(cache, root)
+    home.mkdir(parents=True, exist_ok=True)
+    (home / _STATUS).write_text(f"{status}\n")
 
 
 def runs_again(cache: str, options: Sequence[str], root: Path = ROOT) -> bool:
-    """Whether a run begins: with `--last-failed` only if its cache knows of a failure."""
-    asks_for_failed = not {"--last-failed", "--lf"}.isdisjoint(options)
-    return not asks_for_failed or (root / ".pytest_cache" / cache / "v" / "cache" / "lastfailed").exists()
+    """Whether a run begins: with `--last-failed` unless it is known to have ended well."""
+    if {"--last-failed", "--lf"}.isdisjoint(options):
+        return True
+    last = _home(cache, root) / _STATUS
+    return not last.exists() or last.read_text().strip() not in {"0", str(_NO_TESTS)}
+
+
+def _home(cache: str, root: Path) -> Path:
+    return root / ".pytest_cache" / cache
 
 
 def status_of(statuses: Sequence[int]) -> int:
@@ -56,24 +72,28 @@ def end(runs: Sequence[subprocess.Popen[bytes]]) -> None:
 def main(options: Sequence[str]) -> int:
     """Run both; pytest's status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    begun = [run for run in _RUNS if runs_again(run[0], options)]
+    if not begun:
+        sys.stderr.write("neither run had a failure before, so nothing is tried again\n")
     runs: list[subprocess.Popen[bytes]] = []
     with TemporaryFile() as words:
         try:
-            if runs_again("cluster", options):
-                plain = command("cluster and not node and not long", "cluster", options)
-                runs.append(subprocess.Popen(plain, cwd=ROOT, stdout=words, stderr=subprocess.STDOUT, process_group=0))
-            if runs_again("node", options):
-                runs.append(subprocess.Popen(command("node and not long", "node", options), cwd=ROOT, process_group=0))
+            for cache, markers in begun:
+                sink = words if cache == "cluster" else None
+                asked = command(markers, cache, options)
+                runs.append(subprocess.Popen(asked, cwd=ROOT, stdout=sink, stderr=sink, process_group=0))
             statuses = [run.wait() for run in reversed(runs)]
         except KeyboardInterrupt:
             end(runs)
-            statuses = [_INTERRUPTED]
+            statuses = [_INTERRUPTED] * len(runs)
         finally:
             words.seek(0)
             sys.stdout.flush()
             if said := words.read():
                 sys.stdout.buffer.write(b"--- the tests without a node\n" + said)
             sys.stdout.flush()
+    for (cache, _), status in zip(reversed(begun), statuses, strict=False):
+        note_status(cache, status)
     return status_of(statuses)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.testing.kube.side_by_side import command, runs_again, status_of
+from kvferry.testing.kube.side_by_side import command, note_status, runs_again, status_of
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,11 @@ def test_runs_do_not_share_what_failed_last() -> None:
     one, two = (command("cluster", cache, ["--last-failed"]) for cache in ("one", "two"))
     assert one != two
     assert one[-1] == "--last-failed"
-    assert "--last-failed-no-failures=none" in one
 
 
-def test_only_what_failed_begins_again(tmp_path: Path) -> None:
-    failed = tmp_path / ".pytest_cache" / "node" / "v" / "cache" / "lastfailed"
-    failed.parent.mkdir(parents=True)
-    failed.write_text('{"tests/cluster/test_node.py::test": true}')
-    assert [runs_again(cache, ["--last-failed"], tmp_path) for cache in ("node", "cluster")] == [True, False]
-    assert runs_again("cluster", ["-x"], tmp_path), "without the option every run begins"
+@pytest.mark.parametrize(("status", "again"), [(0, False), (5, False), (1, True), (2, True), (4, True)])
+def test_only_what_did_not_end_well_begins_again(status: int, again: bool, tmp_path: Path) -> None:
+    assert runs_again("node", ["--last-failed"], tmp_path), "nothing is known of it"
+    note_status("node", status, tmp_path)
+    assert runs_again("node", ["--last-failed"], tmp_path) is again
+    assert runs_again("node", ["-x"], tmp_path), "without the option every run begins"
