@@ -67,7 +67,10 @@ async def run_operator(config: OperatorConfig, api: KubeApi, announce: Announce,
     operator = Operator(config, api, clock or SystemClock(), announce)
     stop = asyncio.Event()
     _stop_on_signals(stop)
-    return await operator.run(stop)
+    try:
+        return await operator.run(stop)
+    finally:
+        signal.set_wakeup_fd(-1)  # a later signal must not be written to a loop that is being closed
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

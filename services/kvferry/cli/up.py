@@ -98,3 +98,4 @@ async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> in
         return 0
     finally:
         await stack.stop(drain_seconds + 5.0)
+        signal.set_wakeup_fd(-1)  # a later signal must not be written to a loop that is being closed

@@ -50,6 +50,8 @@ async def run_worker(config: WorkerConfig, places: list[UnitPlace], announce: An
         await stopping
     finally:
         await process.drain()
+        # From here on a signal says nothing new, and must not be written to a loop that is being closed.
+        signal.set_wakeup_fd(-1)
     return process.report()
 
 
