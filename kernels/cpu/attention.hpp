@@ -71,10 +71,11 @@ struct AttentionScratch {
   float* totals;    // [rows][head_dim]
   float* highest;   // [rows]
   float* sums;      // [rows]
+  float *key_scales, *value_scales;  // [256] of codes: what a score, and a weight, counts; keys' include kKeyUnit
 };
 static inline size_t attention_bytes(int group, int head_dim) {
   const size_t rows = size_t(tile_queries(group)) * group + kSpareRows;
-  return size_t(kPartition) * head_dim * 4 + value_bytes<false>() * (head_dim / 16) + 2 * rows * head_dim * 4 + 2 * rows * 4 + 1024;
+  return size_t(kPartition) * head_dim * 4 + value_bytes<false>() * (head_dim / 16) + 2 * rows * head_dim * 4 + 2 * rows * 4 + 2 * kPartition * 4 + 1024;
 }
 static inline AttentionScratch carve(uint8_t* at, int group, int head_dim) {
   const size_t rows = size_t(tile_queries(group)) * group + kSpareRows;
@@ -85,6 +86,8 @@ static inline AttentionScratch carve(uint8_t* at, int group, int head_dim) {
   s.totals = s.queries + rows * head_dim;
   s.highest = s.totals + rows * head_dim;
   s.sums = s.highest + rows;
+  s.key_scales = s.sums + rows;
+  s.value_scales = s.key_scales + kPartition;
   return s;
 }
 
@@ -136,9 +139,10 @@ static inline bool is_on_unit(int head_dim) {
   return KVFERRY_AMX && Pairs && head_dim % 32 == 0;
 }
 
-// Scores of one row, of which it sees `seen`, to weights of `panels` times 16 tokens; without pairs in their place.
-template <bool Pairs>
-static inline void weigh(float* scores, uint16_t* narrow, int seen, int panels, float scale, float& highest, float& sum) {
+// Scores of one row, of which it sees `seen`, to weights of `panels` times 16 tokens; without pairs in their place. `Coded`:
+// `counts` is what each weight is multiplied by once it is summed.
+template <bool Pairs, bool Coded>
+static inline void weigh(float* scores, uint16_t* narrow, int seen, int panels, float scale, const float* counts, float& highest, float& sum) {
   const int full = seen / 16, used = (seen + 15) / 16;
   if (used > full) v_store(scores + full * 16, v_add(v_load(scores + full * 16), v_load(kBeyond + 16 - (seen - full * 16))));
   V top = v_load(scores);
@@ -154,7 +158,7 @@ static inline void weigh(float* scores, uint16_t* narrow, int seen, int panels, 
     const auto weight = [&](int at) {
       const V x = v_exp2_rough(v_fma(v_load(scores + at * 16), by, least));
       all = v_add(all, x);
-      return x;
+      return Coded ? v_mul(x, v_load(counts + at * 16)) : x;
     };
     for (; p + 2 <= used; p += 2) {
       const V first = weight(p), second = weight(p + 1);
@@ -171,7 +175,7 @@ static inline void weigh(float* scores, uint16_t* narrow, int seen, int panels, 
     for (; p < used; ++p) {
       const V x = v_exp(v_fma(v_load(scores + p * 16), by, least));
       all = v_add(all, x);
-      v_store(scores + p * 16, x);
+      v_store(scores + p * 16, Coded ? v_mul(x, v_load(counts + p * 16)) : x);
     }
     for (; p < panels; ++p) v_store(scores + p * 16, v_zero());
   }
@@ -180,8 +184,9 @@ static inline void weigh(float* scores, uint16_t* narrow, int seen, int panels, 
 
 // R rows of one partition whose keys and values are packed: their weights and what these weigh, merged into `totals`.
 // `OnUnit`: on the matrix unit, and R is what fits; else there are R rows.
+// `coded`: their pages hold codes.
 template <bool Pairs, int R, bool OnUnit = false>
-static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, int row, int first_position, int start, int count = R) {
+static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, bool coded, int row, int first_position, int start, int count = R) {
   const int rows = OnUnit ? count : R;
   alignas(64) float scores[R * kPartition];
   alignas(64) uint16_t narrow[R * kPartition];
@@ -208,7 +213,14 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   for (int r = 0; r < rows; ++r) {
     before.highest[r] = s.highest[row + r];
     before.sums[r] = s.sums[row + r];
-    weigh<Pairs>(scores + r * kPartition, narrow + r * kPartition, seen_by(r), weighed_panels, g.scale, here.highest[r], here.sums[r]);
+    float *at = scores + r * kPartition, &highest = here.highest[r], &sum = here.sums[r];
+    uint16_t* weights = narrow + r * kPartition;
+    if (coded) {
+      for (int p = 0; p < panels; ++p) v_store(at + p * 16, v_mul(v_load(at + p * 16), v_load(s.key_scales + p * 16)));
+      weigh<Pairs, true>(at, weights, seen_by(r), weighed_panels, g.scale, s.value_scales, highest, sum);
+    } else {
+      weigh<Pairs, false>(at, weights, seen_by(r), weighed_panels, g.scale, nullptr, highest, sum);
+    }
   }
   if constexpr (OnUnit) {
 #if KVFERRY_AMX
@@ -229,7 +241,7 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
 
 // One KV head of an item: its rows' totals in the scratch, not yet divided by their sums. `sharers`: its sequences, null
 // where it has one. `next` is what the thread will probably turn to afterwards, so that its first keys are on their way.
-template <bool Pairs, bool NarrowPages>
+template <bool Pairs, KvType K>
 static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, const int* sharers, int kv_head, const AttentionItem* next, const float* queries, int query_stride, const AttentionScratch& s) {
   const Sequence& sequence = batch.sequences[item.sequence];
   const int D = g.head_dim, rows = item.queries * g.group;
@@ -254,25 +266,33 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
   const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row sees
   const int packed = last < item.end * kPartition ? last : item.end * kPartition, behind = (packed + 15) / 16 * 16;
   // What is packed kUnitsAhead after the one at t: of this head, of the next, or of the next item.
-  const auto ahead_of = [&](int t) -> const uint8_t* {
+  const auto ahead_of = [&](int t) -> Key {
     const int then = t + 16 * kUnitsAhead, further = then - behind;
-    if (further < 0) return key_at<NarrowPages>(batch, g, sequence, kv_head, then);
+    if (further < 0) return key_at<K>(batch, g, sequence, kv_head, then);
     const int own = item.begin * kPartition + further;
-    if (kv_head + 1 < item.kv_end) return own < packed ? key_at<NarrowPages>(batch, g, sequence, kv_head + 1, own) : nullptr;
-    if (!next) return nullptr;
+    if (kv_head + 1 < item.kv_end) return own < packed ? key_at<K>(batch, g, sequence, kv_head + 1, own) : Key{};
+    if (!next) return {};
     const Sequence& other = batch.sequences[next->sequence];
     const int token = next->begin * kPartition + further;
-    return token < other.context ? key_at<NarrowPages>(batch, g, other, next->kv_begin, token) : nullptr;
+    return token < other.context ? key_at<K>(batch, g, other, next->kv_begin, token) : Key{};
   };
-  alignas(64) uint8_t copy[2 * kUnitBytes];
+  UnitCopy copy;
   for (int part = item.begin; part < item.end; ++part) {
     const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
     for (int t = start; t < end; t += 16) {
       const int p = (t - start) / 16;
-      const Unit unit = unit_at<NarrowPages>(batch, g, sequence, kv_head, t, end, copy);
-      const uint8_t* ahead = ahead_of(t);
-      pack_keys<Pairs, NarrowPages>(g, unit.keys, ahead ? ahead : unit.keys, s.keys + p * key_bytes<Pairs>(D));
-      pack_values<Pairs, NarrowPages>(g, unit.values, ahead ? ahead + half_bytes<NarrowPages>(g) : unit.values, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_bytes<Pairs>());
+      const Unit unit = unit_at<K>(batch, g, sequence, kv_head, t, end, copy);
+      const Key ahead = ahead_of(t);
+      pack_keys<Pairs, K>(g, unit.keys, ahead.row ? ahead.row : unit.keys, s.keys + p * key_bytes<Pairs>(D));
+      pack_values<Pairs, K>(g, unit.values, ahead.row ? ahead.row + half_bytes<K>(g) : unit.values, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_bytes<Pairs>());
+      if constexpr (K == KvType::int8) {
+        if (ahead.scale) {
+          fetch_row(ahead.scale, 1);
+          fetch_row(ahead.scale + half_bytes<K>(g), 1);
+        }
+        v_store(s.key_scales + p * 16, v_mul(v_load((const float*)unit.key_scales), v_set(Pairs ? 1.0f / kKeyUnit : 1.0f)));
+        v_store(s.value_scales + p * 16, v_load((const float*)unit.value_scales));
+      }
     }
 #if KVFERRY_AMX
     if (is_on_unit<Pairs>(D)) {
@@ -281,14 +301,14 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       for (int d = 0; sixteens % 2 && d < D / 16; ++d) std::memset(s.values + d * value_bytes<Pairs>() + size_t(sixteens) * 16 * 32, 0, 16 * 32);
       const Tiles tiles(rows < kTileTall ? rows : kTileTall, kTileBytes);
       for (int row = 0; row < rows; row += kTileTall)
-        attend_rows<Pairs, kTileTall, true>(g, s, row, first_position, start, rows - row < kTileTall ? rows - row : kTileTall);
+        attend_rows<Pairs, kTileTall, true>(g, s, K == KvType::int8, row, first_position, start, rows - row < kTileTall ? rows - row : kTileTall);
       continue;
     }
 #endif
     const int step = even_rows(rows, kTileRows);
     for (int row = 0; row < rows; row += step) {
       const int count = rows - row < step ? rows - row : step;
-      with_count<kTileRows>(count, [&](auto number) { attend_rows<Pairs, decltype(number)::value>(g, s, row, first_position, start); });
+      with_count<kTileRows>(count, [&](auto number) { attend_rows<Pairs, decltype(number)::value>(g, s, K == KvType::int8, row, first_position, start); });
     }
   }
 }

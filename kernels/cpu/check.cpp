@@ -120,7 +120,7 @@ struct Piece {
 
 // Logits of all rows of one step.
 std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces, const std::vector<std::vector<int64_t>>& tokens,
-                        const std::vector<std::vector<int64_t>>& tables, std::vector<uint8_t>& pages, bool narrow, int block_tokens) {
+                        const std::vector<std::vector<int64_t>>& tables, std::vector<uint8_t>& pages, KvType kv_type, int block_tokens) {
   std::vector<int64_t> ids, positions, slots, sampled;
   std::vector<Sequence> sequences;
   for (const Piece& p : pieces) {
@@ -146,7 +146,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
   b.num_sequences = int(sequences.size());
   b.sampled = sampled.data();
   b.pages = pages.data();
-  b.pages_are_bf16 = narrow;
+  b.kv_type = kv_type;
   b.block_tokens = block_tokens;
   b.logits = logits.data();
   b.greedy = greedy.data();
@@ -156,7 +156,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
   return logits;
 }
 
-bool check(const Level& level, const std::string& wanted, Source type, bool narrow, int input_bits) {
+bool check(const Level& level, const std::string& wanted, Source type, KvType kv_type, int input_bits) {
   const World world(wanted, type, input_bits);
   const Model& m = world.model;
   const int block_tokens = one_of({1, 3, 5, 8, 16, 17, 24, 32, 48});
@@ -170,12 +170,12 @@ bool check(const Level& level, const std::string& wanted, Source type, bool narr
     for (int i = 0; i * block_tokens < length; ++i) tables.back().push_back(page++);
   }
   // Exactly as much memory as there are pages, so that a step beyond them is seen.
-  const size_t bytes = size_t(page) * m.num_layers * 2 * m.kv_heads * block_tokens * m.head_dim * (narrow ? 2 : 4);
+  const size_t bytes = size_t(page) * m.num_layers * 2 * m.kv_heads * head_bytes(kv_type, block_tokens, m.head_dim);
   std::vector<uint8_t> pages(bytes, 0xff);
   Pool pool(draw(1, 4)), lone(1);
   Step job(m, level, pool.threads()), by_itself(m, level, 1);
   std::vector<std::vector<float>> alone;
-  for (int s = 0; s < int(lengths.size()); ++s) alone.push_back(step(by_itself, lone, {{s, 0, lengths[size_t(s)]}}, tokens, tables, pages, narrow, block_tokens));
+  for (int s = 0; s < int(lengths.size()); ++s) alone.push_back(step(by_itself, lone, {{s, 0, lengths[size_t(s)]}}, tokens, tables, pages, kv_type, block_tokens));
   std::fill(pages.begin(), pages.end(), 0xff);
   std::vector<int> done(lengths.size());
   for (bool more = true; more;) {
@@ -190,7 +190,7 @@ bool check(const Level& level, const std::string& wanted, Source type, bool narr
     }
     for (size_t s = 0; s < lengths.size(); ++s) more = more || done[s] < lengths[s];
     if (pieces.empty()) continue;
-    const auto logits = step(job, pool, pieces, tokens, tables, pages, narrow, block_tokens);
+    const auto logits = step(job, pool, pieces, tokens, tables, pages, kv_type, block_tokens);
     size_t at = 0;
     for (const Piece& p : pieces) {
       const size_t count = size_t(p.rows) * m.vocabulary;
@@ -222,9 +222,9 @@ int main(int count, char** arguments) {
                         {"shipped", Source::q8_0}, {"shipped", Source::q6_k}, {"mixed", Source::q6_k}};
   for (const Level* level : usable_levels())
     for (const Form& form : forms)
-      for (bool narrow : {false, true})
+      for (KvType kv_type : {KvType::f32, KvType::bf16, KvType::int8})
         for (int input_bits : {8, 16, 32})
-          if (!check(*level, form.wanted, form.type, narrow, input_bits)) return 1;
+          if (!check(*level, form.wanted, form.type, kv_type, input_bits)) return 1;
   std::puts("ok");
   return 0;
 }

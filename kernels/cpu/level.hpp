@@ -137,6 +137,30 @@ static inline void rotate_head(float* x, const float* cos, const float* sin, int
   }
 }
 
+// One token's keys, or values, of one head to their place in a page, where the head's tokens begin at `head`.
+static inline void write_kv(const Batch& b, uint8_t* head, size_t place, const float* from, int n) {
+  uint8_t* to = head + place * n * item_bytes(b.kv_type);
+  if (b.kv_type != KvType::int8) {
+    for (int d = 0; d < n; d += 16)
+      b.kv_type == KvType::bf16 ? v_store_bf16((uint16_t*)to + d, v_load(from + d)) : v_store((float*)to + d, v_load(from + d));
+    return;
+  }
+  V top = v_zero(), poison = v_zero();
+  for (int d = 0; d < n; d += 16) {
+    const V v = v_load(from + d);
+    top = v_max(top, v_max(v, v_sub(v_zero(), v)));
+    poison = v_fma(v, v_zero(), poison);  // NaN once anything is not finite
+  }
+  const float most = v_highest(top), scale = most / kMostCode + v_sum(poison);
+  // What is so small has no inverse, and counts as nothing.
+  const V inverse = v_set(most > 1e-30f ? kMostCode / most : 0.0f), limit = v_set(kMostCode);
+  for (int d = 0; d < n; d += 16) {
+    const V scaled = v_mul(v_load(from + d), inverse);
+    v_store_codes((int8_t*)to + d, v_round(v_max(v_min(scaled, limit), v_sub(v_zero(), limit))));  // NaN becomes a number here
+  }
+  std::memcpy(head + size_t(b.block_tokens) * n + place * kScaleBytes, &scale, kScaleBytes);
+}
+
 static inline void rotate_rows(Step& step, const Layer& layer, int layer_index, int chunk) {
   const Model& m = step.model;
   const Batch& b = step.batch;
@@ -154,15 +178,8 @@ static inline void rotate_rows(Step& step, const Layer& layer, int layer_index, 
     const size_t page = size_t(b.slots[row] / b.block_tokens), place = size_t(b.slots[row] % b.block_tokens);
     for (int half = 0; half < 2; ++half)
       for (int h = 0; h < m.kv_heads; ++h) {
-        const float* from = qkv + (m.heads + half * m.kv_heads + h) * D;
-        const size_t at = ((((page * m.num_layers + layer_index) * 2 + half) * m.kv_heads + h) * b.block_tokens + place) * D;
-        for (int d = 0; d < D; d += 16) {
-          if (b.pages_are_bf16) {
-            v_store_bf16((uint16_t*)b.pages + at + d, v_load(from + d));
-          } else {
-            v_store((float*)b.pages + at + d, v_load(from + d));
-          }
-        }
+        const size_t head = ((page * m.num_layers + layer_index) * 2 + half) * m.kv_heads + h;
+        write_kv(b, b.pages + head * head_bytes(b.kv_type, b.block_tokens, D), place, qkv + (m.heads + half * m.kv_heads + h) * D, D);
       }
   }
 }
@@ -180,10 +197,10 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
   const int* sharers = item.first_sharer < 0 ? nullptr : step.sharers.data() + item.first_sharer;
   const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
   for (int kv_head = item.kv_begin; kv_head < item.kv_end; ++kv_head) {
-    if (step.batch.pages_are_bf16) {
-      attend<KVFERRY_PAIRS, true>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s);
-    } else {
-      attend<false, false>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s);
+    switch (step.batch.kv_type) {
+      case KvType::f32: attend<false, KvType::f32>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
+      case KvType::bf16: attend<KVFERRY_PAIRS, KvType::bf16>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
+      case KvType::int8: attend<KVFERRY_PAIRS, KvType::int8>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
     }
     if (is_cut) {
       for (int r = 0; r < rows; ++r) {

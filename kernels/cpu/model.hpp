@@ -68,6 +68,18 @@ struct Sequence {
   const int64_t* pages;  // page of each block
 };
 
+// What pages hold. int8: codes, and after those of a head's tokens in a page a scale of each token, code * scale its value.
+enum class KvType : int { f32, bf16, int8 };
+constexpr int kScaleBytes = 4;
+constexpr float kMostCode = 127.0f;
+
+constexpr size_t item_bytes(KvType type) { return type == KvType::f32 ? 4 : type == KvType::bf16 ? 2 : 1; }
+
+// Of the keys, or the values, of one head in a page.
+constexpr size_t head_bytes(KvType type, int block_tokens, int head_dim) {
+  return size_t(block_tokens) * (size_t(head_dim) * item_bytes(type) + (type == KvType::int8 ? kScaleBytes : 0));
+}
+
 struct Batch {
   int rows = 0;
   const int64_t* tokens = nullptr;     // [rows]
@@ -77,8 +89,8 @@ struct Batch {
   int num_sequences = 0;
   const int64_t* sampled = nullptr;  // [num_sampled] rows whose logits are wanted
   int num_sampled = 0;
-  uint8_t* pages = nullptr;  // [pages][layers][2][kv_heads][block_tokens][head_dim]
-  bool pages_are_bf16 = false;
+  uint8_t* pages = nullptr;  // [pages][layers][2][kv_heads], each `head_bytes`: [block_tokens][head_dim]
+  KvType kv_type = KvType::f32;
   int block_tokens = 0;
   float* logits = nullptr;     // [num_sampled, vocabulary]
   int64_t* greedy = nullptr;   // [num_sampled] the first of the highest

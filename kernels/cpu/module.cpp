@@ -30,6 +30,13 @@ void require(bool holds, const std::string& what) {
 
 bool is_width(int input_bits) { return input_bits == 8 || input_bits == 16 || input_bits == 32; }
 
+KvType kv_type_named(const std::string& name) {
+  if (name == "float32") return KvType::f32;
+  if (name == "bfloat16") return KvType::bf16;
+  require(name == "int8", "KV is float32, bfloat16 or int8");
+  return KvType::int8;
+}
+
 const Level& usable(const std::string& level) {
   const Level* found = level_named(level);
   require(found != nullptr, "this machine does not run level " + level);
@@ -163,7 +170,7 @@ class Runner {
 
   // See compiled.py for what each array is.
   void step(Ints tokens, Ints positions, Ints slots, Ints queries, Ints contexts, Ints tables, Ints sampled, uintptr_t pages,
-            int64_t num_pages, int block_tokens, bool pages_are_bf16, Array<float> logits, Array<int64_t> greedy, Bytes finite) {
+            int64_t num_pages, int block_tokens, const std::string& kv_type, Array<float> logits, Array<int64_t> greedy, Bytes finite) {
     Batch b;
     b.rows = int(tokens.size());
     b.num_sequences = int(queries.size());
@@ -202,7 +209,7 @@ class Runner {
     b.sequences = sequences.data();
     b.sampled = sampled.data();
     b.pages = reinterpret_cast<uint8_t*>(pages);
-    b.pages_are_bf16 = pages_are_bf16;
+    b.kv_type = kv_type_named(kv_type);
     b.block_tokens = block_tokens;
     b.logits = logits.data();
     b.greedy = greedy.data();
@@ -293,7 +300,7 @@ NB_MODULE(_cpu, m) {
            nb::keep_alive<1, 6>())
       .def("phase_seconds", &Runner::phase_seconds)
       .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a, "sampled"_a,
-           "pages"_a, "num_pages"_a, "block_tokens"_a, "pages_are_bf16"_a, "logits"_a.noconvert(), "greedy"_a.noconvert(), "finite"_a.noconvert());
+           "pages"_a, "num_pages"_a, "block_tokens"_a, "kv_type"_a, "logits"_a.noconvert(), "greedy"_a.noconvert(), "finite"_a.noconvert());
   m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "input_bits"_a = 16,
         "x [rows, cols] times the matrix, into out; x in 8 or 16 bits, or as floats in 32, where the matrix is of codes.");
   m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a, "Reads an array: the bound of whatever reads as many bytes.");

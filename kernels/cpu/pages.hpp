@@ -7,49 +7,55 @@ struct AttentionGeometry {
   float scale;
 };
 
-template <bool NarrowPages>
+template <KvType K>
 static inline size_t row_bytes(const AttentionGeometry& g) {
-  return size_t(g.head_dim) * (NarrowPages ? 2 : 4);
+  return size_t(g.head_dim) * item_bytes(K);
 }
 
-// Where the key of one token stands; its value stands `half_bytes` behind.
-template <bool NarrowPages>
-static inline const uint8_t* key_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int token) {
-  const size_t page = size_t(s.pages[token / g.block_tokens]), place = size_t(token % g.block_tokens);
-  return batch.pages + (((page * g.num_layers + g.layer) * 2 * g.kv_heads + kv_head) * g.block_tokens + place) * row_bytes<NarrowPages>(g);
-}
-template <bool NarrowPages>
-static inline size_t half_bytes(const AttentionGeometry& g) {
-  return size_t(g.kv_heads) * g.block_tokens * row_bytes<NarrowPages>(g);
-}
-
-// 16 tokens that stand one behind the other.
-struct Unit {
-  const uint8_t *keys, *values;
+// A token's key, and the scale of its codes where it has one; `half_bytes` behind each stands the value's.
+struct Key {
+  const uint8_t *row, *scale;
 };
-constexpr size_t kUnitBytes = size_t(16) * kMaxHeadDim * 4;  // of its keys, at most
+template <KvType K>
+static inline Key key_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int token) {
+  const size_t page = size_t(s.pages[token / g.block_tokens]), place = size_t(token % g.block_tokens), row = row_bytes<K>(g);
+  const uint8_t* head = batch.pages + ((page * g.num_layers + g.layer) * 2 * g.kv_heads + kv_head) * head_bytes(K, g.block_tokens, g.head_dim);
+  return {head + place * row, head + size_t(g.block_tokens) * row + place * kScaleBytes};
+}
+template <KvType K>
+static inline size_t half_bytes(const AttentionGeometry& g) {
+  return size_t(g.kv_heads) * head_bytes(K, g.block_tokens, g.head_dim);
+}
 
-// Tokens [first, first + 16): in their page, or copied to `copy` [2][kUnitBytes] if they are of several, or if some are
-// from `end` on, which count as zeros.
-template <bool NarrowPages>
-static inline Unit unit_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first, int end, uint8_t* copy) {
-  const size_t values = half_bytes<NarrowPages>(g), row = row_bytes<NarrowPages>(g);
+// 16 tokens that stand one behind the other; scales with codes only.
+struct Unit {
+  const uint8_t *keys, *values, *key_scales, *value_scales;
+};
+// Of keys and of values: room for those that do not.
+struct UnitCopy {
+  alignas(64) uint8_t rows[2][size_t(16) * kMaxHeadDim * 4];
+  alignas(64) uint8_t scales[2][16 * kScaleBytes];
+};
+
+// Tokens [first, first + 16): in their page, or copied to `copy` if they are of several, or if some are from `end` on,
+// which count as zeros.
+template <KvType K>
+static inline Unit unit_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int first, int end, UnitCopy& copy) {
+  const size_t values = half_bytes<K>(g), row = row_bytes<K>(g);
   if (first + 16 <= end && first % g.block_tokens + 16 <= g.block_tokens) {
-    const uint8_t* keys = key_at<NarrowPages>(batch, g, s, kv_head, first);
-    return {keys, keys + values};
+    const Key key = key_at<K>(batch, g, s, kv_head, first);
+    return {key.row, key.row + values, key.scale, key.scale + values};
   }
+  const auto take = [](uint8_t* to, const uint8_t* from, size_t bytes) { from ? std::memcpy(to, from, bytes) : std::memset(to, 0, bytes); };
   for (int t = 0; t < 16; ++t) {
-    uint8_t *key = copy + t * row, *value = copy + kUnitBytes + t * row;
-    if (first + t < end) {
-      const uint8_t* from = key_at<NarrowPages>(batch, g, s, kv_head, first + t);
-      std::memcpy(key, from, row);
-      std::memcpy(value, from + values, row);
-    } else {
-      std::memset(key, 0, row);
-      std::memset(value, 0, row);
+    const bool is_there = first + t < end;
+    const Key key = is_there ? key_at<K>(batch, g, s, kv_head, first + t) : Key{};
+    for (size_t half = 0; half < 2; ++half) {
+      take(copy.rows[half] + t * row, is_there ? key.row + half * values : nullptr, row);
+      if constexpr (K == KvType::int8) take(copy.scales[half] + t * kScaleBytes, is_there ? key.scale + half * values : nullptr, kScaleBytes);
     }
   }
-  return {copy, copy + kUnitBytes};
+  return {copy.rows[0], copy.rows[1], copy.scales[0], copy.scales[1]};
 }
 
 constexpr int kUnitsAhead = 4;  // sixteens of tokens that are asked for ahead
@@ -62,14 +68,9 @@ constexpr int kUnitsAhead = 4;  // sixteens of tokens that are asked for ahead
 }
 
 #if KVFERRY_PAIRS
-// [16 tokens][32 values], tokens `row` bytes apart, to [16 pairs][16 tokens][2].
-static inline void transpose_pairs(const uint8_t* from, size_t row, const uint8_t* ahead, uint8_t* out) {
-  __m512i r[16], t[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
-    r[i] = _mm512_loadu_si512(from + i * row);
-    fetch_row(ahead + i * row, 64);
-  }
+// Sixteen rows of sixteen lanes, to lane i of all of them in out[i].
+[[gnu::always_inline]] static inline void transpose_lanes(__m512i r[16], __m512i out[16]) {
+  __m512i* t = out;
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
@@ -91,27 +92,72 @@ static inline void transpose_pairs(const uint8_t* from, size_t row, const uint8_
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    _mm512_storeu_si512(out + size_t(i) * 64, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_storeu_si512(out + size_t(i + 4) * 64, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-    _mm512_storeu_si512(out + size_t(i + 8) * 64, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-    _mm512_storeu_si512(out + size_t(i + 12) * 64, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) out[i] = r[i];
+}
+
+// [16 tokens][32 values], tokens `row` bytes apart, to [16 pairs][16 tokens][2].
+static inline void transpose_pairs(const uint8_t* from, size_t row, const uint8_t* ahead, uint8_t* out) {
+  __m512i r[16], t[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    r[i] = _mm512_loadu_si512(from + i * row);
+    fetch_row(ahead + i * row, 64);
+  }
+  transpose_lanes(r, t);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + size_t(i) * 64, t[i]);
+}
+
+// The same of codes, up to 64 of each token, in bfloat16 and times kKeyUnit.
+constexpr float kKeyUnit = 0x1p24f;
+static inline void transpose_codes(const uint8_t* from, size_t row, const uint8_t* ahead, int count, uint8_t* out) {
+  __m512i r[16], t[16];
+  const __mmask64 there = ~uint64_t(0) >> (64 - count);
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    r[i] = _mm512_maskz_loadu_epi8(there, from + i * row);
+    fetch_row(ahead + i * row, size_t(count));
+  }
+  transpose_lanes(r, t);
+  // Each lane: four codes of one token. The topmost byte of a whole number is 2^24 times a code, and a float of it exact.
+  const __m512i second = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13));
+  const __m512i third = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 2, -1, -1, -1, 6, -1, -1, -1, 10, -1, -1, -1, 14));
+  const __m512i top = _mm512_set1_epi32(int(0xff000000));
+#pragma GCC unroll 16
+  for (int q = 0; q < 16; ++q) {
+    if (q * 4 >= count) break;
+    p_store(out + size_t(q) * 128, p_of_floats(_mm512_slli_epi32(t[q], 24), _mm512_shuffle_epi8(t[q], second)));
+    p_store(out + size_t(q) * 128 + 64, p_of_floats(_mm512_shuffle_epi8(t[q], third), _mm512_and_si512(t[q], top)));
   }
 }
+#else
+constexpr float kKeyUnit = 1.0f;
 #endif
 
 // Values of one token, 16 of them, as floats.
-template <bool NarrowPages>
+template <KvType K>
 static inline V values_at(const uint8_t* token, int d) {
-  return NarrowPages ? v_load_bf16((const uint16_t*)token + d) : v_load((const float*)token + d);
+  if constexpr (K == KvType::int8) return v_load_codes((const int8_t*)token + d);
+  return K == KvType::bf16 ? v_load_bf16((const uint16_t*)token + d) : v_load((const float*)token + d);
 }
 
 // 16 keys to one panel; `ahead`: 16 others that will be wanted.
-template <bool Pairs, bool NarrowPages>
+template <bool Pairs, KvType K>
 static inline void pack_keys(const AttentionGeometry& g, const uint8_t* keys, const uint8_t* ahead, uint8_t* out) {
-  const size_t row = row_bytes<NarrowPages>(g);
+  const size_t row = row_bytes<K>(g);
   if constexpr (Pairs) {
 #if KVFERRY_PAIRS
     int d = 0;
+    if constexpr (K == KvType::int8) {
+      for (; d < g.head_dim; d += 64) transpose_codes(keys + d, row, ahead + d, g.head_dim - d < 64 ? g.head_dim - d : 64, out + size_t(d) * 32);
+      return;
+    }
     for (; d + 32 <= g.head_dim; d += 32) transpose_pairs(keys + d * 2, row, ahead + d * 2, out + size_t(d) * 32);
     for (int t = 0; d < g.head_dim && t < 16; ++t) fetch_row(ahead + t * row + d * 2, 64);
     for (; d < g.head_dim; d += 2)
@@ -121,15 +167,15 @@ static inline void pack_keys(const AttentionGeometry& g, const uint8_t* keys, co
     for (int d = 0; d < g.head_dim; d += 16) {
       const int begin = d * 16 / g.head_dim, end = (d + 16) * 16 / g.head_dim;
       for (int t = begin; t < end; ++t) fetch_row(ahead + t * row, row);
-      v_transpose<NarrowPages>(keys + row / g.head_dim * d, row, (float*)out + size_t(d) * 16);
+      v_transpose<K>(keys + row / g.head_dim * d, row, (float*)out + size_t(d) * 16);
     }
   }
 }
 
 // 16 tokens' values to panels of 16 values each, `stride` bytes apart.
-template <bool Pairs, bool NarrowPages>
+template <bool Pairs, KvType K>
 static inline void pack_values(const AttentionGeometry& g, const uint8_t* values, const uint8_t* ahead, uint8_t* out, size_t stride) {
-  const size_t row = row_bytes<NarrowPages>(g);
+  const size_t row = row_bytes<K>(g);
   for (int t = 0; t < 16; t += Pairs ? 2 : 1) {
     const uint8_t* a = values + t * row;
     fetch_row(ahead + t * row, row);
@@ -139,6 +185,10 @@ static inline void pack_values(const AttentionGeometry& g, const uint8_t* values
       uint8_t* to = out + size_t(t / 2) * 64;
       fetch_row(ahead + (t + 1) * row, row);
       int d = 0;
+      if constexpr (K == KvType::int8) {
+        for (; d < g.head_dim; d += 16) p_store(to + size_t(d / 16) * stride, p_of_floats(p_widened(a + d), p_widened(b + d)));
+        continue;
+      }
       for (; d + 32 <= g.head_dim; d += 32) {
         P first, second;
         p_interleave(p_load(a + d * 2), p_load(b + d * 2), first, second);
@@ -149,7 +199,7 @@ static inline void pack_values(const AttentionGeometry& g, const uint8_t* values
 #endif
     } else {
       for (int d = 0; d < g.head_dim; d += 16)
-        v_store((float*)(out + size_t(d / 16) * stride) + size_t(t) * 16, values_at<NarrowPages>(a, d));
+        v_store((float*)(out + size_t(d / 16) * stride) + size_t(t) * 16, values_at<K>(a, d));
     }
   }
 }

@@ -78,11 +78,24 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
-template <bool Narrow>
+static inline __m256 codes_half(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+static inline V v_load_codes(const int8_t* p) { return {codes_half(p), codes_half(p + 8)}; }
+static inline __m128i to_codes(V whole) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(whole.a), _mm256_cvtps_epi32(whole.b)), 0xd8);
+  return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+static inline void v_store_codes(int8_t* p, V whole) { _mm_storeu_si128((__m128i*)p, to_codes(whole)); }
+
+template <KvType K>
+static inline __m256 value_half(const uint8_t* p) {
+  if constexpr (K == KvType::int8) return codes_half((const int8_t*)p);
+  return K == KvType::bf16 ? bf16_half((const uint16_t*)p) : _mm256_loadu_ps((const float*)p);
+}
+template <KvType K>
 static inline void transpose_quarter(const uint8_t* from, size_t row, float* to) {
   __m256 r[8], t[8];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) r[i] = Narrow ? bf16_half((const uint16_t*)(from + i * row)) : _mm256_loadu_ps((const float*)(from + i * row));
+  for (int i = 0; i < 8; ++i) r[i] = value_half<K>(from + i * row);
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
@@ -101,11 +114,11 @@ static inline void transpose_quarter(const uint8_t* from, size_t row, float* to)
     _mm256_storeu_ps(to + 16 * (i + 4), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 }
-template <bool Narrow>
+template <KvType K>
 static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
   for (int half = 0; half < 2; ++half) {
-    transpose_quarter<Narrow>(from, row, to);
-    transpose_quarter<Narrow>(from + (Narrow ? 16 : 32), row, to + 128);
+    transpose_quarter<K>(from, row, to);
+    transpose_quarter<K>(from + 8 * item_bytes(K), row, to + 128);
     from += 8 * row;
     to += 8;
   }
@@ -185,9 +198,7 @@ static inline V s_float4(S sum) {
 }
 static inline V s_float8(S sum) { return {_mm256_cvtepi32_ps(sum.a), _mm256_cvtepi32_ps(sum.b)}; }
 static inline void v_store_bytes(int8_t* p, V whole) {
-  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(whole.a), _mm256_cvtps_epi32(whole.b)), 0xd8);
-  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  _mm_storeu_si128((__m128i*)p, _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15)));
+  _mm_storeu_si128((__m128i*)p, _mm_shuffle_epi8(to_codes(whole), _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15)));
 }
 
 }  // namespace kvferry::avx2

@@ -71,10 +71,13 @@ static inline V v_div_rough(V x, V y) {
 #endif
 }
 
-// For keys in float32 only; pairs have their own.
-template <bool Narrow>
+static inline V v_load_codes(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+static inline void v_store_codes(int8_t* p, V whole) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole.v))); }
+
+// For what is not multiplied as pairs.
+template <KvType K>
 static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
-  static_assert(!Narrow);
+  static_assert(K == KvType::f32);
   alignas(64) float lanes[16];
   for (int i = 0; i < 16; ++i, from += row) {
     v_store(lanes, v_load((const float*)from));
@@ -101,6 +104,13 @@ static inline void p_interleave(P x, P y, P& first, P& last) {
 static inline P p_interleave_half(const uint16_t* x, const uint16_t* y) {
   const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x));
   return _mm512_or_si512(low, _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)y)), 16));
+}
+// Bytes that count from -128 to 127, as whole numbers of 32 bits.
+static inline __m512i p_widened(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+// Pairs of whole numbers that bfloat16 holds: the upper halves of their floats.
+static inline P p_of_floats(__m512i first, __m512i second) {
+  const __m512i x = _mm512_castps_si512(_mm512_cvtepi32_ps(first)), y = _mm512_castps_si512(_mm512_cvtepi32_ps(second));
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y);
 }
 // Whole numbers 0 to 15 as bfloat16, twice over: the index has five bits, of which a nibble's neighbour owns one.
 static inline P p_table4() {

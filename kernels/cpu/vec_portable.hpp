@@ -132,11 +132,21 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   }
 }
 
-// 16 values of 16 rows, `row` bytes apart, floats or bfloat16: value j of row i to to[16 j + i].
-template <bool Narrow>
+// Whole numbers from -127 to 127, to and from bytes.
+static inline V v_load_codes(const int8_t* p) {
+  V r;
+  for (int i = 0; i < 16; ++i) r.q[i / 4][i % 4] = float(p[i]);
+  return r;
+}
+static inline void v_store_codes(int8_t* p, V whole) {
+  for (int i = 0; i < 16; ++i) p[i] = int8_t(whole.q[i / 4][i % 4]);
+}
+
+// 16 values of 16 rows, `row` bytes apart, as floats: value j of row i to to[16 j + i].
+template <KvType K>
 static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
   for (int i = 0; i < 16; ++i, from += row) {
-    const V v = Narrow ? v_load_bf16((const uint16_t*)from) : v_load((const float*)from);
+    const V v = K == KvType::int8 ? v_load_codes((const int8_t*)from) : K == KvType::bf16 ? v_load_bf16((const uint16_t*)from) : v_load((const float*)from);
     for (int j = 0; j < 16; ++j) to[16 * j + i] = v.q[j / 4][j % 4];
   }
 }

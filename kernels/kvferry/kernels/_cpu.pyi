@@ -49,7 +49,7 @@ class Runner:
         pages: int,
         num_pages: int,
         block_tokens: int,
-        pages_are_bf16: bool,
+        kv_type: str,
         logits: Floats,
         greedy: Ints,
         finite: Bytes,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import click
 
 from kvferry.cli.options import print_json, reported
+from kvferry.core.dtypes import DTYPES
 from kvferry.kv.layout import KvLayout
 from kvferry.model.catalog import CATALOG, DEFAULT_MODEL
 from kvferry.model.source import ModelSource, open_model
@@ -50,7 +51,7 @@ def fetch_model(name: str) -> None:
 
 @command.command("inspect")
 @click.argument("model", default=DEFAULT_MODEL)
-@click.option("--dtype", default="bfloat16", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the KV.")
+@click.option("--dtype", default="bfloat16", type=click.Choice(DTYPES), help="Of the KV.")
 @click.option("--block-tokens", default=16, type=click.IntRange(1, 1024), help="Tokens in a KV page.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def inspect_model(model: str, dtype: str, block_tokens: int, *, as_json: bool) -> None:

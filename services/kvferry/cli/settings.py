@@ -1,5 +1,6 @@
 """What can be set, command by command. Names, units and defaults are part of the public surface."""
 
+from kvferry.core.dtypes import DTYPES
 from kvferry.core.settings import Setting, seconds, size_bytes, whole
 
 MODEL = Setting(
@@ -59,9 +60,10 @@ ENGINE = (
     Setting(
         "dtype",
         "auto",
-        "Of the KV, and how precisely activations are kept: float32 rounds none. auto: bfloat16 with compiled kernels, "
-        "else the faster one by measurement.",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "Of the KV, and how precisely activations are kept: float32 rounds none. int8: KV in half the bytes of "
+        "bfloat16, with compiled kernels only; activations as with it. auto: bfloat16 with compiled kernels, else the "
+        "faster one by measurement.",
+        choices=("auto", *DTYPES),
     ),
     Setting(
         "weights",

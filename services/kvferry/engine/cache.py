@@ -2,6 +2,8 @@
 
     [pages][layers][K, V][kv heads][block tokens][head dim]
 
+In int8 the scales of a head's tokens stand behind their codes; `kv.layout` has the whole of it.
+
 All layers of a page are one contiguous range, so a page is one descriptor for whoever moves it. The memory is the
 engine's own, or a buffer that a connector has registered or shares. Who computes with torch sees it as a tensor; nobody
 else waits for torch to load.
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.dtypes import ITEM_BYTES
+from kvferry.core.dtypes import row_bytes
 from kvferry.core.errors import UsageError
 from kvferry.engine.device import CPU
 from kvferry.model.config import ModelConfig
@@ -56,7 +58,7 @@ class PageShape:
     def block_bytes(self) -> int:
         """Bytes of one page, all layers, keys and values."""
         layers, two, heads, tokens, dim = self.dims
-        return layers * two * heads * tokens * dim * ITEM_BYTES[self.dtype]
+        return layers * two * heads * tokens * row_bytes(self.dtype, dim)
 
 
 class PagedKv:
@@ -121,7 +123,7 @@ class PagedKv:
 
     @property
     def pages(self) -> "torch.Tensor":
-        """[pages, layers, 2, kv heads, block tokens, head dim], contiguous."""
+        """[pages, layers, 2, kv heads, block tokens, head dim], contiguous. Not of int8: torch computes with none."""
         if self._pages is None:
             import torch
 

@@ -5,6 +5,9 @@ A page holds one block of tokens for all layers, so that it is one contiguous ra
     [layer][K, V][kv_head][token][head_dim]        one page, `block_bytes` long
     |------------------- block-major: page i starts at i * block_bytes -------------------|
 
+In int8 a head's tokens are [token][head_dim] codes, and behind them [token] scales in float32, little-endian; a value
+is code * scale (`core.dtypes`).
+
 Equal fingerprints mean that a raw copy of a page is right; what unequal ones need, `relayout` plans. Anything that
 changes the meaning of a byte changes the fingerprint; VERSION counts changes that no field shows:
 
@@ -16,10 +19,9 @@ from dataclasses import astuple, dataclass, fields
 
 from blake3 import blake3
 
-from kvferry.core.dtypes import DTYPES, ITEM_BYTES
+from kvferry.core.dtypes import DTYPES, row_bytes
 
 VERSION = 1
-DTYPE_BYTES = {name: ITEM_BYTES[name] for name in DTYPES}
 _MAX_DIGEST_CHARS = 256
 _MAX_COUNT = 1 << 20
 _MAX_BLOCK_BYTES = 1 << 32
@@ -35,7 +37,7 @@ class KvLayout:
     model_digest: str
     """Digest of the weights and of what shapes computation; other weights mean other KV."""
     dtype: str
-    """Of the KV: `float32`, `bfloat16` or `float16`. Keys and values are computed in it too."""
+    """Of the KV, a name of `core.dtypes.DTYPES`."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -64,8 +66,8 @@ class KvLayout:
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token over all layers: 2 x layers x kv heads x head dim x bytes an element."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """KV bytes of one token over all layers: 2 x layers x kv heads x (head dim x bytes an element, and a scale)."""
+        return 2 * self.num_layers * self.num_kv_heads * row_bytes(self.dtype, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
@@ -115,8 +117,8 @@ def described(description: Sequence[object]) -> KvLayout:
     if version != VERSION or len(values) not in {_SHARED, _SHARED + 2}:
         raise ValueError(f"a layout of version {version!r} with {len(values)} fields; this worker reads {VERSION}")
     digest, dtype, *counts = values
-    if not isinstance(digest, str) or len(digest) > _MAX_DIGEST_CHARS or dtype not in DTYPE_BYTES:
-        raise ValueError(f"a layout with dtype {dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+    if not isinstance(digest, str) or len(digest) > _MAX_DIGEST_CHARS or dtype not in DTYPES:
+        raise ValueError(f"a layout with dtype {dtype!r}; known are {', '.join(DTYPES)}")
     checked = [c for c in counts if isinstance(c, int) and 0 <= c <= _MAX_COUNT]
     if checked != counts or min(checked[: _SHARED - 2]) < 1:
         raise ValueError(f"a layout with a count out of 1 to {_MAX_COUNT}")

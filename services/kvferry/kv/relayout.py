@@ -7,8 +7,9 @@ A move is the overlap of one source block with one target block: all layers, K a
 tokens, in one strided copy that converts the element type on its way. Block size, element type and the share of the
 KV heads may differ; whatever else differs means other numbers, not another order of them, and is refused by name.
 
-Widening is exact. Narrowing rounds to the nearest, ties to even. float16 has no room for what float32 and bfloat16 can
-hold; a value too large for it ends the copy, because KV with an infinity in it is worse than none.
+Widening is exact. Narrowing rounds to the nearest, ties to even; to int8 by a scale of each token and head. float16 has
+no room for what float32 and bfloat16 can hold; a value too large for it ends the copy, because KV with an infinity in
+it is worse than none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +21,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import TicketRejected
-from kvferry.kv.layout import DTYPE_BYTES, KvLayout
+from kvferry.kv.layout import KvLayout
 
 _STORED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
+    "int8": np.dtype(np.int8),
 }
 """How numpy holds each type; bfloat16 as its bits, the upper half of a float32's."""
+_SCALE = np.dtype("<f4")
+_MOST_CODE = np.float32(127)
+_LEAST_WITH_INVERSE = np.float32(1e-30)
+"""What is no larger than this counts as nothing in int8."""
 _CONVERT_ELEMENTS = 1 << 16
 """Converted at a time, so that what lies between stays in a core's cache."""
 
@@ -90,7 +96,7 @@ class Relayout:
         begin = self.target.head_start - self.source.head_start
         heads = slice(begin, begin + self.target.num_kv_heads)
         for i, theirs, j, ours in self._moves(blocks, first, len(local), num_tokens):
-            self._move(given[i, :, :, heads, theirs], wanted[local[j], :, :, :, ours])
+            self._move(given.at(i, heads, theirs), wanted.at(local[j], slice(None), ours))
 
     def _moves(self, blocks: range, first: int, count: int, num_tokens: int) -> Iterator[tuple[int, slice, int, slice]]:
         """(source page, its slots, target block, its slots), for each overlap, in order of position."""
@@ -108,20 +114,44 @@ class Relayout:
             )
             start = stop
 
-    def _move(self, given: npt.NDArray[np.generic], wanted: npt.NDArray[np.generic]) -> None:
+    def _move(self, given: "_Values", wanted: "_Values") -> None:
         """[layers, 2, heads, tokens, dim] into the same shape."""
         if self.source.dtype == self.target.dtype:
-            wanted[...] = given
+            wanted.numbers[...] = given.numbers
+            if wanted.scales is not None:
+                wanted.scales[...] = given.scales
             return
-        layers = max(1, _CONVERT_ELEMENTS * len(given) // given.size)
-        for i in range(0, len(given), layers):
-            wanted[i : i + layers] = _converted(given[i : i + layers], self.source.dtype, self.target.dtype)
+        layers = max(1, _CONVERT_ELEMENTS * len(given.numbers) // given.numbers.size)
+        for i in range(0, len(given.numbers), layers):
+            some = slice(i, i + layers)
+            _store(_floats(given[some], self.source.dtype), wanted[some], self.target.dtype)
 
     @staticmethod
-    def _view(pages: Pages, layout: KvLayout) -> npt.NDArray[np.generic]:
-        """[pages, layers, 2, heads, tokens, dim]"""
-        shape = (-1, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
-        return pages.view(_STORED[layout.dtype]).reshape(shape)
+    def _view(pages: Pages, layout: KvLayout) -> "_Values":
+        """Of all pages."""
+        outer, tokens, dim = (-1, layout.num_layers, 2, layout.num_kv_heads), layout.block_tokens, layout.head_dim
+        stored = _STORED[layout.dtype]
+        if layout.dtype != "int8":
+            return _Values(pages.view(stored).reshape(*outer, tokens, dim), None)
+        runs = pages.view(np.dtype([("codes", stored, (tokens, dim)), ("scales", _SCALE, (tokens,))])).reshape(outer)
+        return _Values(runs["codes"], runs["scales"])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Values:
+    """Some KV as its pages hold it; views, to read and to write."""
+
+    numbers: npt.NDArray[Any]
+    """[..., layers, 2, heads, tokens, dim]."""
+    scales: npt.NDArray[np.float32] | None
+    """[..., layers, 2, heads, tokens]; of int8 alone."""
+
+    def __getitem__(self, index: slice | tuple[int | slice, ...]) -> "_Values":
+        return _Values(self.numbers[index], None if self.scales is None else self.scales[index])
+
+    def at(self, page: int, heads: slice, slots: slice) -> "_Values":
+        """Of one page."""
+        return self[page, :, :, heads, slots]
 
 
 @lru_cache(maxsize=256)
@@ -136,8 +166,8 @@ def plan(source: KvLayout, target: KvLayout) -> Relayout:
         if theirs != ours:
             raise _impossible(field, theirs, ours, remedy)
     for layout in (source, target):
-        if layout.dtype not in DTYPE_BYTES:
-            raise _impossible("dtype", source.dtype, target.dtype, f"use one of {', '.join(DTYPE_BYTES)} on both")
+        if layout.dtype not in _STORED:
+            raise _impossible("dtype", source.dtype, target.dtype, f"use one of {', '.join(_STORED)} on both")
     totals = [layout.total_kv_heads or layout.num_kv_heads for layout in (source, target)]
     if totals[0] != totals[1]:
         raise _impossible("total_kv_heads", totals[0], totals[1], _MUST_BE_EQUAL["model_digest"])
@@ -162,17 +192,28 @@ def _impossible(field: str, theirs: object, ours: object, remedy: str) -> Ticket
     )
 
 
-def _converted(given: npt.NDArray[np.generic], source: str, target: str) -> npt.NDArray[np.generic]:
-    wide = _widened(given) if source == "bfloat16" else given.astype(np.float32)
-    if target == "bfloat16":
-        return _rounded(wide)
-    if target == "float32":
-        return wide
-    try:
-        with np.errstate(over="raise"):
-            return wide.astype(np.float16)
-    except FloatingPointError:
-        raise DoesNotFit("the peer's KV has values that float16 cannot hold") from None
+def _floats(given: _Values, dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "bfloat16":
+        return _widened(given.numbers)
+    wide = given.numbers.astype(np.float32)
+    if given.scales is not None:
+        wide *= given.scales[..., None]
+    return wide
+
+
+def _store(wide: npt.NDArray[np.float32], wanted: _Values, dtype: str) -> None:
+    if wanted.scales is not None:
+        wanted.numbers[...], wanted.scales[...] = _coded(wide)
+    elif dtype == "bfloat16":
+        wanted.numbers[...] = _rounded(wide)
+    elif dtype == "float32":
+        wanted.numbers[...] = wide
+    else:
+        try:
+            with np.errstate(over="raise"):
+                wanted.numbers[...] = wide.astype(np.float16)
+        except FloatingPointError:
+            raise DoesNotFit("the peer's KV has values that float16 cannot hold") from None
 
 
 def _widened(bits: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
@@ -194,3 +235,13 @@ def _rounded(wide: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     if nan.any():
         result[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x0040
     return result
+
+
+def _coded(wide: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """Codes and scales as a worker writes them; where a value is not finite the scale is no number."""
+    most = np.abs(wide).max(axis=-1)
+    with np.errstate(all="ignore"):
+        poison = (wide * np.float32(0)).sum(axis=-1)
+        inverse = np.where(most > _LEAST_WITH_INVERSE, _MOST_CODE / most, np.float32(0))
+        codes = np.rint(np.clip(wide * inverse[..., None], -_MOST_CODE, _MOST_CODE))
+        return np.nan_to_num(codes).astype(np.int8), most / _MOST_CODE + poison

@@ -95,6 +95,7 @@ def layouts() -> dict[str, object]:
     cases = [
         KvLayout("digest", "float32", 30, 3, 64, 16),
         KvLayout("digest", "bfloat16", 32, 8, 128, 16),
+        KvLayout("digest", "int8", 32, 8, 128, 16),
         KvLayout("digest", "bfloat16", 32, 2, 128, 16, head_start=4, total_kv_heads=8),
     ]
     return {

@@ -14,6 +14,11 @@ def test_bytes_of_a_page() -> None:
     assert SHAPE.block_bytes == 2 * 2 * 2 * 4 * 16 * 2  # layers, K and V, heads, tokens, values, bytes
 
 
+def test_codes_have_a_scale_for_each_token_and_head() -> None:
+    coded = PageShape.of(tiny.config(), block_tokens=4, dtype="int8")
+    assert coded.block_bytes == 2 * 2 * 2 * 4 * (16 + 4)
+
+
 def test_a_page_is_one_range_of_the_buffer() -> None:
     buffer = bytearray(3 * SHAPE.block_bytes + 5)
     kv = PagedKv.over(SHAPE, buffer)

@@ -8,13 +8,13 @@ from kvferry.engine.compute_dtype import choose_dtype
 from kvferry.model import tiny
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "int8"])
 def test_a_named_format_is_taken(name: str) -> None:
     assert choose_dtype(name, tiny.config()) == name
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="no dtype 'int3'; known: auto, float32, bfloat16, float16"):
+    with pytest.raises(UsageError, match="no dtype 'int3'; known: auto, float32, bfloat16, float16, int8"):
         choose_dtype("int3", tiny.config())
 
 

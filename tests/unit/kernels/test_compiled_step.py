@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
@@ -19,11 +18,14 @@ from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.models.build import KERNELS, NUMERICS, WEIGHTS, build_model
 from kvferry.engine.models.model import Model
 from kvferry.kernels import compiled
+from kvferry.kv.layout import KvLayout
+from kvferry.kv.relayout import plan
 from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
 from kvferry.model.tensors import HEAD, Stored
 
 LEVELS = compiled.levels()
+DTYPES = ["float32", "bfloat16", "int8"]
 ROUNDING = LEVELS[2:]
 """Those that round inputs of products to bfloat16."""
 VARIANTS = [
@@ -72,11 +74,14 @@ class World:
         self.tables = [order[a:b] for a, b in itertools.pairwise(starts)]
         self.shape = PageShape.of(config, block_tokens=BLOCK, dtype=dtype)
         self.num_blocks = len(order)
+        self.memory: dict[int, npt.NDArray[np.uint8]] = {}
+        """Of pages, by their address."""
 
-    def pages(self, value: float = torch.nan) -> PagedKv:
-        """Never written: NaN everywhere."""
-        kv = PagedKv.allocate(self.shape, self.num_blocks)
-        kv.pages.fill_(value)
+    def pages(self, byte: int = 0xFF) -> PagedKv:
+        """Never written: NaN everywhere, and in int8 scales that are NaN."""
+        memory = np.full(self.num_blocks * self.shape.block_bytes, byte, np.uint8)
+        kv = PagedKv.over(self.shape, memory)
+        self.memory[kv.address] = memory
         return kv
 
     def begin_alike(self, first: int, others: Iterable[int], blocks: int) -> None:
@@ -88,7 +93,7 @@ class World:
     def copy(self, kv: PagedKv) -> PagedKv:
         """The same in other memory."""
         copied = self.pages()
-        copied.pages.copy_(kv.pages)
+        self.memory[copied.address][:] = self.memory[kv.address]
         return copied
 
     def batch(self, pieces: list[Piece]) -> StepBatch:
@@ -140,6 +145,43 @@ def test_bfloat16_errs_no_more_than_the_definition_in_bfloat16(config: ModelConf
     assert np.abs(got - expected).mean() <= 2 * fair
 
 
+def layout_of(world: World) -> KvLayout:
+    shape = world.shape
+    return KvLayout("tiny", shape.dtype, shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.block_tokens)
+
+
+def converted(world: World, pages: PagedKv, to: World) -> PagedKv:
+    """The pages of one world in another's type; both have them at the same places."""
+    made, blocks = to.pages(), range(world.num_blocks)
+    memory = to.memory[made.address].reshape(world.num_blocks, -1)
+    tokens = world.num_blocks * BLOCK
+    given = memoryview(world.memory[pages.address])
+    plan(layout_of(world), layout_of(to)).convert(given, blocks, memory, list(blocks), 0, tokens)
+    return made
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("config", VARIANTS, ids=range(len(VARIANTS)))
+def test_codes_are_what_a_conversion_makes_and_count_as_much(config: ModelConfig, level: str) -> None:
+    wide, coded = (World(config, [300], dtype) for dtype in ("float32", "int8"))
+    exact, rough = (model_of(config, level, dtype) for dtype in ("float32", "int8"))
+    batches = [wide.batch([(0, 0, 299)]), wide.batch([(0, 299, 1)])]
+    pages, codes = wide.pages(0), coded.pages(0)
+    exact.compute(batches[0], pages)
+    rough.compute(batches[0], codes)
+    # The first layer's keys and values depend on no codes: the same bytes.
+    first = coded.shape.block_bytes // config.num_layers
+    both = [coded.memory[kv.address] for kv in (codes, converted(wide, pages, coded))]
+    ours, theirs = (memory.reshape(coded.num_blocks, -1)[:, :first] for memory in both)
+    assert np.array_equal(ours, theirs)
+    # One more token sees all others as codes, or as what these stand for: only its own key and value differ.
+    expected = exact.compute(batches[1], converted(coded, codes, wide)).values.copy()
+    unrounded = exact.compute(batches[1], pages).values.copy()
+    error = np.abs(rough.compute(batches[1], codes).values - expected).mean()
+    share = 0.5 if level in ROUNDING else 0.2  # their queries and weights are rounded too
+    assert error < share * np.abs(unrounded - expected).mean()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_picked_token_is_the_first_of_the_highest(level: str) -> None:
     world = World(VARIANTS[0], LENGTHS, "float32")
@@ -165,10 +207,10 @@ def random_steps(lengths: list[int], rng: np.random.Generator) -> list[list[Piec
     return steps
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: str) -> None:
-    """Six configurations of level and type, 90 random walks each: more than 500 ways through the same tokens."""
+    """Each level and type in 90 random walks: together more than 500 ways through the same tokens."""
     for number in range(90):
         rng = np.random.default_rng(number)
         config = VARIANTS[number % len(VARIANTS)]
@@ -186,7 +228,7 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: s
                 at += n
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_sequences_that_begin_alike_get_the_bits_that_each_gets_alone(level: str, dtype: str) -> None:
     """Decoding rows over the same pages are computed together: 67 over two partitions of 256 tokens, three more over
@@ -258,10 +300,11 @@ def test_engines_in_one_process_may_share_a_model() -> None:
     assert not different
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_poisoned_key_is_noticed(level: str) -> None:
+def test_a_poisoned_key_is_noticed(level: str, dtype: str) -> None:
     """NaN within the context must come out as not finite, not as a token."""
-    model, world = model_of(VARIANTS[0], level), World(VARIANTS[0], [20], "float32")
+    model, world = model_of(VARIANTS[0], level, dtype), World(VARIANTS[0], [20], dtype)
     pages = world.pages()
     logits = model.compute(world.batch([(0, 3, 2)]), pages)  # positions 0 to 2 were never written
     assert logits.finite == [False, False]
@@ -291,13 +334,15 @@ def test_inputs_out_of_range_are_refused_before_anything_is_touched() -> None:
     for batch, message in cases:
         with pytest.raises(ValueError, match=message):
             model.compute(batch, pages)
-    assert torch.isnan(pages.pages).all()
+    assert (world.memory[pages.address] == 0xFF).all()
 
 
 def test_what_the_compiled_kernels_cannot_do_is_said() -> None:
     config = tiny.config()
-    with pytest.raises(UsageError, match="float32 or bfloat16, not float16"):
+    with pytest.raises(UsageError, match="float32, bfloat16 or int8, not float16"):
         build_model(config, tiny.TinyTensors(config), dtype="float16", kernels="compiled")
+    with pytest.raises(UsageError, match="int8 needs the compiled kernels, and other kernels were asked for"):
+        build_model(config, tiny.TinyTensors(config), dtype="int8", kernels="torch")
     odd = replace(config, head_dim=12)
     with pytest.raises(UsageError, match="heads of 12 values are not a multiple of 16"):
         build_model(odd, tiny.TinyTensors(odd), dtype="float32", kernels="compiled")
@@ -338,9 +383,10 @@ def test_without_the_compiled_module_torch_computes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiled, "extension", lambda: None)
     model = build_model(VARIANTS[0], tiny.TinyTensors(VARIANTS[0]), dtype="float32")
     world = World(VARIANTS[0], [9], "float32")
-    assert model.compute(world.batch([(0, 0, 9)]), world.pages(0.0)).finite == [True] * 9
-    with pytest.raises(UsageError, match="they were not built"):
-        build_model(VARIANTS[0], tiny.TinyTensors(VARIANTS[0]), dtype="float32", kernels="compiled-avx2")
+    assert model.compute(world.batch([(0, 0, 9)]), world.pages(0)).finite == [True] * 9
+    for dtype, kernels in (("float32", "compiled-avx2"), ("int8", "auto")):
+        with pytest.raises(UsageError, match="they were not built"):
+            build_model(VARIANTS[0], tiny.TinyTensors(VARIANTS[0]), dtype=dtype, kernels=kernels)
 
 
 class Scaled(tiny.TinyTensors):
@@ -360,7 +406,7 @@ def test_gates_of_any_size(level: str) -> None:
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_another_batch_left_behind_changes_nothing(level: str, dtype: str) -> None:
     """112 inputs of the last product are no whole group: what fills it must not be an earlier batch's, nor NaN."""

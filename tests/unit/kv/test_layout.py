@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.kv.layout import DTYPE_BYTES, VERSION, KvLayout, described
+from kvferry.core.dtypes import DTYPES
+from kvferry.kv.layout import VERSION, KvLayout, described
 
 SMOL = KvLayout("digest", "bfloat16", num_layers=30, num_kv_heads=3, head_dim=64, block_tokens=16)
 SHARE = replace(SMOL, head_start=1, total_kv_heads=6)
@@ -17,7 +18,7 @@ def layouts() -> st.SearchStrategy[KvLayout]:
     return st.builds(
         KvLayout,
         model_digest=st.text(st.sampled_from("0123456789abcdef"), min_size=1, max_size=4),
-        dtype=st.sampled_from(sorted(DTYPE_BYTES)),
+        dtype=st.sampled_from(DTYPES),
         num_layers=small,
         num_kv_heads=small,
         head_dim=small,
@@ -36,6 +37,7 @@ def shares(whole: KvLayout) -> st.SearchStrategy[KvLayout]:
 def test_sizes_are_the_arithmetic_of_keys_and_values() -> None:
     assert SMOL.token_bytes == 2 * 30 * 3 * 64 * 2 == 23_040
     assert SMOL.block_bytes == 16 * 23_040
+    assert replace(SMOL, dtype="int8").token_bytes == 2 * 30 * 3 * (64 + 4) == 12_240
 
 
 @given(layouts(), layouts())
@@ -77,7 +79,7 @@ def test_heads_that_the_model_lacks_are_refused(start: int, total: int | None) -
         SMOL.description[:-1],
         (*SMOL.description, 0),
         (*SMOL.description, 4, 6),
-        (1, "digest", "int8", 30, 3, 64, 16),
+        (1, "digest", "int4", 30, 3, 64, 16),
         (1, 7, "bfloat16", 30, 3, 64, 16),
         (1, "d" * 300, "bfloat16", 30, 3, 64, 16),
         (1, "digest", "bfloat16", 30, 3, "64", 16),

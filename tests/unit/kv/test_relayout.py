@@ -1,5 +1,7 @@
 """Planned copies against a copy of one element at a time, over shapes that divide nothing evenly."""
 
+import itertools
+import math
 import struct
 from dataclasses import replace
 
@@ -8,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.core.dtypes import DTYPES
 from kvferry.core.errors import TicketRejected
-from kvferry.kv.layout import DTYPE_BYTES, KvLayout
+from kvferry.kv.layout import KvLayout
 from kvferry.kv.relayout import DoesNotFit, plan
 
 BASE = KvLayout("digest", "float32", num_layers=2, num_kv_heads=3, head_dim=4, block_tokens=16)
-STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}
 
 
 def bfloat16_bits(value: float) -> int:
@@ -26,43 +29,65 @@ def bfloat16_bits(value: float) -> int:
     return next(b >> 16 for b in (down, down + 0x10000) if not (b >> 16) & 1)
 
 
-def read(page: bytes, layout: KvLayout, place: int) -> float:
-    raw = np.frombuffer(page, STORED[layout.dtype])[place]
+Place = tuple[int, int, int, int]
+"""Layer, K or V, head as in the model, token of its block."""
+
+
+def places(layout: KvLayout, at: Place) -> tuple[slice, slice]:
+    """Bytes of a page: a token's values of one head, and their scale if they have one."""
+    layer, kv, head, slot = at
+    dim, tokens = layout.head_dim * STORED[layout.dtype]().itemsize, layout.block_tokens
+    scale = 4 if layout.dtype == "int8" else 0
+    run = ((layer * 2 + kv) * layout.num_kv_heads + head - layout.head_start) * tokens * (dim + scale)
+    row, behind = run + slot * dim, run + tokens * dim + slot * scale
+    return slice(row, row + dim), slice(behind, behind + scale)
+
+
+def read(page: bytes, layout: KvLayout, at: Place) -> list[float]:
+    values, scale = places(layout, at)
+    raw = np.frombuffer(page[values], STORED[layout.dtype])
     if layout.dtype == "bfloat16":
-        return float(np.uint32(int(raw) << 16).view(np.float32))
-    return float(raw)
+        return [float(x) for x in (raw.astype(np.uint32) << 16).view(np.float32)]
+    if layout.dtype == "int8":
+        return [float(np.float32(code) * np.frombuffer(page[scale], "<f4")[0]) for code in raw]
+    return [float(x) for x in raw]
 
 
-def write(page: bytearray, layout: KvLayout, place: int, value: float) -> None:
-    view = np.frombuffer(page, STORED[layout.dtype])
-    view[place] = bfloat16_bits(value) if layout.dtype == "bfloat16" else value
-
-
-def place(layout: KvLayout, layer: int, kv: int, head: int, slot: int, dim: int) -> int:
-    of_head = ((layer * 2 + kv) * layout.num_kv_heads + head - layout.head_start) * layout.block_tokens
-    return (of_head + slot) * layout.head_dim + dim
+def write(page: bytearray, layout: KvLayout, at: Place, values: list[float]) -> None:
+    place, scale = places(layout, at)
+    if layout.dtype == "bfloat16":
+        page[place] = np.array([bfloat16_bits(v) for v in values], np.uint16).tobytes()
+    elif layout.dtype == "int8":
+        most = np.float32(max(map(abs, values)))
+        inverse = np.float32(127) / most if most > 1e-30 else np.float32(0)
+        page[place] = bytes(round(float(np.float32(v) * inverse)) & 0xFF for v in values)
+        page[scale] = (most / np.float32(127)).tobytes()
+    else:
+        page[place] = np.array(values, STORED[layout.dtype]).tobytes()
 
 
 def slowly(source: KvLayout, target: KvLayout, theirs: list[bytes], ours: list[bytearray], span: range) -> None:
-    """Positions of `span`, one element at a time; blocks are those of the whole prompt."""
+    """Positions of `span`, one row at a time; blocks are those of the whole prompt."""
     for token in span:
         page, into = theirs[token // source.block_tokens], ours[token // target.block_tokens]
-        for layer in range(target.num_layers):
-            for kv in (0, 1):
-                for head in target.heads:
-                    for dim in range(target.head_dim):
-                        value = read(page, source, place(source, layer, kv, head, token % source.block_tokens, dim))
-                        write(into, target, place(target, layer, kv, head, token % target.block_tokens, dim), value)
+        for layer, kv, head in itertools.product(range(target.num_layers), (0, 1), target.heads):
+            given = (layer, kv, head, token % source.block_tokens)
+            wanted = (layer, kv, head, token % target.block_tokens)
+            if source.dtype == target.dtype:
+                for of, to in zip(places(source, given), places(target, wanted), strict=True):
+                    into[to] = page[of]
+            else:
+                write(into, target, wanted, read(page, source, given))
 
 
 def some_pages(layout: KvLayout, count: int, seed: int) -> list[bytes]:
     """Pages of numbers that float16 can hold."""
     rng = np.random.default_rng(seed)
-    size = layout.block_bytes // DTYPE_BYTES[layout.dtype]
-    values = [rng.uniform(-9, 9, size).astype(np.float32) for _ in range(count)]
-    if layout.dtype == "bfloat16":
-        return [(v.view(np.uint32) >> 16).astype(np.uint16).tobytes() for v in values]
-    return [v.astype(STORED[layout.dtype]).tobytes() for v in values]
+    pages = [bytearray(layout.block_bytes) for _ in range(count)]
+    every = itertools.product(range(layout.num_layers), (0, 1), layout.heads, range(layout.block_tokens))
+    for at, page in itertools.product(every, pages):
+        write(page, layout, at, rng.uniform(-9, 9, layout.head_dim).astype(np.float32).tolist())
+    return [bytes(page) for page in pages]
 
 
 @st.composite
@@ -75,7 +100,7 @@ def cases(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, int, int]:
     source, target = (
         KvLayout(
             "digest",
-            draw(st.sampled_from(sorted(DTYPE_BYTES))),
+            draw(st.sampled_from(DTYPES)),
             num_layers=layers,
             num_kv_heads=heads[1] - heads[0],
             head_dim=dim,
@@ -160,7 +185,7 @@ def test_pieces_keep_to_the_bytes_they_are_given() -> None:
         ({"model_digest": "other"}, "model_digest"),
         ({"num_layers": 3}, "num_layers"),
         ({"head_dim": 8}, "head_dim"),
-        ({"dtype": "int8"}, "dtype"),
+        ({"dtype": "int4"}, "dtype"),
         ({"num_kv_heads": 6}, "total_kv_heads"),
         ({"num_kv_heads": 2, "total_kv_heads": 3}, "num_kv_heads"),
         ({"num_kv_heads": 2, "total_kv_heads": 3, "head_start": 1}, "num_kv_heads"),
@@ -179,17 +204,20 @@ def test_what_no_copy_can_mend_is_refused_by_its_field(changes: dict[str, object
 def converted(values: list[float], source: str, target: str) -> list[float]:
     """Through one page of one token."""
     layouts = [KvLayout("d", t, 1, 1, len(values), 1) for t in (source, target)]
-    page, pool = bytearray(2 * layouts[0].block_bytes // 2), np.zeros((1, layouts[1].block_bytes), np.uint8)
-    for i, value in enumerate(values * 2):
-        write(page, layouts[0], i, value)
+    page, pool = bytearray(layouts[0].block_bytes), np.zeros((1, layouts[1].block_bytes), np.uint8)
+    for kv in (0, 1):
+        write(page, layouts[0], (0, kv, 0, 0), values)
     plan(*layouts).convert(memoryview(page), range(1), pool, [0], 0, 1)
-    return [read(pool.tobytes(), layouts[1], i) for i in range(len(values))]
+    return read(pool.tobytes(), layouts[1], FIRST)
+
+
+FIRST: Place = (0, 0, 0, 0)
 
 
 def test_narrowing_to_bfloat16_rounds_to_the_nearest_and_ties_to_even() -> None:
     ulp = 2.0**-7
     got = converted([1 + ulp / 2, 1 + ulp * 3 / 2, 1 + ulp * 0.51, -1 - ulp / 2, 0.0, 1e-40], "float32", "bfloat16")
-    assert got == [1.0, 1 + 2 * ulp, 1 + ulp, -1.0, 0.0, read(struct.pack("<H", bfloat16_bits(1e-40)), BF16, 0)]
+    assert got == [1.0, 1 + 2 * ulp, 1 + ulp, -1.0, 0.0, *read(struct.pack("<H", bfloat16_bits(1e-40)), BF16, FIRST)]
 
 
 BF16 = KvLayout("d", "bfloat16", 1, 1, 1, 1)
@@ -204,7 +232,7 @@ BF16 = KvLayout("d", "bfloat16", 1, 1, 1, 1)
 )
 def test_every_float_rounds_to_its_nearest_bfloat16(values: list[float]) -> None:
     got = converted(values, "float32", "bfloat16")
-    assert got == [read(struct.pack("<H", bfloat16_bits(v)), BF16, 0) for v in values]
+    assert got == [x for v in values for x in read(struct.pack("<H", bfloat16_bits(v)), BF16, FIRST)]
     assert converted(got, "bfloat16", "float32") == got, "widening is exact"
 
 
@@ -221,3 +249,23 @@ def test_a_value_that_float16_cannot_hold_ends_the_copy(source: str) -> None:
     assert converted([65504.0 if source == "float32" else 65280.0, 1e-30], source, "float16")[1] == 0.0
     with pytest.raises(DoesNotFit, match="float16"):
         converted([1.0, 1e6], source, "float16")
+
+
+@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=9))
+def test_codes_are_half_a_step_off_at_most_and_come_back_as_they_are(values: list[float]) -> None:
+    got = converted(values, "float32", "int8")
+    step = max(map(abs, values)) / 127
+    assert all(abs(a - b) <= 0.5001 * step for a, b in zip(got, values, strict=True))
+    again = converted(got, "float32", "int8")
+    assert all(abs(a - b) <= 1e-6 * 127 * step for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_codes_of_what_is_no_number_are_none(bad: float) -> None:
+    layout = replace(BF16, dtype="float32", head_dim=2)
+    page = struct.pack("<4f", 1.0, bad, 3.0, 4.0)
+    pool = np.zeros((1, 12), np.uint8)
+    plan(layout, replace(layout, dtype="int8")).convert(memoryview(page), range(1), pool, [0], 0, 1)
+    keys, values = (read(pool.tobytes(), replace(layout, dtype="int8"), (0, kv, 0, 0)) for kv in (0, 1))
+    assert all(math.isnan(x) for x in keys)
+    assert values == pytest.approx([3.0, 4.0], abs=4 / 254)

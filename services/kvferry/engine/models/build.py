@@ -3,7 +3,7 @@
 import logging
 
 from kvferry.core.cores import usable_cores
-from kvferry.core.dtypes import BFLOAT16, FLOAT32
+from kvferry.core.dtypes import BFLOAT16, FLOAT32, INT8
 from kvferry.core.errors import UsageError
 from kvferry.engine.models.compiled import CompiledTransformer
 from kvferry.engine.models.model import Model
@@ -46,9 +46,9 @@ def build_model(
     Args:
         config: its shape.
         tensors: its weights (`ModelSource.tensors`).
-        dtype: of the KV. With float32 no activation is rounded either.
+        dtype: of the KV. With float32 no activation is rounded either; int8 needs compiled kernels.
         weights: a name of `WEIGHTS`; torch's families keep them in `dtype`, and take no other.
-        numerics: a name of `NUMERICS`; `fast` needs compiled kernels, weights in codes and KV in bfloat16.
+        numerics: a name of `NUMERICS`; `fast` needs compiled kernels, weights in codes and KV not in float32.
         device: where it runs.
         kernels: a name of `KERNELS`.
         threads: that compute a step; 0: as many as there are cores for this process.
@@ -91,11 +91,13 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     """
     if kernels not in KERNELS:
         raise UsageError(f"no kernels {kernels!r}; known: {', '.join(KERNELS)}", field="kernels")
+    reason = "other kernels were asked for" if kernels in FAMILIES else why_not_compiled(config, dtype, device)
+    if reason and dtype == INT8:
+        raise UsageError(f"KV in int8 needs the compiled kernels, and {reason}; take bfloat16 (--dtype)", field="dtype")
     if kernels in FAMILIES:
         return kernels
-    reason = why_not_compiled(config, dtype, device)
     if reason is None:
-        level = compiled.choose_level(level_of(kernels) or None, rounds_activations=dtype == BFLOAT16)
+        level = compiled.choose_level(level_of(kernels) or None, rounds_activations=dtype != FLOAT32)
         return f"{COMPILED}-{level}"
     if kernels == AUTO:
         return family_for(device)
@@ -105,7 +107,7 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
 def _check_fast(level: str, dtype: str) -> None:
     if not level:
         raise UsageError("fast numerics need the compiled kernels; take exact", field="numerics")
-    if dtype != BFLOAT16:
+    if dtype == FLOAT32:
         raise UsageError(
             f"fast numerics round activations, and {dtype} asks for none rounded (--dtype)", field="numerics"
         )
@@ -123,8 +125,8 @@ def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> st
         return f"they are for CPUs, not for {device} (--device cpu)"
     if not compiled.levels():
         return "they were not built; a C++ compiler at installation builds them"
-    if dtype not in (FLOAT32, BFLOAT16):
-        return f"their KV is float32 or bfloat16, not {dtype}"
+    if dtype not in (FLOAT32, BFLOAT16, INT8):
+        return f"their KV is float32, bfloat16 or int8, not {dtype}"
     if config.head_dim % 16 or config.head_dim > 256:
         return f"heads of {config.head_dim} values are not a multiple of 16 up to 256"
     return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.dtypes import BFLOAT16, FLOAT32
+from kvferry.core.dtypes import FLOAT32
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.batch import StepBatch
 from kvferry.engine.cache import PagedKv
@@ -51,7 +51,7 @@ class CompiledTransformer:
         Args:
             config: its shape.
             tensors: its weights.
-            dtype: of the pages: float32 or bfloat16.
+            dtype: of the pages: float32, bfloat16 or int8.
             form: of the weights: `shipped`, `f32`, `f16` or `bf16`.
             level: a name of `compiled.levels()`.
             threads: that compute a step.
@@ -107,7 +107,7 @@ class CompiledTransformer:
             kv.address,
             kv.num_blocks,
             kv.shape.block_tokens,
-            self.dtype == BFLOAT16,
+            self.dtype,
             room.values,
             room.greedy,
             room.finite,
