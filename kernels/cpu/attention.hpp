@@ -29,6 +29,20 @@ static inline V v_exp(V x) {
   return v_zero_below(v_mul(y, v_exp2i(n)), x, -87.0f);
 }
 
+// What n values are rounded to whole numbers of at most `most` by, and what such a number then counts: NaN where a value is
+// not finite. What is so small has no inverse, and counts as nothing.
+static inline float rounding_step(const float* x, int n, float most, float& inverse) {
+  V top = v_zero(), poison = v_zero();
+  for (int i = 0; i < n; i += 16) {
+    const V v = v_load(x + i);
+    top = v_max(top, v_max(v, v_sub(v_zero(), v)));
+    poison = v_fma(v, v_zero(), poison);
+  }
+  const float highest = v_highest(top);
+  inverse = highest > 1e-30f ? most / highest : 0.0f;
+  return highest / most + v_sum(poison);
+}
+
 // What partitions gave for up to 16 rows: highest scores and sums of weights, a row in each lane.
 struct Softmax {
   alignas(64) float highest[16] = {}, sums[16] = {};
@@ -50,43 +64,46 @@ static inline void merge_values(float* all, const float* further, float keep, fl
 }
 
 // Bytes between panels of keys.
-template <bool Pairs>
+template <KvType K>
 static inline constexpr size_t key_bytes(int head_dim) {
-  return size_t(head_dim) * 16 * (Pairs ? 2 : 4);
+  return size_t(head_dim) * 16 * kPackedBytes<K>;
 }
 
 // Bytes between panels of values; what stands behind each other would fall into few sets of a cache otherwise.
-template <bool Pairs>
+template <KvType K>
 static inline constexpr size_t value_bytes() {
-  return size_t(kPartition) * 16 * (Pairs ? 2 : 4) + 64;
+  return size_t(kPartition) * 16 * kPackedBytes<K> + 64;
 }
 
+constexpr float kMostWord = 32767.0f;
 constexpr int kSpareRows = 16;  // behind the last, so that a tile may reach beyond it
 
 // Scratch of one thread for attention; sizes in `attention_bytes`.
 struct AttentionScratch {
   uint8_t* keys;    // [16 panels][head_dim][16] in the level's form
   uint8_t* values;  // [head_dim / 16 panels][256][16], `value_bytes` apart
-  float* queries;   // [rows][head_dim], floats or bfloat16
+  float* queries;   // [rows][head_dim] floats, bfloat16 or words
+  float* steps;     // [rows] of words: what they count
   float* totals;    // [rows][head_dim]
   float* highest;   // [rows]
   float* sums;      // [rows]
-  float *key_scales, *value_scales;  // [256] of codes: what a score, and a weight, counts; keys' include kKeyUnit
+  float *key_scales, *value_scales;  // [256] of codes; keys' include kKeyUnit
 };
 static inline size_t attention_bytes(int group, int head_dim) {
   const size_t rows = size_t(tile_queries(group)) * group + kSpareRows;
-  return size_t(kPartition) * head_dim * 4 + value_bytes<false>() * (head_dim / 16) + 2 * rows * head_dim * 4 + 2 * rows * 4 + 2 * kPartition * 4 + 1024;
+  return size_t(kPartition) * head_dim * 4 + value_bytes<KvType::f32>() * (head_dim / 16) + 2 * rows * head_dim * 4 + 3 * rows * 4 + 2 * kPartition * 4 + 1024;
 }
 static inline AttentionScratch carve(uint8_t* at, int group, int head_dim) {
   const size_t rows = size_t(tile_queries(group)) * group + kSpareRows;
   AttentionScratch s;
   s.keys = at;
   s.values = at + size_t(kPartition) * head_dim * 4;
-  s.queries = (float*)(s.values + value_bytes<false>() * (head_dim / 16));
+  s.queries = (float*)(s.values + value_bytes<KvType::f32>() * (head_dim / 16));
   s.totals = s.queries + rows * head_dim;
   s.highest = s.totals + rows * head_dim;
   s.sums = s.highest + rows;
-  s.key_scales = s.sums + rows;
+  s.steps = s.sums + rows;
+  s.key_scales = s.steps + rows;
   s.value_scales = s.key_scales + kPartition;
   return s;
 }
@@ -100,13 +117,15 @@ alignas(64) static const float kBeyond[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
                                               kFar, kFar, kFar, kFar};
 
 // out [R][panels * 16] = x [R][depth] times panels, in the level's form; strides of x and out in values, of panels in bytes.
-template <bool Pairs, int R>
+template <KvType K, int R>
 static inline void multiply(const void* x, int x_stride, const uint8_t* w, size_t w_stride, int panels, int depth, float* out, int out_stride) {
   for (int p = 0; p < panels;) {
     const int columns = widest_of(panels - p);
     with_width(columns, [&](auto width) {
       constexpr int C = decltype(width)::value;
-      if constexpr (Pairs) {
+      if constexpr (packing_of(K) == Packing::words) {
+        tile_whole<R, C>((const int16_t*)x, x_stride, w + p * w_stride, w_stride, depth / 2, out + p * 16, out_stride);
+      } else if constexpr (packing_of(K) == Packing::pairs) {
 #if KVFERRY_PAIRS
         tile_pairs<R, C>((const uint16_t*)x, x_stride, w + p * w_stride, w_stride, depth / 2, out + p * 16, out_stride);
 #endif
@@ -134,59 +153,81 @@ static inline void multiply_on_unit(const uint16_t* x, int x_stride, const uint8
 #endif
 
 // Whether the matrix unit computes: it takes 32 values of a head at a time.
-template <bool Pairs>
+template <KvType K>
 static inline bool is_on_unit(int head_dim) {
-  return KVFERRY_AMX && Pairs && head_dim % 32 == 0;
+  return KVFERRY_AMX && packing_of(K) == Packing::pairs && head_dim % 32 == 0;
 }
 
-// Scores of one row, of which it sees `seen`, to weights of `panels` times 16 tokens; without pairs in their place. `Coded`:
-// `counts` is what each weight is multiplied by once it is summed.
-template <bool Pairs, bool Coded>
-static inline void weigh(float* scores, uint16_t* narrow, int seen, int panels, float scale, const float* counts, float& highest, float& sum) {
+// Of scales of codes that a row sees, what its weights times these are rounded to words by, and what such a word counts.
+// NaN where a scale is.
+static inline float word_step(const float* scales, int seen, float& inverse) {
+  V most = v_zero(), poison = v_zero();
+  for (int p = 0; p * 16 < seen; ++p) {
+    const V scale = v_load(scales + p * 16), beyond = v_load(kBeyond + (seen - p * 16 < 16 ? 16 - (seen - p * 16) : 0));
+    most = v_max(most, v_add(scale, beyond));
+    poison = v_fma(scale, v_zero(), poison);
+  }
+  const float top = v_highest(most);
+  inverse = top > 1e-30f ? kMostWord / top : 0.0f;
+  return top / kMostWord + v_sum(poison);
+}
+
+// Scores of one row, of which it sees `seen`, to weights of `panels` times 16 tokens, floats in their place; `step` is what
+// the query's words count, if it has them. What the products of these weights count is the result.
+template <KvType K>
+static inline float weigh(const AttentionScratch& s, float* scores, uint16_t* narrow, int seen, int panels, float scale, float step, float& highest, float& sum) {
+  constexpr Packing packing = packing_of(K);
+  constexpr bool is_coded = K == KvType::int8;
   const int full = seen / 16, used = (seen + 15) / 16;
+  if constexpr (is_coded)
+    for (int p = 0; p < used; ++p)
+      v_store(scores + p * 16, v_mul(v_load(scores + p * 16), v_mul(v_load(s.key_scales + p * 16), v_set(step))));
   if (used > full) v_store(scores + full * 16, v_add(v_load(scores + full * 16), v_load(kBeyond + 16 - (seen - full * 16))));
   V top = v_load(scores);
   for (int p = 1; p < used; ++p) top = v_max(top, v_load(scores + p * 16));
   const float most = v_highest(top);
   highest = most * scale;
   V all = v_zero();
-  int p = 0;
-  if constexpr (Pairs) {
+  [[maybe_unused]] float inverse = 1.0f;
+  const float counts = packing == Packing::words ? word_step(s.value_scales, seen, inverse) : 1.0f;
+  constexpr bool is_rough = KVFERRY_PAIRS && packing != Packing::floats;
+  const float in_octaves = scale * kLog2E;
+  const V by = v_set(is_rough ? in_octaves : scale), least = v_set(is_rough ? -most * in_octaves : -highest);
+  const auto weight = [&](int at) {
+    V x = v_fma(v_load(scores + at * 16), by, least);
+    if constexpr (is_rough) {
 #if KVFERRY_PAIRS
-    const float in_octaves = scale * kLog2E;
-    const V by = v_set(in_octaves), least = v_set(-most * in_octaves);
-    const auto weight = [&](int at) {
-      const V x = v_exp2_rough(v_fma(v_load(scores + at * 16), by, least));
-      all = v_add(all, x);
-      return Coded ? v_mul(x, v_load(counts + at * 16)) : x;
-    };
+      x = v_exp2_rough(x);
+#endif
+    } else {
+      x = v_exp(x);
+    }
+    all = v_add(all, x);
+    return is_coded ? v_mul(x, v_mul(v_load(s.value_scales + at * 16), v_set(inverse))) : x;
+  };
+  const auto put = [&](int at, V x) {
+    if constexpr (packing == Packing::floats) v_store(scores + at * 16, x);
+    if constexpr (packing == Packing::pairs) v_store_bf16(narrow + at * 16, x);
+    if constexpr (packing == Packing::words) v_store_words((int16_t*)narrow + at * 16, v_round(x));
+  };
+  int p = 0;
+#if KVFERRY_PAIRS
+  if constexpr (packing == Packing::pairs)
     for (; p + 2 <= used; p += 2) {
       const V first = weight(p), second = weight(p + 1);
       p_store_bf16(narrow + p * 16, first, second);
     }
-    if (p < used) {
-      v_store_bf16(narrow + p * 16, weight(p));
-      ++p;
-    }
-    for (; p < panels; ++p) v_store_bf16(narrow + p * 16, v_zero());
 #endif
-  } else {
-    const V by = v_set(scale), least = v_set(-highest);
-    for (; p < used; ++p) {
-      const V x = v_exp(v_fma(v_load(scores + p * 16), by, least));
-      all = v_add(all, x);
-      v_store(scores + p * 16, Coded ? v_mul(x, v_load(counts + p * 16)) : x);
-    }
-    for (; p < panels; ++p) v_store(scores + p * 16, v_zero());
-  }
+  for (; p < used; ++p) put(p, weight(p));
+  for (; p < panels; ++p) put(p, v_zero());
   sum = v_sum(all);
+  return counts;
 }
 
 // R rows of one partition whose keys and values are packed: their weights and what these weigh, merged into `totals`.
 // `OnUnit`: on the matrix unit, and R is what fits; else there are R rows.
-// `coded`: their pages hold codes.
-template <bool Pairs, int R, bool OnUnit = false>
-static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, bool coded, int row, int first_position, int start, int count = R) {
+template <KvType K, int R, bool OnUnit = false>
+static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, int row, int first_position, int start, int count = R) {
   const int rows = OnUnit ? count : R;
   alignas(64) float scores[R * kPartition];
   alignas(64) uint16_t narrow[R * kPartition];
@@ -200,35 +241,32 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   const int most = seen_by(rows - 1);
   if (most == 0) return;
   const int panels = (most + 15) / 16;
-  const uint8_t* queries = (const uint8_t*)s.queries + size_t(row) * D * (Pairs ? 2 : 4);
+  const uint8_t* queries = (const uint8_t*)s.queries + size_t(row) * D * kPackedBytes<K>;
   if constexpr (OnUnit) {
 #if KVFERRY_AMX
-    multiply_on_unit((const uint16_t*)queries, D, s.keys, key_bytes<Pairs>(D), panels, D, scores, kPartition);
+    multiply_on_unit((const uint16_t*)queries, D, s.keys, key_bytes<K>(D), panels, D, scores, kPartition);
 #endif
   } else {
-    multiply<Pairs, R>(queries, D, s.keys, key_bytes<Pairs>(D), panels, D, scores, kPartition);
+    multiply<K, R>(queries, D, s.keys, key_bytes<K>(D), panels, D, scores, kPartition);
   }
   const int weighed_panels = OnUnit ? (panels + 1) / 2 * 2 : panels;
   Softmax before, here;
+  float counts[R];
   for (int r = 0; r < rows; ++r) {
     before.highest[r] = s.highest[row + r];
     before.sums[r] = s.sums[row + r];
-    float *at = scores + r * kPartition, &highest = here.highest[r], &sum = here.sums[r];
-    uint16_t* weights = narrow + r * kPartition;
-    if (coded) {
-      for (int p = 0; p < panels; ++p) v_store(at + p * 16, v_mul(v_load(at + p * 16), v_load(s.key_scales + p * 16)));
-      weigh<Pairs, true>(at, weights, seen_by(r), weighed_panels, g.scale, s.value_scales, highest, sum);
-    } else {
-      weigh<Pairs, false>(at, weights, seen_by(r), weighed_panels, g.scale, nullptr, highest, sum);
-    }
+    counts[r] = weigh<K>(s, scores + r * kPartition, narrow + r * kPartition, seen_by(r), weighed_panels, g.scale, s.steps[row + r], here.highest[r], here.sums[r]);
   }
   if constexpr (OnUnit) {
 #if KVFERRY_AMX
-    multiply_on_unit(narrow, kPartition, s.values, value_bytes<Pairs>(), D / 16, weighed_panels * 16, weighed, kMaxHeadDim);
+    multiply_on_unit(narrow, kPartition, s.values, value_bytes<K>(), D / 16, weighed_panels * 16, weighed, kMaxHeadDim);
 #endif
   } else {
-    multiply<Pairs, R>(Pairs ? (const void*)narrow : scores, kPartition, s.values, value_bytes<Pairs>(), D / 16, panels * 16, weighed, kMaxHeadDim);
+    multiply<K, R>(packing_of(K) == Packing::floats ? (const void*)scores : narrow, kPartition, s.values, value_bytes<K>(), D / 16, panels * 16, weighed, kMaxHeadDim);
   }
+  if constexpr (packing_of(K) == Packing::words)  // before they are merged, so that it is rounded alike wherever that happens
+    for (int r = 0; r < rows; ++r)
+      for (int d = 0; d < D; d += 16) v_store(weighed + r * kMaxHeadDim + d, v_mul(v_load(weighed + r * kMaxHeadDim + d), v_set(counts[r])));
   alignas(64) float keep[16], take[16];
   merge_sums(before, here, keep, take);
   for (int r = 0; r < rows; ++r) {
@@ -239,9 +277,24 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   }
 }
 
+// One query in the form that its keys are multiplied in; what its words count, if it has them.
+template <KvType K>
+static inline float put_query(uint8_t* to, const float* from, int n) {
+  constexpr Packing packing = packing_of(K);
+  float inverse = 1.0f, step = 1.0f;
+  if constexpr (packing == Packing::words) step = rounding_step(from, n, kMostWord, inverse);
+  for (int d = 0; d < n; d += 16) {
+    const V v = v_load(from + d);
+    if constexpr (packing == Packing::floats) v_store((float*)to + d, v);
+    if constexpr (packing == Packing::pairs) v_store_bf16((uint16_t*)to + d, v);
+    if constexpr (packing == Packing::words) v_store_quads((int16_t*)to + d, v_round(v_mul(v, v_set(inverse))));
+  }
+  return step;
+}
+
 // One KV head of an item: its rows' totals in the scratch, not yet divided by their sums. `sharers`: its sequences, null
 // where it has one. `next` is what the thread will probably turn to afterwards, so that its first keys are on their way.
-template <bool Pairs, KvType K>
+template <KvType K>
 static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, const int* sharers, int kv_head, const AttentionItem* next, const float* queries, int query_stride, const AttentionScratch& s) {
   const Sequence& sequence = batch.sequences[item.sequence];
   const int D = g.head_dim, rows = item.queries * g.group;
@@ -252,14 +305,8 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       const int at = sharers ? batch.sequences[sharers[q]].first : sequence.first + item.first_query + q;
       const float* from = queries + size_t(at) * query_stride + size_t(kv_head * g.group + h) * D;
       const int row = q * g.group + h;
-      for (int d = 0; d < D; d += 16) {
-        if constexpr (Pairs) {
-          v_store_bf16((uint16_t*)s.queries + size_t(row) * D + d, v_load(from + d));
-        } else {
-          v_store(s.queries + size_t(row) * D + d, v_load(from + d));
-        }
-        v_store(s.totals + size_t(row) * D + d, v_zero());
-      }
+      s.steps[row] = put_query<K>((uint8_t*)s.queries + size_t(row) * D * kPackedBytes<K>, from, D);
+      for (int d = 0; d < D; d += 16) v_store(s.totals + size_t(row) * D + d, v_zero());
       s.highest[row] = -__builtin_inff();
       s.sums[row] = 0.0f;
     }
@@ -283,32 +330,32 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       const int p = (t - start) / 16;
       const Unit unit = unit_at<K>(batch, g, sequence, kv_head, t, end, copy);
       const Key ahead = ahead_of(t);
-      pack_keys<Pairs, K>(g, unit.keys, ahead.row ? ahead.row : unit.keys, s.keys + p * key_bytes<Pairs>(D));
-      pack_values<Pairs, K>(g, unit.values, ahead.row ? ahead.row + half_bytes<K>(g) : unit.values, s.values + size_t(p) * 16 * 16 * (Pairs ? 2 : 4), value_bytes<Pairs>());
+      pack_keys<K>(g, unit.keys, ahead.row ? ahead.row : unit.keys, s.keys + p * key_bytes<K>(D));
+      pack_values<K>(g, unit.values, ahead.row ? ahead.row + half_bytes<K>(g) : unit.values, s.values + size_t(p) * 16 * 16 * kPackedBytes<K>, value_bytes<K>());
       if constexpr (K == KvType::int8) {
         if (ahead.scale) {
           fetch_row(ahead.scale, 1);
           fetch_row(ahead.scale + half_bytes<K>(g), 1);
         }
-        v_store(s.key_scales + p * 16, v_mul(v_load((const float*)unit.key_scales), v_set(Pairs ? 1.0f / kKeyUnit : 1.0f)));
+        v_store(s.key_scales + p * 16, v_mul(v_load((const float*)unit.key_scales), v_set(1.0f / kKeyUnit<K>)));
         v_store(s.value_scales + p * 16, v_load((const float*)unit.value_scales));
       }
     }
 #if KVFERRY_AMX
-    if (is_on_unit<Pairs>(D)) {
+    if (is_on_unit<K>(D)) {
       // It takes 32 tokens at a time: behind an odd number of sixteens, zeros.
       const int sixteens = (end - start + 15) / 16;
-      for (int d = 0; sixteens % 2 && d < D / 16; ++d) std::memset(s.values + d * value_bytes<Pairs>() + size_t(sixteens) * 16 * 32, 0, 16 * 32);
+      for (int d = 0; sixteens % 2 && d < D / 16; ++d) std::memset(s.values + d * value_bytes<K>() + size_t(sixteens) * 16 * 32, 0, 16 * 32);
       const Tiles tiles(rows < kTileTall ? rows : kTileTall, kTileBytes);
       for (int row = 0; row < rows; row += kTileTall)
-        attend_rows<Pairs, kTileTall, true>(g, s, K == KvType::int8, row, first_position, start, rows - row < kTileTall ? rows - row : kTileTall);
+        attend_rows<K, kTileTall, true>(g, s, row, first_position, start, rows - row < kTileTall ? rows - row : kTileTall);
       continue;
     }
 #endif
     const int step = even_rows(rows, kTileRows);
     for (int row = 0; row < rows; row += step) {
       const int count = rows - row < step ? rows - row : step;
-      with_count<kTileRows>(count, [&](auto number) { attend_rows<Pairs, decltype(number)::value>(g, s, K == KvType::int8, row, first_position, start); });
+      with_count<kTileRows>(count, [&](auto number) { attend_rows<K, decltype(number)::value>(g, s, row, first_position, start); });
     }
   }
 }

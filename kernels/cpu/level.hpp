@@ -145,15 +145,9 @@ static inline void write_kv(const Batch& b, uint8_t* head, size_t place, const f
       b.kv_type == KvType::bf16 ? v_store_bf16((uint16_t*)to + d, v_load(from + d)) : v_store((float*)to + d, v_load(from + d));
     return;
   }
-  V top = v_zero(), poison = v_zero();
-  for (int d = 0; d < n; d += 16) {
-    const V v = v_load(from + d);
-    top = v_max(top, v_max(v, v_sub(v_zero(), v)));
-    poison = v_fma(v, v_zero(), poison);  // NaN once anything is not finite
-  }
-  const float most = v_highest(top), scale = most / kMostCode + v_sum(poison);
-  // What is so small has no inverse, and counts as nothing.
-  const V inverse = v_set(most > 1e-30f ? kMostCode / most : 0.0f), limit = v_set(kMostCode);
+  float by;
+  const float scale = rounding_step(from, n, kMostCode, by);
+  const V inverse = v_set(by), limit = v_set(kMostCode);
   for (int d = 0; d < n; d += 16) {
     const V scaled = v_mul(v_load(from + d), inverse);
     v_store_codes((int8_t*)to + d, v_round(v_max(v_min(scaled, limit), v_sub(v_zero(), limit))));  // NaN becomes a number here
@@ -198,9 +192,9 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
   const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
   for (int kv_head = item.kv_begin; kv_head < item.kv_end; ++kv_head) {
     switch (step.batch.kv_type) {
-      case KvType::f32: attend<false, KvType::f32>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
-      case KvType::bf16: attend<KVFERRY_PAIRS, KvType::bf16>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
-      case KvType::int8: attend<KVFERRY_PAIRS, KvType::int8>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
+      case KvType::f32: attend<KvType::f32>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
+      case KvType::bf16: attend<KvType::bf16>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
+      case KvType::int8: attend<KvType::int8>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
     }
     if (is_cut) {
       for (int r = 0; r < rows; ++r) {

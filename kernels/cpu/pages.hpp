@@ -114,9 +114,9 @@ static inline void transpose_pairs(const uint8_t* from, size_t row, const uint8_
   for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + size_t(i) * 64, t[i]);
 }
 
-// The same of codes, up to 64 of each token, in bfloat16 and times kKeyUnit.
-constexpr float kKeyUnit = 0x1p24f;
-static inline void transpose_codes(const uint8_t* from, size_t row, const uint8_t* ahead, int count, uint8_t* out) {
+// Codes, up to 64 of each token, to vectors of four of each; `each(i, v)` gets those from 4 i on.
+template <class Each>
+[[gnu::always_inline]] static inline void transpose_codes(const uint8_t* from, size_t row, const uint8_t* ahead, int count, Each&& each) {
   __m512i r[16], t[16];
   const __mmask64 there = ~uint64_t(0) >> (64 - count);
 #pragma GCC unroll 16
@@ -125,68 +125,90 @@ static inline void transpose_codes(const uint8_t* from, size_t row, const uint8_
     fetch_row(ahead + i * row, size_t(count));
   }
   transpose_lanes(r, t);
-  // Each lane: four codes of one token. The topmost byte of a whole number is 2^24 times a code, and a float of it exact.
-  const __m512i second = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13));
-  const __m512i third = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 2, -1, -1, -1, 6, -1, -1, -1, 10, -1, -1, -1, 14));
-  const __m512i top = _mm512_set1_epi32(int(0xff000000));
 #pragma GCC unroll 16
-  for (int q = 0; q < 16; ++q) {
-    if (q * 4 >= count) break;
-    p_store(out + size_t(q) * 128, p_of_floats(_mm512_slli_epi32(t[q], 24), _mm512_shuffle_epi8(t[q], second)));
-    p_store(out + size_t(q) * 128 + 64, p_of_floats(_mm512_shuffle_epi8(t[q], third), _mm512_and_si512(t[q], top)));
+  for (int i = 0; i < 16; ++i) {
+    if (i * 4 >= count) break;
+    each(i, t[i]);
   }
 }
-#else
-constexpr float kKeyUnit = 1.0f;
 #endif
+
+// How keys and values are multiplied, and what by: floats; pairs of bfloat16, or of whole numbers of 16 bits.
+enum class Packing { floats, pairs, words };
+constexpr Packing packing_of(KvType type) {
+  if (type == KvType::int8) return KVFERRY_AMX ? Packing::pairs : Packing::words;
+  return type == KvType::bf16 && KVFERRY_PAIRS ? Packing::pairs : Packing::floats;
+}
+template <KvType K>
+constexpr size_t kPackedBytes = packing_of(K) == Packing::floats ? 4 : 2;  // of a value
+
+// What codes of keys count in products of pairs: the topmost byte of a whole number is 2^24 times a code, and a float of
+// it exact.
+template <KvType K>
+constexpr float kKeyUnit = K == KvType::int8 && packing_of(K) == Packing::pairs ? 0x1p24f : 1.0f;
 
 // Values of one token, 16 of them, as floats.
 template <KvType K>
 static inline V values_at(const uint8_t* token, int d) {
-  if constexpr (K == KvType::int8) return v_load_codes((const int8_t*)token + d);
   return K == KvType::bf16 ? v_load_bf16((const uint16_t*)token + d) : v_load((const float*)token + d);
 }
 
-// 16 keys to one panel; `ahead`: 16 others that will be wanted.
-template <bool Pairs, KvType K>
+// 16 keys to one panel; `ahead`: 16 others that will be wanted. Words stand in the order 0 2 1 3 of each four.
+template <KvType K>
 static inline void pack_keys(const AttentionGeometry& g, const uint8_t* keys, const uint8_t* ahead, uint8_t* out) {
   const size_t row = row_bytes<K>(g);
-  if constexpr (Pairs) {
 #if KVFERRY_PAIRS
+  if constexpr (K == KvType::int8) {
+    for (int d = 0; d < g.head_dim; d += 64)
+      transpose_codes(keys + d, row, ahead + d, g.head_dim - d < 64 ? g.head_dim - d : 64, [&](int i, __m512i codes) {
+        P first, second;
+        packing_of(K) == Packing::pairs ? p_of_codes(codes, first, second) : p_words_of_codes(codes, first, second);
+        p_store(out + size_t(d + 4 * i) * 32, first);
+        p_store(out + size_t(d + 4 * i) * 32 + 64, second);
+      });
+    return;
+  } else if constexpr (K == KvType::bf16) {
     int d = 0;
-    if constexpr (K == KvType::int8) {
-      for (; d < g.head_dim; d += 64) transpose_codes(keys + d, row, ahead + d, g.head_dim - d < 64 ? g.head_dim - d : 64, out + size_t(d) * 32);
-      return;
-    }
     for (; d + 32 <= g.head_dim; d += 32) transpose_pairs(keys + d * 2, row, ahead + d * 2, out + size_t(d) * 32);
     for (int t = 0; d < g.head_dim && t < 16; ++t) fetch_row(ahead + t * row + d * 2, 64);
     for (; d < g.head_dim; d += 2)
       for (int t = 0; t < 16; ++t) std::memcpy(out + size_t(d) * 32 + t * 4, keys + t * row + d * 2, 4);
+    return;
+  }
 #endif
-  } else {
-    for (int d = 0; d < g.head_dim; d += 16) {
-      const int begin = d * 16 / g.head_dim, end = (d + 16) * 16 / g.head_dim;
-      for (int t = begin; t < end; ++t) fetch_row(ahead + t * row, row);
-      v_transpose<K>(keys + row / g.head_dim * d, row, (float*)out + size_t(d) * 16);
+  for (int d = 0; d < g.head_dim; d += 16) {
+    const int begin = d * 16 / g.head_dim, end = (d + 16) * 16 / g.head_dim;
+    for (int t = begin; t < end; ++t) fetch_row(ahead + t * row, row);
+    const uint8_t* from = keys + row / g.head_dim * d;
+    uint8_t* to = out + size_t(d) * 16 * kPackedBytes<K>;
+#if !KVFERRY_PAIRS
+    if constexpr (K == KvType::int8) {
+      w_transpose(from, row, (int16_t*)to);
+      continue;
     }
+#endif
+    if constexpr (packing_of(K) == Packing::floats) v_transpose<K>(from, row, (float*)to);
   }
 }
 
 // 16 tokens' values to panels of 16 values each, `stride` bytes apart.
-template <bool Pairs, KvType K>
+template <KvType K>
 static inline void pack_values(const AttentionGeometry& g, const uint8_t* values, const uint8_t* ahead, uint8_t* out, size_t stride) {
   const size_t row = row_bytes<K>(g);
-  for (int t = 0; t < 16; t += Pairs ? 2 : 1) {
-    const uint8_t* a = values + t * row;
-    fetch_row(ahead + t * row, row);
-    if constexpr (Pairs) {
+  constexpr bool is_wide = packing_of(K) == Packing::floats;
+  for (int t = 0; t < 16; t += is_wide ? 1 : 2) {
+    const uint8_t *a = values + t * row, *b = a + row;
+    uint8_t* to = out + size_t(t) * 16 * kPackedBytes<K>;
+    fetch_row(ahead + t * row, is_wide ? row : 2 * row);
+    int d = 0;
+    if constexpr (is_wide) {
+      for (; d < g.head_dim; d += 16) v_store((float*)(to + size_t(d / 16) * stride), values_at<K>(a, d));
+    } else if constexpr (packing_of(K) == Packing::words) {
+      for (; d < g.head_dim; d += 16) w_interleave(a + d, b + d, (int16_t*)(to + size_t(d / 16) * stride));
+    } else {
 #if KVFERRY_PAIRS
-      const uint8_t* b = a + row;
-      uint8_t* to = out + size_t(t / 2) * 64;
-      fetch_row(ahead + (t + 1) * row, row);
-      int d = 0;
       if constexpr (K == KvType::int8) {
-        for (; d < g.head_dim; d += 16) p_store(to + size_t(d / 16) * stride, p_of_floats(p_widened(a + d), p_widened(b + d)));
+        for (; d < g.head_dim; d += 16) p_store(to + size_t(d / 16) * stride, p_of_wholes(p_widened(a + d), p_widened(b + d)));
         continue;
       }
       for (; d + 32 <= g.head_dim; d += 32) {
@@ -197,9 +219,6 @@ static inline void pack_values(const AttentionGeometry& g, const uint8_t* values
       }
       if (d < g.head_dim) p_store(to + size_t(d / 16) * stride, p_interleave_half((const uint16_t*)a + d, (const uint16_t*)b + d));
 #endif
-    } else {
-      for (int d = 0; d < g.head_dim; d += 16)
-        v_store((float*)(out + size_t(d / 16) * stride) + size_t(t) * 16, values_at<K>(a, d));
     }
   }
 }

@@ -116,6 +116,31 @@ static inline void tile_wide(const float* x, size_t x_stride, const float* w, si
   store(sum, out, out_stride);
 }
 
+// The same in whole numbers of 16 bits: pairs of inputs, panels [k2][16][2].
+template <int R, int C>
+static inline void tile_whole(const int16_t* x, size_t x_stride, const uint8_t* w, size_t w_stride, int k2, float* out, int out_stride) {
+  I sum[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sum[r][c] = i_zero();
+  for (int i = 0; i < k2; ++i) {
+    W panel[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) panel[c] = w_load((const int16_t*)(w + c * w_stride + size_t(i) * 64));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const uint32_t pair = inputs_at(x + r * x_stride + 2 * i);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sum[r][c] = i_add(sum[r][c], panel[c], pair);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) v_store(out + r * out_stride + c * kPanel, i_float(sum[r][c]));
+}
+
 #if KVFERRY_PAIRS
 template <int R, int C>
 [[gnu::always_inline]] static inline void add_pair(V (&sum)[R][C], const uint16_t* x, size_t stride, const P (&panel)[C]) {

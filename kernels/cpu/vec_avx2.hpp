@@ -78,8 +78,6 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
-static inline __m256 codes_half(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
-static inline V v_load_codes(const int8_t* p) { return {codes_half(p), codes_half(p + 8)}; }
 static inline __m128i to_codes(V whole) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(whole.a), _mm256_cvtps_epi32(whole.b)), 0xd8);
   return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -88,7 +86,6 @@ static inline void v_store_codes(int8_t* p, V whole) { _mm_storeu_si128((__m128i
 
 template <KvType K>
 static inline __m256 value_half(const uint8_t* p) {
-  if constexpr (K == KvType::int8) return codes_half((const int8_t*)p);
   return K == KvType::bf16 ? bf16_half((const uint16_t*)p) : _mm256_loadu_ps((const float*)p);
 }
 template <KvType K>
@@ -156,6 +153,36 @@ static inline I i_add(I sum, W codes, uint32_t pair) {
 static inline V i_float(I sum) { return {_mm256_cvtepi32_ps((__m256i)sum.a), _mm256_cvtepi32_ps((__m256i)sum.b)}; }
 static inline void v_store_words(int16_t* p, V whole) {
   _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(whole.a), _mm256_cvtps_epi32(whole.b)), 0xd8));
+}
+
+static inline void v_store_quads(int16_t* p, V whole) {
+  v_store_words(p, whole);
+  const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  _mm256_storeu_si256((__m256i*)p, _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i*)p), order));
+}
+static inline void w_interleave(const uint8_t* x, const uint8_t* y, int16_t* out) {
+  const __m128i a = _mm_loadu_si128((const __m128i*)x), b = _mm_loadu_si128((const __m128i*)y);
+  _mm256_storeu_si256((__m256i*)out, _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b)));
+  _mm256_storeu_si256((__m256i*)(out + 16), _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b)));
+}
+static inline void w_transpose(const uint8_t* from, size_t row, int16_t* out) {
+  for (int half = 0; half < 2; ++half, from += 8 * row, out += 16) {
+    __m256i r[4], t[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i)
+      r[i] = _mm256_set_m128i(_mm_loadu_si128((const __m128i*)(from + (i + 4) * row)), _mm_loadu_si128((const __m128i*)(from + i * row)));
+    t[0] = _mm256_unpacklo_epi32(r[0], r[1]);
+    t[1] = _mm256_unpackhi_epi32(r[0], r[1]);
+    t[2] = _mm256_unpacklo_epi32(r[2], r[3]);
+    t[3] = _mm256_unpackhi_epi32(r[2], r[3]);
+    const __m256i quads[4] = {_mm256_unpacklo_epi64(t[0], t[2]), _mm256_unpackhi_epi64(t[0], t[2]),
+                              _mm256_unpacklo_epi64(t[1], t[3]), _mm256_unpackhi_epi64(t[1], t[3])};
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      _mm256_storeu_si256((__m256i*)(out + q * 64), _mm256_srai_epi16(_mm256_slli_epi16(quads[q], 8), 8));
+      _mm256_storeu_si256((__m256i*)(out + q * 64 + 32), _mm256_srai_epi16(quads[q], 8));
+    }
+  }
 }
 
 // --- products of bytes ---------------------------------------------------------------------------------------------

@@ -71,7 +71,6 @@ static inline V v_div_rough(V x, V y) {
 #endif
 }
 
-static inline V v_load_codes(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
 static inline void v_store_codes(int8_t* p, V whole) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(whole.v))); }
 
 // For what is not multiplied as pairs.
@@ -108,9 +107,21 @@ static inline P p_interleave_half(const uint16_t* x, const uint16_t* y) {
 // Bytes that count from -128 to 127, as whole numbers of 32 bits.
 static inline __m512i p_widened(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 // Pairs of whole numbers that bfloat16 holds: the upper halves of their floats.
-static inline P p_of_floats(__m512i first, __m512i second) {
+static inline P p_of_wholes(__m512i first, __m512i second) {
   const __m512i x = _mm512_castps_si512(_mm512_cvtepi32_ps(first)), y = _mm512_castps_si512(_mm512_cvtepi32_ps(second));
   return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(x, 16), y);
+}
+// Lanes of four codes to pairs of bfloat16 that are 2^24 times the codes 0 and 1, and 2 and 3.
+static inline void p_of_codes(__m512i codes, P& first, P& second) {
+  const __m512i one = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 1, -1, -1, -1, 5, -1, -1, -1, 9, -1, -1, -1, 13));
+  const __m512i two = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 2, -1, -1, -1, 6, -1, -1, -1, 10, -1, -1, -1, 14));
+  first = p_of_wholes(_mm512_slli_epi32(codes, 24), _mm512_shuffle_epi8(codes, one));
+  second = p_of_wholes(_mm512_shuffle_epi8(codes, two), _mm512_and_si512(codes, _mm512_set1_epi32(int(0xff000000))));
+}
+// To pairs of words: the codes 0 and 2, and 1 and 3.
+static inline void p_words_of_codes(__m512i codes, P& first, P& second) {
+  first = _mm512_srai_epi16(_mm512_slli_epi16(codes, 8), 8);
+  second = _mm512_srai_epi16(codes, 8);
 }
 // Whole numbers 0 to 15 as bfloat16, twice over: the index has five bits, of which a nibble's neighbour owns one.
 static inline P p_table4() {
@@ -140,12 +151,37 @@ static inline P p_codes8(const int8_t* p) {
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
+// --- products of words ---------------------------------------------------------------------------------------------
+struct W {
+  __m512i v;
+};
+struct I {
+  __v16si v;  // what the instruction takes; as __m512i, arrays of it would not stay in registers
+};
+
+static inline W w_load(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline I i_zero() { return {(__v16si)_mm512_setzero_si512()}; }
+static inline I i_add(I sum, W codes, uint32_t pair) {
+  return {(__v16si)_mm512_dpwssd_epi32((__m512i)sum.v, codes.v, _mm512_set1_epi32(int(pair)))};
+}
+static inline V i_float(I sum) { return {_mm512_cvtepi32_ps((__m512i)sum.v)}; }
+static inline __m256i to_words(V whole) { return _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(whole.v)); }
+static inline void v_store_words(int16_t* p, V whole) { _mm256_storeu_si256((__m256i*)p, to_words(whole)); }
+static inline void v_store_quads(int16_t* p, V whole) {
+  const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  _mm256_storeu_si256((__m256i*)p, _mm256_shuffle_epi8(to_words(whole), order));
+}
+static inline void w_interleave(const uint8_t* x, const uint8_t* y, int16_t* out) {
+  const __m128i a = _mm_loadu_si128((const __m128i*)x), b = _mm_loadu_si128((const __m128i*)y);
+  _mm512_storeu_si512(out, _mm512_cvtepi8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b))));
+}
+
 // --- products of bytes ---------------------------------------------------------------------------------------------
 struct B {
   __m512i v;
 };
 struct S {
-  __v16si v;  // what the instruction takes; as __m512i, arrays of it would not stay in registers
+  __v16si v;
 };
 
 static inline __m512i middle_swapped() {

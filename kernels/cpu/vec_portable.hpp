@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "model.hpp"
 
@@ -132,12 +133,7 @@ static inline void v_store_bf16(uint16_t* p, V x) {
   }
 }
 
-// Whole numbers from -127 to 127, to and from bytes.
-static inline V v_load_codes(const int8_t* p) {
-  V r;
-  for (int i = 0; i < 16; ++i) r.q[i / 4][i % 4] = float(p[i]);
-  return r;
-}
+// Whole numbers from -127 to 127.
 static inline void v_store_codes(int8_t* p, V whole) {
   for (int i = 0; i < 16; ++i) p[i] = int8_t(whole.q[i / 4][i % 4]);
 }
@@ -146,7 +142,7 @@ static inline void v_store_codes(int8_t* p, V whole) {
 template <KvType K>
 static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
   for (int i = 0; i < 16; ++i, from += row) {
-    const V v = K == KvType::int8 ? v_load_codes((const int8_t*)from) : K == KvType::bf16 ? v_load_bf16((const uint16_t*)from) : v_load((const float*)from);
+    const V v = K == KvType::bf16 ? v_load_bf16((const uint16_t*)from) : v_load((const float*)from);
     for (int j = 0; j < 16; ++j) to[16 * j + i] = v.q[j / 4][j % 4];
   }
 }
@@ -179,7 +175,7 @@ static inline W w_codes8(const int8_t* p) {
   return r;
 }
 static inline I i_zero() { return {}; }
-// Two inputs of one row times codes of at most 8 bits; at most 32 inputs in one sum.
+// Two inputs of one row times codes of at most 8 bits; at most 256 inputs in one sum.
 static inline I i_add(I sum, W codes, uint32_t pair) {
   int16_t q[2];
   std::memcpy(q, &pair, 4);
@@ -191,9 +187,30 @@ static inline V i_float(I sum) {
   for (int o = 0; o < 16; ++o) r.q[o / 4][o % 4] = float(sum.v[o]);
   return r;
 }
-// Sixteen whole numbers from -32767 to 32767.
+// Sixteen whole numbers from -32767 to 32767; NaN becomes any.
 static inline void v_store_words(int16_t* p, V whole) {
-  for (int i = 0; i < 16; ++i) p[i] = int16_t(whole.q[i / 4][i % 4]);
+  for (int i = 0; i < 16; ++i) {
+    const float x = whole.q[i / 4][i % 4];
+    p[i] = x == x ? int16_t(x) : int16_t(0);
+  }
+}
+// The same, each four in the order 0 2 1 3.
+static inline void v_store_quads(int16_t* p, V whole) {
+  v_store_words(p, whole);
+  for (int i = 1; i < 16; i += 4) std::swap(p[i], p[i + 1]);
+}
+// 16 codes of each of two rows side by side, as words.
+static inline void w_interleave(const uint8_t* x, const uint8_t* y, int16_t* out) {
+  for (int i = 0; i < 16; ++i) {
+    out[2 * i] = int8_t(x[i]);
+    out[2 * i + 1] = int8_t(y[i]);
+  }
+}
+// 16 codes of 16 rows, `row` bytes apart, to words [8 pairs][16 rows][2], each four codes in the order 0 2 1 3.
+static inline void w_transpose(const uint8_t* from, size_t row, int16_t* out) {
+  constexpr int order[4] = {0, 2, 1, 3};
+  for (int i = 0; i < 16; ++i)
+    for (int d = 0; d < 16; ++d) out[d / 2 * 32 + i * 2 + d % 2] = int8_t(from[i * row + d / 4 * 4 + order[d % 4]]);
 }
 
 // --- products of bytes ---------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def ways() -> list[Way]:
     found = [REFERENCE]
     for level in compiled.levels():
         kernels = f"compiled-{level}"
-        found += [(kernels, dtype, "shipped", "exact") for dtype in ("float32", "bfloat16")]
+        found += [(kernels, dtype, "shipped", "exact") for dtype in ("float32", "bfloat16", "int8")]
         found += [(kernels, "bfloat16", "bfloat16", "exact"), (kernels, "bfloat16", "shipped", "fast")]
     return [*found, ("torch", "bfloat16", "shipped", "exact")]
 
