@@ -1,9 +1,10 @@
 """Prefill and decode workers whose pages differ: what can be converted is fetched, what cannot is refused by name."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -90,26 +91,29 @@ def a_pair(
 
 
 @pytest.fixture(scope="module")
-def one_engine() -> LLM:
-    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+def one_engine() -> Callable[[str], LLM]:
+    """By the type of its KV."""
+    return cache(lambda dtype: LLM("tiny", dtype=dtype, kv_bytes=16 << 20))
 
 
 @pytest.mark.parametrize("connector", ["shm", "tcp", "nixl"])
-@pytest.mark.parametrize(("theirs", "ours"), [(16, 32), (32, 16)])
+@pytest.mark.parametrize(
+    ("theirs", "ours", "dtype"), [(16, 32, "float32"), (32, 16, "float32"), (16, 16, "int8"), (32, 16, "int8")]
+)
 def test_another_block_size_is_fetched_and_the_tokens_are_one_engines(
-    connector: str, theirs: int, ours: int, one_engine: LLM
+    connector: str, theirs: int, ours: int, dtype: str, one_engine: Callable[[str], LLM]
 ) -> None:
-    with a_pair(connector, ["--block-tokens", str(theirs)], ["--block-tokens", str(ours)]) as pair:
+    with a_pair(connector, *(["--dtype", dtype, "--block-tokens", str(size)] for size in (theirs, ours))) as pair:
         for length in (1, 15, 16, 17, 33, 47, 48, 100, 290):
             prompt = [(7 * i + length) % 200 for i in range(length)]
             tokens, handoff = pair.hand_over(prompt)
             assert handoff.outcome == Fetched, handoff.reason
             assert handoff.num_blocks == -(-length // ours)
-            assert tokens == list(one_engine.generate([prompt], GREEDY)[0].token_ids), length
+            assert tokens == list(one_engine(dtype).generate([prompt], GREEDY)[0].token_ids), length
         again = [(7 * i + 100) % 200 for i in range(100)] + [9] * 20  # the first 96 are cached
         tokens, handoff = pair.hand_over(again)
         assert (handoff.outcome, handoff.num_cached_tokens, handoff.num_blocks) == (Fetched, 96, -(-24 // ours))
-        assert tokens == list(one_engine.generate([again], GREEDY)[0].token_ids)
+        assert tokens == list(one_engine(dtype).generate([again], GREEDY)[0].token_ids)
         assert_workers_idle(pair.admin)
 
 
@@ -125,6 +129,8 @@ below that moves a log-probability by up to 0.04. So tokens may differ only wher
         ("shm", ("float32", 16), ("bfloat16", 32)),
         ("nixl", ("bfloat16", 32), ("float32", 16)),
         ("tcp", ("float32", 16), ("float16", 16)),
+        ("shm", ("bfloat16", 16), ("int8", 32)),
+        ("tcp", ("int8", 16), ("bfloat16", 16)),
     ],
 )
 def test_another_element_type_is_fetched_and_the_tokens_are_the_readers_own_but_for_near_ties(

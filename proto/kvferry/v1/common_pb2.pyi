@@ -334,7 +334,7 @@ class KvLayout(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     model_digest: _builtins.str
     dtype: _builtins.str
-    """float32, bfloat16, float16"""
+    """float32, bfloat16, float16, int8"""
     num_layers: _builtins.int
     num_kv_heads: _builtins.int
     """that are here"""
