@@ -110,7 +110,7 @@ bench-tiers: $(READY) redis ## Redis and disk as tiers; rows appended to tests/b
 	@$(BIN)/python tests/bench/bench_tiers.py $(ARGS)
 
 sanitize: $(READY) ## the compiled kernels under the address, undefined-behaviour and thread sanitizers: minutes of compiling
-	@for sanitizer in address,undefined thread; do \
+	@for sanitizer in address,undefined,float-cast-overflow thread; do \
 	  $(BIN)/cmake -S . -B build/sanitize-$$sanitizer -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DKVFERRY_SANITIZE=$$sanitizer \
 	    -DPython_EXECUTABLE=$(abspath $(BIN))/python -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) >/dev/null && \
 	  $(BIN)/ninja -C build/sanitize-$$sanitizer kvferry_check && echo "$$sanitizer:" && build/sanitize-$$sanitizer/kvferry_check || exit 1; \

@@ -158,22 +158,9 @@ static inline bool is_on_unit(int head_dim) {
   return KVFERRY_AMX && packing_of(K) == Packing::pairs && head_dim % 32 == 0;
 }
 
-// Of scales of codes that a row sees, what its weights times these are rounded to words by, and what such a word counts.
-// NaN where a scale is.
-static inline float word_step(const float* scales, int seen, float& inverse) {
-  V most = v_zero(), poison = v_zero();
-  for (int p = 0; p * 16 < seen; ++p) {
-    const V scale = v_load(scales + p * 16), beyond = v_load(kBeyond + (seen - p * 16 < 16 ? 16 - (seen - p * 16) : 0));
-    most = v_max(most, v_add(scale, beyond));
-    poison = v_fma(scale, v_zero(), poison);
-  }
-  const float top = v_highest(most);
-  inverse = top > 1e-30f ? kMostWord / top : 0.0f;
-  return top / kMostWord + v_sum(poison);
-}
-
 // Scores of one row, of which it sees `seen`, to weights of `panels` times 16 tokens, floats in their place; `step` is what
-// the query's words count, if it has them. What the products of these weights count is the result.
+// the query's words count, if it has them. What the products of these weights count is the result. Words are rounded by the
+// largest weight times its scale: by the largest scale, a token that hardly weighs would cost all others their bits.
 template <KvType K>
 static inline float weigh(const AttentionScratch& s, float* scores, uint16_t* narrow, int seen, int panels, float scale, float step, float& highest, float& sum) {
   constexpr Packing packing = packing_of(K);
@@ -188,8 +175,6 @@ static inline float weigh(const AttentionScratch& s, float* scores, uint16_t* na
   const float most = v_highest(top);
   highest = most * scale;
   V all = v_zero();
-  [[maybe_unused]] float inverse = 1.0f;
-  const float counts = packing == Packing::words ? word_step(s.value_scales, seen, inverse) : 1.0f;
   constexpr bool is_rough = KVFERRY_PAIRS && packing != Packing::floats;
   const float in_octaves = scale * kLog2E;
   const V by = v_set(is_rough ? in_octaves : scale), least = v_set(is_rough ? -most * in_octaves : -highest);
@@ -203,12 +188,14 @@ static inline float weigh(const AttentionScratch& s, float* scores, uint16_t* na
       x = v_exp(x);
     }
     all = v_add(all, x);
-    return is_coded ? v_mul(x, v_mul(v_load(s.value_scales + at * 16), v_set(inverse))) : x;
+    return is_coded ? v_mul(x, v_load(s.value_scales + at * 16)) : x;
   };
   const auto put = [&](int at, V x) {
-    if constexpr (packing == Packing::floats) v_store(scores + at * 16, x);
-    if constexpr (packing == Packing::pairs) v_store_bf16(narrow + at * 16, x);
-    if constexpr (packing == Packing::words) v_store_words((int16_t*)narrow + at * 16, v_round(x));
+    if constexpr (packing == Packing::pairs) {
+      v_store_bf16(narrow + at * 16, x);
+    } else {
+      v_store(scores + at * 16, x);
+    }
   };
   int p = 0;
 #if KVFERRY_PAIRS
@@ -221,6 +208,10 @@ static inline float weigh(const AttentionScratch& s, float* scores, uint16_t* na
   for (; p < used; ++p) put(p, weight(p));
   for (; p < panels; ++p) put(p, v_zero());
   sum = v_sum(all);
+  if constexpr (packing != Packing::words) return 1.0f;
+  float inverse;
+  const float counts = rounding_step(scores, panels * 16, kMostWord, inverse);
+  for (p = 0; p < panels; ++p) v_store_words((int16_t*)narrow + p * 16, v_round(v_mul(v_load(scores + p * 16), v_set(inverse))));
   return counts;
 }
 

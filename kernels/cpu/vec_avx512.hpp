@@ -1,5 +1,6 @@
 // Sixteen floats at a time as one register of AVX-512, with BF16 and VNNI. Names: vec_portable.hpp; the products of
-// pairs of bfloat16 (`p_`) and what makes such pairs out of codes are here alone, in place of words (`w_`, `i_`).
+// pairs of bfloat16 (`p_`) and what makes such pairs out of codes are here alone. Of words (`w_`, `i_`) there is what
+// attention needs.
 #pragma once
 #include <immintrin.h>
 

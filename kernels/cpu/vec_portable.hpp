@@ -187,11 +187,11 @@ static inline V i_float(I sum) {
   for (int o = 0; o < 16; ++o) r.q[o / 4][o % 4] = float(sum.v[o]);
   return r;
 }
-// Sixteen whole numbers from -32767 to 32767; NaN becomes any.
+// Sixteen whole numbers; what has no word, or is no number, becomes one of the ends.
 static inline void v_store_words(int16_t* p, V whole) {
   for (int i = 0; i < 16; ++i) {
     const float x = whole.q[i / 4][i % 4];
-    p[i] = x == x ? int16_t(x) : int16_t(0);
+    p[i] = int16_t(x > -32767.0f ? x < 32767.0f ? x : 32767.0f : -32767.0f);
   }
 }
 // The same, each four in the order 0 2 1 3.

@@ -55,7 +55,8 @@ ATTEMPTS = 5
 READ_BYTES = 512 << 20
 THREADS = 2
 CALL_SECONDS = 300.0
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
+"""Of a weight where KV has that type."""
 CLOCK = SystemClock()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kvferry.core.dtypes import BFLOAT16, INT8
 from kvferry.core.errors import InvalidRequest, UsageError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
@@ -74,8 +75,8 @@ class LLM:
             device: where it computes, and where the pages are: `cpu`, `cuda`, or `auto`, a GPU where torch sees one.
             load_format: `auto`, the model's files; or `dummy`, random weights of its shape, for benchmarks: there is
                 no tokenizer then, and prompts are token ids.
-            dtype: of the KV, and how precisely activations are kept: `float32`, `bfloat16`, `float16`, or `auto`:
-                bfloat16 with compiled kernels, else the faster one, measured now.
+            dtype: of the KV, and how precisely activations are kept: `float32`, `bfloat16`, `float16`, `int8`
+                (compiled kernels only), or `auto`: bfloat16 with compiled kernels, else the faster one, measured now.
             weights: their form, a name of `models.build.WEIGHTS`.
             numerics: how inputs of products are kept, a name of `models.build.NUMERICS`.
             kernels: what computes, a name of `models.build.KERNELS`.
@@ -192,7 +193,8 @@ def _random(config: ModelConfig, dtype: str, device: str, seed: int) -> TensorSo
 
     from kvferry.engine.models.random_tensors import RandomTensors
 
-    return RandomTensors(config, dtype=getattr(torch, dtype), device=device, seed=seed)
+    drawn = BFLOAT16 if dtype == INT8 else dtype
+    return RandomTensors(config, dtype=getattr(torch, drawn), device=device, seed=seed)
 
 
 class _Stream:

@@ -12,9 +12,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.core.clock import Clock
+from kvferry.core.dtypes import FLOAT32
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.kv import attempt as effects
@@ -91,7 +92,8 @@ class Fetcher:
         self._clock = clock
         self._times = times or TransferTimes()
         self._pages = pages
-        place_bytes = max(_PLACE_BYTES, 4 * layout.block_bytes)
+        # Four pages like ours, or two of what has the most bytes a value.
+        place_bytes = max(_PLACE_BYTES, 4 * layout.block_bytes, 2 * replace(layout, dtype=FLOAT32).block_bytes)
         self._staging = StagingPlaces(lambda size: transport.staging(size), place_bytes, 2 * max_parallel)
         self._pool = ThreadPoolExecutor(max_parallel, thread_name_prefix="kv-fetch")
         self._jobs: dict[int, _Job] = {}

@@ -197,7 +197,8 @@ def _floats(given: _Values, dtype: str) -> npt.NDArray[np.float32]:
         return _widened(given.numbers)
     wide = given.numbers.astype(np.float32)
     if given.scales is not None:
-        wide *= given.scales[..., None]
+        with np.errstate(invalid="ignore"):  # a scale that is endless, and a code of 0
+            wide *= given.scales[..., None]
     return wide
 
 
@@ -241,7 +242,8 @@ def _coded(wide: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8], npt.NDA
     """Codes and scales as a worker writes them; where a value is not finite the scale is no number."""
     most = np.abs(wide).max(axis=-1)
     with np.errstate(all="ignore"):
-        poison = (wide * np.float32(0)).sum(axis=-1)
         inverse = np.where(most > _LEAST_WITH_INVERSE, _MOST_CODE / most, np.float32(0))
-        codes = np.rint(np.clip(wide * inverse[..., None], -_MOST_CODE, _MOST_CODE))
-        return np.nan_to_num(codes).astype(np.int8), most / _MOST_CODE + poison
+        codes = wide * inverse[..., None]
+        scales = most / _MOST_CODE + most * np.float32(0)
+    codes[~np.isfinite(most)] = 0
+    return np.rint(codes, out=codes).astype(np.int8), scales

@@ -21,8 +21,8 @@ class EngineConfig:
     device: str = "auto"
     """`auto` or `cpu`: transports read and write pages in the host's memory."""
     dtype: str = "auto"
-    """Of the KV: `float32`, `bfloat16`, `float16`, or `auto` (`compute_dtype`). Workers that agree exchange KV as it
-    is, others convert it."""
+    """Of the KV: `float32`, `bfloat16`, `float16`, `int8`, or `auto` (`compute_dtype`). Workers that agree exchange KV
+    as it is, others convert it."""
     weights: str = "shipped"
     """Form of the weights, a name of `models.build.WEIGHTS`. Workers must agree."""
     numerics: str = "exact"

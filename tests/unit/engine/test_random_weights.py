@@ -136,3 +136,8 @@ def test_benchmarks_take_a_shape_by_name() -> None:
 def test_tokens_are_those_of_transformers(config: object) -> None:
     assert isinstance(config, type(tiny.config()))
     assert differing_tokens(config, "cpu", kernels="torch", prompts=3, prompt_tokens=20, new_tokens=8) == 0
+
+
+def test_weights_drawn_for_kv_in_codes_are_bfloat16() -> None:
+    drawn = LLM("tiny", load_format="dummy", device="cpu", dtype="int8", kernels="compiled", kv_bytes=4 << 20)
+    assert len(drawn.generate(PROMPTS, GREEDY)) == len(PROMPTS)
