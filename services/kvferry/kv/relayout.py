@@ -197,7 +197,7 @@ def _floats(given: _Values, dtype: str) -> npt.NDArray[np.float32]:
         return _widened(given.numbers)
     wide = given.numbers.astype(np.float32)
     if given.scales is not None:
-        with np.errstate(invalid="ignore"):  # a scale that is endless, and a code of 0
+        with np.errstate(invalid="ignore", over="ignore"):  # scales are the peer's
             wide *= given.scales[..., None]
     return wide
 
