@@ -182,6 +182,38 @@ def test_codes_are_what_a_conversion_makes_and_count_as_much(config: ModelConfig
     assert error < share * np.abs(unrounded - expected).mean()
 
 
+class Attentive(tiny.TinyTensors):
+    """Queries are the keys of their token, and what attention finds drowns everything else."""
+
+    def read(self, name: str) -> npt.NDArray[np.float32]:
+        if name.endswith("q_proj.weight"):
+            keys = super().read(name.replace("q_proj", "k_proj"))
+            config = self._model
+            heads = keys.reshape(config.num_kv_heads, config.head_dim, -1)
+            return heads.repeat(config.num_heads // config.num_kv_heads, axis=0).reshape(-1, keys.shape[-1])
+        values = super().read(name.replace("q_norm", "k_norm"))
+        return values * np.float32(1e7) if name.endswith("o_proj.weight") else values
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_token_that_draws_all_attention_and_says_nothing_leaves_the_others_precise(level: str) -> None:
+    """As the first of a text often does: what remains is the others', however little they weigh."""
+    config = replace(tiny.config(qk_norm=True), num_layers=1)
+    both = ("float32", "int8")
+    exact, rough = (build_model(config, Attentive(config), dtype=t, kernels=f"compiled-{level}") for t in both)
+    wide, coded = (World(config, [300], t) for t in both)
+    pages = wide.pages(0)
+    exact.compute(wide.batch([(0, 0, 300)]), pages)
+    values = wide.memory[pages.address].view(np.float32).reshape(wide.num_blocks, *wide.shape.dims)
+    table = wide.tables[0]
+    values[table[0], :, 0, :, 0] = 3 * values[table[18], :, 0, :, 11]  # three times the key, and query, of position 299
+    values[table[0], :, 1, :, 0] = 0.0
+    codes, step = converted(wide, pages, coded), wide.batch([(0, 299, 1)])
+    expected = exact.compute(step, converted(coded, codes, wide)).values.copy()
+    error = np.abs(rough.compute(step, codes).values - expected).mean()
+    assert error < 0.02 * np.abs(expected).mean()
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_picked_token_is_the_first_of_the_highest(level: str) -> None:
     world = World(VARIANTS[0], LENGTHS, "float32")
