@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 export PYTHONSAFEPATH := 1
 NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack iproute2 procps
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
+CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,8 +22,8 @@ run: $(READY) ## set-up if needed, then `kvferry demo`: one request through pref
 setup: $(READY) redis ## .venv with everything `run` and `test` need; quick when nothing changed
 	@echo "$(VENV) is ready"
 
-# Never a reason to fail: without it the tests of the redis tier fail, and say the same.
-redis: ## redis-server for the tests, from the distribution, where we may install it
+# Never fails: without redis-server the tests of the redis tier fail with the same message.
+redis: ## redis-server for the tests, from the distribution, if it can be installed
 	@if command -v redis-server >/dev/null; then exit 0; fi; \
 	as=; test "$$(id -u)" = 0 || as="sudo -n"; \
 	if command -v apt-get >/dev/null && { test -z "$$as" || $$as true 2>/dev/null; }; then \
@@ -35,7 +36,7 @@ redis: ## redis-server for the tests, from the distribution, where we may instal
 
 # One environment for running and testing. uv installs it in a fraction of pip's time; if uv itself
 # cannot be installed, pip does the same from the same lock.
-$(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*)
+$(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/* kernels/cpu/*/*)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvferry needs Python 3.11 or newer; set PYTHON=...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): $$(grep -c == requirements.lock) packages, once; a minute on a fast network"
@@ -48,18 +49,21 @@ $(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu
 	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps -r requirements.lock && \
 	  $(BIN)/python -m pip install $$quiet --disable-pip-version-check --no-deps --no-build-isolation -e '.[nixl,redis,encryption,operator]'; \
 	fi
+	@$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "kvferry-tests.pth").write_text(str(pathlib.Path("tests").resolve()))'
 	@touch $(READY)
 
-test: $(READY) redis ## every test that needs no GPU and no cluster, but for `make test-long`
+test: $(READY) redis ## all tests that need no GPU and no cluster, except those of `make test-long`
 	@$(BIN)/python -m pytest -m "not gpu and not cluster and not node and not scale and not long" $(ARGS)
 
 check: $(READY) lint types layers verify ## format, lint, types, layers, generated files fresh
 
 format: $(READY) ## rewrite the code in the house format
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/clang-format -i $(CPP)
 
 lint: $(READY)
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 types: $(READY)
 	@$(BIN)/mypy
@@ -73,38 +77,41 @@ proto: $(READY) ## regenerate the gRPC code
 	  --python_out=proto --grpc_python_out=proto --mypy_out=quiet:proto --mypy_grpc_out=quiet:proto $(PROTOS)
 
 golden: $(READY) ## rewrite tests/golden and the generated parts of docs; review the diff
-	@$(BIN)/python -m kvferry.testing.golden write
+	@$(BIN)/python -m harness.house.golden write
 
-verify: $(READY) ## generated files are what the sources say
-	@$(BIN)/python -m kvferry.testing.golden verify
+verify: $(READY) ## check that generated files match their sources
+	@$(BIN)/python -m harness.house.golden verify
 
-lock: $(READY) ## resolve the dependencies anew into requirements.lock (ARGS="--upgrade")
+lock: $(READY) ## resolve the dependencies into requirements.lock (ARGS="--upgrade")
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate --extra nixl --extra redis --extra encryption --extra operator --group dev pyproject.toml -o requirements.lock $(ARGS)
 
 bench: $(READY) ## the benchmarks; rows appended to tests/bench/results/*.csv
 	@$(BIN)/python tests/bench/bench_line.py $(ARGS)
 
-explore: $(READY) ## every state of the hand-off's small worlds, and the same broken on purpose (ARGS="--faults 2"); docs/explorer.md
-	@$(BIN)/python -m kvferry.testing.explorer $(ARGS)
+explore: $(READY) ## every state of small hand-off scenarios, also with seeded bugs (ARGS="--faults 2"); docs/explorer.md
+	@$(BIN)/python -m harness.explorer $(ARGS)
 
 bench-transfer: $(READY) ## every connector against its bound; rows appended to tests/bench/results/transfer.csv
 	@$(BIN)/python tests/bench/bench_transfer.py $(ARGS)
 
-bench-turns: $(READY) redis ## a prompt that left the pages, from each tier and computed again; tests/bench/results/turns.csv
+bench-turns: $(READY) redis ## an evicted prompt, loaded from each tier and recomputed; tests/bench/results/turns.csv
 	@$(BIN)/python tests/bench/bench_turns.py $(ARGS)
 
-bench-bursts: $(READY) ## times between tokens beside bursts of long prompts: split, and on one worker; tests/bench/results/bursts.csv
+bench-bursts: $(READY) ## inter-token latency under bursts of long prompts, disaggregated and aggregated; tests/bench/results/bursts.csv
 	@$(BIN)/python tests/bench/bench_bursts.py $(ARGS)
 
-bench-peers: $(READY) ## beside vLLM, OpenVINO GenAI and llama.cpp on this CPU, installed for it; tests/bench/results/peers.csv; over an hour
+bench-peers: $(READY) ## comparison with vLLM, OpenVINO GenAI and llama.cpp on this CPU; tests/bench/results/peers.csv; over an hour
 	@$(BIN)/python tests/bench/peers/run.py --csv tests/bench/results/peers.csv $(ARGS)
 
-test-long: $(READY) redis ## thousands of requests for each transport and tier, every fault done to running stacks: minutes (links need root)
+test-long: $(READY) redis ## thousands of requests over each transport and tier, all faults injected into running stacks: minutes (some need root)
 	@$(BIN)/python -m pytest -m "long and not cluster" $(ARGS)
 
-faults: $(READY) redis ## the faults alone, and docs/faults.md written anew
+siege: $(READY) ## hostile clients against `kvferry up`, and the latency of a canary; 10 minutes (ARGS="--seconds 60")
+	@$(BIN)/python -m harness.siege $(ARGS)
+
+faults: $(READY) redis ## the fault injection alone; rewrites docs/faults.md
 	@$(BIN)/python -m pytest -m long tests/faults $(ARGS)
-	@$(BIN)/python -m kvferry.testing.faults
+	@$(BIN)/python -m harness.faults
 
 bench-tiers: $(READY) redis ## Redis and disk as tiers; rows appended to tests/bench/results/tiers.csv
 	@$(BIN)/python tests/bench/bench_tiers.py $(ARGS)
@@ -119,39 +126,39 @@ sanitize: $(READY) ## the compiled kernels under the address, undefined-behaviou
 coverage: $(READY) ## branch coverage by the unit tests; fails where a pure module has less than 95 %
 	@mkdir -p build
 	@$(BIN)/python -m pytest tests/unit -q --cov --cov-report=json:build/coverage.json $(ARGS)
-	@$(BIN)/python -m kvferry.testing.pure_coverage build/coverage.json
+	@$(BIN)/python -m harness.house.pure_coverage build/coverage.json
 
 # Compiled kernels, not interpreted ones; without a GPU each test is skipped and says so.
-test-gpu: $(READY) ## the tests marked gpu, on the GPU that is here: the kernels' own tests, compiled
+test-gpu: $(READY) ## the tests marked gpu, with compiled kernels on the GPU of this machine
 	@TRITON_INTERPRET=0 $(BIN)/python -m pytest -m gpu $(ARGS)
 
 # Rows are appended as they come: a run that is cut short leaves what it has.
-bench-gpu: $(READY) ## every kernel, decode steps of an 8B shape and tokens beside transformers, on the GPU that is here; under 9 minutes; tests/bench/results/gpu.csv
+bench-gpu: $(READY) ## all kernels, decode steps of an 8B shape, comparison with transformers, on the GPU of this machine; under 9 minutes; tests/bench/results/gpu.csv
 	@TRITON_INTERPRET=0 timeout 540 $(BIN)/python tests/bench/bench_gpu.py $(ARGS)
 
 cluster-assets: $(READY) node-tools ## the binaries of a real Kubernetes, built once with Go (about ten minutes) into the user's cache
-	@$(BIN)/python -m kvferry.testing.kube build control node tools
+	@$(BIN)/python -m harness.kube build control node tools
 
 test-cluster: cluster-assets ## the tests on a real Kubernetes on this machine, as root with a node
-	@$(BIN)/python -m kvferry.testing.kube.side_by_side $(ARGS)
+	@$(BIN)/python -m harness.kube.side_by_side $(ARGS)
 
-zero-loss: $(READY) node-tools ## everything that can happen to a pool, under load on a node, and the table of docs/operations.md; minutes, as root
-	@$(BIN)/python -m kvferry.testing.kube build control node tools >/dev/null
+zero-loss: $(READY) node-tools ## rollouts, kills and scaling of a pool under load, and the table of docs/operations.md; minutes, as root
+	@$(BIN)/python -m harness.kube build control node tools >/dev/null
 	@$(BIN)/python -m pytest -m long tests/cluster $(ARGS)
-	@$(BIN)/python -m kvferry.testing.pools
+	@$(BIN)/python -m harness.pools
 
-cluster-up: $(READY) node-tools ## the same cluster to try kvferry on, in build/cluster; docs/try-on-kubernetes.md goes on from it
-	@$(BIN)/python -m kvferry.testing.kube build control node tools >/dev/null
-	@$(BIN)/python -m kvferry.testing.kube up build/cluster --node --model smollm2-135m-instruct $(ARGS)
+cluster-up: $(READY) node-tools ## start the same cluster in build/cluster to try kvferry; continue with docs/try-on-kubernetes.md
+	@$(BIN)/python -m harness.kube build control node tools >/dev/null
+	@$(BIN)/python -m harness.kube up build/cluster --node --model smollm2-135m-instruct $(ARGS)
 
-cluster-down: $(READY) ## end it
-	@$(BIN)/python -m kvferry.testing.kube down build/cluster
+cluster-down: $(READY) ## stop that cluster
+	@$(BIN)/python -m harness.kube down build/cluster
 
-image: $(READY) ## build/image/kvferry.tar: an OCI archive with kvferry and all that it needs, made without a daemon
-	@$(BIN)/python -m kvferry.testing.kube image build/image/kvferry.tar
+image: $(READY) ## build/image/kvferry.tar: an OCI archive with kvferry and all that it needs, built without a daemon
+	@$(BIN)/python -m harness.kube image build/image/kvferry.tar
 
 # Never a reason to fail: without them the tests of the node are skipped, and say why.
-node-tools: ## containerd and what else a node needs, from the distribution, where we may install it
+node-tools: ## containerd and other packages of a node, from the distribution, if they can be installed
 	@have() { test -e /usr/lib/cni/bridge && for tool in containerd runc nft conntrack ip sysctl; do command -v $$tool >/dev/null || return 1; done; }; \
 	if have; then exit 0; fi; \
 	if test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
@@ -163,5 +170,5 @@ node-tools: ## containerd and what else a node needs, from the distribution, whe
 	have || echo "no node: as root, apt-get install $(NODE_PACKAGES)"
 
 clean: ## remove the environment and all build output
-	@if test -e build/cluster/state.json && test -x $(BIN)/python; then $(BIN)/python -m kvferry.testing.kube down build/cluster; fi
+	@if test -e build/cluster/state.json && test -x $(BIN)/python; then $(BIN)/python -m harness.kube down build/cluster; fi
 	@rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

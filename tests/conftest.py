@@ -1,8 +1,14 @@
-"""What must be set before anything is imported."""
+"""Settings of every test, some of which must be made before anything is imported."""
 
 import os
+
+from hypothesis import settings
 
 # Triton decides when it is imported whether it compiles or interprets; `make test-gpu` says 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ["TRITON_INTERPRET"] != "0":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU, `--device auto` would have every engine interpreted
+
+# No test depends on the speed of the machine.
+settings.register_profile("any-machine", deadline=None)
+settings.load_profile("any-machine")

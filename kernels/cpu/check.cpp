@@ -1,6 +1,7 @@
-// A program for the sanitizers: random small models of every form of weights, on every level, stepped through random
-// batches by several threads; ends with 1 if a row's logits are not those of one thread that computes its sequence alone.
-// Memory between phases is poisoned before every step. Built by `make sanitize`.
+// Sanitizer program (`make sanitize`): runs random batches through small random models of every weight format, with
+// several threads, on every level. The exit status is 1 if a row's logits differ from those of a single thread that
+// computes only this sequence. Buffers are poisoned before every step.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -10,8 +11,15 @@
 #include <string>
 #include <vector>
 
-#include "levels.hpp"
-#include "pack.hpp"
+#include "data/batch.hpp"
+#include "data/matrix.hpp"
+#include "data/model.hpp"
+#include "runtime/pool.hpp"
+#include "weights/pack.hpp"
+#include "attention/item.hpp"
+#include "step/level.hpp"
+#include "step/step.hpp"
+#include "levels/levels.hpp"
 
 using namespace kvferry;
 
@@ -19,7 +27,7 @@ namespace {
 
 std::mt19937 rng(11);
 
-constexpr int kLongest = 700;  // tokens of a sequence
+constexpr int kLongest = 700;  // maximum tokens of a sequence
 
 int draw(int least, int most) { return std::uniform_int_distribution<int>(least, most)(rng); }
 int one_of(const std::vector<int>& choices) { return choices[size_t(draw(0, int(choices.size()) - 1))]; }
@@ -35,21 +43,21 @@ struct Packed {
   std::vector<uint8_t> data;
 };
 
-Packed random_matrix(const std::string& wanted, Source type, int rows, int cols) {
+Packed random_matrix(const std::string& wanted, GgufType type, int rows, int cols) {
   Packed p;
-  p.matrix = describe(wanted, {type}, rows, cols);
+  p.matrix = packed_layout(wanted, {type}, rows, cols);
   p.data.resize(p.matrix.panel_bytes * size_t(p.matrix.panels));
   std::vector<uint8_t> raw(row_bytes(type, cols) * size_t(rows));
-  if (type == Source::f32) {
+  if (type == GgufType::f32) {
     const auto values = floats(size_t(rows) * cols, 0.1f);
     std::memcpy(raw.data(), values.data(), raw.size());
-  } else {  // scales of about 0.01, whatever the codes are
+  } else {  // random codes with scales of about 0.01
     for (auto& byte : raw) byte = uint8_t(draw(0, 255));
-    const size_t block = type == Source::q6_k ? 210 : type == Source::q8_0 ? 34 : 20;
-    for (size_t at = type == Source::q6_k ? 208 : 0; at < raw.size(); at += block) {
+    const size_t block = type == GgufType::q6_k ? 210 : type == GgufType::q8_0 ? 34 : 20;
+    for (size_t at = type == GgufType::q6_k ? 208 : 0; at < raw.size(); at += block) {
       raw[at] = uint8_t(draw(0, 255));
-      raw[at + 1] = type == Source::q6_k ? 0x0c : 0x20;
-      if (type == Source::q4_1) raw[at + 3] = 0x9c;
+      raw[at + 1] = type == GgufType::q6_k ? 0x0c : 0x20;
+      if (type == GgufType::q4_1) raw[at + 3] = 0x9c;
     }
   }
   std::vector<int64_t> order(static_cast<size_t>(rows));
@@ -59,14 +67,14 @@ Packed random_matrix(const std::string& wanted, Source type, int rows, int cols)
   return p;
 }
 
-// A model whose memory lives as long as this.
+// A random model, and the memory to which it points.
 struct World {
   Model model;
   std::vector<Packed> matrices;
   std::vector<std::vector<float>> vectors;
   std::vector<Layer> layers;
 
-  World(const std::string& wanted, Source type, int input_bits) {
+  World(const std::string& wanted, GgufType type, int input_bits) {
     model.input_bits = input_bits;
     model.kv_heads = draw(1, 3);
     model.heads = model.kv_heads * one_of({1, 2, 3, 4, 5, 7, 8, 16, 20, 70});
@@ -81,13 +89,14 @@ struct World {
     vectors.reserve(64);
     const auto norm = [&](int n) { return vectors.emplace_back(floats(size_t(n), 1.0f)).data(); };
     const auto matrix = [&](int rows, int cols) {
-      Source t = type;
-      if (wanted == "mixed") t = Source(one_of({int(Source::f32), int(Source::q4_1), int(Source::q8_0), int(type)}));
-      if (row_bytes(t, cols) == 0) t = Source::f32;  // inputs that fill no whole blocks
+      GgufType t = type;
+      if (wanted == "mixed")
+        t = GgufType(one_of({int(GgufType::f32), int(GgufType::q4_1), int(GgufType::q8_0), int(type)}));
+      if (row_bytes(t, cols) == 0) t = GgufType::f32;  // the inputs do not fill whole blocks
       std::string form = wanted;
-      if (t != Source::f32) {
+      if (t != GgufType::f32) {
         form = "shipped";
-      } else if (wanted == "mixed" || type != Source::f32) {
+      } else if (wanted == "mixed" || type != GgufType::f32) {
         form = std::array<const char*, 3>{"f32", "f16", "bf16"}[size_t(draw(0, 2))];
       }
       return matrices.emplace_back(random_matrix(form, t, rows, cols)).matrix;
@@ -118,9 +127,11 @@ struct Piece {
   int sequence, first, rows;
 };
 
-// Logits of all rows of one step.
-std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces, const std::vector<std::vector<int64_t>>& tokens,
-                        const std::vector<std::vector<int64_t>>& tables, std::vector<uint8_t>& pages, KvType kv_type, int block_tokens) {
+// Computes the logits of all rows of a step.
+std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
+                        const std::vector<std::vector<int64_t>>& tokens,
+                        const std::vector<std::vector<int64_t>>& tables, std::vector<uint8_t>& pages, KvType kv_type,
+                        int block_tokens) {
   std::vector<int64_t> ids, positions, slots, sampled;
   std::vector<Sequence> sequences;
   for (const Piece& p : pieces) {
@@ -156,7 +167,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
   return logits;
 }
 
-bool check(const Level& level, const std::string& wanted, Source type, KvType kv_type, int input_bits) {
+bool check(const Level& level, const std::string& wanted, GgufType type, KvType kv_type, int input_bits) {
   const World world(wanted, type, input_bits);
   const Model& m = world.model;
   const int block_tokens = one_of({1, 3, 5, 8, 16, 17, 24, 32, 48});
@@ -169,13 +180,14 @@ bool check(const Level& level, const std::string& wanted, Source type, KvType kv
     tables.emplace_back();
     for (int i = 0; i * block_tokens < length; ++i) tables.back().push_back(page++);
   }
-  // Exactly as much memory as there are pages, so that a step beyond them is seen.
+  // Allocated with exactly the size of the pages, so that the address sanitizer detects accesses beyond them.
   const size_t bytes = size_t(page) * m.num_layers * 2 * m.kv_heads * head_bytes(kv_type, block_tokens, m.head_dim);
   std::vector<uint8_t> pages(bytes, 0xff);
   Pool pool(draw(1, 4)), lone(1);
   Step job(m, level, pool.threads()), by_itself(m, level, 1);
   std::vector<std::vector<float>> alone;
-  for (int s = 0; s < int(lengths.size()); ++s) alone.push_back(step(by_itself, lone, {{s, 0, lengths[size_t(s)]}}, tokens, tables, pages, kv_type, block_tokens));
+  for (int s = 0; s < int(lengths.size()); ++s)
+    alone.push_back(step(by_itself, lone, {{s, 0, lengths[size_t(s)]}}, tokens, tables, pages, kv_type, block_tokens));
   std::fill(pages.begin(), pages.end(), 0xff);
   std::vector<int> done(lengths.size());
   for (bool more = true; more;) {
@@ -195,7 +207,8 @@ bool check(const Level& level, const std::string& wanted, Source type, KvType kv
     for (const Piece& p : pieces) {
       const size_t count = size_t(p.rows) * m.vocabulary;
       if (std::memcmp(&logits[at], &alone[size_t(p.sequence)][size_t(p.first) * m.vocabulary], count * 4) != 0) {
-        std::printf("%s %s: rows %d to %d of sequence %d differ from those computed alone\n", level.name, wanted.c_str(), p.first, p.first + p.rows, p.sequence);
+        std::printf("%s %s: rows %d to %d of sequence %d differ from those computed alone\n", level.name,
+                    wanted.c_str(), p.first, p.first + p.rows, p.sequence);
         return false;
       }
       at += count;
@@ -216,10 +229,11 @@ int main(int count, char** arguments) {
   if (count > 1) rng.seed(unsigned(std::atoi(arguments[1])));
   struct Form {
     const char* wanted;
-    Source type;
+    GgufType type;
   };
-  const Form forms[] = {{"f32", Source::f32}, {"f16", Source::f32}, {"bf16", Source::f32}, {"shipped", Source::q4_1},
-                        {"shipped", Source::q8_0}, {"shipped", Source::q6_k}, {"mixed", Source::q6_k}};
+  const Form forms[] = {{"f32", GgufType::f32},      {"f16", GgufType::f32},      {"bf16", GgufType::f32},
+                        {"shipped", GgufType::q4_1}, {"shipped", GgufType::q8_0}, {"shipped", GgufType::q6_k},
+                        {"mixed", GgufType::q6_k}};
   for (const Level* level : usable_levels())
     for (const Form& form : forms)
       for (KvType kv_type : {KvType::f32, KvType::bf16, KvType::int8})

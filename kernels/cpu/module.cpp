@@ -1,16 +1,23 @@
-// The door between Python and the compiled kernels: checks what comes in, lets go of the interpreter, calls.
+// Python bindings of the compiled kernels: they validate arguments, release the GIL and call the kernels.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <mutex>
-#include <stdexcept>
+#include <string>
+#include <vector>
 
-#include "levels.hpp"
-#include "pack.hpp"
-#include "pool.hpp"
-#include "step.hpp"
+#include "data/batch.hpp"
+#include "data/matrix.hpp"
+#include "data/model.hpp"
+#include "runtime/pool.hpp"
+#include "weights/pack.hpp"
+#include "attention/item.hpp"
+#include "step/level.hpp"
+#include "step/step.hpp"
+#include "levels/levels.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -43,21 +50,22 @@ const Level& usable(const std::string& level) {
   return *found;
 }
 
-// An array as it is: one that would have to be converted first would not live as long as what points to it.
+// Casts to an array without conversion: a converted copy would be freed while the kernels still point to it.
 template <class A>
 A exactly(nb::handle from, const char* what) {
   A array;
-  if (!nb::try_cast<A>(from, array, false)) throw nb::type_error((std::string(what) + " must be a contiguous numpy array of the right type").c_str());
+  if (!nb::try_cast<A>(from, array, false))
+    throw nb::type_error((std::string(what) + " must be a contiguous numpy array of the right type").c_str());
   return array;
 }
 
-std::vector<Source> sources(const std::vector<int>& types) {
-  std::vector<Source> found;
-  for (int type : types) found.push_back(Source(type));
+std::vector<GgufType> gguf_types(const std::vector<int>& types) {
+  std::vector<GgufType> found;
+  for (int type : types) found.push_back(GgufType(type));
   return found;
 }
 
-// A matrix over memory that Python owns.
+// A matrix whose memory Python owns.
 struct PackedMatrix {
   Matrix matrix;
   std::vector<nb::object> owners;
@@ -67,11 +75,13 @@ struct PackedMatrix {
 
 PackedMatrix make_matrix(const std::string& wanted, const std::vector<int>& types, int rows, int cols) {
   require(rows > 0 && cols > 0 && !types.empty(), "a matrix needs rows, columns and types");
-  for (Source type : sources(types)) require(row_bytes(type, cols) > 0, "columns do not divide into the type's blocks");
-  return {describe(wanted, sources(types), rows, cols), {}};
+  for (GgufType type : gguf_types(types))
+    require(row_bytes(type, cols) > 0, "columns do not divide into the type's blocks");
+  return {packed_layout(wanted, gguf_types(types), rows, cols), {}};
 }
 
-void pack_matrix(PackedMatrix& packed, const std::vector<int>& types, const std::vector<Array<const uint8_t>>& parts, Ints order, Bytes out) {
+void pack_matrix(PackedMatrix& packed, const std::vector<int>& types, const std::vector<Array<const uint8_t>>& parts,
+                 Ints order, Bytes out) {
   const Matrix& m = packed.matrix;
   require(types.size() == parts.size(), "every part needs a type");
   require(order.size() == size_t(m.rows), "the order does not name every row");
@@ -79,12 +89,13 @@ void pack_matrix(PackedMatrix& packed, const std::vector<int>& types, const std:
   std::vector<Part> list;
   int64_t total = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
-    const size_t bytes = row_bytes(Source(types[i]), m.cols);
+    const size_t bytes = row_bytes(GgufType(types[i]), m.cols);
     require(bytes > 0 && parts[i].size() % bytes == 0, "a part is not a whole number of rows");
-    list.push_back({Source(types[i]), parts[i].data(), int(parts[i].size() / bytes)});
+    list.push_back({GgufType(types[i]), parts[i].data(), int(parts[i].size() / bytes)});
     total += list.back().rows;
   }
-  for (size_t r = 0; r < order.size(); ++r) require(order.data()[r] >= -1 && order.data()[r] < total, "the order names a row that is not there");
+  for (size_t r = 0; r < order.size(); ++r)
+    require(order.data()[r] >= -1 && order.data()[r] < total, "the order names a row that is not there");
   nb::gil_scoped_release released;
   pack(m, list, order.data(), out.data());
 }
@@ -104,7 +115,7 @@ void attach(PackedMatrix& packed, nb::object data, nb::object bias) {
   packed.owners = {data, bias};
 }
 
-// A model ready to run: its description, what keeps its memory alive, and one step at a time.
+// A runnable model: its description, references that keep its memory alive, and its Step.
 class Runner {
  public:
   Runner(nb::dict shape, nb::dict parts, nb::list layers, const std::string& level, Pool& pool) : pool_(pool) {
@@ -148,7 +159,7 @@ class Runner {
     step_ = std::make_unique<Step>(model_, usable(level), pool.threads());
   }
 
-  // Seconds by phase since the last call, of all threads together; the first call begins to count.
+  // Returns the seconds by phase since the last call, accumulated over all threads. The first call starts the timers.
   nb::dict phase_seconds() {
     nb::dict found;
     std::unique_lock<std::mutex> lock(one_step_, std::defer_lock);
@@ -168,18 +179,22 @@ class Runner {
     return found;
   }
 
-  // See compiled.py for what each array is.
-  void step(Ints tokens, Ints positions, Ints slots, Ints queries, Ints contexts, Ints tables, Ints sampled, uintptr_t pages,
-            int64_t num_pages, int block_tokens, const std::string& kv_type, Array<float> logits, Array<int64_t> greedy, Bytes finite) {
+  // kvferry/kernels/compiled.py documents the arrays.
+  void step(Ints tokens, Ints positions, Ints slots, Ints queries, Ints contexts, Ints tables, Ints sampled,
+            uintptr_t pages, int64_t num_pages, int block_tokens, const std::string& kv_type, Array<float> logits,
+            Array<int64_t> greedy, Bytes finite) {
     Batch b;
     b.rows = int(tokens.size());
     b.num_sequences = int(queries.size());
     b.num_sampled = int(sampled.size());
     require(b.rows > 0, "a step needs rows");
     require(b.num_sampled <= b.rows, "more rows are sampled than there are");
-    require(positions.size() == tokens.size() && slots.size() == tokens.size(), "tokens, positions and slots differ in number");
-    require(contexts.size() == queries.size() && tables.ndim() == 2 && tables.shape(0) == queries.size(), "the sequences' arrays differ in number");
-    require(logits.size() == sampled.size() * size_t(model_.vocabulary) && greedy.size() == sampled.size() && finite.size() == sampled.size(),
+    require(positions.size() == tokens.size() && slots.size() == tokens.size(),
+            "tokens, positions and slots differ in number");
+    require(contexts.size() == queries.size() && tables.ndim() == 2 && tables.shape(0) == queries.size(),
+            "the sequences' arrays differ in number");
+    require(logits.size() == sampled.size() * size_t(model_.vocabulary) && greedy.size() == sampled.size() &&
+                finite.size() == sampled.size(),
             "the results have another size");
     require(block_tokens > 0 && num_pages > 0 && pages != 0, "there are no pages");
     for (int i = 0; i < b.rows; ++i) {
@@ -187,7 +202,8 @@ class Runner {
       require(positions.data()[i] >= 0 && positions.data()[i] < model_.max_tokens, "a position is beyond the model's");
       require(slots.data()[i] >= 0 && slots.data()[i] < num_pages * block_tokens, "a slot is beyond the pages");
     }
-    for (int i = 0; i < b.num_sampled; ++i) require(sampled.data()[i] >= 0 && sampled.data()[i] < b.rows, "a sampled row is not there");
+    for (int i = 0; i < b.num_sampled; ++i)
+      require(sampled.data()[i] >= 0 && sampled.data()[i] < b.rows, "a sampled row is not there");
     thread_local std::vector<Sequence> sequences;
     sequences.clear();
     int64_t first = 0;
@@ -214,7 +230,7 @@ class Runner {
     b.logits = logits.data();
     b.greedy = greedy.data();
     b.finite = finite.data();
-    nb::gil_scoped_release released;  // first: whoever computes needs the interpreter to come back
+    nb::gil_scoped_release released;  // before the lock, since its holder needs the GIL to return
     std::lock_guard<std::mutex> lock(one_step_);
     step_->prepare(b);
     pool_.run(*step_);
@@ -223,7 +239,8 @@ class Runner {
  private:
   Matrix matrix(nb::handle from, int rows, int cols) {
     const auto& packed = nb::cast<PackedMatrix&>(from);
-    require(packed.matrix.rows == rows && packed.matrix.cols == cols && packed.matrix.data, "a matrix has another shape, or no data");
+    require(packed.matrix.rows == rows && packed.matrix.cols == cols && packed.matrix.data,
+            "a matrix has another shape, or no data");
     owners_.push_back(nb::borrow(from));
     return packed.matrix;
   }
@@ -242,13 +259,15 @@ class Runner {
   std::unique_ptr<Step> step_;
 };
 
-void product(Pool& pool, const std::string& level, const PackedMatrix& packed, Floats x, Array<float> out, int input_bits) {
+void product(Pool& pool, const std::string& level, const PackedMatrix& packed, Floats x, Array<float> out,
+             int input_bits) {
   const Matrix& m = packed.matrix;
   const Level& found = usable(level);
   require(m.data != nullptr, "the matrix has no data");
   require(is_width(input_bits), "inputs have 8, 16 or 32 bits");
   require(x.ndim() == 2 && x.shape(1) == size_t(m.cols), "the inputs have another width");
-  require(out.ndim() == 2 && out.shape(0) == x.shape(0) && out.shape(1) == size_t(m.rows), "the outputs have another shape");
+  require(out.ndim() == 2 && out.shape(0) == x.shape(0) && out.shape(1) == size_t(m.rows),
+          "the outputs have another shape");
   const int rows = int(x.shape(0));
   nb::gil_scoped_release released;
   if (rows) found.product(pool, m, x.data(), rows, out.data(), input_bits);
@@ -277,33 +296,42 @@ std::vector<std::string> level_names() {
 
 NB_MODULE(_cpu, m) {
   using namespace kvferry;
-  nb::set_leak_warnings(false);  // what lives until the interpreter ends is no leak
+  nb::set_leak_warnings(false);  // objects that exist until interpreter exit are not leaks
   m.doc() = "Compiled CPU kernels of kvferry; kvferry.kernels is the only importer.";
-  m.def("levels", &level_names, "Instruction sets that the kernels are compiled for and this machine runs, slowest first.");
+  m.def("levels", &level_names,
+        "Instruction sets that the kernels are compiled for and this machine runs, slowest first.");
   nb::class_<Pool>(m, "Pool").def(nb::init<int>(), "threads"_a).def_prop_ro("threads", &Pool::threads);
   nb::class_<PackedMatrix>(m, "Matrix")
-      .def("__init__", [](PackedMatrix* self, const std::string& wanted, const std::vector<int>& types, int rows, int cols) {
-        new (self) PackedMatrix(make_matrix(wanted, types, rows, cols));
-      }, "wanted"_a, "types"_a, "rows"_a, "cols"_a)
+      .def(
+          "__init__",
+          [](PackedMatrix* self, const std::string& wanted, const std::vector<int>& types, int rows, int cols) {
+            new (self) PackedMatrix(make_matrix(wanted, types, rows, cols));
+          },
+          "wanted"_a, "types"_a, "rows"_a, "cols"_a)
       .def_prop_ro("num_bytes", &PackedMatrix::bytes)
       .def_prop_ro("rows", [](const PackedMatrix& p) { return p.matrix.rows; })
       .def_prop_ro("cols", [](const PackedMatrix& p) { return p.matrix.cols; })
       .def_prop_ro("padded_rows", [](const PackedMatrix& p) { return p.matrix.panels * kPanel; })
-      .def_prop_ro("format", [](const PackedMatrix& p) {
-        const char* names[] = {"f32", "f16", "bf16", "codes4", "codes8"};
-        return std::string(names[int(p.matrix.format)]);
-      })
+      .def_prop_ro("format",
+                   [](const PackedMatrix& p) {
+                     const char* names[] = {"f32", "f16", "bf16", "codes4", "codes8"};
+                     return std::string(names[int(p.matrix.format)]);
+                   })
       .def("pack", &pack_matrix, "types"_a, "parts"_a, "order"_a, "out"_a.noconvert())
       .def("attach", &attach, "data"_a, "bias"_a = nb::none());
   nb::class_<Runner>(m, "Runner")
-      .def(nb::init<nb::dict, nb::dict, nb::list, const std::string&, Pool&>(), "shape"_a, "parts"_a, "layers"_a, "level"_a, "pool"_a,
-           nb::keep_alive<1, 6>())
+      .def(nb::init<nb::dict, nb::dict, nb::list, const std::string&, Pool&>(), "shape"_a, "parts"_a, "layers"_a,
+           "level"_a, "pool"_a, nb::keep_alive<1, 6>())
       .def("phase_seconds", &Runner::phase_seconds)
-      .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a, "sampled"_a,
-           "pages"_a, "num_pages"_a, "block_tokens"_a, "kv_type"_a, "logits"_a.noconvert(), "greedy"_a.noconvert(), "finite"_a.noconvert());
+      .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a,
+           "sampled"_a, "pages"_a, "num_pages"_a, "block_tokens"_a, "kv_type"_a, "logits"_a.noconvert(),
+           "greedy"_a.noconvert(), "finite"_a.noconvert());
   m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "input_bits"_a = 16,
-        "x [rows, cols] times the matrix, into out; x in 8 or 16 bits, or as floats in 32, where the matrix is of codes.");
-  m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a, "Reads an array: the bound of whatever reads as many bytes.");
-  m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "of_bytes"_a = false, "Adds products in registers; how many operations that were.");
-  m.def("row_bytes", [](int type, int cols) { return row_bytes(Source(type), cols); }, "type_id"_a, "cols"_a);
+        "x [rows, cols] times the matrix, into out; x in 8 or 16 bits, or as floats in 32, where the matrix is of "
+        "codes.");
+  m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a,
+        "Streams an array: the bound that memory bandwidth sets.");
+  m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "of_bytes"_a = false,
+        "Runs multiply-adds in registers and returns the number of operations.");
+  m.def("row_bytes", [](int type, int cols) { return row_bytes(GgufType(type), cols); }, "type_id"_a, "cols"_a);
 }

@@ -24,14 +24,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from harness.machine import cpu_name
+
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
-from kvferry.stack.layout import StackConfig
 from kvferry.stack.local_stack import LocalStack
-from kvferry.testing.machine import cpu_name
+from kvferry.stack.plan.processes import StackConfig
 
 RESULTS = Path(__file__).parent / "results" / "bursts.csv"
 WHOLE = ("--max-chunk-tokens", "8192", "--token-budget", "8192", "--max-mixed-tokens", "8192")

@@ -18,17 +18,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from harness.kernels.random_parity import differing_tokens
 
+from kvferry.bench.formulas.gpu_targets import verdicts
+from kvferry.bench.formulas.gpu_work import Row
 from kvferry.bench.gpu import kernels
 from kvferry.bench.gpu.session import Session, on_gpu
 from kvferry.bench.gpu.steps import decode_rows
-from kvferry.bench.gpu.targets import verdicts
-from kvferry.bench.gpu.work import Row
 from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError
 from kvferry.model.shapes import shape_of
-from kvferry.testing.random_parity import differing_tokens
 
 RESULTS = Path(__file__).parent / "results" / "gpu.csv"
 PARTS = ("parity", "kernels", "steps")
@@ -53,7 +53,7 @@ def main() -> int:
     parser.add_argument("--csv", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("no GPU: torch sees none here, so nothing was measured", file=sys.stderr)
+        print("no GPU: torch detects none, so nothing was measured", file=sys.stderr)
         return 1
     wanted = arguments.only or PARTS
     device, begun, wrong, rows = torch.device("cuda"), CLOCK.monotonic(), 0, []

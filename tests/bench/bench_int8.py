@@ -19,7 +19,7 @@ import torch
 
 from kvferry.bench.sampling import alternate
 from kvferry.core.clock import SystemClock
-from kvferry.core.cores import usable_cores
+from kvferry.core.process.cores import usable_cores
 from kvferry.kernels import compiled
 from kvferry.model.source import open_model
 

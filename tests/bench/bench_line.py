@@ -10,7 +10,7 @@ turns within each repetition, so that a change in the machine's mood reaches all
 the idle ones wait in poll and compute nothing. One repetition goes unrecorded before the others: it warms code and
 touches every KV page of the small pools, whose first touch costs page faults once in a server's life.
 
-cold    a prompt that nobody has seen            warm    its first n - 8 tokens were just computed
+cold    a prompt that no worker has computed      warm    its first n - 8 tokens were just computed
 decode  from the second token to the last; with 8 streams, tokens that came while all 8 were decoding
 bound   one stream reads every weight once a token: measured read rate / bytes of weights (8 streams: eight times that)
 """
@@ -30,6 +30,7 @@ from math import prod
 from pathlib import Path
 
 import torch
+from harness.machine import cpu_name
 
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
@@ -38,10 +39,9 @@ from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.source import open_model
 from kvferry.model.tensors import expected_shapes
-from kvferry.rpc.token_source import Timing
-from kvferry.stack.layout import StackConfig
+from kvferry.rpc.text.token_source import Timing
 from kvferry.stack.local_stack import LocalStack
-from kvferry.testing.machine import cpu_name
+from kvferry.stack.plan.processes import StackConfig
 
 RESULTS = Path(__file__).parent / "results" / "line.csv"
 AGGREGATED = "none"
@@ -235,7 +235,7 @@ async def measure(given: argparse.Namespace, names: Sequence[str]) -> tuple[list
                 systems[-1].went_round.clear()
         for repetition in range(given.repetitions):
             rates.append(read_rate(data))
-            # The order turns, so that nobody is always measured right after the same other one.
+            # The order turns, so that no system is always measured right after the same other one.
             for system in systems[repetition % len(systems) :] + systems[: repetition % len(systems)]:
                 progress(f"repetition {repetition + 1} of {given.repetitions}, connector {system.connector}")
                 await one_repetition(system, repetition)

@@ -15,11 +15,12 @@ import torch
 from kvferry.bench.rows import append_csv
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.batch import build_batch
-from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.models.build import build_model
-from kvferry.engine.step import ScheduledSequence, StepPlan
+from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+from kvferry.engine.tensors.batch import build_batch
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.source import ModelSource, open_model
 
 HERE = Path(__file__).parent
@@ -44,7 +45,7 @@ def log_probabilities(source: ModelSource, tokens: list[int], way: Way) -> torch
     """[tokens, vocabulary] float64, of every position."""
     kernels, dtype, weights, numerics = way
     model = build_model(source.config, source.tensors, dtype=dtype, weights=weights, numerics=numerics, kernels=kernels)
-    kv = PagedKv.allocate(PageShape.of(source.config, block_tokens=BLOCK, dtype=dtype), len(tokens) // BLOCK + 1)
+    kv = PagedKv.allocate(KvLayout.of(source.config, block_tokens=BLOCK, dtype=dtype), len(tokens) // BLOCK + 1)
     found = []
     for first in range(0, len(tokens), CHUNK):
         now = min(CHUNK, len(tokens) - first)
@@ -55,7 +56,7 @@ def log_probabilities(source: ModelSource, tokens: list[int], way: Way) -> torch
             num_computed=first,
             num_scheduled=now,
             block_ids=[BlockId(i) for i in range(kv.num_blocks)],
-            samples=True,
+            num_sampled=1,
             sampling=SamplingParams(temperature=0.0),
             sample_index=0,
         )

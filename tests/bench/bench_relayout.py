@@ -12,10 +12,10 @@ from time import perf_counter
 import numpy as np
 
 from kvferry.core.ids import BlockId
-from kvferry.kv.connector import Read
 from kvferry.kv.connectors.windows import CompletedRead, as_pages, copy_raw
-from kvferry.kv.layout import KvLayout
-from kvferry.kv.relayout import Relayout, plan
+from kvferry.kv.interface.connector import Read
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.kv.pages.relayout import Relayout, plan
 from kvferry.kv.staged import StagedRead
 
 NUM_TOKENS = 1920

@@ -30,17 +30,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import redis
+from harness.machine import cpu_name
+from harness.servers.redis_server import redis_server
 
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.core.clock import SystemClock
 from kvferry.core.ids import BlockHash
-from kvferry.kv.tiers import disk, redis_tier
-from kvferry.kv.tiers.frame import Frames, Opening
-from kvferry.kv.tiers.spec import parse_tier
-from kvferry.kv.tiers.tier import ObjectKey
-from kvferry.testing.machine import cpu_name
-from kvferry.testing.redis_server import redis_server
+from kvferry.kv.tiers.disk import disk_tier
+from kvferry.kv.tiers.interface.frame import Frames, Opening
+from kvferry.kv.tiers.interface.spec import parse_tier
+from kvferry.kv.tiers.interface.tier import ObjectKey
+from kvferry.kv.tiers.redis import redis_tier
 
 RESULTS = Path(__file__).parent / "results" / "tiers.csv"
 SECRET = b"a secret for the benchmark"
@@ -102,7 +103,7 @@ class _Unchecked(Opening):
 
 
 class _TrustingFrames(Frames):
-    """Frames whose pages nobody looks at."""
+    """Frames whose pages are not read."""
 
     def open(self, header: bytes, key: ObjectKey) -> Opening:
         super().open(header, key)
@@ -244,9 +245,9 @@ def bench_disk(object_bytes: int, repetitions: int, parent: Path | None) -> dict
     objects = Objects(object_bytes)
     folder = Path(tempfile.mkdtemp(dir=parent, prefix="kv-bench-"))
 
-    def opened(direct: str) -> disk.DiskTier:
+    def opened(direct: str) -> disk_tier.DiskTier:
         spec = parse_tier(f"disk://{folder}/{direct}?size=1GiB&direct={direct}")
-        return disk.open_tier(spec, object_bytes=object_bytes, secret=SECRET, clock=CLOCK)
+        return disk_tier.open_tier(spec, object_bytes=object_bytes, secret=SECRET, clock=CLOCK)
 
     folders = {"page cache": "off", "cold": "off", "direct": "on"}
 
@@ -274,10 +275,10 @@ def bench_disk(object_bytes: int, repetitions: int, parent: Path | None) -> dict
         with suppress(Exception):
             tiers["direct"] = opened("on")
 
-        def storing(tier: disk.DiskTier) -> Callable[[int], object]:
+        def storing(tier: disk_tier.DiskTier) -> Callable[[int], object]:
             return lambda i: tier.store(objects.keys[i], [objects.part(objects.source, i)], SECONDS)
 
-        def loading(tier: disk.DiskTier) -> Callable[[int], object]:
+        def loading(tier: disk_tier.DiskTier) -> Callable[[int], object]:
             return lambda i: tier.load(objects.keys[i], [objects.part(objects.target, i)], SECONDS)
 
         found = {}

@@ -8,12 +8,13 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
+from harness.machine import cpu_name
+
 from kvferry.bench import transfer
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv, as_row
 from kvferry.core.clock import SystemClock
 from kvferry.kv import registry
-from kvferry.testing.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "transfer.csv"
 BLOCK_BYTES = 360 << 10

@@ -18,14 +18,15 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from harness.machine import cpu_name
+from harness.servers.processes import running
+from harness.servers.redis_server import redis_server
+
 from kvferry.bench.commit import commit
 from kvferry.bench.rows import append_csv
 from kvferry.client import Client
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
-from kvferry.testing.machine import cpu_name
-from kvferry.testing.processes import running
-from kvferry.testing.redis_server import redis_server
 
 RESULTS = Path(__file__).parent / "results" / "turns.csv"
 CLOCK = SystemClock()
@@ -115,10 +116,10 @@ def measure_handoff(length: int, rounds: int) -> list[tuple[str, str, list[float
     return found
 
 
-def measure_head_start(length: int, rounds: int) -> list[tuple[str, str, list[float]]]:
+def measure_kv_prefetch(length: int, rounds: int) -> list[tuple[str, str, list[float]]]:
     """What is left of a hand-off when the prompt is done, with blocks that travelled early and without."""
     common = ("--connector", "tcp", "--load-policy", "always")
-    with a_stack(*common) as early, a_stack(*common, "--head-start-tokens", "0") as late:
+    with a_stack(*common) as early, a_stack(*common, "--kv-prefetch-tokens", "0") as late:
         found: dict[str, list[float]] = {}
         for number in range(rounds + 1):
             for name, client in (("early", early), ("late", late)):
@@ -144,7 +145,7 @@ def main() -> None:
                 measured = measure_tier(name, url, length, arguments.rounds)
                 cells += [(tier, length, cell, values) for tier, cell, values in measured]
     cells += [(name, 512, cell, values) for name, cell, values in measure_handoff(512, 5 * arguments.rounds)]
-    cells += [(name, 1900, cell, values) for name, cell, values in measure_head_start(1900, 2 * arguments.rounds)]
+    cells += [(name, 1900, cell, values) for name, cell, values in measure_kv_prefetch(1900, 2 * arguments.rounds)]
     rows = [
         Row(
             date=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""A cluster for the session and a namespace for each test; a failed test tells what the cluster saw."""
+"""A cluster for the session and a namespace for each test; a failed test prints the cluster's logs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.kube import assets, box, cluster, host_image
+from harness.kube.cluster import Cluster, NodeWish
+from harness.kube.fake_kubelet import kubelet
+from harness.pools import on_node
 from kubernetes import client, config
 from tests.cluster.world import DEFINITIONS, World, operator
 
 from kvferry.core.clock import SystemClock
 from kvferry.operator.api import KubeApi
-from kvferry.testing.kube import assets, box, cluster, host_image
-from kvferry.testing.kube.cluster import Cluster, NodeWish
-from kvferry.testing.kube.fake_kubelet import kubelet
-from kvferry.testing.pools import on_node
 
 RELEASE = "kvferry"
 
@@ -63,7 +63,7 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that containers of the runtime `host` see at the same path; put what they need into it."""
     folder = tmp_path_factory.mktemp("models")
-    folder.chmod(0o755)  # pytest's are for their owner alone, and containers are somebody else
+    folder.chmod(0o755)  # pytest's are for their owner alone, and containers run as another user
     return folder
 
 
@@ -81,7 +81,7 @@ def kube_node(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterato
 
 @pytest.fixture(scope="session")
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Tells whoever waits at the terminal what was done, and when."""
+    """Prints progress, with times, to the terminal."""
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     capture = request.config.pluginmanager.get_plugin("capturemanager")
     clock = SystemClock()

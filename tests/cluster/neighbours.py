@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
+from harness.kube import recipes, toolchain
 
-from kvferry.core.config import child_environment
-from kvferry.testing.kube import recipes, toolchain
+from kvferry.core.process.config import child_environment
 
 FILE = Path(__file__).with_name("neighbours.toml")
 
 
 def downloaded(module: str, version: str) -> dict[str, Any]:
-    """What Go tells of a module that it has fetched; skips where it cannot."""
+    """Go's description of a fetched module; skips the test where it cannot be fetched."""
     words = [toolchain.find(recipes.read().go), "mod", "download", "-json", f"{module}@{version}"]
     with tempfile.TemporaryDirectory() as empty:
         done = subprocess.run(words, cwd=empty, env=child_environment({}), capture_output=True, text=True, timeout=250)

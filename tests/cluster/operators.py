@@ -16,15 +16,15 @@ from typing import Any
 from urllib.error import HTTPError
 
 import yaml
+from harness.kube import assets, cluster
+from harness.kube.cluster import Cluster
+from harness.kube.control_plane import PlaneWish
+from harness.servers.processes import RunningProcess, running
 from kubernetes import client, config
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.operator.api import KubeApi
-from kvferry.testing.kube import assets, cluster
-from kvferry.testing.kube.cluster import Cluster
-from kvferry.testing.kube.control_plane import PlaneWish
-from kvferry.testing.processes import RunningProcess, running
 
 CHART = Path(__file__).parents[2] / "charts/kvferry"
 API = "kvferry.dev/v1alpha1"
@@ -122,7 +122,7 @@ class Kube:
 
 @contextmanager
 def a_cluster(folder: Path, plane: PlaneWish | None = None, *, defined: bool = True) -> Iterator[Kube]:
-    """A control plane, with kvferry's definitions unless told otherwise."""
+    """A control plane, with kvferry's definitions by default."""
     with cluster.running(folder, assets.find(["control"]), plane=plane) as running_:
         made = Kube(running_)
         try:

@@ -51,61 +51,67 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "negative tokens": ({"model": {"name": "m", "maxTokens": -1}}, "greater than or equal to 0"),
     "two caches": (
         {"model": {"name": "m", "cache": {"hostPath": "/x", "persistentVolumeClaim": "y"}}},
-        "persistentVolumeClaim or hostPath, not both",
+        "model.cache.hostPath are mutually exclusive",
     ),
     "relative mount": ({"model": {"name": "m", "cache": {"mountPath": "x"}}}, "spec.model.cache.mountPath"),
     "no roles": ({"roles": []}, "spec.roles"),
     "unknown role": ({"roles": [{"name": "encode"}]}, 'supported values: "prefill"'),
-    "prefill alone": ({"roles": [{"name": "prefill"}]}, "needs the roles prefill and decode, or combined"),
-    "decode alone": ({"roles": [{"name": "decode"}]}, "needs the roles prefill and decode, or combined"),
-    "a role twice": ({"roles": [{"name": "combined"}, {"name": "combined"}]}, "Duplicate value"),
+    "prefill alone": ({"roles": [{"name": "prefill"}]}, "needs the roles prefill and decode, or the role both"),
+    "decode alone": ({"roles": [{"name": "decode"}]}, "needs the roles prefill and decode, or the role both"),
+    "a role twice": ({"roles": [{"name": "both"}, {"name": "both"}]}, "Duplicate value"),
     "negative replicas": (prefill(replicas=-1), "greater than or equal to 0"),
     "too many replicas": (prefill(replicas=1001), "less than or equal to 1000"),
-    "replicas and Auto": (prefill(replicas=2, scaling={"mode": "Auto"}), "one writer per number"),
-    "replicas and External": (prefill(replicas=2, scaling={"mode": "External"}), "one writer per number"),
+    "replicas and Auto": (
+        prefill(replicas=2, scaling={"mode": "Auto"}),
+        "only one writer may own the number of replicas",
+    ),
+    "replicas and External": (
+        prefill(replicas=2, scaling={"mode": "External"}),
+        "only one writer may own the number of replicas",
+    ),
     "unknown scaling": (prefill(scaling={"mode": "Magic"}), 'supported values: "Static"'),
     "min above max": (
         prefill(scaling={"mode": "Auto", "minReplicas": 5, "maxReplicas": 2}),
-        "minReplicas is above scaling.maxReplicas",
+        "minReplicas must not exceed scaling.maxReplicas",
     ),
     "max 0": (prefill(scaling={"mode": "Auto", "maxReplicas": 0}), "greater than or equal to 1"),
     "kv target of 100": (prefill(scaling={"mode": "Auto", "kvTarget": 100}), "less than or equal to 99"),
-    "target without Auto": (prefill(scaling={"mode": "External", "requestsTarget": 3}), "targets of mode Auto"),
+    "target without Auto": (prefill(scaling={"mode": "External", "requestsTarget": 3}), "require scaling.mode Auto"),
     "endless window": (prefill(scaling={"mode": "Auto", "downSeconds": 86401}), "downSeconds"),
     "idle at once": (prefill(scaling={"mode": "Auto", "idleSeconds": 0}), "idleSeconds"),
     "a size without unit": (prefill(engine={"kvMemory": "much"}), "spec.roles[0].engine.kvMemory"),
     "negative threads": (prefill(engine={"threads": -2}), "spec.roles[0].engine.threads"),
     "no token budget": (prefill(engine={"tokenBudget": 0}), "spec.roles[0].engine.tokenBudget"),
     "no sequences": (prefill(engine={"maxSequences": 0}), "spec.roles[0].engine.maxSequences"),
-    "restart policy": (prefill(template={"spec": {"restartPolicy": "Never"}}), "always started again"),
+    "restart policy": (prefill(template={"spec": {"restartPolicy": "Never"}}), "worker pods use Always"),
     "our own label": (
         prefill(template={"metadata": {"labels": {"kvferry.dev/pool": "x"}}}),
-        "labels under kvferry.dev/ are the operator's own",
+        "labels under kvferry.dev/ are reserved for the operator",
     ),
     "unknown connector": ({"connector": {"type": "udp"}}, 'supported values: "nixl"'),
-    "shm between pods": ({"connector": {"type": "shm"}}, "pods need nixl or tcp"),
+    "shm between pods": ({"connector": {"type": "shm"}}, "between pods use nixl or tcp"),
     "unknown tier": (tiers({"type": "tape", "size": "1Gi"}), 'supported values: "dram"'),
-    "dram without size": (tiers({"type": "dram"}), "need a size"),
-    "dram with url": (tiers({"type": "dram", "size": "1Gi", "url": "redis://x"}), "the others take neither"),
-    "redis without url": (tiers({"type": "redis"}), "needs url or urlSecret"),
+    "dram without size": (tiers({"type": "dram"}), "require size"),
+    "dram with url": (tiers({"type": "dram", "size": "1Gi", "url": "redis://x"}), "other types accept neither"),
+    "redis without url": (tiers({"type": "redis"}), "requires url or urlSecret"),
     "redis with size": (tiers({"type": "redis", "url": "redis://x", "size": "1Gi"}), "maxmemory"),
-    "redis of another scheme": (tiers({"type": "redis", "url": "http://x"}), "begins with redis://"),
-    "a password in the url": (tiers({"type": "redis", "url": "redis://:pw@x/0"}), "put the whole url into a Secret"),
+    "redis of another scheme": (tiers({"type": "redis", "url": "http://x"}), "start with redis://"),
+    "a password in the url": (tiers({"type": "redis", "url": "redis://:pw@x/0"}), "store the complete URL in a Secret"),
     "url twice": (
         tiers({"type": "redis", "url": "redis://x", "urlSecret": {"name": "s"}}),
-        "give url or urlSecret, not both",
+        "url and urlSecret are mutually exclusive",
     ),
     "five tiers": (tiers(*({"type": "dram", "size": "1Gi"} for _ in range(5))), "must have at most 4 items"),
     "no prefix": ({"routing": {"prefixBlocks": 0}}, "spec.routing.prefixBlocks"),
     "no block": ({"routing": {"blockTokens": 0}}, "spec.routing.blockTokens"),
     "negative skip": ({"routing": {"skipPrefillBelowTokens": -1}}, "spec.routing.skipPrefillBelowTokens"),
-    "negative head start": ({"routing": {"headStartTokens": -1}}, "spec.routing.headStartTokens"),
+    "negative KV prefetch": ({"routing": {"kvPrefetchTokens": -1}}, "spec.routing.kvPrefetchTokens"),
     "no streams": ({"flowControl": {"maxStreams": 0}}, "spec.flowControl.maxStreams"),
     "held for days": ({"flowControl": {"holdSeconds": 3601}}, "spec.flowControl.holdSeconds"),
     "negative held": ({"flowControl": {"maxHeld": -1}}, "spec.flowControl.maxHeld"),
     "no time": ({"flowControl": {"requestTimeoutSeconds": 0}}, "spec.flowControl.requestTimeoutSeconds"),
     "surge no number": ({"rollout": {"maxSurge": "some"}}, "spec.rollout.maxSurge"),
-    "nothing may move": ({"rollout": {"maxSurge": "0", "maxUnavailable": "0%"}}, "nothing could move"),
+    "nothing may move": ({"rollout": {"maxSurge": "0", "maxUnavailable": "0%"}}, "cannot both be 0"),
     "skew 0": ({"rollout": {"maxSkew": 0}}, "spec.rollout.maxSkew"),
     "no such name of a revision": ({"rollout": {"rollbackTo": "chat-1"}}, "spec.rollout.rollbackTo"),
     "no deadline": ({"rollout": {"progressDeadlineSeconds": 0}}, "spec.rollout.progressDeadlineSeconds"),
@@ -121,15 +127,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a pod that is text": ({"gateway": {"template": {"spec": "x"}}}, "must be of type object"),
     "our own label on gateways": (
         {"gateway": {"template": {"metadata": {"labels": {"kvferry.dev/role": "x"}}}}},
-        "labels under kvferry.dev/ are the operator's own",
+        "labels under kvferry.dev/ are reserved for the operator",
     ),
     "restart policy of gateways": (
         {"gateway": {"template": {"spec": {"restartPolicy": "Never"}}}},
-        "a gateway is always started again",
+        "gateway pods use Always",
     ),
     "min above the default max": (
         prefill(scaling={"mode": "Auto", "minReplicas": 20}),
-        "which is 10 where it is not set",
+        "(default 10)",
     ),
     "unknown extension": ({"gateway": {"inferenceExtension": "Maybe"}}, "spec.gateway.inferenceExtension"),
     "unknown monitor": ({"observability": {"podMonitor": "Maybe"}}, "spec.observability.podMonitor"),
@@ -150,7 +156,7 @@ def test_a_bad_value_is_refused_by_name(defined, case):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("c" * 41, "40 characters"), ("1chat", "begin with a letter"), ("a.b", "begin with a letter")]
+    ("name", "said"), [("c" * 41, "40 characters"), ("1chat", "start with a letter"), ("a.b", "start with a letter")]
 )
 def test_a_name_that_no_service_could_have(defined, name, said):
     named = pool()
@@ -169,7 +175,7 @@ def test_the_model_name_cannot_change(defined, namespace):
 
 
 def test_the_api_server_stores_the_defaults_that_the_code_has(defined, namespace):
-    from kvferry.operator.spec import parse_pool
+    from kvferry.operator.pool.spec import parse_pool
 
     plain = pool()
     defined.kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(plain))
@@ -198,8 +204,8 @@ def test_the_status_is_not_the_users(defined, namespace):
 
 def test_explain_is_a_manual(defined):
     said = defined.kubectl("explain", "kvpool.spec.rollout")
-    assert "Both roles move together" in said
-    assert "Earlier revisions kept for rollbackTo" in said
+    assert "Both roles are updated together" in said
+    assert "Number of old revisions to keep for rollbackTo" in said
     assert "<no description>" not in defined.kubectl("explain", "kvpool.spec")
 
 
@@ -220,8 +226,8 @@ def test_a_scaler_scales(defined, namespace, replicas):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"role": "prefill"}, "role cannot change"),
-        ({"pool": "other"}, "pool cannot change"),
+        ({"role": "prefill"}, "role is immutable"),
+        ({"pool": "other"}, "pool is immutable"),
         ({"replicas": 1001}, "less than or equal to 1000"),
     ],
 )

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from kvferry.testing.kube.certificates import Authority
+from harness.kube.certificates import Authority
 
 pytestmark = pytest.mark.cluster
 

@@ -1,4 +1,4 @@
-"""Others decide how many pods a role has: an HPA, somebody with kubectl, KEDA. The operator follows, or says who."""
+"""Replica counts set by others: an HPA, kubectl, KEDA. The operator follows, or reports the other manager."""
 
 import base64
 import datetime
@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from harness.kube.certificates import Authority
 from tests.cluster.neighbours import definition
 from tests.cluster.operators import API, Kube, a_cluster, a_pool, an_operator, eventually, fake_pods, stays
-
-from kvferry.testing.kube.certificates import Authority
 
 pytestmark = pytest.mark.cluster
 
@@ -182,7 +181,7 @@ def test_somebody_who_scales_a_static_role_is_named_until_he_gives_it_back(kube:
     kube.rolled_out(namespace)
     kube.kubectl("scale", "kvscale/chat-decode", "--replicas=2", "-n", namespace)
     found = eventually(lambda: is_true(contested(kube, namespace)))
-    assert (found["reason"], "kubectl writes spec.replicas" in found["message"]) == ("OtherManager", True)
+    assert (found["reason"], "kubectl owns spec.replicas" in found["message"]) == ("OtherManager", True)
     eventually(lambda: ready(kube, namespace, 2))
     stays(lambda: (scaler(kube, namespace)["metadata"]["generation"], deployment(kube, namespace)["spec"]), 5)
     give_back(kube, namespace, 1)
@@ -198,7 +197,7 @@ def test_somebody_who_scales_a_deployment_is_named_until_he_gives_it_back(kube: 
     name = deployment(kube, namespace)["metadata"]["name"]
     kube.kubectl("scale", f"deployment/{name}", "--replicas=3", "-n", namespace)
     found = eventually(lambda: is_true(contested(kube, namespace)))
-    assert found["message"].startswith(f"Deployment {name}: kubectl writes spec.replicas too")
+    assert found["message"].startswith(f"Deployment {name}: kubectl owns spec.replicas too")
     stays(lambda: deployment(kube, namespace)["metadata"]["generation"], 5)
     assert deployment(kube, namespace)["spec"]["replicas"] == 3
     give_back(kube, namespace, 1)

@@ -7,8 +7,8 @@ from tests.cluster.operators import CLOCK, AnOperator, Kube, a_cluster, a_pool, 
 
 pytestmark = pytest.mark.cluster
 
-PULSE_SECONDS = 3600
-"""Its touches are counted by themselves."""
+WATCH_PROBE_SECONDS = 3600
+"""Longer than the test: the probe writes too."""
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,9 @@ def test_what_each_change_costs(kube: Kube) -> None:
     with (
         kube.namespace() as namespace,
         fake_pods(kube, namespace),
-        an_operator(kube.kubeconfig, namespace, "--pulse-seconds", str(PULSE_SECONDS)) as operator,
+        an_operator(kube.kubeconfig, namespace, "--watch-probe-seconds", str(WATCH_PROBE_SECONDS)) as operator,
     ):
-        # The first pool brings the first pulse and the census with it.
+        # The first pool brings the first watch probe and the census with it.
         kube.apply(a_pool(namespace, "first"))
         kube.rolled_out(namespace, "first")
         eventually(lambda: calls(operator).get('kind="InferencePool",method="GET"}', 0) >= 2, "the second census")

@@ -12,18 +12,18 @@ from typing import Any
 import httpx
 import pytest
 import urllib3
+from harness.fakes.byte_model import byte_model
+from harness.fakes.scripted_worker import ScriptedWorkers
+from harness.servers.processes import a_worker, running
 
 from kvferry.core.clock import SystemClock
 from kvferry.gateway.config import FleetConfig, GatewayConfig, HoldConfig, HttpConfig, PoolName
-from kvferry.gateway.discovery import News
-from kvferry.gateway.endpoint_slices import EndpointSlices
-from kvferry.gateway.holding import Holding
-from kvferry.gateway.pool_api import ApiTrouble, PoolApi, Watch
-from kvferry.gateway.serve import Gateway
-from kvferry.gateway.waking import Waker
-from kvferry.testing.byte_model import byte_model
-from kvferry.testing.processes import a_worker, running
-from kvferry.testing.scripted_worker import ScriptedWorkers
+from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
+from kvferry.gateway.fleet.pool_api import ApiTrouble, PoolApi, Watch
+from kvferry.gateway.fleet.waking import Waker
+from kvferry.gateway.gateway import Gateway
+from kvferry.gateway.routing.discovery import News
+from kvferry.gateway.routing.holding import Holding
 
 pytestmark = pytest.mark.cluster
 
@@ -153,7 +153,7 @@ async def test_requests_are_held_until_workers_join_and_go_where_the_slices_say(
         held = asyncio.create_task(client.post("/v1/completions", json=ASKED))
         await until(lambda: gateway._holding.num_held == 1)
         assert (await client.get("/ready")).status_code == 200, "a pool that sleeps is woken by whoever asks here"
-        assert (await client.get("/fleet")).json()["held"] == 1
+        assert (await client.get(f"http://{gateway.listening.admin}/fleet")).json()["held"] == 1
         await asyncio.to_thread(slices.put, "p-0", "prefill", p0.address)
         await asyncio.to_thread(slices.put, "d-0", "decode", d0.address)
         assert (await held).status_code == 200
@@ -163,8 +163,11 @@ async def test_requests_are_held_until_workers_join_and_go_where_the_slices_say(
         await until(lambda: ready(gateway) == ["d-0", "d-1", "p-0"])
         await asyncio.to_thread(slices.put, "d-0", "decode", d0.address, terminating=True)
         await until(lambda: ready(gateway) == ["d-1", "p-0"])
-        told = {worker["name"]: worker for worker in (await client.get("/fleet")).json()["workers"]}
-        assert told["d-0"]["why_not"] == "it is being stopped"
+        told = {
+            worker["name"]: worker
+            for worker in (await client.get(f"http://{gateway.listening.admin}/fleet")).json()["workers"]
+        }
+        assert told["d-0"]["why_not"] == "terminating"
         await asyncio.to_thread(slices.remove, "d-0")
         await until(lambda: sorted(view.name for view in gateway.fleet.views()) == ["d-1", "p-0"])
         before = len(d1.decodes)
@@ -203,7 +206,7 @@ class Forgotten:
 
 
 class Troubled(PoolApi):
-    """Fails as it is told to, once or for a while."""
+    """Fails on request, once or for a while."""
 
     answers: tuple[Any, ...] = ()
     """In a watch's place; errors are raised."""
@@ -310,11 +313,11 @@ def scaler(role: str, replicas: int, wake: str) -> dict[str, Any]:
 
 @pytest.fixture
 def scalers(slices: Slices) -> Callable[[str], int]:
-    """prefill and decode asleep, combined asleep for good; how many each has."""
+    """prefill and decode asleep, both asleep for good; how many each has."""
     kube, namespace = slices.kube, slices.namespace
     kube.kubectl("apply", "-f", "-", input=json.dumps(SCALERS))
     kube.kubectl("wait", "--for=condition=Established", "crd/poolrolescalers.kvferry.dev", "--timeout=30s")
-    for role, wake in (("prefill", "true"), ("decode", "true"), ("combined", "false")):
+    for role, wake in (("prefill", "true"), ("decode", "true"), ("both", "false")):
         kube.kubectl("create", "-n", namespace, "-f", "-", input=json.dumps(scaler(role, 0, wake)))
 
     def replicas(role: str) -> int:
@@ -329,8 +332,8 @@ async def test_a_held_request_wakes_the_roles_that_may_be_woken(slices, scalers)
         assert (await client.post("/v1/completions", json=ASKED)).status_code == 503
         assert gateway._waker is not None
         assert gateway._waker.num_wakes == 2
-        assert (await client.get("/fleet")).json()["waking"] == {"detail": ""}
-    counts = [await asyncio.to_thread(scalers, role) for role in ("prefill", "decode", "combined")]
+        assert (await client.get(f"http://{gateway.listening.admin}/fleet")).json()["waking"] == {"detail": ""}
+    counts = [await asyncio.to_thread(scalers, role) for role in ("prefill", "decode", "both")]
     assert counts == [1, 1, 0]
 
 
@@ -370,9 +373,9 @@ async def test_the_whole_gateway_serves_a_pool_of_real_workers(slices):
         async with httpx.AsyncClient(base_url=f"http://{heard['http']}", timeout=SECONDS) as client:
             body = {"model": "tiny", "prompt": "hello", "max_tokens": 4}
             held = asyncio.create_task(client.post("/v1/completions", json=body))
-            slices.put("c-0", "combined", str(listening["grpc"]), str(listening["admin"]))
+            slices.put("c-0", "both", str(listening["grpc"]), str(listening["admin"]))
             assert (await held).status_code == 200
-            (told,) = (await client.get("/fleet")).json()["workers"]
+            (told,) = (await client.get(f"http://{heard['admin']}/fleet")).json()["workers"]
             assert (told["name"], told["worker_id"], told["role"], told["takes_work"]) == ("c-0", "c-0", "both", True)
             assert told["model_digest"]
         assert gateway.stop() == 0

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.kube.children import wait_gone
+from harness.kube.control_plane import PlaneWish
 from tests.cluster.operators import (
     API,
     CLOCK,
@@ -24,9 +26,7 @@ from tests.cluster.operators import (
 from tests.cluster.watch_relay import a_watch_relay
 
 from kvferry.core.errors import KvferryError
-from kvferry.operator.watches import WATCHED
-from kvferry.testing.kube.children import wait_gone
-from kvferry.testing.kube.control_plane import PlaneWish
+from kvferry.operator.process.watches import WATCHED
 
 pytestmark = pytest.mark.cluster
 
@@ -175,18 +175,18 @@ def answers(kube: Kube) -> bool:
 def test_a_watch_that_has_fallen_silent_makes_the_operator_ill(
     kind: str, kube: Kube, namespace: str, tmp_path: Path
 ) -> None:
-    pulse = 2.0
+    probe_seconds = 2.0
     with ExitStack() as stack:
         relay = stack.enter_context(a_watch_relay(kube.kubeconfig))
         file = relay.write_kubeconfig(tmp_path / "kubeconfig")
         stack.enter_context(fake_pods(kube, namespace))
-        operator = stack.enter_context(an_operator(file, namespace, "--pulse-seconds", str(pulse)))
+        operator = stack.enter_context(an_operator(file, namespace, "--watch-probe-seconds", str(probe_seconds)))
         kube.apply(a_pool(namespace))
         kube.rolled_out(namespace)
         assert operator.get("/healthz") == (200, "ok\n")
         relay.stalled = WATCHED[kind][2]
         begun = CLOCK.monotonic()
-        status, why = eventually(lambda: ill(operator.get("/healthz")), seconds=2 * pulse + 3)
+        status, why = eventually(lambda: ill(operator.get("/healthz")), seconds=2 * probe_seconds + 3)
         print(f"ill {CLOCK.monotonic() - begun:.1f} s after the watch had fallen silent: {why}")
         assert status == 503
         assert why.startswith(f"the watch of {kind} is ")

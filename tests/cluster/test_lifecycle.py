@@ -1,4 +1,4 @@
-"""A cluster ends with whom it belongs to, and leaves nothing."""
+"""A cluster ends with its owner process and leaves nothing behind."""
 
 import subprocess
 import sys
@@ -7,22 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness.kube import assets, box, cluster
+from harness.kube.assets import Assets
+from harness.kube.children import Process, State, is_alive, log_tail
+from harness.kube.cluster import NodeWish
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable
-from kvferry.testing.kube import assets, box, cluster
-from kvferry.testing.kube.assets import Assets
-from kvferry.testing.kube.children import Process, State, is_alive, log_tail
-from kvferry.testing.kube.cluster import NodeWish
 
 pytestmark = pytest.mark.cluster
 
-KUBE = [sys.executable, "-m", "kvferry.testing.kube"]
+KUBE = [sys.executable, "-m", "harness.kube"]
 OWNER = """
 import sys
 from pathlib import Path
-from kvferry.testing.kube import assets, cluster
-from kvferry.testing.kube.cluster import NodeWish
+from harness.kube import assets, cluster
+from harness.kube.cluster import NodeWish
 wish = NodeWish() if sys.argv[2] == "node" else None
 made = cluster.up(Path(sys.argv[1]), assets.find(["control", "node"], say=lambda _: None), wish=wish)
 print("up", flush=True)

@@ -12,7 +12,7 @@ from tests.cluster.operators import Kube, a_cluster, a_pool, an_operator, eventu
 
 pytestmark = pytest.mark.cluster
 
-QUICK = ("--look-seconds", "2")
+QUICK = ("--discovery-seconds", "2")
 EXTENSION = "inferencepools.inference.networking.k8s.io"
 
 
@@ -77,7 +77,7 @@ def test_kinds_come_and_go_while_the_operator_runs(kube: Kube, namespace: str) -
             eventually(lambda: integration(kube, namespace) == "Emitted", "emitted")
             eventually(lambda: kube.api.get("monitoring.coreos.com/v1", "PodMonitor", namespace, "chat"))
             monitor = emitted(kube, namespace, "podmonitors.monitoring.coreos.com")
-            assert [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]] == ["metrics", "http"]
+            assert [one["port"] for one in monitor["spec"]["podMetricsEndpoints"]] == ["metrics", "admin"]
             remove(kube, EXTENSION, "podmonitors.monitoring.coreos.com")
             eventually(lambda: integration(kube, namespace) == "KindNotInstalled", "gone again")
         assert operator.process.process.poll() is None

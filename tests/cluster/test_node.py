@@ -6,10 +6,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from harness.kube import host_image
 from kubernetes import client
 from tests.cluster.operators import eventually
-
-from kvferry.testing.kube import host_image
 
 pytestmark = [pytest.mark.cluster, pytest.mark.node]
 

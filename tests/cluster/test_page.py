@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.house.documents import Fence, fences
+from harness.pools.on_node import CLOCK, MODEL
 
 from kvferry.bench.commit import ROOT
-from kvferry.core.config import child_environment
-from kvferry.testing.documents import Fence, fences
-from kvferry.testing.pools.on_node import CLOCK, MODEL
+from kvferry.core.process.config import child_environment
 
 pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(400)]
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from harness.pools import on_node
+from harness.pools.on_node import MODEL, PoolOnNode, eventually
+from harness.servers.redis_server import RedisServer, redis_server
 from openai import OpenAI
 
 from kvferry.client import Client
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.testing.pools import on_node
-from kvferry.testing.pools.on_node import MODEL, PoolOnNode, eventually
-from kvferry.testing.redis_server import RedisServer, redis_server
 
 pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(600)]
 
@@ -80,7 +80,7 @@ def check_answers(pool: PoolOnNode, alone: Callable[[list[int]], list[int]], con
 
 def test_kubectl_explains_every_level(operated: Any) -> None:
     said = operated.kubectl("explain", "kvpool.spec.roles")
-    assert "Prefill computes prompts, decode" in said
+    assert "Role prefill computes prompts, role decode generates" in " ".join(said.split())
     assert "engine" in operated.kubectl("explain", "kvpool.spec", "--recursive")
 
 

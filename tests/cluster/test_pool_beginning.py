@@ -5,9 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from harness.kube.fake_kubelet import waiting
 from tests.cluster.world import spec
-
-from kvferry.testing.kube.fake_kubelet import waiting
 
 pytestmark = pytest.mark.cluster
 
@@ -17,7 +16,7 @@ def test_a_new_pool_gets_all_that_it_needs_and_says_so(world):
     status = world.settled()
     revision = status["revision"]
     assert world.deployments() == {f"chat-prefill-{revision}": 1, f"chat-decode-{revision}": 2}
-    assert set(world.all("service")) == {"chat", "chat-prefill", "chat-decode"}
+    assert set(world.all("service")) == {"chat", "chat-gateway", "chat-prefill", "chat-decode"}
     assert set(world.all("poolrolescaler")) == {"chat-prefill", "chat-decode"}
     assert set(world.all("pdb")) == {"chat-prefill", "chat-decode", "chat-gateway"}
     assert set(world.all("networkpolicy")) == {"chat-workers"}
@@ -34,9 +33,9 @@ def test_a_new_pool_gets_all_that_it_needs_and_says_so(world):
     assert world.condition("RolesReady")[:2] == ("True", "AllReady")
     assert world.condition("GatewayReady")[:2] == ("True", "GatewayPodsReady")
     assert world.condition("ChildrenApplied")[:2] == ("True", "Applied")
-    assert world.condition("ReplicasContested")[:2] == ("False", "OneWriter")
+    assert world.condition("ReplicasContested")[:2] == ("False", "SingleWriter")
     # No node, so no gateway that could tell of its workers.
-    assert world.condition("ModelAvailable")[:2] == ("Unknown", "NoGatewayWord")
+    assert world.condition("ModelAvailable")[:2] == ("Unknown", "GatewayReportMissing")
     assert world.condition("Ready")[0] == "Unknown"
 
 
@@ -103,7 +102,7 @@ def test_a_template_of_which_no_pod_can_be_made_is_said_to_be_so(world, template
     body = {"apiVersion": "kvferry.dev/v1alpha1", "kind": "InferencePool", "metadata": {"name": "odd"}}
     world.kubectl("apply", "-f", "-", input=json.dumps({**body, "spec": spec(gateway={"template": template})}))
     said = world.until(lambda: (c := world.condition("Ready", "odd"))[0] == "False" and c)
-    assert said[1] in {"SpecNotUnderstood", "Refused"}
+    assert said[1] in {"InvalidSpec", "Refused"}
     assert "odd" in world.all("kvpool")
 
 
@@ -118,4 +117,4 @@ def test_the_doctor_of_clusters_says_what_is_in_the_way(world):
     assert found["operator"]["told"] == "at-work leads"
     assert found["definitions"]["verdict"] == "ok"
     assert (found["nodes"]["verdict"], done.returncode) == ("bad", 1)
-    assert "NoGatewayWord" in found[f"pool {world.namespace}/chat"]["told"]
+    assert "GatewayReportMissing" in found[f"pool {world.namespace}/chat"]["told"]

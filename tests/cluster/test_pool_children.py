@@ -43,7 +43,7 @@ def test_an_object_of_somebody_elses_is_not_taken_over(world):
     world.kubectl("create", "service", "clusterip", "chat", "--tcp=80:80")
     world.apply()
     message = world.until(lambda: (c := world.condition("ChildrenApplied"))[1] == "Refused" and c[2])
-    assert "a Service called chat exists and is not this pool's" in message
+    assert "Service chat exists and does not belong to this pool" in message
     assert "ownerReferences" not in world.get("service", "chat")["metadata"]
     world.kubectl("delete", "service", "chat")
     world.until(lambda: world.condition("ChildrenApplied")[0] == "True")

@@ -5,9 +5,8 @@ import json
 from contextlib import ExitStack
 
 import pytest
+from harness.kube.fake_kubelet import kubelet, ready
 from tests.cluster.world import COLLECTED, World, operator, spec
-
-from kvferry.testing.kube.fake_kubelet import kubelet, ready
 
 pytestmark = pytest.mark.cluster
 

@@ -59,18 +59,18 @@ def test_a_second_writer_of_a_static_number_is_named(world):
     revision = world.settled()["revision"]
     world.kubectl("scale", "kvscale/chat-decode", "--replicas=3")
     message = world.until(lambda: (c := world.condition("ReplicasContested"))[0] == "True" and c[2])
-    assert "kubectl writes spec.replicas too" in message
+    assert "kubectl owns spec.replicas too" in message
     assert "scaling.mode to External" in message
     assert world.deployments()[f"chat-decode-{revision}"] == 3
 
 
 def test_a_role_that_may_sleep_sleeps(world):
-    roles = [{"name": "combined", "scaling": {"mode": "External", "minReplicas": 0}}]
+    roles = [{"name": "both", "scaling": {"mode": "External", "minReplicas": 0}}]
     world.apply(roles=roles)
     world.settled()
-    world.until(lambda: world.get("kvscale", "chat-combined")["metadata"]["annotations"]["kvferry.dev/wake"] == "true")
-    world.kubectl("scale", "kvscale/chat-combined", "--replicas=0")
-    world.until(lambda: world.condition("Ready")[:2] == ("True", "Asleep"))
+    world.until(lambda: world.get("kvscale", "chat-both")["metadata"]["annotations"]["kvferry.dev/wake"] == "true")
+    world.kubectl("scale", "kvscale/chat-both", "--replicas=0")
+    world.until(lambda: world.condition("Ready")[:2] == ("True", "ScaledToZero"))
     assert [role["summary"] for role in world.status()["roles"]] == ["0/0"]
 
 
@@ -101,5 +101,5 @@ def test_back_to_static_after_somebody_scaled_names_who_and_only_that(world):
     world.settled()
     world.apply()
     message = world.until(lambda: (c := world.condition("ReplicasContested"))[0] == "True" and c[2])
-    assert "kubectl writes spec.replicas too" in message
+    assert "kubectl owns spec.replicas too" in message
     assert world.condition("ChildrenApplied")[0] == "True"

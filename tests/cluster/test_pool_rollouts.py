@@ -1,8 +1,7 @@
 """Changes of a pool: both roles roll together within their bounds, pause, go back, and take nothing away."""
 
 import pytest
-
-from kvferry.testing.kube.fake_kubelet import ready, waiting
+from harness.kube.fake_kubelet import ready, waiting
 
 pytestmark = pytest.mark.cluster
 
@@ -108,12 +107,12 @@ def test_no_more_records_than_asked_for(world):
 def test_a_role_that_leaves_the_spec_leaves_the_cluster(world):
     world.apply()
     world.settled()
-    world.apply(roles=[{"name": "combined"}])
+    world.apply(roles=[{"name": "both"}])
     revision = world.settled()["revision"]
-    world.until(lambda: world.deployments() == {f"chat-combined-{revision}": 1})
-    world.until(lambda: set(world.all("service")) == {"chat", "chat-combined"})
-    world.until(lambda: set(world.all("poolrolescaler")) == {"chat-combined"})
-    assert [role["name"] for role in world.status()["roles"]] == ["combined"]
+    world.until(lambda: world.deployments() == {f"chat-both-{revision}": 1})
+    world.until(lambda: set(world.all("service")) == {"chat", "chat-gateway", "chat-both"})
+    world.until(lambda: set(world.all("poolrolescaler")) == {"chat-both"})
+    assert [role["name"] for role in world.status()["roles"]] == ["both"]
 
 
 def test_a_change_of_the_gateway_alone_leaves_workers_alone(world):
@@ -128,25 +127,25 @@ def test_a_change_of_the_gateway_alone_leaves_workers_alone(world):
 def test_roles_that_leave_serve_until_those_that_come_are_ready(world):
     world.apply()
     old = world.settled()["revision"]
-    world.kubelet.verdict = lambda pod: ready(pod) if "combined" not in pod["metadata"]["name"] else None
-    world.apply(roles=[{"name": "combined", "replicas": 2}])
-    world.until(lambda: any(name.startswith("chat-combined") for name in world.deployments()))
-    world.until(lambda: "leaves" in world.condition("Progressing")[2])
+    world.kubelet.verdict = lambda pod: ready(pod) if "both" not in pod["metadata"]["name"] else None
+    world.apply(roles=[{"name": "both", "replicas": 2}])
+    world.until(lambda: any(name.startswith("chat-both") for name in world.deployments()))
+    world.until(lambda: "removed from the spec" in world.condition("Progressing")[2])
     assert world.get("deployment", f"chat-decode-{old}")["status"]["readyReplicas"] == 2
     assert {"chat-prefill", "chat-decode"} <= set(world.all("service"))
     world.kubelet.verdict = ready
     world.settled()
-    world.until(lambda: set(world.all("service")) == {"chat", "chat-combined"})
+    world.until(lambda: set(world.all("service")) == {"chat", "chat-gateway", "chat-both"})
 
 
 def test_back_to_a_revision_of_other_roles_is_refused(world):
     world.apply()
     old = world.settled()["revision"]
-    world.apply(roles=[{"name": "combined"}])
+    world.apply(roles=[{"name": "both"}])
     now = world.settled()["revision"]
-    world.apply(roles=[{"name": "combined"}], rollout={"rollbackTo": old})
+    world.apply(roles=[{"name": "both"}], rollout={"rollbackTo": old})
     message = world.until(lambda: (c := world.condition("Progressing"))[1] == "RevisionHasOtherRoles" and c[2])
     assert "Change spec.roles together with rollbackTo" in message
-    assert world.deployments()[f"chat-combined-{now}"] == 1
+    assert world.deployments()[f"chat-both-{now}"] == 1
     world.apply(rollout={"rollbackTo": old})
     assert world.settled()["revision"] == old

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.house.documents import fences
 from tests.cluster.world import COLLECTED
 
 from kvferry.bench.commit import ROOT
-from kvferry.core.config import child_environment
-from kvferry.testing.documents import fences
+from kvferry.core.process.config import child_environment
 
 pytestmark = pytest.mark.cluster
 
@@ -60,7 +60,7 @@ def test_events_are_few(world):
 
 def test_two_pools_in_a_namespace_do_not_meet(world):
     world.apply("one")
-    world.apply("two", roles=[{"name": "combined"}])
+    world.apply("two", roles=[{"name": "both"}])
     world.settled("one")
     world.settled("two")
     world.kubectl("delete", "kvpool", "two")

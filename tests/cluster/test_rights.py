@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from harness.kube.control_plane import PlaneWish
 from tests.cluster.operators import (
     API,
     Kube,
@@ -24,9 +25,9 @@ from tests.cluster.operators import (
 
 from kvferry.core.errors import Unavailable
 from kvferry.gateway.config import PoolName
-from kvferry.gateway.pool_api import ApiTrouble, PoolApi
-from kvferry.operator.surroundings import EXTENSION_POOL, POD_MONITOR
-from kvferry.testing.kube.control_plane import PlaneWish
+from kvferry.gateway.fleet.pool_api import ApiTrouble, PoolApi
+from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
+from kvferry.operator.pool.names import GATEWAY_ADMIN
 
 pytestmark = pytest.mark.cluster
 
@@ -43,7 +44,7 @@ ONLY_GIVEN_ON: frozenset[Right] = frozenset(
         ("kvferry.dev", "poolrolescalers/scale", "patch"),
     }
 )
-"""Nobody can give a gateway rights that he has not got himself."""
+"""The operator grants a gateway only rights that it has itself."""
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +131,11 @@ class Life:
             a_pool(
                 namespace,
                 rollout={"historyLimit": 1, "maxSurge": "100%"},
-                gateway={"inferenceExtension": "Auto", "service": {"httpPort": 18080}},
+                gateway={"inferenceExtension": "Auto"},
             )
         )
-        service = eventually(lambda: kube.api.get("v1", "Service", namespace, "chat"))
-        with fake_gateway(service["spec"]["clusterIP"], 18080, self.fleet):
+        service = eventually(lambda: kube.api.get("v1", "Service", namespace, "chat-gateway"))
+        with fake_gateway(service["spec"]["clusterIP"], GATEWAY_ADMIN, self.fleet):
             kube.rolled_out(namespace)
             eventually(lambda: kube.condition(namespace, "Ready").get("status") == "True")
             self._scaling()
@@ -170,7 +171,7 @@ class Life:
         eventually(
             lambda: not self.there("networkpolicies,podmonitors,inferencepools.inference.networking.k8s.io"), "removed"
         )
-        self.roll(roles=[{"name": "combined"}])
+        self.roll(roles=[{"name": "both"}])
         eventually(lambda: not self.there("kvscale", "chat-prefill"))
 
 
@@ -187,7 +188,7 @@ def test_what_is_granted_is_what_is_used(scope: str, kube: Kube, namespace: str,
     everywhere = ["--everywhere"] if scope == "cluster" else []
     with ExitStack() as stack:
         stack.enter_context(fake_pods(kube, namespace))
-        operator = stack.enter_context(an_operator(account, namespace, "--pulse-seconds", "1", *everywhere))
+        operator = stack.enter_context(an_operator(account, namespace, "--watch-probe-seconds", "1", *everywhere))
         Life(kube, namespace).run()
         assert operator.get("/healthz")[0] == 200
         assert operator.process.stop() == 0
@@ -223,7 +224,7 @@ def test_a_gateway_may_read_slices_and_wake_what_sleeps(
     gateway.close()
 
     def rules(account: str) -> set[str]:
-        """What an account may, beyond what everybody may."""
+        """The rights of an account beyond those of every account."""
         asked = f"--as=system:serviceaccount:{namespace}:"
         everybody = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{asked}nobody").splitlines()
         his = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{asked}{account}").splitlines()

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.kube import assets, recipes
 from tests.cluster.neighbours import downloaded
 from tests.cluster.operators import API, CLOCK, AnOperator, Kube, a_cluster, a_pool, an_operator, eventually
-
-from kvferry.testing.kube import assets, recipes
 
 pytestmark = [pytest.mark.scale, pytest.mark.timeout(1800)]
 
@@ -125,7 +124,7 @@ def test_five_hundred_pools(kube: Kube) -> None:
         still(operator)
         told["MB"] = resident_bytes(operator) >> 20
         told["s of CPU"] = cpu_seconds(operator)
-        # Nobody answers at any gateway's address, which is asked for all the time.
+        # No gateway answers at its address, which is polled all the time.
         begun, numbers, busy = CLOCK.monotonic(), operator.numbers(), cpu_seconds(operator)
         eventually(lambda: CLOCK.monotonic() - begun > 60, seconds=90)
         passed, after = CLOCK.monotonic() - begun, operator.numbers()

@@ -6,13 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
-
-from kvferry.testing.pools.on_node import CLOCK, MODEL, PoolOnNode
+from harness.pools.on_node import CLOCK, MODEL, PoolOnNode
 
 pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(400)]
 
 ROLE = {
-    "name": "combined",
+    "name": "both",
     "engine": {"kvMemory": "256MiB", "threads": 1, "maxSequences": 8},
     "scaling": {
         "mode": "Auto",
@@ -34,14 +33,16 @@ def pool(operated: Any, namespace: str) -> Iterator[PoolOnNode]:
 
 
 def asleep(pool: dict[str, Any]) -> bool:
-    return any(c["reason"] == "Asleep" for c in pool.get("status", {}).get("conditions", []) if c["type"] == "Ready")
+    return any(
+        c["reason"] == "ScaledToZero" for c in pool.get("status", {}).get("conditions", []) if c["type"] == "Ready"
+    )
 
 
 def test_a_pool_sleeps_wakes_and_grows_by_itself(pool: PoolOnNode, say: Callable[[str], None]) -> None:
     pool.apply({"spec": {"roles": [ROLE], "gateway": {"replicas": 1}}})
     pool.until(asleep, "the pool sleeps")
     say("asleep, with no worker pod")
-    assert pool.pods("combined", ready=False) == []
+    assert pool.pods("both", ready=False) == []
 
     began = CLOCK.monotonic()
     (answer,) = asyncio.run(ask(pool, 1, 8))
@@ -51,7 +52,7 @@ def test_a_pool_sleeps_wakes_and_grows_by_itself(pool: PoolOnNode, say: Callable
     answers = asyncio.run(ask(pool, 9, 250))
     assert len(answers) == 9
     decisions = pool.get()["status"]["scaling"]
-    assert {"role": "combined", "from": 1, "to": 2} in [{k: d[k] for k in ("role", "from", "to")} for d in decisions]
+    assert {"role": "both", "from": 1, "to": 2} in [{k: d[k] for k in ("role", "from", "to")} for d in decisions]
     say(f"grew under nine requests: {decisions[0]['reason']}")
 
     pool.until(asleep, "the pool sleeps again")

@@ -1,19 +1,19 @@
 """A constant stream of requests while everything that happens to a pool happens to it: none is lost, none is wrong.
 
-The table of docs/operations.md is written by `python -m kvferry.testing.pools` from what the whole run measured.
+The table of docs/operations.md is written by `python -m harness.pools` from what the whole run measured.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from harness import machine
+from harness.pools import table
+from harness.pools.load import CLOCK, Load, Outcome, Question, questions
+from harness.pools.on_node import MODEL, PoolOnNode, eventually
+from harness.pools.table import Row
 
 from kvferry.engine import LLM
-from kvferry.testing import machine
-from kvferry.testing.pools import table
-from kvferry.testing.pools.load import CLOCK, Load, Outcome, Question, questions
-from kvferry.testing.pools.on_node import MODEL, PoolOnNode, eventually
-from kvferry.testing.pools.table import Row
 
 pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(900)]
 
@@ -85,7 +85,7 @@ def rollback(pool: PoolOnNode) -> None:
     (before,) = {name.rpartition("-")[2] for name in kept} - {now}
     pool.patch({"op": "add", "path": "/spec/rollout", "value": {"rollbackTo": before}})
     assert pool.wait_ready()["status"]["revision"] == before
-    budget(pool, 2048)  # what that revision was made of: following the spec again moves nobody
+    budget(pool, 2048)  # the spec of that revision: following it again replaces no pod
     assert pool.wait_ready()["status"]["revision"] == before
 
 
@@ -120,7 +120,7 @@ def gateway_deleted(pool: PoolOnNode) -> None:
 
 def gateway_killed(pool: PoolOnNode) -> None:
     pool.kill(pool.busy_gateway())
-    eventually(lambda: len(pool.pods("gateway")) < 2, "somebody noticed", 30)
+    eventually(lambda: len(pool.pods("gateway")) < 2, "the pods are gone", 30)
     pool.wait_pods("gateway", 2)
 
 
@@ -134,7 +134,7 @@ def worker_deleted(pool: PoolOnNode) -> None:
 def worker_killed(pool: PoolOnNode) -> None:
     for role in ("prefill", "decode"):
         pool.kill(pool.pods(role)[0])
-        eventually(lambda role=role: not pool.pods(role), "somebody noticed", 30)  # type: ignore[misc]
+        eventually(lambda role=role: not pool.pods(role), "the pods are gone", 30)  # type: ignore[misc]
         pool.wait_pods(role, 1)
     pool.wait_ready()
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.kube.fake_kubelet import FakeKubelet
+from harness.servers.processes import running
+
 from kvferry.bench.commit import ROOT
 from kvferry.core.clock import SystemClock
 from kvferry.operator.api import KubeApi
-from kvferry.testing.kube.fake_kubelet import FakeKubelet
-from kvferry.testing.processes import running
 
 DEFINITIONS: Path = ROOT / "charts/kvferry/files/crds"
 PATIENCE = 60.0

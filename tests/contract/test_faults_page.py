@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from kvferry.testing.faults import page
-from kvferry.testing.faults.cases import CASES, GROUPS, Case
-from kvferry.testing.faults.trial import Row
+from harness.faults import page
+from harness.faults.cases import CASES, GROUPS, Case
+from harness.faults.trial import Row
 
 
 def test_the_page_has_the_cases_of_the_code() -> None:

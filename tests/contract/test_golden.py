@@ -1,8 +1,7 @@
 """Names and wire forms are promises: these files change only together with a version."""
 
 import pytest
-
-from kvferry.testing import golden
+from harness.house import golden
 
 
 @pytest.mark.parametrize("path", golden.vectors(), ids=lambda p: p.name)

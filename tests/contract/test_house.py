@@ -15,6 +15,10 @@ SOURCE_ROOTS = ("services", "operator", "kernels", "proto")
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MODULES = [p for root in SOURCE_ROOTS for p in sorted((ROOT / root).rglob("*.py")) if "_pb2" not in p.name]
 MAX_LINES = 400
+MAX_MODULES = 14
+MAX_CHAIN = 6
+"""Modules in the longest chain of imports inside a room."""
+ROOMS = sorted({p.parent for p in MODULES})
 
 
 @pytest.mark.parametrize("root", SOURCE_ROOTS)
@@ -48,6 +52,13 @@ def test_a_module_says_its_idea_and_stays_readable(module: Path) -> None:
     assert module.stem not in sys.stdlib_module_names - {"__init__"} or module.stem == "operator"
 
 
+@pytest.mark.parametrize("folder", ROOMS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_room_says_its_idea_and_is_small(folder: Path) -> None:
+    assert (folder / "__init__.py").exists() or folder.name in {"kvferry", *SOURCE_ROOTS}
+    modules = [p for p in folder.glob("*.py") if p.name != "__init__.py" and "_pb2" not in p.name]
+    assert len(modules) <= MAX_MODULES, "a folder shows one idea; find the two in it"
+
+
 def test_package_files_hold_no_logic() -> None:
     for path in MODULES:
         if path.name == "__init__.py":
@@ -65,8 +76,61 @@ def test_nothing_that_crosses_a_process_can_run_code() -> None:
         assert not pattern.search(code), path
 
 
+def test_the_files_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|hpp|cpp))`", text))
+    places = [ROOT, *(ROOT / root / "kvferry" for root in SOURCE_ROOTS)]
+    assert len(named) > 80
+    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
+    rooms = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+)`", text))
+    assert [
+        name for name in sorted(rooms) if not any((place / name).is_dir() for place in (*places, ROOT / "kernels"))
+    ] == []
+
+
+def test_files_that_any_page_of_the_docs_names_exist() -> None:
+    """A page may name a file by the end of its path: `batch_slots.py`, `kv/registry.py`."""
+    pages = [page for page in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")) if page.parent.name != "changes"]
+    folders = ("services", "operator", "kernels", "proto", "tests", "charts")
+    files = ["/" + str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    named = {
+        (str(page.relative_to(ROOT)), name)
+        for page in pages
+        for name in re.findall(r"`([a-z_0-9/]+\.(?:py|hpp|cpp|proto))`", page.read_text("utf-8"))
+    }
+    assert len(named) > 150
+    assert sorted((page, name) for page, name in named if not any(file.endswith("/" + name) for file in files)) == []
+
+
+def test_lines_of_the_docs_fit_the_screen() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in pages
+        for number, line in enumerate(page.read_text("utf-8").splitlines(), 1)
+        if len(line) > 120 and not line.lstrip().startswith("|") and "](" not in line
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize("folder", ROOMS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_chains_of_imports_inside_a_room_stay_short(folder: Path) -> None:
+    modules = {_dotted(p): p for p in folder.glob("*.py") if p.name != "__init__.py" and "_pb2" not in p.name}
+    imports = {name: _imports(path) & modules.keys() for name, path in modules.items()}
+    depth: dict[str, int] = {}
+
+    def chain(module: str) -> int:
+        if module not in depth:
+            depth[module] = 0  # a circle would end here, and fail at import
+            depth[module] = 1 + max((chain(other) for other in imports[module]), default=0)
+        return depth[module]
+
+    assert max((chain(module) for module in imports), default=0) <= MAX_CHAIN
+
+
 def test_tests_are_no_packages() -> None:
-    assert not list((ROOT / "tests").rglob("__init__.py")), "tests/operator/__init__.py would hide Python's own"
+    packages = [p.relative_to(ROOT).parts for p in (ROOT / "tests").rglob("__init__.py")]
+    assert all(p[1] == "harness" for p in packages), "tests/operator/__init__.py would hide Python's own"
 
 
 def test_the_lock_names_no_place() -> None:
@@ -83,6 +147,19 @@ def test_generated_code_accepts_the_locked_runtime() -> None:
     assert needs is not None
     assert lock["protobuf"].split(".")[0] == needs[1]
     assert lock["grpcio"] == lock["grpcio-tools"]
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts[1:])
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules that a file imports at its top level."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:

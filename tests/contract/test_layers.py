@@ -21,24 +21,26 @@ CONTRACTS = [
 ]
 
 VIOLATIONS = [
-    ("The house is layered", "services/kvferry/kv/fetcher.py", "import kvferry.engine.step"),
-    ("The house is layered", "services/kvferry/gateway/config.py", "import kvferry.stack.restarts"),
-    ("The house is layered", "services/kvferry/cli/timeline.py", "from kvferry.testing import idle"),
+    ("The house is layered", "services/kvferry/kv/fetcher.py", "import kvferry.engine.plan.step"),
+    ("The house is layered", "services/kvferry/gateway/config.py", "import kvferry.stack.plan.restarts"),
+    ("The house is layered", "services/kvferry/cli/timeline.py", "from kvferry.testing import tier_suite"),
     (
         "The engine knows the connector, never a transport or a tier",
-        "services/kvferry/engine/runner.py",
+        "services/kvferry/engine/run/runner.py",
         "from kvferry.kv.connectors import shm",
     ),
     ("Only the edges speak gRPC", "services/kvferry/engine/llm.py", "import grpc.aio"),
     ("Only the edges speak gRPC", "services/kvferry/kv/registry.py", "from google.protobuf import message"),
-    ("The control plane carries no tensors", "services/kvferry/gateway/fleet.py", "import torch.nn"),
-    ("Decisions are pure", "services/kvferry/engine/scheduler.py", "import threading"),
-    ("Decisions are pure", "services/kvferry/kv/offers.py", "def now():\n    import asyncio"),
-    ("Decisions are pure", "services/kvferry/kv/tiers/breaker.py", "import threading"),
+    ("The control plane carries no tensors", "services/kvferry/gateway/fleet/fleet.py", "import torch.nn"),
+    ("Decisions are pure", "services/kvferry/engine/plan/scheduler.py", "import threading"),
+    ("Decisions are pure", "services/kvferry/kv/handoff/offers.py", "def now():\n    import asyncio"),
+    ("Decisions are pure", "services/kvferry/kv/tiers/policy/breaker.py", "import threading"),
+    ("What ships needs no tests", "services/kvferry/testing/tier_suite.py", "import harness.idle"),
+    ("What ships needs no tests", "services/kvferry/bench/rows.py", "import pytest"),
     (
         "Tiers do not know each other",
-        "services/kvferry/kv/tiers/disk.py",
-        "from kvferry.kv.tiers import redis_tier",
+        "services/kvferry/kv/tiers/disk/disk_tier.py",
+        "from kvferry.kv.tiers.redis import redis_tier",
     ),
     (
         "Connectors do not know each other",

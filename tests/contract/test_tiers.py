@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness.servers.tier_rigs import RIGS, Servers, dram_rig, rigs
 
 from kvferry.testing import frame_suite, tier_suite
-from kvferry.testing.tier_rigs import RIGS, Servers, dram_rig, rigs
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,14 @@
-"""What the tests of `kvferry.testing.faults` share: one engine's answers, and where their rows go."""
+"""What the tests of `harness.faults` share: one engine's answers, and where their rows go."""
 
 from collections.abc import Callable
 
 import pytest
+from harness import machine
+from harness.faults import page
+from harness.faults.traffic import Question, questions
+from harness.faults.trial import Row
 
 from kvferry.engine import LLM
-from kvferry.testing import machine
-from kvferry.testing.faults import page
-from kvferry.testing.faults.traffic import Question, questions
-from kvferry.testing.faults.trial import Row
 
 
 @pytest.fixture(scope="session")

@@ -8,16 +8,16 @@ from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanag
 from dataclasses import dataclass, replace
 
 import pytest
+from harness.faults import cases
+from harness.faults.cases import Case
+from harness.faults.traffic import CLOCK, Ended, Question, answered
+from harness.faults.trial import Felt, Row, undergo, workers_used
+from harness.servers import netns
+from harness.servers.processes import RunningProcess, running
 
 from kvferry.client import AsyncClient
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.testing import netns
-from kvferry.testing.faults import cases
-from kvferry.testing.faults.cases import Case
-from kvferry.testing.faults.traffic import CLOCK, Ended, Question, answered
-from kvferry.testing.faults.trial import Felt, Row, undergo, workers_used
-from kvferry.testing.processes import RunningProcess, running
 
 pytestmark = pytest.mark.long
 
@@ -118,7 +118,7 @@ def compare_first_tokens(stack: Stack, one_engine: LLM) -> str:
         answered(one_engine, [rng.randrange(199) for _ in range(PROMPT_TOKENS)], sampling)
         for _ in range(2 * NUM_TIMED + 2)
     ]
-    asyncio.run(first_tokens(stack.gateway, timed[2 * NUM_TIMED :]))  # connects everybody
+    asyncio.run(first_tokens(stack.gateway, timed[2 * NUM_TIMED :]))  # opens all connections
     fast = statistics.median(asyncio.run(first_tokens(stack.gateway, timed[:NUM_TIMED])))
     stack.link.shape(SLOW_MEGABITS)
     try:

@@ -13,15 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
-
-from kvferry.testing.faults import cases
-from kvferry.testing.faults.cases import Case
-from kvferry.testing.faults.traffic import Ended, Question
-from kvferry.testing.faults.trial import Felt, Row, tiers_used, undergo
-from kvferry.testing.faults.watch import tier_failures
-from kvferry.testing.processes import RunningProcess, running
-from kvferry.testing.redis_relay import Relay, relay
-from kvferry.testing.redis_server import RedisServer, redis_server
+from harness.faults import cases
+from harness.faults.cases import Case
+from harness.faults.traffic import Ended, Question
+from harness.faults.trial import Felt, Row, tiers_used, undergo
+from harness.faults.watch import tier_failures
+from harness.servers.processes import RunningProcess, running
+from harness.servers.redis_relay import Relay, relay
+from harness.servers.redis_server import RedisServer, redis_server
 
 pytestmark = pytest.mark.long
 
@@ -113,7 +112,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         tiers += ["--tier", below.url]
         process = resources.enter_context(running("up", *FLAGS, *ADDRESSES, "--kv-memory", "768KiB", *tiers))
         ready = process.wait_for("ready")
-        admin = ready["admin"]
+        admin = ready["workers"]
         assert isinstance(admin, dict)
         yield Stack(process, list(admin.values()), str(ready["grpc"]), tier, below)
         assert process.stop() == 0
@@ -315,7 +314,7 @@ def read_only(stack: Stack) -> Iterator[Felt]:
 
 
 def remount(folder: Path, how: str) -> None:
-    """To `ro` only while nobody writes just then, so it is tried again."""
+    """Remounting read-only fails during a write, so it is retried."""
     pause = threading.Event()
     for _ in range(500):
         if not subprocess.run(

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import psutil
 import pytest
+from harness.faults import cases
+from harness.faults.cases import Case
+from harness.faults.traffic import Ended, Question, ask
+from harness.faults.trial import Felt, Row, undergo, workers_used
+from harness.servers.processes import RunningProcess, running
 
 from kvferry.client import AsyncClient
-from kvferry.testing.faults import cases
-from kvferry.testing.faults.cases import Case
-from kvferry.testing.faults.traffic import Ended, Question, ask
-from kvferry.testing.faults.trial import Felt, Row, undergo, workers_used
-from kvferry.testing.processes import RunningProcess, running
 
 pytestmark = pytest.mark.long
 
@@ -45,7 +45,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     flags = (*FLAGS, *ADDRESSES, "--kv-memory", "2MiB", "--decode", "2", "--connector", request.param)
     with running("up", *flags) as process:
         ready = process.wait_for("ready")
-        admin = ready["admin"]
+        admin = ready["workers"]
         assert isinstance(admin, dict)
         yield Stack(process, list(admin.values()), str(ready["grpc"]))
         assert process.stop() == 0

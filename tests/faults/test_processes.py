@@ -1,4 +1,4 @@
-"""Processes that die or are told to end at the worst moment: nothing is lost, nothing is left."""
+"""Processes killed or terminated at the worst moment: nothing is lost, nothing leaks."""
 
 import os
 import signal
@@ -10,13 +10,14 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from harness.idle import assert_workers_idle
+from harness.servers.processes import RunningProcess, running
 
 from kvferry.client import Client
 from kvferry.core.clock import SystemClock
+from kvferry.core.errors import Unauthenticated
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.testing.idle import assert_workers_idle
-from kvferry.testing.processes import RunningProcess, running
 from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
 
 SECONDS = 60.0
@@ -63,6 +64,17 @@ def expected() -> list[int]:
 PROMPT = [(13 * i) % 200 for i in range(50)]
 
 
+def test_up_with_api_keys_starts_and_serves_their_owners(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# key tenant\nsecret-1 acme\n")
+    with a_stack("--both", "1", "--prefill", "0", "--decode", "0", "--api-keys-file", str(keys)) as process:
+        address = str(process.events["ready"]["grpc"])
+        with Client(address, timeout=SECONDS, api_key="secret-1") as client:
+            assert client.complete("Hello", SamplingParams(temperature=0.0, max_tokens=2))
+        with Client(address, timeout=SECONDS) as client, pytest.raises(Unauthenticated):
+            client.complete("Hello", SamplingParams(temperature=0.0, max_tokens=2))
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_costs_no_request_and_comes_back(role: str, expected: list[int]) -> None:
     with a_stack() as process, Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client:
@@ -81,7 +93,7 @@ def test_a_killed_worker_costs_no_request_and_comes_back(role: str, expected: li
         until(lambda: child_is_new(process, role, victim.pid), f"a new {role} worker")
         (again,) = client.complete(PROMPT, LONG)
         assert again.token_ids == expected
-        admin = process.events["ready"]["admin"]
+        admin = process.events["ready"]["workers"]
         assert isinstance(admin, dict)
         assert_workers_idle(admin.values())
         assert process.stop() == 0
@@ -99,8 +111,9 @@ def child_is_new(process: RunningProcess, role: str, old: int) -> bool:
 def test_nothing_is_left_after_the_parent_ends(number: signal.Signals, connector: str) -> None:
     before = shared_memory()
     with a_stack("--connector", connector) as process:
-        children = psutil.Process(process.process.pid).children(recursive=True)
-        assert len(children) == (2 if connector == "memory" else 3)
+        parent = psutil.Process(process.process.pid)
+        children = parent.children(recursive=True)  # with the gateway's text process
+        assert len(parent.children()) == (2 if connector == "memory" else 3)
         status = process.stop(number)
         assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0)
         gone, alive = psutil.wait_procs(children, timeout=SECONDS)
@@ -148,7 +161,7 @@ def test_a_frozen_prefill_worker_does_not_hang_a_request(expected: list[int]) ->
 
 def is_running_a_sequence(stack: RunningProcess, worker: psutil.Process) -> bool:
     """Whether the decode worker in this process has a sequence in its batch."""
-    admin = stack.events["ready"]["admin"]
+    admin = stack.events["ready"]["workers"]
     assert isinstance(admin, dict)
     ports = {c.laddr.port for c in worker.net_connections() if c.status == psutil.CONN_LISTEN}
     (address,) = [a for a in map(str, admin.values()) if int(a.rpartition(":")[2]) in ports]
@@ -179,7 +192,7 @@ def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) ->
         assert resumed == 1
         assert frozen is not None
         frozen.resume()
-        admin = process.events["ready"]["admin"]
+        admin = process.events["ready"]["workers"]
         assert isinstance(admin, dict)
         assert_workers_idle(admin.values(), within_seconds=SECONDS)
         assert process.stop() == 0
@@ -189,15 +202,15 @@ def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) ->
     ("arguments", "says"),
     [
         (("up", "--connector", "pigeon"), "not one of memory, nixl, shm, tcp"),
-        (("up", "--prefill", "0"), "nobody could serve"),
-        (("up", "--model", "no-such-model"), "no model 'no-such-model'"),
-        (("up", "--tier", "pigeon://x"), "there is no tier"),
+        (("up", "--prefill", "0"), "cannot serve requests"),
+        (("up", "--model", "no-such-model"), "model 'no-such-model' is not a known name"),
+        (("up", "--tier", "pigeon://x"), "unknown tier"),
         (("up", "--kv-memory", "lots"), "unknown unit"),
         (("worker", "--role", "prefill"), "ticket key"),
         (("worker", "--role", "decode", "--connector", "memory"), "within one process"),
-        (("worker", "--model", "README.md"), "no model"),
+        (("worker", "--model", "README.md"), "is not a known name"),
         (("gateway", "--both", "nowhere"), "host:port"),
-        (("model", "inspect", "no-such-model"), "no model"),
+        (("model", "inspect", "no-such-model"), "is not a known name"),
         (("up", "--config", "missing.toml"), "cannot read the settings file"),
     ],
 )

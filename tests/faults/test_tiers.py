@@ -14,17 +14,18 @@ from pathlib import Path
 
 import pytest
 import redis
+from harness.servers.redis_relay import relay
+from harness.servers.redis_server import RedisServer, redis_server
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
-from kvferry.kv.tiers import disk, redis_tier
-from kvferry.kv.tiers.breaker import BreakerTimes
-from kvferry.kv.tiers.disk_file import TEMPORARY, file_bytes
-from kvferry.kv.tiers.redis_options import ACL_RULE
-from kvferry.kv.tiers.spec import parse_tier
-from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
-from kvferry.testing.redis_relay import relay
-from kvferry.testing.redis_server import RedisServer, redis_server
+from kvferry.kv.tiers.disk import disk_tier
+from kvferry.kv.tiers.disk.object_file import TEMPORARY, file_bytes
+from kvferry.kv.tiers.interface.spec import parse_tier
+from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, Tier, TierError, TierMiss
+from kvferry.kv.tiers.policy.breaker import BreakerTimes
+from kvferry.kv.tiers.redis import redis_tier
+from kvferry.kv.tiers.redis.options import ACL_RULE
 from kvferry.testing.tier_suite import OBJECT_BYTES, SECRET, content, get, key, put
 
 SECONDS = 30.0
@@ -52,8 +53,8 @@ def redis_over(url: str, object_bytes: int = OBJECT_BYTES) -> Iterator[redis_tie
 
 
 @contextmanager
-def disk_over(folder: Path, options: str = "size=64MiB") -> Iterator[disk.DiskTier]:
-    tier = disk.open_tier(
+def disk_over(folder: Path, options: str = "size=64MiB") -> Iterator[disk_tier.DiskTier]:
+    tier = disk_tier.open_tier(
         parse_tier(f"disk://{folder}?{options}"), object_bytes=OBJECT_BYTES, secret=SECRET, clock=CLOCK
     )
     try:
@@ -145,9 +146,9 @@ def test_a_frozen_redis_costs_a_few_timeouts_and_then_nothing(server: RedisServe
             started = CLOCK.monotonic()
             for _ in range(200):
                 assert tier.lookup([key(1)], 5.0) == [Presence.NO]
-                with pytest.raises(TierError, match="did not answer lately"):
+                with pytest.raises(TierError, match="did not answer recently"):
                     tier.load(key(1), [memoryview(bytearray(OBJECT_BYTES))], 5.0)
-                with pytest.raises(TierError, match="did not answer lately"):
+                with pytest.raises(TierError, match="did not answer recently"):
                     put(tier, 2)
             assert CLOCK.monotonic() - started < GRACE, "600 calls of 5 s each, refused at once"
         finally:
@@ -207,7 +208,7 @@ def test_values_that_others_wrote_over_ours(server: RedisServer) -> None:
         assert works(tier, 1), "a store does not take a cut value for one"
         put(tier, 2)
         other.set(stored_as(1), other.get(stored_as(2)) or b"")
-        with pytest.raises(TierError, match="another object's"):
+        with pytest.raises(TierError, match="belongs to a different object"):
             get(tier, 1)
         assert works(tier, 1)
 
@@ -218,7 +219,7 @@ def test_something_else_under_the_name(server: RedisServer) -> None:
             other.delete(stored_as(1))
             other.rpush(stored_as(1), b"a", b"list")
             assert tier.lookup([key(1)], SECONDS) == [Presence.NO]
-            with pytest.raises(TierError, match="something else"):
+            with pytest.raises(TierError, match="a value of another type"):
                 get(tier, 1)
             assert works(tier, 1)
         other.delete(stored_as(1))
@@ -262,8 +263,8 @@ def test_users_and_passwords() -> None:
             with pytest.raises(TierError, match="ACL SETUSER"):
                 put(tier, 3)
         for url, expected in [
-            (f"redis://worker:wr0ng@{where}", "does not take this user and password"),
-            (f"redis://{where}", "wants a password"),
+            (f"redis://worker:wr0ng@{where}", "rejects this user and password"),
+            (f"redis://{where}", "requires a password"),
             (f"redis://worker:s3cret@{where}?prefix=other", "ACL SETUSER"),
         ]:
             with pytest.raises(UsageError, match=expected) as raised, redis_over(url):
@@ -278,7 +279,7 @@ def test_a_redis_that_is_not_there_stops_the_start_and_names_the_tier() -> None:
     started = CLOCK.monotonic()
     with pytest.raises(UsageError, match=url), redis_over(url):
         pass
-    with pytest.raises(UsageError, match="no address"), redis_over("redis://nowhere.invalid:6379"):
+    with pytest.raises(UsageError, match="cannot be resolved"), redis_over("redis://nowhere.invalid:6379"):
         pass
     assert CLOCK.monotonic() - started < SECONDS
 
@@ -329,14 +330,14 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
             assert get(tier, 200) == content(200)
 
 
-def test_a_folder_that_vanished_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_folder_that_vanished_is_not_created_again(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     with disk_over(folder) as tier:
         put(tier, 1)
         shutil.rmtree(folder)
         with pytest.raises(TierMiss):
             get(tier, 1)
-        with pytest.raises(TierError, match="make it again"):
+        with pytest.raises(TierError, match="create it again"):
             put(tier, 2)
         assert tier.lookup([key(1), key(2)], SECONDS) == [Presence.NO, Presence.NO]
         assert not folder.exists()
@@ -362,10 +363,10 @@ def test_a_named_pipe_or_folder_under_the_name_makes_nobody_wait(tmp_path: Path)
 STORING = """
 import sys
 from kvferry.core.clock import SystemClock
-from kvferry.kv.tiers import disk
-from kvferry.kv.tiers.spec import parse_tier
+from kvferry.kv.tiers.disk import disk_tier
+from kvferry.kv.tiers.interface.spec import parse_tier
 from kvferry.testing.tier_suite import OBJECT_BYTES, SECRET, put
-tier = disk.open_tier(parse_tier(sys.argv[1]), object_bytes=OBJECT_BYTES, secret=SECRET, clock=SystemClock())
+tier = disk_tier.open_tier(parse_tier(sys.argv[1]), object_bytes=OBJECT_BYTES, secret=SECRET, clock=SystemClock())
 print("ready", flush=True)
 for number in range(int(sys.argv[2]), 1_000_000):
     put(tier, number)

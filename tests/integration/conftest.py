@@ -2,9 +2,10 @@
 
 import pytest
 
-from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.models.build import build_model
-from kvferry.engine.runner import Runner
+from kvferry.engine.run.runner import Runner
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.source import ModelSource, open_model
 
 
@@ -17,4 +18,4 @@ def smollm() -> ModelSource:
 def runner(request: pytest.FixtureRequest, smollm: ModelSource) -> Runner:
     """Float32, pages of 16 tokens, room for 12,800; by either kind of kernels."""
     model = build_model(smollm.config, smollm.tensors, dtype="float32", kernels=request.param)
-    return Runner(model, PagedKv.allocate(PageShape.of(smollm.config, block_tokens=16, dtype="float32"), 800))
+    return Runner(model, PagedKv.allocate(KvLayout.of(smollm.config, block_tokens=16, dtype="float32"), 800))

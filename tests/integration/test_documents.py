@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.house.documents import DOCUMENTS, Fence, fences
+from harness.servers.processes import running
 
 from kvferry.bench.commit import ROOT
-from kvferry.core.config import child_environment
-from kvferry.testing.documents import DOCUMENTS, Fence, fences
-from kvferry.testing.processes import running
+from kvferry.core.process.config import child_environment
 
 SECONDS = 240
 

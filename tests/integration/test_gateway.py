@@ -1,4 +1,4 @@
-"""A gateway in front of real worker processes: the tokens of one engine, whoever leaves or dies on the way."""
+"""A gateway in front of real worker processes: the tokens of one engine, whichever client leaves or worker dies."""
 
 import asyncio
 import random
@@ -8,17 +8,19 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+from harness.idle import assert_workers_idle
+from harness.servers.processes import RunningProcess, a_worker
 
 from kvferry.client import AsyncClient, FinishReason
 from kvferry.core.clock import SystemClock
+from kvferry.core.hashing import BlockNamers
 from kvferry.engine import LLM, SamplingParams
 from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
-from kvferry.gateway.routing import pick, prefix_key
-from kvferry.gateway.serve import Gateway
+from kvferry.gateway.gateway import Gateway
+from kvferry.gateway.routing.prompt_names import prefix_key
+from kvferry.gateway.routing.replica_choice import pick
 from kvferry.model.source import open_model
-from kvferry.rpc.model_text import text_model_of
-from kvferry.testing.idle import assert_workers_idle
-from kvferry.testing.processes import RunningProcess, a_worker
+from kvferry.rpc.text.model_text import text_model_of
 
 _PROMPT = [(11 * i) % 200 for i in range(70)]
 _DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=300, ignore_eos=True)
@@ -132,14 +134,14 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(stack, expe
 
 
 def belongs_to(prompt: list[int], address: str, stack: Stack) -> bool:
-    key = prefix_key(prompt, tenant="", block_tokens=16, prefix_blocks=4)
+    key = prefix_key(BlockNamers(b""), "", prompt, 4)
     found = pick(key, stack.gateway.fleet.candidates().decode, 1.25)
     return found is not None and found.replica.address == address
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_stream_survives_its_decode_worker(pair, llm, number):
-    """Killed, or told to end with less time to do so than the stream takes."""
+    """Killed, or terminated with less time than the stream takes."""
     p, survivor = pair
     with a_worker("decode", "--connector", "shm", "--drain-seconds", "0.001") as victim:
         async with a_stack([p], [survivor, victim]) as stack:

@@ -8,10 +8,10 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from harness.servers.processes import running
 
 from kvferry.core.errors import UsageError
-from kvferry.gateway.tls import Certificate
-from kvferry.testing.processes import running
+from kvferry.gateway.http.tls import Certificate
 
 
 def make(folder: Path, name: str) -> tuple[Path, Path]:
@@ -57,7 +57,7 @@ def test_a_renewed_certificate_is_taken_up_and_a_broken_one_is_not(tmp_path):
 
 def test_files_that_are_no_certificate_are_named(tmp_path):
     (tmp_path / "a").write_text("x")
-    with pytest.raises(UsageError, match="no TLS with"):
+    with pytest.raises(UsageError, match="cannot load"):
         Certificate(tmp_path / "a", tmp_path / "a")
 
 

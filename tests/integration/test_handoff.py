@@ -5,12 +5,12 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+from harness.idle import assert_workers_idle
+from harness.servers.processes import TEST_KEYS, RunningProcess, a_worker
 
 from kvferry.engine import LLM, SamplingParams
-from kvferry.kv.ticket import Keyring
+from kvferry.kv.handoff.ticket import Keyring
 from kvferry.rpc.wire import sampling_to_wire
-from kvferry.testing.idle import assert_workers_idle
-from kvferry.testing.processes import TEST_KEYS, RunningProcess, a_worker
 from kvferry.v1 import (
     common_pb2,
     decode_pb2,

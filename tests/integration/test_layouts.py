@@ -9,14 +9,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from harness.idle import assert_workers_idle
+from harness.servers.processes import a_worker
 from safetensors.numpy import save_file
 
 from kvferry.engine import LLM, SamplingParams
-from kvferry.kv.layout import KvLayout
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 from kvferry.rpc.wire import sampling_to_wire
-from kvferry.testing.idle import assert_workers_idle
-from kvferry.testing.processes import a_worker
 from kvferry.v1 import (
     common_pb2,
     decode_pb2,
@@ -28,7 +28,7 @@ from kvferry.v1 import (
     worker_admin_pb2,
     worker_admin_pb2_grpc,
 )
-from kvferry.workers.layouts import layout_to_wire
+from kvferry.workers.handoff.peer_layouts import layout_to_wire
 
 CALL_SECONDS = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -207,7 +207,7 @@ def test_a_pair_of_different_models_is_refused_by_name(other_model: str) -> None
         for name, reader in {
             "equal": own,
             "block_tokens": replace(own, block_tokens=24, dtype="float16"),
-            "fewer heads": replace(own, num_kv_heads=1, head_start=1, total_kv_heads=2),
+            "fewer heads": replace(own, num_kv_heads=1, first_kv_head=1, total_kv_heads=2),
             "num_layers": replace(own, num_layers=3),
             "head_dim": replace(own, head_dim=8),
             "model_digest": replace(own, model_digest="else"),
@@ -229,8 +229,8 @@ def test_a_pair_of_different_models_is_refused_by_name(other_model: str) -> None
         request.fingerprint = b"?" * 16
         with pytest.raises(grpc.RpcError) as caught:
             pair.transfer.Describe(request, timeout=CALL_SECONDS)
-        assert "is of another" in str(caught.value.details())
+        assert "its description has another fingerprint" in str(caught.value.details())
         request.ClearField("layout")
         with pytest.raises(grpc.RpcError) as caught:
             pair.transfer.Describe(request, timeout=CALL_SECONDS)
-        assert "nothing more is said" in str(caught.value.details())
+        assert "sent no description of it" in str(caught.value.details())

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from kvferry.testing.processes import running
+from harness.servers.processes import running
 
 SECONDS = 120.0
 
@@ -47,15 +46,15 @@ def test_the_doctor_says_from_where_loading_pays(tmp_path: Path) -> None:
         assert by_name[name]["gbps"] > 0
         assert by_name[name]["note"] == ""
     human = output_of("doctor", "--model", "tiny", "--dtype", "float32", *tiers)
-    assert "pays from" in human
+    assert "break-even" in human
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("bench", "transfer", "--transport", "pigeon"), "there is no transport 'pigeon'"),
+        (("bench", "transfer", "--transport", "pigeon"), "unknown transport 'pigeon'"),
         (("bench", "transfer", "--block-size", "much"), "not a size"),
-        (("doctor", "--tier", "pigeon://x"), "there is no tier pigeon"),
+        (("doctor", "--tier", "pigeon://x"), "unknown tier pigeon"),
         (("doctor", "--tier", "redis://127.0.0.1:1/0"), "redis://127.0.0.1:1/0"),
         (("doctor", "--tier", "redis://u:secret@127.0.0.1:1/0"), "redis://127.0.0.1:1/0"),
         (("up", "--tier", "redis://u:secret@127.0.0.1:1/0?ttl=soon"), "ttl"),

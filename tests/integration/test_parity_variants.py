@@ -4,16 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness.fakes.stepping import generate
+from harness.kernels.transformers_twin import twin_of
 
-from kvferry.engine.batch import StepBatch
-from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.models.build import build_model
 from kvferry.engine.models.model import Logits
-from kvferry.engine.runner import Runner
+from kvferry.engine.run.runner import Runner
+from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 from kvferry.model.config import Llama3RopeScaling, ModelConfig
-from kvferry.testing.stepping import generate
-from kvferry.testing.transformers_twin import twin_of
 
 SCALED = replace(
     tiny.config(),
@@ -36,7 +37,7 @@ def test_a_variant_gives_the_references_logits(config: ModelConfig, monkeypatch:
     source = tiny.TinyTensors(config)
     reference = twin_of(config, source)
     model = build_model(config, source, dtype="float32")
-    runner = Runner(model, PagedKv.allocate(PageShape.of(config, block_tokens=4, dtype="float32"), 64))
+    runner = Runner(model, PagedKv.allocate(KvLayout.of(config, block_tokens=4, dtype="float32"), 64))
     steps: list[torch.Tensor] = []
     original = model.compute
 

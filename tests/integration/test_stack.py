@@ -10,14 +10,14 @@ import grpc
 import httpx
 import openai
 import pytest
+from harness.idle import assert_workers_idle
+from harness.servers.processes import running
 
 from kvferry.client import Client
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.room import SchedulerLimits
-from kvferry.testing.idle import assert_workers_idle
-from kvferry.testing.processes import running
+from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 MODEL = "smollm2-135m-instruct"
@@ -32,8 +32,9 @@ class Stack:
 
     def __init__(self, ready: dict[str, object]) -> None:
         self.http = f"http://{ready['http']}"
+        self.gateway_admin = f"http://{ready['admin']}"
         self.grpc = str(ready["grpc"])
-        admin = ready["admin"]
+        admin = ready["workers"]
         assert isinstance(admin, dict)
         self.admin = [str(a) for a in admin.values()]
 
@@ -167,7 +168,7 @@ def test_prefill_and_decode_give_the_tokens_of_one_engine(stack: Stack, chunk: i
                 continue
             pairs = zip(answer.token_ids, reference.token_ids, strict=False)
             first = next(i for i, (mine, theirs) in enumerate(pairs) if mine != theirs)
-            # A draw between two tokens that the model itself cannot tell apart within rounding may go either way.
+            # A draw between two tokens that the model itself cannot distinguish within rounding may go either way.
             best, second = (p for _, p in _top_two(alone, prompt, reference.token_ids[:first]))
             assert best - second < 2e-3, f"prompt {str(prompt)[:40]!r} differs at token {first}"
 
@@ -214,7 +215,9 @@ def test_bad_input_is_refused_by_name(stack: Stack, body: dict[str, object], sta
 
 @pytest.mark.parametrize("body", [b"{", b'{"prompt": "x", "temperature": NaN}', b"[]", b"\xff\xfe", b""])
 def test_what_is_no_json_is_refused(stack: Stack, body: bytes) -> None:
-    reply = httpx.post(f"{stack.http}/v1/completions", content=body, timeout=SECONDS)
+    reply = httpx.post(
+        f"{stack.http}/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=SECONDS
+    )
     assert reply.status_code == 400
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
@@ -254,7 +257,7 @@ def test_health_readiness_models_and_metrics(stack: Stack) -> None:
     assert httpx.get(f"{stack.http}/health").status_code == 200
     assert httpx.get(f"{stack.http}/ready").json()["ready"] is True
     assert [m["id"] for m in httpx.get(f"{stack.http}/v1/models").json()["data"]] == [MODEL]
-    metrics = httpx.get(f"{stack.http}/metrics").text
+    metrics = httpx.get(f"{stack.gateway_admin}/metrics").text
     assert "kvferry_" in metrics
     assert "vllm:num_requests_running" in metrics
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from harness.idle import assert_workers_idle
+from harness.servers.processes import running
+from harness.servers.redis_server import redis_server
 
 from kvferry.client import AsyncClient
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.messages import EngineRequest
-from kvferry.testing.idle import assert_workers_idle
-from kvferry.testing.processes import running
-from kvferry.testing.redis_server import redis_server
 
 pytestmark = pytest.mark.long
 
@@ -81,7 +81,7 @@ def expected(asked: list[Asked]) -> dict[tuple[int, int], list[int]]:
         while engine.has_work and (engine.scheduler.num_waiting > 100 or number == len(asked) - 1):
             for update in engine.step().updates:
                 numbers = update.request_id.split("/")
-                found.setdefault((int(numbers[0]), int(numbers[1])), []).append(update.token.token_id)
+                found.setdefault((int(numbers[0]), int(numbers[1])), []).extend(t.token_id for t in update.tokens)
     return found
 
 
@@ -129,7 +129,7 @@ def check(ready: dict[str, object], asked: list[Asked], expected: dict[tuple[int
     seen = asyncio.run(send_all(str(ready["grpc"]), asked, expected))
     assert seen["whole"] + seen["left"] == NUM_REQUESTS
     assert seen["left"] >= 100
-    admin = ready["admin"]
+    admin = ready["workers"]
     assert isinstance(admin, dict)
     assert_workers_idle(admin.values())
     return seen

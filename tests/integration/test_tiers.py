@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from harness.idle import assert_workers_idle
+from harness.servers.processes import running
 
 from kvferry.client import Client
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.testing.idle import assert_workers_idle
-from kvferry.testing.processes import running
 
 SECONDS = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -34,7 +34,7 @@ def stack() -> Iterator[dict[str, object]]:
     with running("up", *FLAGS, *ADDRESSES, "--tier", "dram://?size=64MiB") as process:
         ready = dict(process.wait_for("ready"))
         yield ready
-        admin = ready["admin"]
+        admin = ready["workers"]
         assert isinstance(admin, dict)
         assert_workers_idle(admin.values())
         assert process.stop() == 0
@@ -76,13 +76,13 @@ def test_a_request_can_be_explained(stack: dict[str, object], capfd: pytest.Capt
         with running("explain", unknown, "--http", where) as process:
             assert process.process.wait(SECONDS) in {1, 2}
     shown = capfd.readouterr().err
-    assert "not known here" in shown
+    assert "not found" in shown
     assert "does not answer" in shown
     assert "Traceback" not in shown
 
 
 def test_tiers_are_counted(stack: dict[str, object]) -> None:
-    metrics = httpx.get(f"http://{stack['http']}/metrics", timeout=SECONDS).text
+    metrics = httpx.get(f"http://{stack['admin']}/metrics", timeout=SECONDS).text
     rows = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line[0] != "#"}
     stored = [value for name, value in rows.items() if name.startswith("kvferry_tier_stored_bytes_total")]
     assert len(stored) == 2, "one for each worker"

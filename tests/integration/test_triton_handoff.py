@@ -1,11 +1,11 @@
 """The hand-off between two engines of the Triton family, in its interpreter: the tokens are the torch family's."""
 
 import grpc
+from harness.idle import assert_workers_idle
+from harness.servers.processes import a_worker
 
 from kvferry.engine import LLM, SamplingParams
 from kvferry.rpc.wire import sampling_to_wire
-from kvferry.testing.idle import assert_workers_idle
-from kvferry.testing.processes import a_worker
 from kvferry.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 SECONDS = 120.0

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from harness.idle import assert_workers_idle
+from harness.servers.processes import RunningProcess, running
 
 from kvferry.client import Client
 from kvferry.client.messages import Completion
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.testing.idle import assert_workers_idle
-from kvferry.testing.processes import RunningProcess, running
 
 SECONDS = 60.0
 FIRST = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
@@ -30,7 +30,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[RunningProcess]:
     with running("up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--connector", request.param) as process:
         process.wait_for("ready")
         yield process
-        admin = process.events["ready"]["admin"]
+        admin = process.events["ready"]["workers"]
         assert isinstance(admin, dict)
         assert_workers_idle(admin.values())
         assert process.stop() == 0

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness.servers.processes import running
 
 from kvferry.kernels import compiled
-from kvferry.testing.processes import running
 
 pytestmark = pytest.mark.skipif(not compiled.levels(), reason="the compiled kernels were not built")
 

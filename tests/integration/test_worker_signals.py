@@ -1,4 +1,4 @@
-"""SIGTERM to a real worker in each phase of its life, and what whoever asks it hears meanwhile."""
+"""SIGTERM to a real worker in each phase of its life, and what its callers get meanwhile."""
 
 import signal
 import subprocess
@@ -10,18 +10,18 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from harness.servers.processes import RunningProcess, a_worker, running
 
 from kvferry.engine import SamplingParams
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.wire import sampling_to_wire
-from kvferry.testing.processes import RunningProcess, a_worker, running
 from kvferry.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_admin_pb2_grpc
 from kvferry.v1.worker_admin_pb2 import DrainRequest, StatusRequest
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SECONDS = 30.0
 POD_IP = "127.0.0.2"
-"""Not what anybody listens on by default."""
+"""An address that no process listens on by default."""
 PROMPT = [(11 * i) % 200 for i in range(40)]
 
 

@@ -25,7 +25,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
-{{/* What the operator may do where it looks after pools. Alphabetical, one rule for each set of verbs. */}}
+{{/* Rules of the operator in the namespaces that it manages. Alphabetical, one rule for each set of verbs. */}}
 {{- define "kvferry.rules" -}}
 - apiGroups: [""]
   resources: [events, secrets]
@@ -45,7 +45,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [apps]
   resources: [deployments]
   verbs: [create, delete, get, list, patch, watch]
-# Held so that it can be given to the gateways.
+# Held so that the operator can grant it to gateways.
 - apiGroups: [discovery.k8s.io]
   resources: [endpointslices]
   verbs: [get, list, watch]
@@ -61,7 +61,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [kvferry.dev]
   resources: [poolrolescalers]
   verbs: [create, delete, get, list, patch, watch]
-# Held so that it can be given to the gateways of pools that may sleep.
+# Held so that the operator can grant it to gateways of pools that scale to zero.
 - apiGroups: [kvferry.dev]
   resources: [poolrolescalers/scale]
   verbs: [get, patch]

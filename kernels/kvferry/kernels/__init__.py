@@ -1,5 +1,5 @@
-"""The operations a model is made of, once as a definition and again as fast families.
+"""Kernels: model operations, with a reference implementation and optimized families for CPU and GPU.
 
-`reference` is the definition; the other families must agree with it. Callers ask `ops.ops_for(device)` and use
-the table they get; nothing outside this package names a family's module.
+`reference` defines the results; the other families must agree with it. Callers get a table of operations from
+`ops.ops_for(device)`; code outside this package must not import a family's module.
 """

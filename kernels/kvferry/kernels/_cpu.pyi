@@ -1,4 +1,4 @@
-"""The compiled CPU kernels; see kernels/cpu/module.cpp."""
+"""Types of the module with the compiled CPU kernels; see kernels/cpu/module.cpp."""
 
 import numpy as np
 import numpy.typing as npt

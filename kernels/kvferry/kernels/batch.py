@@ -1,11 +1,11 @@
-"""What attention needs to know about one step's ragged batch.
+"""Attention metadata of a step's ragged batch: rows per sequence, context lengths, block tables, slot mapping.
 
-All sequences' rows stand one after the other, without padding:
+The rows of all sequences are concatenated without padding:
 
-    rows       [ a0 a1 a2 | b0 | c0 c1 ]        T of them
+    rows       [ a0 a1 a2 | b0 | c0 c1 ]        T rows
     queries        3        1      2            rows of each sequence
-    contexts       3        9      7            tokens each sequence has in pages after this step's writes
-    row r of a sequence stands at position  context - queries + r  and sees positions 0 .. itself
+    contexts       3        9      7            context length of each sequence after this step's writes
+    row r of a sequence has position p = context - queries + r  and attends to positions 0 .. p
 """
 
 from dataclasses import dataclass
@@ -17,72 +17,71 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
-    """One step's sequences. Host arrays for planning; `slots` on the model's device."""
+    """Attention metadata of one step: host arrays for planning, `slots` on the model's device."""
 
     queries: npt.NDArray[np.int64]
-    """[sequences], each at least 1."""
+    """[sequences]: number of rows of each sequence, at least 1."""
     contexts: npt.NDArray[np.int64]
-    """[sequences], each at least its `queries`."""
+    """[sequences]: context length of each sequence in tokens, at least its `queries`."""
     block_tables: npt.NDArray[np.int64]
-    """[sequences, most blocks of any]: page of each block; rows that need fewer are filled with 0."""
+    """[sequences, maximum blocks]: page id of each block, padded with 0."""
     slots: torch.Tensor
-    """[rows] int64: page * block_tokens + place within the page, where each row's key and value are written. Families
-    with `DeviceOps` take -1 as well: written nowhere, for a row that is padding."""
+    """[rows] int64: KV slot of each row, page * block_tokens + offset in the page. Families with `DeviceOps` also
+    accept -1, for padding rows, whose keys and values are not written."""
 
     @property
     def num_rows(self) -> int:
-        """Rows over all sequences."""
+        """Number of rows over all sequences."""
         return int(self.queries.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:
-    """What queries and keys are normed with before they are rotated (Qwen 3)."""
+    """Parameters of the RMSNorm that is applied to query and key heads before rotation (Qwen 3)."""
 
     query: torch.Tensor
-    """[head dim]."""
+    """Weight of the query norm, [head dim]."""
     key: torch.Tensor
-    """[head dim]."""
+    """Weight of the key norm, [head dim]."""
     epsilon: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRules:
-    """What a layer's attention is, beyond causal."""
+    """Parameters of a layer's causal attention: scale, sliding window, soft cap, sinks."""
 
     scale: float
-    """Scores are multiplied by it."""
+    """Factor by which attention scores are multiplied."""
     window: int | None = None
-    """A row sees so many positions, its own included; `None`: all before it."""
+    """Sliding window: number of positions that a row attends to, including its own; `None` for full attention."""
     soft_cap: float | None = None
-    """Scores s become cap * tanh(s / cap), after the scale."""
+    """Cap of the scores: a scaled score s becomes cap * tanh(s / cap)."""
     sinks: torch.Tensor | None = None
-    """[H] float32: a score that each head's weights are shared with and that brings no value (Xiao et al., Efficient
-    Streaming Language Models with Attention Sinks, 2024, in the learned form)."""
+    """[H] float32: learned attention sinks, which are scores that count in the denominator of the softmax and have no
+    value (Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2024, in the learned form)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SingleRows:
-    """Sequences of one row each, described on the device alone, so that the same launches serve a batch of any lengths.
-
-    A row may be padding: its context is 0, it sees nothing and its result is zeros.
+    """Batch of sequences with one row each, described only on the device, so that captured launches can run with any
+    context lengths. The result of a padding row, which has context 0, is zeros.
     """
 
     tables: torch.Tensor
-    """[places, blocks] int32: page of each block; what a context does not reach may be anything."""
+    """[batch slots, blocks] int32: page id of each block; entries beyond a context are ignored."""
     places: torch.Tensor
-    """[rows] int64: which table is each row's."""
+    """[rows] int64: batch slot of each row, as an index into `tables`."""
     contexts: torch.Tensor
-    """[rows] int64, none above `most_tokens`."""
+    """[rows] int64: context length of each row, at most `most_tokens`."""
     most_tokens: int
-    """How long a context may be; bounds the room for parts of results."""
+    """Maximum context length in tokens; bounds the memory for partial results."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Sequences that begin with the same pages."""
+    """Sequences whose block tables begin with the same pages."""
 
     members: tuple[int, ...]
-    """Rows of the batch's tables, each computing one token or a few."""
+    """Indices of the sequences in the batch; each sequence has one row or a few."""
     tokens: int
-    """How many of their first tokens are the same; all of these were computed in earlier steps."""
+    """Length of the common prefix in tokens, all of which were computed in earlier steps."""

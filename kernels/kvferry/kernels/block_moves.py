@@ -1,4 +1,5 @@
-"""Which blocks go where: runs of neighbours, and how staged pages of one layout lie over pages of another."""
+"""Geometry of block copies: runs of consecutive blocks, and the overlap of staged pages with pages of a different
+layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,35 +7,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """Staged pages hold positions `staged_first ..` of a prompt, target blocks positions `target_first ..`.
+    """Overlap of staged pages, starting at prompt position `staged_first`, with target blocks, starting at
+    `target_first`.
 
-    staged, 16 a block    |  0 .. 15 | 16 .. 31 | 32 .. 47 | 48 ..
-    target, 24 a block    |   0 .. 23    |   24 .. 47    | 48 ..
+    staged, blocks of 16  |  0 .. 15 | 16 .. 31 | 32 .. 47 | 48 ..
+    target, blocks of 24  |   0 .. 23    |   24 .. 47    | 48 ..
     """
 
     staged_first: int
-    """Position of the first staged slot."""
+    """Prompt position of the first staged slot."""
     target_first: int
-    """Position of the first target block's first slot."""
-    head_start: int
-    """Which of the staged heads is the targets' first."""
+    """Prompt position of the first slot of the first target block."""
+    first_kv_head: int
+    """Index of the first target head among the staged heads."""
     tokens: int
-    """Where the prompt ends: slots from there on are neither read nor written."""
+    """Length of the prompt in tokens; slots beyond it are neither read nor written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring blocks that stand in the same order on both sides."""
+    """A run of consecutive blocks in a list."""
 
     first: int
-    """Block where it begins."""
+    """First block id of the run."""
     at: int
-    """Its place in the list."""
+    """Index of the run's first block in the list."""
     count: int
 
 
 def runs(blocks: Sequence[int]) -> list[Run]:
-    """A list of blocks cut where the next is not the neighbour: one copy each instead of one a block."""
+    """Split a list of blocks into runs of consecutive ids, so that each run needs one copy instead of one per block."""
     found: list[Run] = []
     for at, block in enumerate(blocks):
         if found and block == found[-1].first + found[-1].count:

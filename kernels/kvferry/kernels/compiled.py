@@ -1,14 +1,14 @@
-"""The compiled CPU kernels as Python sees them: which levels there are, packed matrices, and one call a step.
+"""Python interface of the compiled CPU kernels: instruction set levels, packed matrices, one native call per step.
 
     level           needs                        multiplies
     portable        any CPU                      floats
     avx2            AVX2, FMA, F16C              floats
     avx512_bf16     AVX-512 (F BW VL DQ)         pairs of bfloat16 into float32; float32 and float16 weights as floats
                     BF16 VNNI
-    amx_bf16        that, AMX (TILE BF16 INT8)   the same in tiles of 16 rows
+    amx_bf16        also AMX (TILE BF16 INT8)    like avx512_bf16, in tiles of 16 rows
 
-Weights stay as they were shipped, in panels of 16 outputs; kernels/cpu/pack.hpp says how. Where they are codes, every
-level can also multiply them with inputs rounded to 8 bits; kernels/cpu/bytes.hpp.
+Weights keep the format of the model file, packed in panels of 16 outputs (kernels/cpu/weights/pack.hpp). At every
+level, quantized weights can be multiplied with inputs rounded to 8 bits (kernels/cpu/products/bytes.hpp).
 """
 
 import contextlib
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from kvferry.kernels._cpu import Matrix, Pool, Runner
 
 FLOAT_LEVEL = "avx2"
-"""The best level that rounds no activation."""
+"""Fastest level that does not round activations."""
 _ALIGNMENT = 64
 
 
 @functools.cache
 def extension() -> ModuleType | None:
-    """The compiled module, or `None` where it was not built."""
+    """Return the compiled module, or `None` if it was not built."""
     try:
         return importlib.import_module("kvferry.kernels._cpu")
     except ImportError:
@@ -42,20 +42,20 @@ def extension() -> ModuleType | None:
 
 
 def levels() -> list[str]:
-    """What this build and this machine can run, the slowest first; empty without the compiled module."""
+    """Return the levels supported by this build and this machine, slowest first; empty without the compiled module."""
     module = extension()
     return list(module.levels()) if module is not None else []
 
 
 def choose_level(wanted: str | None, *, rounds_activations: bool) -> str:
-    """A level to run.
+    """Choose a level of the compiled kernels.
 
     Args:
-        wanted: its name; `None`: the fastest.
+        wanted: name of the level; default: the fastest.
         rounds_activations: whether inputs of products may be rounded to bfloat16.
 
     Raises:
-        UsageError: the machine or the build has no such level.
+        UsageError: the machine or the build does not support the level.
     """
     usable = levels()
     if wanted is None:
@@ -71,36 +71,36 @@ def choose_level(wanted: str | None, *, rounds_activations: bool) -> str:
 
 
 class Arena:
-    """Memory for packed matrices: one range, in huge pages where the machine has them."""
+    """Memory for packed matrices: one contiguous range, backed by huge pages if available."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # the operating system may not support huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self._used = 0
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """The next bytes, aligned for the widest registers."""
+        """Allocate the next `num_bytes` bytes, aligned for the widest vector registers."""
         start = self._used
         self._used += aligned(num_bytes)
         return self._bytes[start : start + num_bytes]
 
 
 def aligned(num_bytes: int) -> int:
-    """A size rounded up to what `Arena` hands out."""
+    """Round a size up to the alignment of `Arena`."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def make_matrix(form: str, types: Sequence[int], rows: int, cols: int) -> "Matrix":
-    """Describe a packed matrix; it is packed and given memory afterwards.
+    """Create the description of a packed matrix, whose memory and content are set later.
 
     Args:
         form: `shipped`, `f32`, `f16` or `bf16`.
-        types: GGUF's numbers of the types of the tensors that it is made of.
-        rows: outputs.
-        cols: inputs.
+        types: GGUF type numbers of the tensors in the matrix.
+        rows: number of outputs.
+        cols: number of inputs.
     """
     module = extension()
     assert module is not None, "asked only where it was built"
@@ -109,10 +109,10 @@ def make_matrix(form: str, types: Sequence[int], rows: int, cols: int) -> "Matri
 
 
 def make_pool(threads: int) -> "Pool":
-    """Threads that compute steps; the caller of a step is one of them.
+    """Create a pool of `threads` compute threads, including the thread that calls a step.
 
     Raises:
-        UsageError: the machine does not give so many.
+        UsageError: the threads cannot be created.
     """
     module = extension()
     assert module is not None, "asked only where it was built"
@@ -130,7 +130,7 @@ def make_runner(
     level: str,
     pool: "Pool",
 ) -> "Runner":
-    """A model ready to compute steps."""
+    """Create the native model object, which computes steps."""
     module = extension()
     assert module is not None, "asked only where it was built"
     runner: Runner = module.Runner(shape, parts, layers, level, pool)

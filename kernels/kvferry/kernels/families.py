@@ -1,18 +1,18 @@
-"""Which families of operations over torch's tensors there are, for whoever need not load one."""
+"""Registry of kernel families over torch tensors; families are not imported here."""
 
 FAMILIES = {
-    "reference": "kvferry.kernels.reference",
-    "torch": "kvferry.kernels.torch_cpu",
+    "reference": "kvferry.kernels.reference.forward",
+    "torch": "kvferry.kernels.torch_family.family",
     "triton": "kvferry.kernels.gpu.family",
 }
-"""Family name to the module whose `OPS` it is; imported when asked for."""
+"""Module with the `OPS` of each kernel family; modules are imported on first use."""
 
 
 def device_kind(device: object) -> str:
-    """`cpu`, `cuda` or what else torch calls it, of a device or its name."""
+    """Return the torch device type (`cpu`, `cuda`, ...) of a device or its name."""
     return str(device).partition(":")[0]
 
 
 def family_for(device: object) -> str:
-    """The fastest family that runs on a device, of torch or its name."""
+    """Return the fastest kernel family for a torch device or its name."""
     return "triton" if device_kind(device) == "cuda" else "torch"

@@ -1,11 +1,11 @@
-"""Pages between a device and the host beside the computation: pinned memory, a stream of its own, events.
+"""Asynchronous page copies between device and host, with pinned memory, a separate stream and events.
 
     computes     ──step──┬──────────── step ───────────┬── step ──
                          │ event                       │ event
-    copies               └── run, run, run ── event ───┴ ..       whoever needs the pages waits for that event
+    copies               └── run, run, run ── event ───┴ ..       users of the pages wait for the event
 
-A copy is one call for each run of neighbouring blocks, not for each block: pages are block-major, so a run is one
-range of memory on both sides. On the CPU the same calls copy at once.
+Each run of consecutive blocks is copied by one call, since pages are block-major and a run is one contiguous range on
+both sides. On the CPU, the same calls copy synchronously.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ from kvferry.kernels.block_moves import runs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """Copies that have been asked for."""
+    """Page copies in flight."""
 
     calls: int
-    """To the driver; as many as there were runs."""
+    """Number of copy calls to the driver, one per run."""
     event: torch.cuda.Event | None
-    """`None`: they are done."""
+    """Event recorded after the copies; `None` if the copies are already complete."""
 
     @property
     def is_done(self) -> bool:
-        """Whether all bytes have arrived. Does not wait."""
+        """Whether the copies are complete; reading it does not block."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def before_next_step(self, stream: torch.cuda.Stream | None = None) -> None:
-        """What is launched on the stream from now on waits for the copies; the caller does not."""
+        """Make later launches on the stream wait for the copies; the caller does not wait."""
         if self.event is not None:
             (stream or torch.cuda.current_stream()).wait_event(self.event)
 
 
 class HostCopies:
-    """Copies of one device's pages. Calls from the thread that launches its steps."""
+    """Page copies between one device and the host. Use it on the thread that launches the device's steps."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -47,23 +47,23 @@ class HostCopies:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def staging(self, pages: torch.Tensor, count: int) -> torch.Tensor:
-        """Room on the host for some pages, pinned where there is a device to copy from: [count, layers, 2, K, B, D]."""
+        """Allocate host memory for `count` pages, pinned unless the device is the CPU: [count, layers, 2, K, B, D]."""
         return torch.empty(count, *pages.shape[1:], dtype=pages.dtype, pin_memory=self._stream is not None)
 
     def to_host(self, pages: torch.Tensor, blocks: Sequence[int], host: torch.Tensor) -> Copy:
-        """`pages[blocks]` into the first rows of `host`, after what has been launched so far.
+        """Copy `pages[blocks]` to the first rows of `host`, after all launches so far.
 
         Raises:
-            UsageError: the two do not go together, or a block is not there.
+            UsageError: shapes, dtypes or devices do not match, or a block is out of range.
         """
         self._check(pages, blocks, host)
         return self._copy([(host[r.at : r.at + r.count], pages[r.first : r.first + r.count]) for r in runs(blocks)])
 
     def to_device(self, host: torch.Tensor, pages: torch.Tensor, blocks: Sequence[int]) -> Copy:
-        """The first rows of `host` into `pages[blocks]`, after what has been launched so far.
+        """Copy the first rows of `host` to `pages[blocks]`, after all launches so far.
 
         Raises:
-            UsageError: the two do not go together, or a block is not there.
+            UsageError: shapes, dtypes or devices do not match, or a block is out of range.
         """
         self._check(pages, blocks, host)
         return self._copy([(pages[r.first : r.first + r.count], host[r.at : r.at + r.count]) for r in runs(blocks)])
@@ -84,7 +84,7 @@ class HostCopies:
     def _check(self, pages: torch.Tensor, blocks: Sequence[int], host: torch.Tensor) -> None:
         if pages.device.type != self._device.type or host.device.type != "cpu":
             raise UsageError(
-                f"pages on {pages.device}, host memory on {host.device}; copies are made for {self._device}"
+                f"pages are on {pages.device} and host memory on {host.device}; this object copies for {self._device}"
             )
         if pages.shape[1:] != host.shape[1:] or pages.dtype != host.dtype or len(host) < len(blocks):
             raise UsageError(
@@ -92,8 +92,8 @@ class HostCopies:
                 f" {tuple(host.shape[1:])} of {host.dtype}"
             )
         if not (pages.is_contiguous() and host.is_contiguous()):
-            raise UsageError("pages or host memory are not contiguous, so neighbours are not one range of memory")
+            raise UsageError("pages or host memory are not contiguous; call contiguous() on them first")
         if self._stream is not None and not host.is_pinned():
-            raise UsageError("the host memory is not pinned, so a copy would wait for the device; take it of staging()")
+            raise UsageError("the host memory is not pinned, so a copy would block; allocate it with staging()")
         if len(blocks) and not 0 <= min(blocks) <= max(blocks) < len(pages):
-            raise UsageError(f"blocks {min(blocks)} to {max(blocks)} of a pool of {len(pages)}")
+            raise UsageError(f"blocks {min(blocks)} to {max(blocks)} are out of range: the pool has {len(pages)} pages")

@@ -1,16 +1,17 @@
-"""The tables of operations, and which family of kernels fills them on which device.
+"""Operation tables `Ops` and `DeviceOps`, their contracts, and the selection of a kernel family per device.
 
-`Ops` is what a model is made of, and every family has all of it. `DeviceOps` is what a runner needs beside it to stay
-on its device between steps; the torch family has none, because on a CPU numpy does the same (`engine/sampler.py`).
+`Ops` contains the operations of models; every family implements all of them. `DeviceOps` contains additional operations
+for a runner without host synchronization; the torch family does not implement them, since on a CPU the host's sampler
+is used (`engine/run/sampler.py`).
 
     family      Ops   DeviceOps   runs on
-    reference   yes   yes         anything; the definition of both, written to be read
-    torch       yes   no          anything
+    reference   yes   yes         any device; defines the results, written for clarity
+    torch       yes   no          any device
     triton      yes   yes         GPUs, and any CPU in Triton's interpreter, for tests
 
 Shapes: T rows, H query heads, K key-value heads (H a multiple of K), D values per head, B tokens per page, R rows of
-logits, V the vocabulary. Pages are `[pages, layers, 2, K, B, D]`, keys before values: one page of all layers is one
-range of memory.
+logits, V the vocabulary. Pages are `[pages, layers, 2, K, B, D]`, keys before values, so that a page with all its
+layers is one range of memory. Contracts are written as (arguments) -> result.
 """
 
 import importlib
@@ -24,13 +25,13 @@ from kvferry.core.errors import UsageError
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix, SingleRows
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.families import FAMILIES, family_for
-from kvferry.kernels.rows_of_logits import Adjustments, Draws
+from kvferry.kernels.logit_rows import Adjustments, Draws
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
-"""[T, in] to [T, out], with its weights inside."""
+"""A projection with its weights: maps [T, in] to [T, out]."""
 
 AttentionPlan = object
-"""What a family works out once per step and uses in every layer; made and read by the same family."""
+"""Plan of a step's attention, used in every layer; its type depends on the family."""
 
 
 def _runs_anywhere(device: torch.device) -> str | None:
@@ -39,105 +40,111 @@ def _runs_anywhere(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """A family of kernels."""
+    """Operations of a kernel family that models use."""
 
     name: str
 
     pack_linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
-    """(weight [out, in], bias [out] or none) to a projection; may keep its own copy in another layout."""
+    """Build a projection: (weight [out, in], bias [out] or `None`) -> `Linear`, which may keep a copy of the weight in
+    a different layout."""
 
     embedding: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """(token ids [T] int64, table [vocabulary, hidden]) to [T, hidden]."""
+    """Look up embeddings: (token ids [T] int64, table [vocabulary, hidden]) -> [T, hidden]."""
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    """(x [..., n], weight [n], epsilon) to x / rms(x) * weight (Zhang and Sennrich, RMSNorm, 2019)."""
+    """Normalize rows: (x [..., n], weight [n], epsilon) -> x / rms(x) * weight (Zhang and Sennrich, RMSNorm, 2019)."""
 
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
-    """(x, residual, weight, epsilon): adds x to the residual IN PLACE, returns the sum's `rms_norm`."""
+    """Add x to the residual IN PLACE and normalize the sum: (x, residual, weight, epsilon) -> `rms_norm` of the sum."""
 
     rotate: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    """(x [T, heads, D], cos [T, D], sin [T, D], both float32): rotary embedding IN PLACE, pairs (i, i + D/2)
-    (Su et al., RoFormer, 2021). x * cos + halves of x swapped * sin; `sin` comes with its first half negated."""
+    """Apply the rotary embedding IN PLACE: (x [T, heads, D], cos [T, D], sin [T, D], both float32) -> `None`. Pairs are
+    (i, i + D/2) (Su et al., RoFormer, 2021); x becomes x * cos + (halves of x swapped) * sin, where the first half of
+    `sin` is negated."""
 
     write_kv: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
-    """(kv [T, 2, K, D], pages, layer, slots [T]): each row's key and value into its slot."""
+    """Write each row's key and value to its slot: (kv [T, 2, K, D], pages, layer, slots [T]) -> `None`."""
 
     place_qkv: Callable[
         [torch.Tensor, HeadNorms | None, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None
     ]
-    """(qkv [T, H + 2 K, D], norms or none, cos, sin, pages, layer, slots): `rms_norm` of each query and key head where
-    there are norms, `rotate` of both, `write_kv`. Queries are left in `qkv`; what stays of its keys and values is
-    anybody's guess."""
+    """Apply `rms_norm` to each query and key head if norms are given, then `rotate` to both, then `write_kv`: (qkv [T,
+    H + 2 K, D], norms or `None`, cos, sin, pages, layer, slots) -> `None`. The queries are updated in `qkv`; its keys
+    and values are undefined afterwards."""
 
     plan_attention: Callable[[AttentionBatch, torch.Tensor, int], AttentionPlan]
-    """(batch, pages, H) to what `paged_attention` needs for this step, in every layer."""
+    """Plan a step's attention: (batch, pages, H) -> plan for `paged_attention` in all layers."""
 
     paged_attention: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, float], torch.Tensor]
-    """(q [T, H, D], pages, layer, plan, scale) to [T, H * D]: causal attention of each row over its sequence's
-    pages, this step's own keys and values included, so they must have been written. Slots beyond a sequence's
-    context are never used, whatever they hold, NaN included. Query head h reads KV head h // (H / K)."""
+    """Compute causal attention of each row over its sequence's pages: (q [T, H, D], pages, layer, plan, scale) -> [T, H
+    * D]. Keys and values of this step are included and must have been written. Slots beyond a sequence's context have
+    no effect, even if they contain NaN. Query head h reads KV head h // (H / K)."""
 
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
-    """[T, 2 n] to silu of the first half times the second (Shazeer, SwiGLU, 2020)."""
+    """Multiply silu of the first half of each row by the second half: ([T, 2 n]) -> [T, n] (Shazeer, SwiGLU, 2020)."""
 
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """(x [T, n], rows [R] int64) to [R, n]."""
+    """Gather rows by index: (x [T, n], row indices [R] int64) -> [R, n]."""
 
     why_not: Callable[[torch.device], str | None] = _runs_anywhere
-    """What keeps the family from running on a device, with what to do about it; `None`: nothing."""
+    """Map a device to the reason why this family cannot run on it, with a remedy; `None` if it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceOps:
-    """What a runner needs that brings nothing to the host between steps."""
+    """Operations for a runner without host synchronization between steps."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
-    """`Ops.paged_attention` by other rules: sliding window, capped scores, sinks."""
+    """Like `Ops.paged_attention`, but with sliding window, soft cap and attention sinks."""
 
     plan_cascade: Callable[[AttentionBatch, torch.Tensor, int, Sequence[SharedPrefix]], AttentionPlan]
-    """`Ops.plan_attention` for sequences of which some begin with the same pages: these are read once for all of
-    them. The results are the same."""
+    """Like `Ops.plan_attention`, but common prefixes of pages are read only once. The results are equal."""
 
     plan_rows: Callable[[SingleRows, torch.Tensor, int], AttentionPlan]
-    """(rows, pages, H) to a plan that reads tables and lengths on the device, each time something attends by it; no
-    more of it is on the host than shapes. The results are those of `Ops.plan_attention`."""
+    """Plan attention for rows that are described on the device: (rows, pages, H) -> plan that reads block tables and
+    lengths at each launch; the host needs only shapes. The results equal those with `Ops.plan_attention`."""
 
     adjust_logits: Callable[[torch.Tensor, Adjustments], torch.Tensor]
-    """(logits [R, V] float32, wishes) to [R, V] float64: bias, penalties, bans, in the order of the sampler."""
+    """Apply bias, penalties and bans, in the order of the sampler: (logits [R, V] float32, adjustments) -> [R, V]
+    float64."""
 
     sample: Callable[[torch.Tensor, Draws], torch.Tensor]
-    """(logits [R, V] float32 or float64, draws) to token ids [R] int64; what `engine.sampler.draw` draws."""
+    """Sample tokens: (logits [R, V] float32 or float64, draws) -> ids [R] int64, equal to those of
+    `engine.run.sampler.draw`."""
 
     log_probabilities: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """(logits [R, V] float32, token ids [R]) to their natural log-probabilities [R] float64."""
+    """Compute natural log-probabilities of tokens: (logits [R, V] float32, token ids [R]) -> [R] float64."""
 
     copy_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    """(pages, sources [N] int64, targets [N]): whole pages inside the pool; no target is a source or twice there."""
+    """Copy pages in the pool: (pages, sources [N] int64, targets [N]) -> `None`. Targets must be distinct and must not
+    overlap the sources."""
 
     gather_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """(pages, blocks [N] int64) to [N, layers, 2, K, B, D], contiguous."""
+    """Copy pages to contiguous memory: (pages, blocks [N] int64) -> [N, layers, 2, K, B, D]."""
 
     scatter_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    """(staged [N, layers, 2, K, B, D], pages, blocks [N]): the inverse."""
+    """Copy staged pages to the pool, the inverse of `gather_blocks`: (staged [N, layers, 2, K, B, D], pages, blocks
+    [N]) -> `None`."""
 
     relayout_blocks: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Overlay], torch.Tensor]
-    """(staged [n, layers, 2, k, b, D], pages, blocks [N] int64, overlay): what staged pages of another block size,
-    element type or share of the heads hold of the target blocks' tokens, into these; nothing else is written.
-    Returns [1] int32: of finite values how many the target's type could not hold."""
+    """Copy the common tokens from staged pages, which have a different block size, dtype or range of heads, to the
+    target blocks, and write nothing else: (staged [n, layers, 2, k, b, D], pages, blocks [N] int64, overlay) -> [1]
+    int32, the number of finite values outside the range of the target's dtype."""
 
     digest_blocks: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """(pages, blocks [N] int64) to [N, 2] int64: 128 bits of each page's content. It tells damage, not forgery."""
+    """Compute a 128-bit digest of each page: (pages, blocks [N] int64) -> [N, 2] int64. It detects corruption, but not
+    forgery."""
 
 
 def ops_for(device: torch.device | str, family: str | None = None) -> Ops:
-    """The operations to use on a device.
+    """Return the `Ops` for a device.
 
     Args:
-        device: where the tensors are.
-        family: a name of `FAMILIES`; `None`: the fastest that runs there.
+        device: device of the tensors.
+        family: one of `FAMILIES`; default: the fastest family for the device.
 
     Raises:
-        UsageError: there is no such family, or it does not run there.
+        UsageError: the family is unknown, or does not run on the device.
     """
     ops = _load(device, family).OPS
     assert isinstance(ops, Ops)
@@ -147,15 +154,15 @@ def ops_for(device: torch.device | str, family: str | None = None) -> Ops:
 
 
 def device_ops_for(device: torch.device | str, family: str | None = None) -> DeviceOps:
-    """The operations of a runner that stays on its device.
+    """Return the `DeviceOps` for a device.
 
     Raises:
-        UsageError: the family has none, or does not run there.
+        UsageError: the family has no `DeviceOps`, or does not run on the device.
     """
     name = ops_for(device, family).name
     found = getattr(_load(device, name), "DEVICE_OPS", None)
     if found is None:
-        raise UsageError(f"the kernels {name!r} have no operations of a runner on its device", field="kernels")
+        raise UsageError(f"the kernels {name!r} have no `DeviceOps`", field="kernels")
     assert isinstance(found, DeviceOps)
     return found
 
@@ -163,14 +170,14 @@ def device_ops_for(device: torch.device | str, family: str | None = None) -> Dev
 def _load(device: torch.device | str, family: str | None) -> ModuleType:
     chosen = family or family_for(device)
     if chosen not in FAMILIES:
-        raise UsageError(f"no kernel family {chosen!r}; known: {', '.join(FAMILIES)}", field="kernels")
+        raise UsageError(f"unknown kernel family {chosen!r}; expected one of {', '.join(FAMILIES)}", field="kernels")
     try:
         return importlib.import_module(FAMILIES[chosen])
     except ModuleNotFoundError as error:
         if error.name != chosen:
             raise
         raise UsageError(
-            f"the kernels {chosen!r} need the package {chosen}, which is not installed here; install it, or take"
+            f"the kernels {chosen!r} need the package {chosen}, which is not installed; install it, or use"
             " --kernels torch",
             field="kernels",
         ) from error

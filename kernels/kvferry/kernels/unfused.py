@@ -1,4 +1,4 @@
-"""A fused operation as its parts, one after the other, for families that do not fuse it."""
+"""Unfused fallbacks: fused operations built from simple operations, for families without fused kernels."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ _PlaceQkv = Callable[
 
 
 def place_qkv_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> _PlaceQkv:
-    """`Ops.place_qkv` of a family whose `rms_norm`, `rotate` and `write_kv` these are."""
+    """Build `Ops.place_qkv` from a family's `rms_norm`, `rotate` and `write_kv`."""
 
     def place_qkv(
         qkv: torch.Tensor,

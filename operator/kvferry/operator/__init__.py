@@ -1,5 +1,7 @@
-"""Reconciles `InferencePool` resources into running workers and gateways (docs/adr/0012-operator.md).
+"""Kubernetes operator: reconciles `InferencePool` resources into running workers and gateways
+(docs/adr/0012-operator.md).
 
-Read `spec`, `facts`, `rollout`, `status`: what is wanted, what is so, the next step, what is said. Then `reconcile`,
-which puts them together, and `run`, the process. Decisions are pure; `api` alone talks to the Kubernetes API.
+Reading order: `pool` (spec and facts), `plan.pool_plan` (facts to actions), `plan.rollout`, `plan.status`,
+`apply.executor` (actions to API calls), `reconcile`, which calls them in order, and `process.run`. Decisions are pure;
+only `api` calls the Kubernetes API.
 """

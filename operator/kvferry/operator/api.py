@@ -1,6 +1,6 @@
-"""The only talker to the Kubernetes API: paths, server-side apply, and its refusals as errors of ours. Blocking.
+"""Client of the Kubernetes API: URL paths, server-side apply, and error responses as kvferry errors. Blocking.
 
-Plain calls instead of the client's typed classes: they would turn manifests into objects and back.
+Manifests are plain dictionaries, since the typed classes of the official client would only add conversions.
 """
 
 import re
@@ -15,14 +15,14 @@ from kubernetes import config as kube_config
 from kubernetes.client import ApiClient, Configuration
 
 from kvferry.core.errors import KvferryError, Unavailable, UsageError
-from kvferry.operator import names
-from kvferry.operator.spec import Json
+from kvferry.operator.pool import names
+from kvferry.operator.pool.spec import Json
 
 _TIMEOUT_SECONDS = 15.0
 _PAGE = 500
 _CONNECTIONS = 16
 _BUSY = frozenset({429, 502, 503, 504})
-"""Answers that say nothing about the request; it may be made again."""
+"""HTTP status codes after which a request may be retried."""
 _MANAGER = re.compile(r'conflict(?:s)? with "([^"]+)"')
 
 PLURALS = {
@@ -46,7 +46,7 @@ PLURALS = {
 
 
 class ApiRefusal(KvferryError):
-    """The API server said no."""
+    """The API server rejected a request."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message, reason=reason.upper() or "API_REFUSAL")
@@ -55,14 +55,14 @@ class ApiRefusal(KvferryError):
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """One field that somebody else owns."""
+    """Conflict over a field of the applied manifest, which a different field manager owns."""
 
     manager: str
     field: str
 
 
 class FieldConflict(ApiRefusal):
-    """Somebody else owns fields that were to be applied."""
+    """The apply failed because different field managers own fields of the manifest."""
 
     def __init__(self, message: str, conflicts: tuple[Conflict, ...]) -> None:
         super().__init__(409, "Conflict", message)
@@ -70,26 +70,27 @@ class FieldConflict(ApiRefusal):
 
     @property
     def managers(self) -> frozenset[str]:
-        """Who owns them."""
+        """Field managers that own the conflicting fields."""
         return frozenset(conflict.manager for conflict in self.conflicts)
 
 
 class KubeApi:
-    """A connection to one API server. Safe from several threads."""
+    """Client of one API server. Thread-safe."""
 
     def __init__(self, client: ApiClient) -> None:
         self._client = client
         self.num_calls: dict[str, int] = {}
-        """Calls so far by verb and kind, for the metrics and for tests that count them."""
+        """Number of calls by verb and kind, for metrics and tests."""
         self.may_write: Callable[[], bool] = lambda: True
-        """Asked before each write but those of leases, which are written in order to be allowed to."""
+        """Callback that is checked before each write, except writes of Lease objects, which acquire the permission to
+        write."""
 
     @classmethod
     def connect(cls, kubeconfig: str = "", context: str = "") -> "KubeApi":
-        """With the pod's own credentials, or those of a kubeconfig.
+        """Connect with the pod's service account, or with a kubeconfig.
 
         Raises:
-            UsageError: there are none, or they cannot be read.
+            UsageError: credentials are missing or cannot be read.
         """
         configuration = Configuration()
         try:
@@ -100,19 +101,20 @@ class KubeApi:
             else:
                 kube_config.load_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         except kube_config.ConfigException as error:
-            raise UsageError(f"no way to a Kubernetes API server: {error}", field="kubeconfig") from error
+            raise UsageError(f"cannot connect to a Kubernetes API server: {error}", field="kubeconfig") from error
         configuration.connection_pool_maxsize = _CONNECTIONS
         return cls(ApiClient(configuration))
 
     @property
     def configuration(self) -> Configuration:
-        """Where the API server is and who we are to it."""
+        """Address and credentials for the API server."""
         found: Configuration = self._client.configuration
         return found
 
     @property
     def authorization(self) -> str:
-        """The Authorization header; empty: certificates speak for us. Tokens of pods are read anew when they change."""
+        """Value of the Authorization header; empty with client certificates. Rotated service account tokens are
+        reloaded."""
         for name in ("BearerToken", "authorization"):
             found = self.configuration.get_api_key_with_prefix(name)
             if found:
@@ -122,7 +124,7 @@ class KubeApi:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def get(self, api_version: str, kind: str, namespace: str, name: str) -> Json | None:
-        """The object, or `None`."""
+        """Read an object; return `None` if it does not exist."""
         try:
             return self._call("GET", path_of(api_version, kind, namespace, name), kind)
         except ApiRefusal as refusal:
@@ -133,7 +135,8 @@ class KubeApi:
     def list(
         self, api_version: str, kind: str, namespace: str | None, labels: Mapping[str, str] | None = None
     ) -> Iterator[Json]:
-        """All objects of a kind, in one namespace or everywhere, page by page; an empty label value means any."""
+        """List all objects of a kind in one namespace or in all, page by page. An empty label value matches any
+        value."""
         query = {"limit": str(_PAGE)}
         if labels:
             query["labelSelector"] = ",".join(f"{k}={v}" if v else k for k, v in labels.items())
@@ -146,11 +149,11 @@ class KubeApi:
             query["continue"] = more
 
     def raw(self, path: str) -> Json:
-        """What the server says at a path."""
+        """Send a GET request for a path and return the decoded response."""
         return self._call("GET", path, "Raw")
 
     def serves(self, api_version: str, plural: str) -> bool:
-        """Whether the cluster has this kind now."""
+        """Return whether the cluster serves a kind."""
         try:
             found = self._call("GET", _root(api_version), "APIResourceList")
         except ApiRefusal as refusal:
@@ -170,11 +173,12 @@ class KubeApi:
         force: bool = False,
         dry_run: bool = False,
     ) -> Json:
-        """Server-side apply. Fields change hands among our own managers; another's are left alone.
+        """Apply a manifest by server-side apply. Conflicts between kvferry's field managers are forced; other conflicts
+        are raised.
 
         Raises:
-            FieldConflict: somebody else owns a field.
-            ApiRefusal: anything else.
+            FieldConflict: a field is owned by a field manager that does not belong to kvferry.
+            ApiRefusal: the API server rejected the manifest for a different reason.
         """
         meta = manifest["metadata"]
         path = path_of(manifest["apiVersion"], manifest["kind"], meta.get("namespace"), meta["name"])
@@ -200,13 +204,13 @@ class KubeApi:
         subresource: str = "",
         manager: str = names.FIELD_MANAGER,
     ) -> Json:
-        """A merge patch."""
+        """Send a merge patch for an object or subresource; return the stored object."""
         path = path_of(api_version, kind, namespace, name) + (f"/{subresource}" if subresource else "")
         query = {"fieldManager": manager}
         return self._call("PATCH", path, kind, query, change, "application/merge-patch+json")
 
     def create(self, manifest: Mapping[str, Any]) -> Json | None:
-        """The new object; `None` when there was one of that name."""
+        """Create an object; return `None` if an object with its name exists."""
         path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
         try:
             return self._call(
@@ -218,13 +222,13 @@ class KubeApi:
             raise
 
     def replace(self, manifest: Mapping[str, Any]) -> Json:
-        """Replace an object whose `resourceVersion` must still be the one in `manifest`."""
+        """Replace an object if its `resourceVersion` still equals that in `manifest`."""
         meta = manifest["metadata"]
         path = path_of(manifest["apiVersion"], manifest["kind"], meta.get("namespace"), meta["name"])
         return self._call("PUT", path, manifest["kind"], {}, manifest, "application/json")
 
     def delete(self, api_version: str, kind: str, namespace: str, name: str, uid: str = "") -> None:
-        """Delete an object, only the one with `uid` if that is given; fine when it is gone."""
+        """Delete an object, with `uid` as a precondition if it is set. A missing object is not an error."""
         body: Json = {"propagationPolicy": "Background"}
         if uid:
             body["preconditions"] = {"uid": uid}
@@ -234,7 +238,7 @@ class KubeApi:
             if refusal.status not in (404, 409):
                 raise
 
-    # -- the wire ------------------------------------------------------------------------------------------------------
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     def _call(
         self,
@@ -246,7 +250,7 @@ class KubeApi:
         content_type: str = "",
     ) -> Json:
         if method != "GET" and kind != "Lease" and not self.may_write():
-            raise Unavailable("another operator may lead now", reason="NOT_LEADING")
+            raise Unavailable("this operator no longer holds the lease", reason="NOT_LEADING")
         counted = f"{method} {kind}"
         self.num_calls[counted] = self.num_calls.get(counted, 0) + 1
         configuration = self._client.configuration
@@ -257,7 +261,8 @@ class KubeApi:
             headers["Authorization"] = self.authorization
         url = f"{configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
         try:
-            # The client's own wrapper decodes and re-encodes; its connection pool has the certificates.
+            # Bypass the official client's wrapper, which would decode and re-encode; use its connection pool, which has
+            # the certificates.
             response = self._client.rest_client.pool_manager.request(
                 method,
                 url,
@@ -270,7 +275,7 @@ class KubeApi:
             raise Unavailable(f"the API server does not answer: {error}", reason="API_SERVER_AWAY") from error
         try:
             answer = msgspec.json.decode(response.data) if response.data else {}
-        except msgspec.DecodeError:  # "404 page not found": a group that nobody serves
+        except msgspec.DecodeError:  # "404 page not found": the API group is not served
             answer = {"message": response.data[:200].decode(errors="replace").strip()}
         if response.status in _BUSY:
             raise Unavailable(f"the API server is busy: {_refusal(response.status, answer).message}")
@@ -280,10 +285,10 @@ class KubeApi:
 
 
 def encode(body: Mapping[str, Any]) -> bytes:
-    """JSON as Go writes it: keys sorted, and `<`, `>` and `&` escaped.
+    """Encode JSON as Go does: keys sorted, and `<`, `>` and `&` escaped.
 
-    The server compares a ControllerRevision's data byte by byte with what its own encoder makes of it, and refuses
-    every later change of its metadata where they differ; its garbage collector could then not orphan it.
+    The API server compares a ControllerRevision's data byte by byte with its own encoding. If they differ, it rejects
+    every later change of the metadata, and the garbage collector could then not orphan the object.
     """
     raw = msgspec.json.encode(body, order="sorted")
     for character, escaped in ((b"&", rb"\u0026"), (b"<", rb"\u003c"), (b">", rb"\u003e")):
@@ -292,7 +297,7 @@ def encode(body: Mapping[str, Any]) -> bytes:
 
 
 def path_of(api_version: str, kind: str, namespace: str | None, name: str = "") -> str:
-    """The path of a kind's collection or of one object."""
+    """Return the URL path of a collection, or of one object."""
     path = _root(api_version)
     if namespace:
         path += f"/namespaces/{quote(namespace, safe='')}"

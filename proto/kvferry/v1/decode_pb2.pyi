@@ -33,7 +33,7 @@ class DecodeRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    KEEP_FIELD_NUMBER: _builtins.int
+    WANT_CACHED_TICKET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     num_generated: _builtins.int
@@ -44,9 +44,9 @@ class DecodeRequest(_message.Message):
     """empty: nothing to fetch, compute the prompt here"""
     attempt: _builtins.int
     """counts deliveries of one ticket"""
-    keep: _builtins.bool
-    """Answer, at the end, with a ticket for this stream's own full blocks. Nothing holds them: whoever reads them learns
-    from their epochs whether they were still there.
+    want_cached_ticket: _builtins.bool
+    """Return, with the last message, a ticket for the full blocks of this stream. The ticket holds no pages: a reader
+    detects by their epochs whether they were reused.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -66,18 +66,18 @@ class DecodeRequest(_message.Message):
         tenant: _builtins.str = ...,
         ticket: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
-        keep: _builtins.bool = ...,
+        want_cached_ticket: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "keep", b"keep", "model", b"model", "num_generated", b"num_generated", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids", "want_cached_ticket", b"want_cached_ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
 @_typing.final
-class PrepareRequest(_message.Message):
+class PrefetchKvRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -89,7 +89,7 @@ class PrepareRequest(_message.Message):
     request_id: _builtins.str
     tenant: _builtins.str
     ticket_id: _builtins.str
-    """that the prompt's offer will have"""
+    """of the offer that the prefill worker will make"""
     prefill_address: _builtins.str
     """of its KvTransfer service"""
     @_builtins.property
@@ -112,15 +112,15 @@ class PrepareRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+Global___PrefetchKvRequest: _TypeAlias = PrefetchKvRequest  # noqa: Y015
 
 @_typing.final
-class PrepareResponse(_message.Message):
+class PrefetchKvResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
-    """that were fetched, and are cached here now"""
+    """fetched and cached on this worker"""
     def __init__(
         self,
         *,
@@ -132,7 +132,7 @@ class PrepareResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PrepareResponse: _TypeAlias = PrepareResponse  # noqa: Y015
+Global___PrefetchKvResponse: _TypeAlias = PrefetchKvResponse  # noqa: Y015
 
 @_typing.final
 class DecodeResponse(_message.Message):
@@ -142,14 +142,14 @@ class DecodeResponse(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
-    NUM_KEPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TICKET_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TICKET_TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last message"""
-    kept: _builtins.bytes
-    """on the last message, if `keep` was asked: the ticket"""
-    num_kept_tokens: _builtins.int
-    """that it covers, of prompt and generated ones together"""
+    cached_ticket: _builtins.bytes
+    """on the last message, if `want_cached_ticket` was set"""
+    num_cached_ticket_tokens: _builtins.int
+    """tokens that it covers, prompt and generated"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]: ...
     @_builtins.property
@@ -167,12 +167,12 @@ class DecodeResponse(_message.Message):
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         handoff: Global___Handoff | None = ...,
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
-        kept: _builtins.bytes = ...,
-        num_kept_tokens: _builtins.int = ...,
+        cached_ticket: _builtins.bytes = ...,
+        num_cached_ticket_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "handoff", b"handoff", "kept", b"kept", "kv", b"kv", "num_kept_tokens", b"num_kept_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,7 +180,7 @@ Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015
 
 @_typing.final
 class Handoff(_message.Message):
-    """How the prompt's KV came to be here."""
+    """How the prompt's KV reached this worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -39,10 +39,10 @@ class DecodeStub:
                 request_serializer=kvferry_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
-        self.Prepare = channel.unary_unary(
-                '/kvferry.v1.Decode/Prepare',
-                request_serializer=kvferry_dot_v1_dot_decode__pb2.PrepareRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_decode__pb2.PrepareResponse.FromString,
+        self.PrefetchKv = channel.unary_unary(
+                '/kvferry.v1.Decode/PrefetchKv',
+                request_serializer=kvferry_dot_v1_dot_decode__pb2.PrefetchKvRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_decode__pb2.PrefetchKvResponse.FromString,
                 _registered_method=True)
 
 
@@ -56,9 +56,10 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Prepare(self, request, context):
-        """Fetches a prompt's blocks while a prefill worker still computes it, so that little is left to fetch when it is done.
-        Ends with that worker's word that it is done. Only a head start: Run needs none of it. Cancelling it ends it.
+    def PrefetchKv(self, request, context):
+        """Fetches a prompt's blocks while a prefill worker still computes the prompt, so that the transfer overlaps prefill.
+        Returns when the prefill worker has computed the prompt. An optimization: Run does not depend on it. Cancelling the
+        call stops the prefetch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,10 +73,10 @@ def add_DecodeServicer_to_server(servicer, server):
                     request_deserializer=kvferry_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
             ),
-            'Prepare': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prepare,
-                    request_deserializer=kvferry_dot_v1_dot_decode__pb2.PrepareRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_decode__pb2.PrepareResponse.SerializeToString,
+            'PrefetchKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrefetchKv,
+                    request_deserializer=kvferry_dot_v1_dot_decode__pb2.PrefetchKvRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_decode__pb2.PrefetchKvResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -116,7 +117,7 @@ class Decode:
             _registered_method=True)
 
     @staticmethod
-    def Prepare(request,
+    def PrefetchKv(request,
             target,
             options=(),
             channel_credentials=None,
@@ -129,9 +130,9 @@ class Decode:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvferry.v1.Decode/Prepare',
-            kvferry_dot_v1_dot_decode__pb2.PrepareRequest.SerializeToString,
-            kvferry_dot_v1_dot_decode__pb2.PrepareResponse.FromString,
+            '/kvferry.v1.Decode/PrefetchKv',
+            kvferry_dot_v1_dot_decode__pb2.PrefetchKvRequest.SerializeToString,
+            kvferry_dot_v1_dot_decode__pb2.PrefetchKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

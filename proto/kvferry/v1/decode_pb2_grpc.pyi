@@ -33,9 +33,10 @@ class DecodeStub:
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Run: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
     """Streams the tokens after `token_ids`. A step's tokens travel together. Cancelling the call frees everything it held."""
-    Prepare: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PrepareRequest, _decode_pb2.PrepareResponse]
-    """Fetches a prompt's blocks while a prefill worker still computes it, so that little is left to fetch when it is done.
-    Ends with that worker's word that it is done. Only a head start: Run needs none of it. Cancelling it ends it.
+    PrefetchKv: _grpc.UnaryUnaryMultiCallable[_decode_pb2.PrefetchKvRequest, _decode_pb2.PrefetchKvResponse]
+    """Fetches a prompt's blocks while a prefill worker still computes the prompt, so that the transfer overlaps prefill.
+    Returns when the prefill worker has computed the prompt. An optimization: Run does not depend on it. Cancelling the
+    call stops the prefetch.
     """
 
 @_typing.type_check_only
@@ -43,9 +44,10 @@ class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Run: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
     """Streams the tokens after `token_ids`. A step's tokens travel together. Cancelling the call frees everything it held."""
-    Prepare: _aio.UnaryUnaryMultiCallable[_decode_pb2.PrepareRequest, _decode_pb2.PrepareResponse]  # type: ignore[assignment]
-    """Fetches a prompt's blocks while a prefill worker still computes it, so that little is left to fetch when it is done.
-    Ends with that worker's word that it is done. Only a head start: Run needs none of it. Cancelling it ends it.
+    PrefetchKv: _aio.UnaryUnaryMultiCallable[_decode_pb2.PrefetchKvRequest, _decode_pb2.PrefetchKvResponse]  # type: ignore[assignment]
+    """Fetches a prompt's blocks while a prefill worker still computes the prompt, so that the transfer overlaps prefill.
+    Returns when the prefill worker has computed the prompt. An optimization: Run does not depend on it. Cancelling the
+    call stops the prefetch.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
@@ -58,13 +60,14 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         """Streams the tokens after `token_ids`. A step's tokens travel together. Cancelling the call frees everything it held."""
 
     @_abc_1.abstractmethod
-    def Prepare(
+    def PrefetchKv(
         self,
-        request: _decode_pb2.PrepareRequest,
+        request: _decode_pb2.PrefetchKvRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_decode_pb2.PrepareResponse, _abc.Awaitable[_decode_pb2.PrepareResponse]]:
-        """Fetches a prompt's blocks while a prefill worker still computes it, so that little is left to fetch when it is done.
-        Ends with that worker's word that it is done. Only a head start: Run needs none of it. Cancelling it ends it.
+    ) -> _typing.Union[_decode_pb2.PrefetchKvResponse, _abc.Awaitable[_decode_pb2.PrefetchKvResponse]]:
+        """Fetches a prompt's blocks while a prefill worker still computes the prompt, so that the transfer overlaps prefill.
+        Returns when the prefill worker has computed the prompt. An optimization: Run does not depend on it. Cancelling the
+        call stops the prefetch.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -60,7 +60,7 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams text and tokens as they come. Cancelling the call stops the generation.
+        """Streams text and tokens as they are generated. Cancelling the call stops the generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

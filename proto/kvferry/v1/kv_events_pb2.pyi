@@ -35,7 +35,7 @@ Global___SubscribeRequest: _TypeAlias = SubscribeRequest  # noqa: Y015
 
 @_typing.final
 class CachedBlock(_message.Message):
-    """Names only: no token ever leaves the engine here."""
+    """Block names only; token ids never leave the engine in events."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -114,7 +114,7 @@ Global___KvDelta: _TypeAlias = KvDelta  # noqa: Y015
 
 @_typing.final
 class KvDigest(_message.Message):
-    """What a subscriber's set must amount to after this event. Differing means that something was lost: subscribe anew."""
+    """Digest of the set that a subscriber must hold after this event. If it differs, an event was lost: subscribe again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -147,7 +147,7 @@ class KvEvent(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    """of the worker; another one is another cache"""
+    """of the worker; another incarnation has another cache"""
     sequence: _builtins.int
     """rises by one with each delta"""
     @_builtins.property

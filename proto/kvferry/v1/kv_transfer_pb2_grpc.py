@@ -54,10 +54,10 @@ class KvTransferStub:
                 request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.FinishRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.FinishResponse.FromString,
                 _registered_method=True)
-        self.Follow = channel.unary_stream(
-                '/kvferry.v1.KvTransfer/Follow',
-                request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.FollowRequest.SerializeToString,
-                response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.FollowResponse.FromString,
+        self.WatchBlocks = channel.unary_stream(
+                '/kvferry.v1.KvTransfer/WatchBlocks',
+                request_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.WatchBlocksResponse.FromString,
                 _registered_method=True)
 
 
@@ -92,9 +92,9 @@ class KvTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Follow(self, request, context):
-        """Tells, chunk by chunk, which blocks of a prompt that is still being computed are full, until it is done or gone.
-        Nothing is held for the follower: it reads and checks epochs.
+    def WatchBlocks(self, request, context):
+        """Streams, chunk by chunk, which blocks of a prompt under prefill are full, until the prompt is computed or aborted.
+        No page is held for the watcher: it reads and checks epochs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,10 +123,10 @@ def add_KvTransferServicer_to_server(servicer, server):
                     request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.FinishRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.FinishResponse.SerializeToString,
             ),
-            'Follow': grpc.unary_stream_rpc_method_handler(
-                    servicer.Follow,
-                    request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.FollowRequest.FromString,
-                    response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.FollowResponse.SerializeToString,
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=kvferry_dot_v1_dot_kv__transfer__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_kv__transfer__pb2.WatchBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -248,7 +248,7 @@ class KvTransfer:
             _registered_method=True)
 
     @staticmethod
-    def Follow(request,
+    def WatchBlocks(request,
             target,
             options=(),
             channel_credentials=None,
@@ -261,9 +261,9 @@ class KvTransfer:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvferry.v1.KvTransfer/Follow',
-            kvferry_dot_v1_dot_kv__transfer__pb2.FollowRequest.SerializeToString,
-            kvferry_dot_v1_dot_kv__transfer__pb2.FollowResponse.FromString,
+            '/kvferry.v1.KvTransfer/WatchBlocks',
+            kvferry_dot_v1_dot_kv__transfer__pb2.WatchBlocksRequest.SerializeToString,
+            kvferry_dot_v1_dot_kv__transfer__pb2.WatchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

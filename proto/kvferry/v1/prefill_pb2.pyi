@@ -32,7 +32,7 @@ class PrefillRequest(_message.Message):
     NUM_GENERATED_FIELD_NUMBER: _builtins.int
     OFFER_FIELD_NUMBER: _builtins.int
     TICKET_ID_FIELD_NUMBER: _builtins.int
-    EARLIER_FIELD_NUMBER: _builtins.int
+    PRIOR_TURN_TICKET_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     sample_index: _builtins.int
@@ -47,8 +47,8 @@ class PrefillRequest(_message.Message):
     """The ticket's id, 32 hex digits drawn by the caller, so that it can release an offer whose answer it never saw.
     Empty: the worker draws one.
     """
-    earlier: _builtins.bytes
-    """Where the KV of an earlier turn may still be: a ticket that a decode worker gave with `keep`. A hint; empty: none."""
+    prior_turn_ticket: _builtins.bytes
+    """A decode worker's `cached_ticket` of the conversation's previous turn, whose KV may still be cached there. A hint."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -65,11 +65,11 @@ class PrefillRequest(_message.Message):
         num_generated: _builtins.int = ...,
         offer: _builtins.bool = ...,
         ticket_id: _builtins.str = ...,
-        earlier: _builtins.bytes = ...,
+        prior_turn_ticket: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["earlier", b"earlier", "model", b"model", "num_generated", b"num_generated", "offer", b"offer", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_generated", b"num_generated", "offer", b"offer", "prior_turn_ticket", b"prior_turn_ticket", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,7 +34,7 @@ class PrefillStub:
     Run: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
     """Computes the prompt and samples one token. Cancelling the call frees everything it held."""
     Release: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseRequest, _prefill_pb2.ReleaseResponse]
-    """Frees an offer that nobody will claim. Idempotent; an unknown ticket is success."""
+    """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success."""
 
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
@@ -42,7 +42,7 @@ class PrefillAsyncStub(PrefillStub):
     Run: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
     """Computes the prompt and samples one token. Cancelling the call frees everything it held."""
     Release: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseRequest, _prefill_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Frees an offer that nobody will claim. Idempotent; an unknown ticket is success."""
+    """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success."""
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -59,6 +59,6 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.ReleaseResponse, _abc.Awaitable[_prefill_pb2.ReleaseResponse]]:
-        """Frees an offer that nobody will claim. Idempotent; an unknown ticket is success."""
+        """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success."""
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,1 +1,1 @@
-"""Measurements that users can repeat: each with its bound, taken in the same run, alternately."""
+"""Benchmarks: reproducible measurements, each compared with a bound that is measured in the same run."""

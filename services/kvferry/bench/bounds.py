@@ -1,4 +1,4 @@
-"""What the machine itself can do, by the plainest means: a copy in memory, bytes over loopback, NIXL in a bare loop."""
+"""Measures upper bounds of transfer rates on this machine: memory copy, TCP over loopback, plain NIXL."""
 
 import logging
 import mmap
@@ -19,7 +19,7 @@ _PIECE_BYTES = 1 << 20
 
 @contextmanager
 def memory_copy(num_bytes: int) -> Iterator[Callable[[], None]]:
-    """One thread's copy of so many bytes between two touched places."""
+    """Yield an action that copies `num_bytes` on one thread between two prefaulted buffers."""
     source = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
     target = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
     source[:] = 1
@@ -29,8 +29,9 @@ def memory_copy(num_bytes: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def loopback(num_bytes: int) -> Iterator[Callable[[], None]]:
-    """So many bytes from another process over one TCP connection, sent and received in large pieces, into memory that
-    was touched: what iperf does. A C program of the same loop was as fast within the spread of its own runs."""
+    """Yield an action that receives `num_bytes` from a second process over one loopback TCP connection, in large chunks
+    into prefaulted memory, as iperf does. A C program with the same loop was equally fast, within the variance of the
+    measurement."""
     with socket.create_server(("127.0.0.1", 0)) as listener, _process(_loopback_sender, num_bytes) as pipe:
         pipe.send(listener.getsockname()[1])
         listener.settimeout(_START_SECONDS)
@@ -58,8 +59,8 @@ def _loopback_sender(pipe: Connection, num_bytes: int) -> None:
 
 @contextmanager
 def bare_nixl(num_blocks: int, block_bytes: int) -> Iterator[Callable[[], None]]:
-    """Reads of so many pages from another process by NIXL alone: prepared lists, post, poll without pause, as its own
-    benchmark does."""
+    """Yield an action that reads `num_blocks` pages from a second process with plain NIXL: prepared lists, post, busy
+    poll, as in NIXL's benchmark."""
     with _process(_nixl_owner, num_blocks, block_bytes) as pipe:
         agent, memory = _nixl_agent("kvferry-bare-reader", num_blocks * block_bytes)
         name = agent.add_remote_agent(pipe.recv())
@@ -86,11 +87,11 @@ def _nixl_owner(pipe: Connection, num_blocks: int, block_bytes: int) -> None:
     pipe.send(agent.get_agent_metadata())
     pipe.send(_address_of(memory))
     agent.add_remote_agent(pipe.recv())
-    pipe.poll(None)  # until the reader leaves
+    pipe.poll(None)  # blocks until the reader closes the pipe
 
 
 def _nixl_agent(name: str, num_bytes: int) -> tuple[Any, mmap.mmap]:
-    import nixl_cu13._api as nixl_api  # only who has NIXL measures it
+    import nixl_cu13._api as nixl_api  # optional package
 
     logging.getLogger("nixl").setLevel(logging.WARNING)
     agent = nixl_api.nixl_agent(name, nixl_api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
@@ -113,7 +114,7 @@ def _address_of(memory: mmap.mmap) -> int:
 
 @contextmanager
 def _process(target: Callable[..., None], *arguments: object) -> Iterator[Connection]:
-    """A process of its own with a pipe to it; killed at the end."""
+    """Yield a child process with a pipe to it; killed at the end."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=target, args=(theirs, *arguments), daemon=True)

@@ -1,4 +1,4 @@
-"""Which source a measurement was made with."""
+"""Git commit of the measured source."""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def commit() -> str:
-    """Of the working tree; `+` when it differs from what was committed."""
+    """Return the commit hash of the working tree, with `+` appended if it has uncommitted changes."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
         cwd=ROOT,

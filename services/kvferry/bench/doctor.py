@@ -1,6 +1,7 @@
-"""What this machine can do, and what follows: from which prompt length on loading KV is cheaper than computing it.
+"""`kvferry doctor`: machine report, transfer and compute rates, and the prompt length above which KV is loaded.
 
-Rates are measured now, with the model's own pages and objects; the verdict is the workers' own (`kv.price`).
+Rates are measured with the model's page and object sizes; the break-even length is computed with the workers' cost
+model (`kv.pricing.price`).
 """
 
 import logging
@@ -23,11 +24,11 @@ from kvferry.engine.llm import LLM
 from kvferry.engine.messages import EngineRequest
 from kvferry.kernels import compiled
 from kvferry.kv import registry
-from kvferry.kv.connector import ReadError
-from kvferry.kv.price import Piece, PriceBook
-from kvferry.kv.tiering import ObjectKey
+from kvferry.kv.interface.connector import ReadError
+from kvferry.kv.interface.tiering import ObjectKey
+from kvferry.kv.pricing.price import Piece, PriceBook
+from kvferry.kv.tiers.interface.tier import Tier, TierError
 from kvferry.kv.tiers.registry import open_tiers
-from kvferry.kv.tiers.tier import Tier, TierError
 
 _INSTRUCTION_SETS = (
     "avx2",
@@ -42,18 +43,18 @@ _INSTRUCTION_SETS = (
     "asimd",
     "bf16",
 )
-_NOT_COMPILED = "not compiled, torch computes, several times slower; install again with a C++ compiler at hand"
+_NOT_COMPILED = "not compiled, falling back to torch, several times slower; reinstall with a C++ compiler"
 _COPY_BYTES = 64 << 20
 _ROUNDS = 5
 _TIER_SECONDS = 30.0
 _MOST_TOKENS = 1 << 15
 _SIZES = (1, 8, 32)
-"""Storage objects, or as many tokens' pages, at a time."""
+"""Numbers of storage objects per measured load; transports load pages with the same number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """A line of the report."""
 
     name: str
     value: str
@@ -61,43 +62,43 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One place KV can be loaded from, as measured."""
+    """Measured latency, rate and break-even prompt length of a source of KV."""
 
     name: str
     trip_ms: float
     gbps: float
     break_even_tokens: int | None
-    """The shortest prompt that is cheaper loaded than computed; `None`: none up to 32,768 tokens."""
+    """Minimum prompt length for which loading is faster than computing; `None` if it exceeds 32,768 tokens."""
     note: str = ""
 
 
 def machine() -> list[Finding]:
-    """Cores, instruction sets, memory, accelerators, packages, programs."""
+    """Report cores, instruction sets, memory, accelerators, packages and programs of this machine."""
     info = _cpuinfo()
     flags = set(info.get("flags", info.get("Features", "")).split())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return [
         Finding("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all"),
         Finding("processor", info.get("model name", platform.machine())),
-        Finding("instructions", " ".join(f for f in _INSTRUCTION_SETS if f in flags) or "none of those looked for"),
+        Finding("instructions", " ".join(f for f in _INSTRUCTION_SETS if f in flags) or "none of the known ones"),
         Finding("kernels", "compiled: " + " ".join(compiled.levels()) if compiled.levels() else _NOT_COMPILED),
         Finding("memory", f"{memory / 2**30:.1f} GiB"),
         Finding("gpu", _gpu()),
         Finding("nixl", _nixl()),
-        Finding("redis-server", which("redis-server") or "not on the path; needed only to run one here"),
+        Finding("redis-server", which("redis-server") or "not on the path; needed only to run a server here"),
         Finding("encryption", _package("cryptography", "kvferry[encryption]")),
     ]
 
 
 def copy_rate(clock: Clock) -> Finding:
-    """One thread's copy in memory."""
+    """Measure the memory copy rate of a single thread."""
     with bounds.memory_copy(_COPY_BYTES) as copy:
         seconds = alternate({"copy": copy}, rounds=_ROUNDS, clock=clock)["copy"].median
     return Finding("memory copy", f"{_COPY_BYTES / seconds / 1e9:.1f} GB/s, one thread")
 
 
 def teach_compute(llm: LLM, prices: PriceBook, clock: Clock) -> Finding:
-    """Compute prompts of several lengths on this machine; what it says of prefill."""
+    """Measure prefill for several prompt lengths, record the times in `prices`, and report the rates."""
     rates: list[str] = []
     for length in (32, 128, 512):
         for round_ in range(2):
@@ -111,7 +112,7 @@ def teach_compute(llm: LLM, prices: PriceBook, clock: Clock) -> Finding:
 
 
 def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Clock) -> list[Source]:
-    """Every transport that runs here, between two processes of this machine."""
+    """Measure every available transport between two processes on this machine."""
     found: list[Source] = []
     for name in registry.names():
         label = f"{name} (this host)"
@@ -131,10 +132,10 @@ def transports(block_bytes: int, block_tokens: int, prices: PriceBook, clock: Cl
 
 
 def tiers(urls: Sequence[str], object_bytes: int, object_tokens: int, prices: PriceBook, clock: Clock) -> list[Source]:
-    """Every tier of these URLs; objects of random names are stored and read.
+    """Measure the tiers with these URLs, using objects with random names.
 
     Raises:
-        UsageError: a URL is wrong, or the tier cannot be reached.
+        UsageError: a URL is invalid, or the tier cannot be reached.
     """
     found: list[Source] = []
     for tier in open_tiers(urls, object_bytes=object_bytes, secret=secrets.token_bytes(32), clock=clock):

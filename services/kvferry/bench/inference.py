@@ -1,15 +1,16 @@
-"""`kvferry bench latency|throughput`: one engine in this process, against the bound of its own steps.
+"""`kvferry bench latency|throughput`: an engine in this process, compared with the roofline bound of its steps.
 
-Each round measures the machine first and the engine right after it, so that both meet the same neighbours.
+Each round measures the rates of the machine and immediately afterwards the engine, so that both run under the same
+load.
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry.bench.formulas.work import Work
 from kvferry.bench.roofline import Machine, measure_machine, random_tokens, step_work
 from kvferry.bench.rows import as_row
-from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import RequestId
@@ -18,12 +19,12 @@ from kvferry.engine.llm import LLM
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.models.build import level_of
 from kvferry.engine.models.compiled import CompiledTransformer
-from kvferry.engine.step import StepPlan
+from kvferry.engine.plan.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of some milliseconds."""
+    """Percentiles of durations in milliseconds."""
 
     p50: float
     p90: float
@@ -31,7 +32,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, seconds: list[float]) -> "Percentiles":
-        """Of these; zeros where there are none."""
+        """Compute the percentiles of these durations; all are zero if there are no durations."""
         if not seconds:
             return cls(0.0, 0.0, 0.0)
         ordered = sorted(seconds)
@@ -40,33 +41,34 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One size: medians over the rounds."""
+    """Results of one benchmark configuration: medians over the rounds."""
 
     batch: int
     input_tokens: int
     output_tokens: int
     ttft_ms: float
-    """Until every request has its first token."""
+    """Time in milliseconds until every request has its first token."""
     itl_ms: Percentiles
-    """Between tokens, once every request has one."""
+    """Inter-token latency once every request has its first token."""
     tokens_per_second: float
-    """Latency: of all requests together, after the first token. Throughput: output over the whole time."""
+    """Latency benchmark: output tokens per second of the batch after the first tokens. Throughput benchmark: output
+    tokens per second over the whole run."""
     bound_tokens_per_second: float
     share_of_bound: float
     least: float
     most: float
-    """Tokens a second of the slowest and the fastest round."""
+    """Tokens per second of the fastest round; `least` is the value of the slowest round."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All sizes, and what the machine did beside them."""
+    """Results of all configurations, and the rates of the machine."""
 
     runs: tuple[Run, ...]
     machine: Machine
 
     def as_json(self) -> dict[str, object]:
-        """The public shape."""
+        """Return the JSON object that `--json` writes."""
         machine = {
             "read_gbps": round(self.machine.read_gbps, 2),
             "bf16_gflops": round(self.machine.gflops, 1),
@@ -77,32 +79,32 @@ class Report:
 
 
 Shape = tuple[int, int]
-"""Tokens in, tokens out."""
+"""Number of input tokens and of output tokens of a request."""
 
 
 @dataclass(slots=True)
 class _Trip:
-    """One round: all requests from their start to their last token."""
+    """Measurements of one round, from the start of all requests to their last token."""
 
     first: float = 0.0
-    """Seconds until every request had a token."""
+    """Seconds until every request had its first token."""
     gaps: list[float] = field(default_factory=list)
-    """Seconds of each step after that."""
+    """Duration in seconds of each step after the first tokens."""
     drawn: int = 0
-    """Tokens of these steps."""
+    """Number of tokens generated in the steps of `gaps`."""
     work: list[Work] = field(default_factory=list)
-    """Of every step."""
+    """Minimum bytes and operations of every step of the round."""
     seconds: float = 0.0
-    """Of all of it."""
+    """Duration of the whole round in seconds."""
 
 
 class Bench:
-    """An engine and the machine under it."""
+    """Benchmarks an engine and measures the rates of the machine."""
 
     def __init__(self, llm: LLM, threads: int, clock: Clock) -> None:
         self._llm = llm
         self._clock = clock
-        model = llm.runner.model
+        model = llm.model
         self._measure = measure_machine(
             level_of(model.kernels), threads, clock, of_bytes=model.rounds_inputs, device=model.device
         )
@@ -111,7 +113,7 @@ class Bench:
         self._seed = 0
 
     def machine(self) -> Machine:
-        """Medians over all that was measured beside the runs."""
+        """Return the medians of the machine's rates over all rounds."""
         seen = self._seen or [self._measure()]
         return Machine(
             statistics.median(m.read_gbps for m in seen),
@@ -121,7 +123,7 @@ class Bench:
         )
 
     def latency(self, batch: int, shape: Shape, rounds: int, on_round: Callable[[], None]) -> Run:
-        """A batch that starts together, and its rate once all of it is decoding."""
+        """Measure a batch of simultaneous requests: latency, and the token rate while all requests decode."""
 
         def decoding(trip: _Trip) -> tuple[int, float, list[Work]]:
             return trip.drawn, sum(trip.gaps), trip.work[len(trip.work) - len(trip.gaps) :]
@@ -129,25 +131,26 @@ class Bench:
         return self._rounds([shape] * batch, rounds, decoding, on_round)
 
     def phases(self, shape: Shape, batch: int) -> dict[str, float]:
-        """Milliseconds of all threads by phase, for a step of one more such batch once all of it is decoding.
+        """Run a batch and return the milliseconds of a decode step by phase, summed over threads.
 
         Raises:
-            UsageError: torch computes, which does not say.
+            UsageError: the engine uses torch kernels, which do not report phases.
         """
-        model = self._llm.runner.model
+        model = self._llm.model
         if not isinstance(model, CompiledTransformer):
-            raise UsageError("only the compiled kernels say where a step's time goes", field="phases")
+            raise UsageError("only the compiled kernels report the time of a step's phases", field="phases")
         tokens_in, tokens_out = shape
         self._go([(tokens_in, tokens_out)] * batch, when_decoding=model.phase_seconds)
         return {name: 1e3 * seconds / (tokens_out - 1) for name, seconds in model.phase_seconds().items()}
 
     def steps(self, batch: int, shape: Shape) -> list[tuple[float, Work]]:
-        """Seconds and work of each step of one more such batch, once all of it is decoding."""
+        """Run a batch and return the seconds and the work of each decode step."""
         trip = self._go([shape] * batch)
         return list(zip(trip.gaps, trip.work[len(trip.work) - len(trip.gaps) :], strict=True))
 
     def throughput(self, shapes: list[Shape], rounds: int, on_round: Callable[[], None]) -> Run:
-        """Requests of many sizes, all given at once; output tokens over the whole time."""
+        """Measure the output tokens per second of requests with different sizes that start simultaneously, over the
+        whole run."""
         outputs = sum(out for _, out in shapes)
         return self._rounds(shapes, rounds, lambda trip: (outputs, trip.seconds, trip.work), on_round)
 
@@ -158,7 +161,8 @@ class Bench:
         counted: "Callable[[_Trip], tuple[int, float, list[Work]]]",
         on_round: Callable[[], None],
     ) -> Run:
-        """The same requests round after round; `counted` says which tokens, seconds and steps make the rate."""
+        """Run the same requests in each round; `counted` returns the tokens, seconds and step work from which the rate
+        is computed."""
         ttft: list[float] = []
         gaps: list[float] = []
         rates: list[float] = []
@@ -168,7 +172,7 @@ class Bench:
             trip = self._go(shapes)
             on_round()
             if not number:
-                continue  # what is touched for the first time
+                continue  # warm-up
             self._seen.append(machine)
             ttft.append(trip.first)
             gaps += trip.gaps
@@ -192,7 +196,7 @@ class Bench:
         )
 
     def _go(self, shapes: list[Shape], when_decoding: Callable[[], object] = lambda: None) -> "_Trip":
-        """One round; `when_decoding` is called once every request has a token."""
+        """Run a round; `when_decoding` is called once, when every request has its first token."""
         engine, config, clock = self._llm.engine, self._llm.config, self._clock
         waiting: set[RequestId] = set()
         for tokens_in, tokens_out in shapes:
@@ -215,7 +219,7 @@ class Bench:
                     when_decoding()
             else:
                 trip.gaps.append(ended - started)
-                trip.drawn += len(result.updates)
+                trip.drawn += sum(len(update.tokens) for update in result.updates)
         trip.seconds = clock.monotonic() - begun
         return trip
 
@@ -223,15 +227,15 @@ class Bench:
         parts = [(s.num_computed, s.num_scheduled) for s in plan.scheduled]
         return step_work(
             self._llm.config,
-            weight_bytes=self._llm.runner.model.weight_bytes,
+            weight_bytes=self._llm.model.weight_bytes,
             kv_token_bytes=self._token_bytes,
             rows=sum(now for _, now in parts),
             seen=sum(now * before + now * (now + 1) // 2 for before, now in parts),
             context=sum(before + now for before, now in parts),
-            sampled=sum(s.samples for s in plan.scheduled),
+            sampled=sum(s.num_sampled for s in plan.scheduled),
         )
 
 
 def mixed_shapes(count: int) -> list[Shape]:
-    """Requests of 32 to 512 tokens in and 16 to 128 out, the same every time."""
+    """Return a fixed list of requests with 32 to 512 input and 16 to 128 output tokens."""
     return [(32 + 480 * (7 * i % 16) // 15, 16 + 112 * (5 * i % 8) // 7) for i in range(count)]

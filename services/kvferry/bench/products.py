@@ -1,13 +1,13 @@
-"""`kvferry bench kernels`: one matrix product at a time, by form of weights and number of rows, against its bound."""
+"""`kvferry bench kernels` on a CPU: matrix products by weight format and number of rows, compared with their bounds."""
 
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from kvferry.bench.formulas.work import Work
 from kvferry.bench.roofline import measure_machine
 from kvferry.bench.sampling import alternate
-from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
 from kvferry.model.config import ModelConfig
@@ -20,13 +20,13 @@ FORMS = {
     "Q8_0": ("shipped", 8, False),
     "Q8_0-fast": ("shipped", 8, True),
 }
-"""Name to the packed form, the GGUF number of the type that it is made from, whether inputs are rounded to bytes."""
+"""(packed form, GGUF type number of the source, whether inputs are rounded to 8 bits) by name of the weight format."""
 ROWS = (1, 4, 16, 64, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One product."""
+    """Result of a measured matrix product."""
 
     op: str
     shape: str
@@ -38,12 +38,12 @@ class Row:
 
 
 def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: Clock) -> list[Row]:
-    """A layer's widest product and the head, in every form and for several numbers of rows; medians of the rounds."""
+    """Measure the widest product of a layer, and the output head, in every format and for several numbers of rows."""
     module = compiled.extension()
-    assert module is not None, "asked only where it was built"
+    assert module is not None, "products are measured only with the compiled module"
     pool, rng = compiled.make_pool(threads), np.random.default_rng(0)
     measured = {}
-    for of_bytes in (False, True):  # one after the other: each holds the memory that it reads
+    for of_bytes in (False, True):  # sequentially, since each measurement allocates its own memory
         measured[of_bytes] = measure_machine(level, threads, clock, of_bytes=of_bytes)()
     found: list[Row] = []
     for op, outputs in (("gate_up", 2 * config.intermediate_size), ("head", config.vocab_size)):
@@ -51,7 +51,7 @@ def measure(config: ModelConfig, level: str, threads: int, rounds: int, clock: C
             matrix = compiled.make_matrix(form, [type_id], outputs, config.hidden_size)
             num_bytes = outputs * module.row_bytes(type_id, config.hidden_size)
             raw = rng.integers(0, 60, num_bytes, dtype=np.uint8)
-            if type_id == 0:  # random bits would be denormal now and then, which some machines take long over
+            if type_id == 0:  # random bits may be denormal numbers, which are slow on some machines
                 raw = rng.standard_normal(num_bytes // 4, dtype=np.float32).view(np.uint8)
             memory = compiled.Arena(matrix.num_bytes).take(matrix.num_bytes)
             matrix.pack([type_id], [raw], np.arange(outputs), memory)

@@ -1,8 +1,8 @@
-"""What this machine could do at most with a model: bytes it can read and products it can add, measured here and now.
+"""Roofline of a model on this machine: measured memory and compute rates, and the minimum time of steps.
 
-a step reads every packed weight once, and the KV of every token of context
-a row costs 2 operations for each weight that it meets, and 4 * heads * head_dim for each token that it sees
-the bound of a step is the longer of  bytes / read rate  and  operations / product rate
+a step reads every packed weight once and the KV of every context token
+a row takes 2 operations per weight and 4 * heads * head_dim per visible token
+the bound of a step is  max(bytes / read rate, operations / product rate)
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvferry.bench.formulas.work import Work
 from kvferry.bench.gpu.timing import CudaTimer, rates_of
-from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
 from kvferry.kernels import compiled
 from kvferry.kernels.families import device_kind
@@ -26,32 +26,32 @@ _CHUNKS = 48
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Rates of so many threads together."""
+    """Measured rates of the machine with `threads` threads."""
 
     read_gbps: float
-    """10^9 bytes a second, from memory."""
+    """Memory read rate in 10^9 bytes per second."""
     gflops: float
-    """10^9 operations a second, in the form that the level multiplies."""
+    """Compute rate in 10^9 operations per second, in the number format of `level`."""
     threads: int
     level: str
-    """Of the compiled kernels; empty: torch's own matrix product was timed."""
+    """Instruction level of the compiled kernels; empty if the rates were measured with torch."""
 
     def seconds(self, work: Work) -> float:
-        """At least so long for some work."""
+        """Return the minimum duration of `work` on this machine in seconds."""
         return work.seconds(gbps=self.read_gbps, gflops=self.gflops)
 
 
 def measure_machine(
     level: str, threads: int, clock: Clock, *, of_bytes: bool = False, device: str = "cpu"
 ) -> Callable[[], Machine]:
-    """Something that measures when called; the memory it reads is made once.
+    """Allocate memory for measuring the machine's rates, and return a function that measures them once.
 
     Args:
-        level: a level of the compiled kernels; empty: use torch.
-        threads: that work together.
-        clock: what to measure with.
-        of_bytes: products of 8-bit numbers, instead of what the level multiplies best.
-        device: that computes, as torch names it. A GPU's rates are those of a copy and of a product in bfloat16.
+        level: instruction level of the compiled kernels; empty selects torch.
+        threads: number of threads.
+        clock: clock of the measurement.
+        of_bytes: whether to measure products of 8-bit numbers instead of the level's format.
+        device: torch device. For a GPU, the rates are those of a copy and a bfloat16 matrix product.
     """
     if device_kind(device) == "cuda":
         where = torch.device(device)
@@ -65,7 +65,7 @@ def measure_machine(
     if not level:
         return lambda: _by_torch(threads, clock)
     module = compiled.extension()
-    assert module is not None, "a level is there only with the module"
+    assert module is not None, "a level needs the compiled module"
     pool = compiled.make_pool(threads)
     memory = compiled.Arena(_READ_BYTES).take(_READ_BYTES)
     memory[:] = 1
@@ -100,16 +100,16 @@ def _by_torch(threads: int, clock: Clock) -> Machine:
 def step_work(
     config: ModelConfig, *, weight_bytes: int, kv_token_bytes: int, rows: int, seen: int, context: int, sampled: int
 ) -> Work:
-    """One step.
+    """Return the minimum number of bytes and operations of a step.
 
     Args:
-        config: the model.
-        weight_bytes: of all packed weights.
-        kv_token_bytes: KV of one token, all layers.
-        rows: computed.
-        seen: tokens that the rows see, added up over the rows.
-        context: tokens whose KV is read, over all sequences.
-        sampled: rows whose logits are computed.
+        config: the model's shape.
+        weight_bytes: bytes of all packed weights.
+        kv_token_bytes: KV bytes per token over all layers.
+        rows: number of rows computed.
+        seen: number of tokens that each row attends to, summed over all rows.
+        context: number of tokens whose KV is read, over all sequences.
+        sampled: number of rows whose logits are computed.
     """
     head = config.vocab_size * config.hidden_size
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
@@ -118,5 +118,5 @@ def step_work(
 
 
 def random_tokens(config: ModelConfig, count: int, seed: int) -> list[int]:
-    """Token ids without meaning, the same for the same seed."""
+    """Generate random token ids, deterministic for `seed`."""
     return [int(t) for t in np.random.default_rng(seed).integers(3, config.vocab_size, count)]

@@ -1,4 +1,4 @@
-"""Measured values as plain rows, for files of JSON and CSV."""
+"""Converts measured values to rows of JSON and CSV files."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ _DIGITS = 4
 
 
 def as_row(measured: "DataclassInstance") -> dict[str, object]:
-    """A record's fields, those of records within it too; numbers to four digits after the point."""
+    """Convert a dataclass to a dictionary of its fields; round floats to four decimal places."""
     return {name: _rounded(value) for name, value in asdict(measured).items()}
 
 
 def append_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Rows behind those that a file has; under a heading where there is no file yet.
+    """Append rows to a CSV file; write a header line if the file is new.
 
     Args:
-        path: of the file.
-        rows: at least one; all with the first one's columns.
+        path: path of the file.
+        rows: at least one row; all must have the same columns.
 
     Raises:
-        ValueError: the file has other columns.
+        ValueError: the file has different columns.
     """
     columns = list(rows[0])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def append_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     if not is_new:
         with path.open(newline="", encoding="utf-8") as file:
             if next(csv.reader(file), None) != columns:
-                raise ValueError(f"{path} has other columns than {','.join(columns)}; name another file")
+                raise ValueError(f"{path} has other columns than {','.join(columns)}; use a new file")
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if is_new:

@@ -1,4 +1,4 @@
-"""Timing two things fairly on a machine that others use too: alternately, medians, ranges."""
+"""Measures several actions alternately, for a fair comparison on a shared machine."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from kvferry.core.clock import Clock
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Seconds of one thing, over all rounds."""
+    """Median and range of the durations of an action, in seconds."""
 
     median: float
     least: float
@@ -17,7 +17,7 @@ class Sample:
 
     @classmethod
     def of(cls, seconds: list[float]) -> "Sample":
-        """The figures of these."""
+        """Compute the median and range of `seconds`."""
         return cls(statistics.median(seconds), min(seconds), max(seconds))
 
 
@@ -28,7 +28,7 @@ def alternate(
     clock: Clock,
     on_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Sample]:
-    """Run all actions once per round, in turn (A B A B), after one round that does not count."""
+    """Run all actions once per round (A B A B ...), after a warm-up round; return their durations."""
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():

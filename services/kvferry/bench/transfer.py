@@ -1,9 +1,9 @@
-"""`kvferry bench transfer`: pages from one process to another by every transport, against the plainest way there is.
+"""`kvferry bench transfer`: page reads between two processes by transport, compared with a lower-level bound.
 
 transport    bound, measured in the same rounds
-memory, shm  one thread's copy of as many bytes in memory
-nixl         NIXL in a bare loop over as many pages
-tcp          as many bytes over one loopback connection, in large pieces
+memory, shm  memory copy of the same bytes on one thread
+nixl         plain NIXL with the same number of pages
+tcp          the same bytes over one loopback connection, in large chunks
 """
 
 import multiprocessing
@@ -17,7 +17,7 @@ from kvferry.bench.sampling import alternate
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
 from kvferry.core.ids import BlockId, Incarnation, WorkerId, new_incarnation
-from kvferry.kv.connector import Peer, Transport, TransportSetup
+from kvferry.kv.interface.connector import Peer, Transport, TransportSetup
 from kvferry.kv.registry import open_transport
 
 _SETUP = TransportSetup(secrets=(b"a secret that only guards numbers",))
@@ -27,29 +27,29 @@ _READ_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One transport at one size."""
+    """Result of a transport with a given number of pages."""
 
     transport: str
     num_blocks: int
     block_bytes: int
     is_scattered: bool
-    """Every second page of the owner, so that no two are neighbours."""
+    """Whether every second page of the peer is read, so that no two pages are contiguous."""
     ms: float
     ms_least: float
     ms_most: float
     gbps: float
-    """10^9 bytes a second, by the median."""
+    """Median rate in 10^9 bytes per second."""
     bound_gbps: float
     share_of_bound: float
 
 
 @contextmanager
 def pages_of_another_process(name: str, num_blocks: int, block_bytes: int) -> Iterator[tuple[Transport, Peer]]:
-    """Our transport, connected to a peer that has pages; for `memory` the peer is in this process.
+    """Yield a transport connected to a peer with pages; the peer is a second process, except for `memory`.
 
     Raises:
-        UsageError: the transport does not run here.
-        ReadError: it does not connect.
+        UsageError: the transport is not available on this machine.
+        ReadError: the connection failed.
     """
     ours = open_transport(name, new_incarnation(), _SETUP)
     process = None
@@ -81,10 +81,10 @@ def pages_of_another_process(name: str, num_blocks: int, block_bytes: int) -> It
 
 
 def read_pages(transport: Transport, peer: Peer, remote: Sequence[int], clock: Clock) -> None:
-    """Read into our pages 0, 1, 2, ... and wait.
+    """Read the peer's pages `remote` into the local pages 0, 1, 2, ... and wait.
 
     Raises:
-        Unavailable: it does not come.
+        Unavailable: the read did not complete in time.
     """
     deadline = clock.monotonic() + _READ_SECONDS
     read = transport.read(peer, remote, [BlockId(i) for i in range(len(remote))])
@@ -95,7 +95,7 @@ def read_pages(transport: Transport, peer: Peer, remote: Sequence[int], clock: C
 
 
 def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, rounds: int, clock: Clock) -> Run:
-    """One transport at one size, alternately with its bound."""
+    """Measure a transport with a given number of pages, alternating with its bound."""
     held = 2 * num_blocks if scattered else num_blocks
     remote = list(range(0, held, 2 if scattered else 1))
     size = num_blocks * block_bytes
@@ -122,7 +122,7 @@ def measure(name: str, num_blocks: int, block_bytes: int, *, scattered: bool, ro
 
 
 def summary(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Each transport by its largest contiguous size."""
+    """Return a summary of each transport: the results of its largest contiguous read."""
     best: dict[str, Run] = {}
     for run in runs:
         if not run.is_scattered and (run.transport not in best or run.num_blocks >= best[run.transport].num_blocks):
@@ -153,7 +153,7 @@ def _owner(pipe: Connection, name: str, num_blocks: int, block_bytes: int) -> No
     memory.pages[:] = b"\x01" * len(memory.pages)
     transport.attend(True)
     pipe.send((incarnation, transport.address()))
-    pipe.poll(None)  # until the reader leaves
+    pipe.poll(None)  # blocks until the reader closes the pipe
 
 
 def _incarnation_of(transport: Transport) -> str:

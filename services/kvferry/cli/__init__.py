@@ -1,4 +1,4 @@
-"""The `kvferry` command: one module a subcommand, each loading what it needs only when it runs.
+"""The `kvferry` command: a module per subcommand, imported only when the subcommand runs.
 
-`options` turns settings into flags; `settings` lists what can be set. No logic of the product lives here.
+`options` converts settings to flags; `settings` lists all settings. This package has no serving logic.
 """

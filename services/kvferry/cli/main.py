@@ -1,21 +1,24 @@
-"""`kvferry`: the command line."""
+"""Entry point of the `kvferry` command line."""
 
 from importlib import import_module
 from importlib.metadata import version
 
 import click
 
-# Subcommand to module; a module is loaded only when its command runs, so that `--help` is quick.
+# (module, help text) by subcommand; a module is imported only when its command runs, so that `--help` is fast.
 _COMMANDS = {
-    "demo": ("kvferry.cli.demo", "One request through prefill, hand-off and decode, with a timeline."),
-    "up": ("kvferry.cli.up", "The whole stack on this machine, kept running."),
-    "worker": ("kvferry.cli.worker", "One worker process."),
-    "gateway": ("kvferry.cli.gateway", "One gateway process."),
-    "operator": ("kvferry.cli.operator", "Reconcile InferencePools in Kubernetes, and preview a rollout."),
-    "bench": ("kvferry.cli.bench", "Measurements, each against its bound."),
-    "doctor": ("kvferry.cli.doctor", "What this machine can do, and when loading KV pays."),
-    "explain": ("kvferry.cli.explain", "Why this replica, why this source of KV, where the time went."),
-    "model": ("kvferry.cli.model", "List, fetch and inspect models."),
+    "demo": (
+        "kvferry.cli.commands.demo",
+        "Run one request through prefill, hand-off and decode, and print a timeline.",
+    ),
+    "up": ("kvferry.cli.commands.up", "Run the whole stack on this machine."),
+    "worker": ("kvferry.cli.commands.worker", "Run one worker process."),
+    "gateway": ("kvferry.cli.commands.gateway", "Run one gateway process."),
+    "operator": ("kvferry.cli.commands.operator", "Reconcile InferencePools in Kubernetes, and preview a rollout."),
+    "bench": ("kvferry.cli.commands.bench", "Measure performance and compare it with bounds."),
+    "doctor": ("kvferry.cli.commands.doctor", "Inspect and measure this machine, or inspect a cluster."),
+    "explain": ("kvferry.cli.commands.explain", "Explain an ended request: route, source of its KV, timing."),
+    "model": ("kvferry.cli.commands.model", "List, fetch and inspect models."),
 }
 
 
@@ -26,9 +29,9 @@ class _Lazy(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        found = getattr(import_module(_COMMANDS[cmd_name][0]), "command")  # noqa: B009  the module's, not ours
+        found = getattr(import_module(_COMMANDS[cmd_name][0]), "command")  # noqa: B009
         if not isinstance(found, click.Command):
-            raise TypeError(f"{cmd_name} is no command")
+            raise TypeError(f"module of subcommand {cmd_name} does not define a click command")
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -42,7 +45,7 @@ def main() -> None:
     """LLM serving with prefill and decode as separate gRPC services that share KV blocks.
 
     \b
-      kvferry demo                     see one request travel, on this machine
+      kvferry demo                     run one request with a timeline, on this machine
       kvferry up                       serve http://127.0.0.1:8000/v1 and gRPC on 127.0.0.1:9000
       kvferry up --prefill 2 --decode 2 --connector nixl
       kvferry model inspect smollm2-135m-instruct

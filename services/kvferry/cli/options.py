@@ -1,4 +1,4 @@
-"""Settings as command-line flags, and what every command does with them: resolve, show, report errors."""
+"""Adds settings to commands as flags; resolves and prints settings; reports errors."""
 
 import functools
 import json
@@ -9,23 +9,23 @@ from typing import Any, NoReturn
 
 import click
 
-from kvferry.core import config, logs
 from kvferry.core.errors import KvferryError, UsageError
+from kvferry.core.process import config, logs
 from kvferry.core.settings import Resolved, Setting, boolean, resolve
 
 LOGGING = (
-    Setting("log_level", "warning", "How much to log.", choices=("debug", "info", "warning", "error")),
-    Setting("log_json", False, "Log lines of JSON instead of text.", parse=boolean),
+    Setting("log_level", "warning", "Minimum level of logged messages.", choices=("debug", "info", "warning", "error")),
+    Setting("log_json", False, "Write log lines as JSON instead of text.", parse=boolean),
 )
 
 _PASSWORD = re.compile(r"://[^/@\s]*@")
-"""Of a URL."""
+"""Pattern of user and password in a URL, which are hidden when settings are printed."""
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 
 class Values:
-    """A command's resolved settings: `values["connector"]`."""
+    """A command's resolved settings by name, for example `values["connector"]`."""
 
     def __init__(self, resolved: dict[str, Resolved]) -> None:
         self.resolved = resolved
@@ -34,11 +34,11 @@ class Values:
         return self.resolved[name].value
 
     def is_given(self, name: str) -> bool:
-        """Whether it was set anywhere, rather than left at its default."""
+        """Return whether setting `name` was set by flag, environment or file."""
         return self.resolved[name].source != "default"
 
     def show(self) -> None:
-        """Print every value with where it came from."""
+        """Print the value and source of every setting."""
         for name, found in self.resolved.items():
             value = "(hidden)" if found.setting.is_secret and found.value else found.value
             value = _PASSWORD.sub("://(hidden)@", str(value))
@@ -46,7 +46,7 @@ class Values:
 
 
 def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one flag for each setting; the function gets them as its first argument, a `Values`."""
+    """Decorate a command: add a flag per setting and pass the resolved settings as the first argument, a `Values`."""
     everything = (*settings, *LOGGING)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -66,20 +66,36 @@ def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]]
         for setting in reversed([s for s in everything if not s.is_secret]):
             command = _option(setting)(command)
         command = click.option(
-            "--print-config", is_flag=True, help="Show every setting and where it came from; do nothing."
+            "--print-config", is_flag=True, help="Print every setting with its value and source, then exit."
         )(command)
         return click.option(
             "--config",
             "config_file",
             type=click.Path(path_type=Path, dir_okay=False),
-            help="A TOML file of settings, named as the flags with underscores.",
+            help="TOML file with settings, named like the flags but with underscores.",
         )(command)
 
     return decorate
 
 
-class reported:  # noqa: N801  a context manager read as a word
-    """Turns our own errors into one line on standard error and an exit code; nobody is shown a stack trace."""
+def read_key(values: Values, name: str) -> list[bytes]:
+    """Read keys, newest first, from the environment setting `<name>` or the file `<name>_file`.
+
+    Raises:
+        UsageError: a key has fewer than 16 bytes.
+    """
+    if values[f"{name}_file"]:
+        lines = config.read_secret_file(Path(values[f"{name}_file"]), f"{name}_file").splitlines()
+    else:
+        lines = [values[name].encode()] if values[name] else []
+    for line in lines:
+        if len(line) < 16:
+            raise UsageError(f"{name}: a key needs at least 16 bytes; this key has {len(line)}", field=name)
+    return lines
+
+
+class reported:  # noqa: N801  lower case, since it is used like a keyword: `with reported():`
+    """Context manager that converts a `KvferryError` to a line on standard error and an exit status."""
 
     def __enter__(self) -> None:
         return None
@@ -92,14 +108,14 @@ class reported:  # noqa: N801  a context manager read as a word
 
 
 def fail(error: KvferryError) -> NoReturn:
-    """Say what is wrong and exit: 2 for wrong usage, 1 for work that failed."""
+    """Print the error and exit: status 2 for wrong usage, 1 for all other errors."""
     usage = isinstance(error, UsageError) or error.http_status in {400, 404}
     click.echo(f"kvferry: {error.message}", err=True)
     raise SystemExit(EXIT_USAGE if usage else EXIT_FAILED)
 
 
 def print_json(value: object) -> None:
-    """One JSON object as the last line of standard output."""
+    """Print one JSON object as the last line of standard output."""
     click.echo(json.dumps(value, ensure_ascii=False))
 
 

@@ -1,13 +1,13 @@
-"""Where one request's time went, as a picture of text."""
+"""Draws the timing of a request as a text timeline."""
 
-from kvferry.rpc.text import Usage
-from kvferry.rpc.token_source import Timing
+from kvferry.rpc.text.text_stream import Usage
+from kvferry.rpc.text.token_source import Timing
 
 _WIDTH = 40
 
 
 def timeline(timing: Timing, usage: Usage | None, ttft_seconds: float, total_seconds: float) -> str:
-    """Queue, prefill, first token, hand-off and decode on one scale.
+    """Draw a timeline of a request: queue, prefill, first token, hand-off and decode on one scale.
 
     prefill    |####                          |   61.2 ms  37 tokens, 0 cached
     ...

@@ -1,4 +1,4 @@
-"""The client library: gRPC to a gateway, or to a worker of role `both`. Blocking and asynchronous.
+"""The client library: blocking and asynchronous gRPC clients of a gateway, or of a worker of role `both`.
 
 from kvferry.client import Client, SamplingParams
 
@@ -12,7 +12,7 @@ from kvferry.client.blocking import Client
 from kvferry.client.messages import Completion, ModelInfo, Prompt
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import FinishReason, SamplingParams
-from kvferry.rpc.text import TextChunk
+from kvferry.rpc.text.text_stream import TextChunk
 
 __all__ = [
     "AsyncClient",

@@ -1,4 +1,4 @@
-"""The client for asyncio programs."""
+"""Client for asyncio programs."""
 
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
@@ -12,15 +12,15 @@ from kvferry.client.messages import Completion, ModelInfo, Prompt
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
-from kvferry.rpc.text import TextChunk
-from kvferry.rpc.text_wire import chunk_from_wire
+from kvferry.rpc.text.text_stream import TextChunk
+from kvferry.rpc.text.text_wire import chunk_from_wire
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 T = TypeVar("T")
 
 
 class AsyncClient:
-    """Talks to one gateway. Several calls may run at once.
+    """Asynchronous client of a gateway. Supports concurrent calls.
 
     Example:
         async with AsyncClient("127.0.0.1:9000") as client:
@@ -32,9 +32,9 @@ class AsyncClient:
     def __init__(self, address: str, *, api_key: str | None = None, timeout: float | None = None) -> None:
         """
         Args:
-            address: `host:port` of a gateway's gRPC side.
-            api_key: sent with every call; `None`: the gateway asks for none.
-            timeout: seconds that a call may take when it brings no timeout of its own; `None`: no limit.
+            address: `host:port` of a gateway's gRPC server.
+            api_key: sent with every call; `None` if the gateway requires no key.
+            timeout: default timeout of a call in seconds; `None` for no limit.
         """
         self._channel = open_channel(address)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
@@ -63,18 +63,18 @@ class AsyncClient:
         request_id: str = "",
         timeout: float | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
-        """Stream text and tokens as they come; leaving the generator stops the generation.
+        """Stream text and tokens as they are generated; closing the generator stops the generation.
 
         Args:
             prompt: text, token ids or a conversation.
-            sampling: `None`: the defaults of `SamplingParams`.
-            n: samples of the one prompt; their chunks interleave, `TextChunk.index` tells them apart.
-            model: empty: the one model served.
-            request_id: empty: the gateway makes one.
-            timeout: seconds for the whole stream; `None`: the client's own.
+            sampling: sampling parameters; `None` selects the defaults of `SamplingParams`.
+            n: number of samples; their chunks are interleaved, `TextChunk.index` identifies the sample.
+            model: name of the model; empty selects the served model.
+            request_id: request id for logs; if empty, the gateway generates one.
+            timeout: time limit of the whole stream in seconds; `None` selects the client's default.
 
         Raises:
-            KvferryError: whatever the gateway answered, as the class it had there.
+            KvferryError: the error that the gateway raised, as the same subclass.
         """
         request = messages.generate_request(prompt, sampling, n, model, request_id)
         limit = self._timeout if timeout is None else timeout
@@ -97,7 +97,7 @@ class AsyncClient:
         request_id: str = "",
         timeout: float | None = None,
     ) -> list[Completion]:
-        """The `n` whole samples; arguments and errors as of `generate`.
+        """Generate `n` samples and return them when complete; same arguments and errors as `generate`.
 
         Example:
             (answer,) = await client.complete("The capital of France is", SamplingParams(max_tokens=8))
@@ -107,10 +107,10 @@ class AsyncClient:
             return messages.gather([chunk async for chunk in chunks])
 
     async def tokenize(self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "") -> list[int]:
-        """Token ids of a text, or of a conversation as the chat template renders it.
+        """Return the token ids of a text, or of a conversation rendered by the chat template.
 
         Raises:
-            KvferryError: see `generate`.
+            KvferryError: the gateway's error; see `generate`.
         """
         request = messages.tokenize_request(prompt, model)
         return list(
@@ -118,20 +118,20 @@ class AsyncClient:
         )
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        """The text of token ids.
+        """Convert token ids to text.
 
         Raises:
-            KvferryError: see `generate`.
+            KvferryError: the gateway's error; see `generate`.
         """
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         answer = self._stub.Detokenize(request, timeout=self._timeout, metadata=self._metadata)
         return (await self._ask(answer)).text
 
     async def model_info(self, model: str = "") -> ModelInfo:
-        """What is served.
+        """Return the served model's name, digest, context length and vocabulary.
 
         Raises:
-            KvferryError: see `generate`.
+            KvferryError: the gateway's error; see `generate`.
         """
         request = inference_pb2.GetModelInfoRequest(model=model)
         return messages.model_info(

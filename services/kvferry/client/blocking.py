@@ -1,4 +1,4 @@
-"""The client for programs without an event loop."""
+"""Client for programs without an event loop."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -12,13 +12,13 @@ from kvferry.client.messages import Completion, ModelInfo, Prompt
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.channel import open_blocking_channel
 from kvferry.rpc.errors import error_from_rpc
-from kvferry.rpc.text import TextChunk
-from kvferry.rpc.text_wire import chunk_from_wire
+from kvferry.rpc.text.text_stream import TextChunk
+from kvferry.rpc.text.text_wire import chunk_from_wire
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 
 class Client:
-    """Talks to one gateway. May be shared by threads.
+    """Blocking client of a gateway. Thread-safe.
 
     Example:
         with Client("127.0.0.1:9000") as client:
@@ -29,9 +29,9 @@ class Client:
     def __init__(self, address: str, *, api_key: str | None = None, timeout: float | None = None) -> None:
         """
         Args:
-            address: `host:port` of a gateway's gRPC side.
-            api_key: sent with every call; `None`: the gateway asks for none.
-            timeout: seconds that a call may take when it brings no timeout of its own; `None`: no limit.
+            address: `host:port` of a gateway's gRPC server.
+            api_key: sent with every call; `None` if the gateway requires no key.
+            timeout: default timeout of a call in seconds; `None` for no limit.
         """
         self._channel = open_blocking_channel(address)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
@@ -60,18 +60,18 @@ class Client:
         request_id: str = "",
         timeout: float | None = None,
     ) -> Generator[TextChunk, None, None]:
-        """Stream text and tokens as they come; leaving the generator stops the generation.
+        """Stream text and tokens as they are generated; closing the generator stops the generation.
 
         Args:
             prompt: text, token ids or a conversation.
-            sampling: `None`: the defaults of `SamplingParams`.
-            n: samples of the one prompt; their chunks interleave, `TextChunk.index` tells them apart.
-            model: empty: the one model served.
-            request_id: empty: the gateway makes one.
-            timeout: seconds for the whole stream; `None`: the client's own.
+            sampling: sampling parameters; `None` selects the defaults of `SamplingParams`.
+            n: number of samples; their chunks are interleaved, `TextChunk.index` identifies the sample.
+            model: name of the model; empty selects the served model.
+            request_id: request id for logs; if empty, the gateway generates one.
+            timeout: time limit of the whole stream in seconds; `None` selects the client's default.
 
         Raises:
-            KvferryError: whatever the gateway answered, as the class it had there.
+            KvferryError: the error that the gateway raised, as the same subclass.
         """
         request = messages.generate_request(prompt, sampling, n, model, request_id)
         limit = self._timeout if timeout is None else timeout
@@ -93,7 +93,7 @@ class Client:
         request_id: str = "",
         timeout: float | None = None,
     ) -> list[Completion]:
-        """The `n` whole samples; arguments and errors as of `generate`.
+        """Generate `n` samples and return them when complete; same arguments and errors as `generate`.
 
         Example:
             (answer,) = client.complete("The capital of France is", SamplingParams(max_tokens=8))
@@ -103,30 +103,30 @@ class Client:
             return messages.gather(chunks)
 
     def tokenize(self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "") -> list[int]:
-        """Token ids of a text, or of a conversation as the chat template renders it.
+        """Return the token ids of a text, or of a conversation rendered by the chat template.
 
         Raises:
-            KvferryError: see `generate`.
+            KvferryError: the gateway's error; see `generate`.
         """
         request = messages.tokenize_request(prompt, model)
         with _own_errors():
             return list(self._stub.Tokenize(request, timeout=self._timeout, metadata=self._metadata).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        """The text of token ids.
+        """Convert token ids to text.
 
         Raises:
-            KvferryError: see `generate`.
+            KvferryError: the gateway's error; see `generate`.
         """
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         with _own_errors():
             return self._stub.Detokenize(request, timeout=self._timeout, metadata=self._metadata).text
 
     def model_info(self, model: str = "") -> ModelInfo:
-        """What is served.
+        """Return the served model's name, digest, context length and vocabulary.
 
         Raises:
-            KvferryError: see `generate`.
+            KvferryError: the gateway's error; see `generate`.
         """
         request = inference_pb2.GetModelInfoRequest(model=model)
         with _own_errors():

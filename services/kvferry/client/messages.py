@@ -1,4 +1,4 @@
-"""What both clients send and what they give back."""
+"""Builds the requests and results that both clients use."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import cast
 from kvferry.core.errors import InvalidRequest, InvariantBroken
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.rpc import wire
-from kvferry.rpc.text import TextChunk, Usage
-from kvferry.rpc.token_source import Timing
+from kvferry.rpc.text.text_stream import TextChunk, Usage
+from kvferry.rpc.text.token_source import Timing
 from kvferry.v1 import common_pb2, inference_pb2
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -19,10 +19,10 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One whole sample."""
+    """A complete sample: text, tokens, finish reason, usage and timing."""
 
     index: int
-    """Which of the `n` samples."""
+    """Index of the sample, 0 to n - 1."""
     text: str
     tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason
@@ -31,18 +31,18 @@ class Completion:
 
     @property
     def token_ids(self) -> list[int]:
-        """Of the generated tokens."""
+        """Token ids of the generated tokens."""
         return [token.token_id for token in self.tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served."""
+    """The served model's name, digest, context length and vocabulary."""
 
     model: str
     digest: str
     max_model_tokens: int
-    """Prompt and output together."""
+    """Context length in tokens, prompt and output."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
@@ -50,10 +50,10 @@ class ModelInfo:
 def generate_request(
     prompt: Prompt, sampling: SamplingParams | None, n: int, model: str, request_id: str
 ) -> inference_pb2.GenerateRequest:
-    """The request message.
+    """Build the message for `Inference.Generate`.
 
     Raises:
-        InvalidRequest: the prompt is an empty sequence, which could be either kind.
+        InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages.
     """
     request = inference_pb2.GenerateRequest(model=model, request_id=request_id, n=n)
     if sampling is not None:
@@ -70,21 +70,21 @@ def generate_request(
 
 
 def chat_to_wire(messages: Sequence[Mapping[str, str]]) -> inference_pb2.Chat:
-    """A conversation as a message."""
+    """Convert a conversation to a `Chat` message."""
     return inference_pb2.Chat(
         messages=[inference_pb2.ChatMessage(role=m["role"], content=m["content"]) for m in messages]
     )
 
 
 def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str) -> inference_pb2.TokenizeRequest:
-    """The request message."""
+    """Build the message for `Inference.Tokenize`."""
     if isinstance(prompt, str):
         return inference_pb2.TokenizeRequest(model=model, text=prompt)
     return inference_pb2.TokenizeRequest(model=model, chat=chat_to_wire(prompt))
 
 
 def model_info(response: inference_pb2.GetModelInfoResponse) -> ModelInfo:
-    """The answer as a value."""
+    """Convert the response of `Inference.GetModelInfo`."""
     return ModelInfo(
         model=response.model,
         digest=response.digest,
@@ -95,15 +95,15 @@ def model_info(response: inference_pb2.GetModelInfoResponse) -> ModelInfo:
 
 
 def metadata(api_key: str | None) -> Metadata:
-    """What goes with every call."""
+    """Return the metadata sent with every call: the API key, if there is one."""
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
 
 
 def gather(chunks: Iterable[TextChunk]) -> list[Completion]:
-    """Whole samples from all their chunks, by index.
+    """Assemble complete samples from their chunks, ordered by index.
 
     Raises:
-        InvariantBroken: a sample has no end; the server broke its promise.
+        InvariantBroken: a sample's last chunk is missing.
     """
     samples: dict[int, list[TextChunk]] = {}
     for chunk in chunks:
@@ -114,7 +114,7 @@ def gather(chunks: Iterable[TextChunk]) -> list[Completion]:
 def _whole(chunks: Sequence[TextChunk]) -> Completion:
     last = chunks[-1]
     if last.finish_reason is None or last.usage is None or last.timing is None:
-        raise InvariantBroken(f"the stream ended before sample {last.index} did")
+        raise InvariantBroken(f"the stream ended before sample {last.index} had a finish reason")
     return Completion(
         index=last.index,
         text="".join(chunk.text for chunk in chunks),

@@ -1,4 +1,4 @@
-"""Time as an argument: whoever needs to know what time it is takes a `Clock`."""
+"""Clocks: code that needs the time takes a `Clock` as an argument."""
 
 import time
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two readings: `monotonic` for durations within a process, `wall` for instants that cross processes."""
+    """Source of time: `monotonic` for durations within a process, `wall` for timestamps shared between processes."""
 
     def monotonic(self) -> float:
-        """Seconds since an arbitrary start; never goes back."""
+        """Return the seconds since an arbitrary start; the value never decreases."""
         ...
 
     def wall(self) -> float:
-        """Seconds since the Unix epoch; may jump."""
+        """Return the seconds since the Unix epoch; the value may jump."""
         ...
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """The operating system's clocks."""
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -29,11 +29,11 @@ class SystemClock:
 
 @dataclass(slots=True)
 class ManualClock:
-    """A clock that stands still until told to move; tests and the simulator own it."""
+    """A clock that only `advance` moves, for tests and the explorer."""
 
     now: float = 0.0
     epoch: float = 1_700_000_000.0
-    """What `wall` reads when `monotonic` reads zero."""
+    """Value of `wall` when `monotonic` is zero."""
 
     def monotonic(self) -> float:
         return self.now
@@ -42,11 +42,11 @@ class ManualClock:
         return self.epoch + self.now
 
     def advance(self, seconds: float) -> None:
-        """Move both readings forward.
+        """Move both clocks forward by `seconds`.
 
         Raises:
             ValueError: `seconds` is negative.
         """
         if seconds < 0:
-            raise ValueError(f"a clock does not go back (asked for {seconds} s)")
+            raise ValueError(f"seconds is {seconds}; a clock cannot move backwards")
         self.now += seconds

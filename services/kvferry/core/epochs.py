@@ -1,10 +1,10 @@
-"""The table of page epochs, wherever it is kept: a list, or memory that peers can read."""
+"""Interface of the table of page epochs, which is a list or memory that peers can read."""
 
 from typing import Protocol
 
 
 class EpochTable(Protocol):
-    """One unsigned 64-bit number a page. Written by the block pool alone (`engine.blocks`)."""
+    """Table with an unsigned 64-bit epoch per page, indexed by page. Written only by `engine.blocks.block_pool`."""
 
     def __len__(self) -> int: ...
 

@@ -1,31 +1,44 @@
-"""The error tree. Each class names its gRPC status and its HTTP status; edges translate, nobody else does.
+"""The error hierarchy. Each class defines its gRPC and HTTP status; only API servers convert errors to statuses.
 
     KvferryError
-    ├── InvalidRequest      INVALID_ARGUMENT    400  the request can never work as it stands; `field` names the part
-    ├── Unauthenticated     UNAUTHENTICATED     401  no key, or one that nobody issued
-    ├── UnknownModel        NOT_FOUND           404  the model asked for is not served here
-    ├── Overloaded          RESOURCE_EXHAUSTED  429  no room now; `retry_after_seconds` says when to come back
-    ├── RequestCancelled    CANCELLED           499  the caller went away or asked to stop
-    ├── Unavailable         UNAVAILABLE         503  nobody can serve this now; safe to retry
-    ├── DeadlinePassed      DEADLINE_EXCEEDED   504  the caller's deadline ran out
-    ├── TicketRejected      FAILED_PRECONDITION 412  a hand-off ticket is forged, stale, or for another layout
-    ├── ModelFileError      FAILED_PRECONDITION 500  a model file is missing, damaged or not understood
-    ├── UsageError          INVALID_ARGUMENT    400  a setting or flag is wrong; the process does not start
-    └── InvariantBroken     INTERNAL            500  we broke our own promise; the process stops cleanly
+    ├── InvalidRequest      INVALID_ARGUMENT    400  the request is invalid; `field` has its faulty field
+    ├── Unauthenticated     UNAUTHENTICATED     401  missing or unknown API key
+    ├── UnknownModel        NOT_FOUND           404  the requested model is not served here
+    ├── Overloaded          RESOURCE_EXHAUSTED  429  at capacity; retry after `retry_after_seconds`
+    ├── RequestCancelled    CANCELLED           499  the caller disconnected or cancelled
+    ├── Unavailable         UNAVAILABLE         503  no worker can serve the request now; safe to retry
+    ├── DeadlinePassed      DEADLINE_EXCEEDED   504  the caller's deadline passed
+    ├── TicketRejected      FAILED_PRECONDITION 412  a hand-off ticket is forged, stale, or for a different layout
+    ├── ModelFileError      FAILED_PRECONDITION 500  a model file is missing, damaged or unsupported
+    ├── UsageError          INVALID_ARGUMENT    400  a setting or flag is invalid; the process does not start
+    ├── GenerationFailed    INTERNAL            500  no token could be sampled for one sequence; others continue
+    ├── RequestRefused      FAILED_PRECONDITION 422  workers failed while they computed the request; no retry
+    └── InvariantBroken     INTERNAL            500  an internal invariant is violated; the process stops cleanly
 
-A message says what was wrong with which value and what to do about it. It never holds a secret or a prompt.
+Messages contain the field, the value and the remedy, but never a secret or a prompt.
 """
 
 from typing import ClassVar
 
+STEP_FAILED = "STEP_FAILED"
+"""Value of `InvariantBroken.reason` for requests that were in the step in which an engine failed."""
+
+
+_MAX_SHOWN_CHARS = 40
+
+
+def shortened(text: str) -> str:
+    """Truncate a client's text to 40 characters for error messages and log lines."""
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 1] + "…"
+
 
 class KvferryError(Exception):
-    """Root of the tree; never raised itself."""
+    """Base class of all kvferry errors; only subclasses are raised."""
 
     grpc_status: ClassVar[str] = "UNKNOWN"
     http_status: ClassVar[int] = 500
     reason: str = "UNKNOWN"
-    """Stable upper-snake-case word for programs (`google.rpc.ErrorInfo.reason`, OpenAI's `code`)."""
+    """Stable upper-snake-case reason for programs (`google.rpc.ErrorInfo.reason`, OpenAI's `code`)."""
 
     def __init__(
         self,
@@ -38,15 +51,15 @@ class KvferryError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
-        """The part of the request at fault, in the caller's own words; `None` when no one part is."""
+        """Name of the faulty request field, as the caller sent it; `None` if no single field is at fault."""
         self.retry_after_seconds = retry_after_seconds
-        """When a retry has a chance; `None` when waiting alone will not help."""
+        """Seconds after which a retry may succeed; `None` if waiting alone does not help."""
         if reason is not None:
             self.reason = reason
 
 
 class InvalidRequest(KvferryError):
-    """The request can never work as it stands."""
+    """The request is invalid and must be changed before a retry."""
 
     grpc_status = "INVALID_ARGUMENT"
     http_status = 400
@@ -54,7 +67,7 @@ class InvalidRequest(KvferryError):
 
 
 class Unauthenticated(KvferryError):
-    """No API key, or one that nobody issued."""
+    """The API key is missing or unknown."""
 
     grpc_status = "UNAUTHENTICATED"
     http_status = 401
@@ -62,7 +75,7 @@ class Unauthenticated(KvferryError):
 
 
 class UnknownModel(KvferryError):
-    """The model asked for is not served here."""
+    """The requested model is not served here."""
 
     grpc_status = "NOT_FOUND"
     http_status = 404
@@ -70,7 +83,7 @@ class UnknownModel(KvferryError):
 
 
 class Overloaded(KvferryError):
-    """No room now; come back later."""
+    """The server is at capacity; retry after `retry_after_seconds`."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429
@@ -78,7 +91,7 @@ class Overloaded(KvferryError):
 
 
 class RequestCancelled(KvferryError):
-    """The caller went away or asked to stop."""
+    """The caller disconnected or cancelled the request."""
 
     grpc_status = "CANCELLED"
     http_status = 499
@@ -86,7 +99,7 @@ class RequestCancelled(KvferryError):
 
 
 class Unavailable(KvferryError):
-    """Nobody can serve this now; a retry is safe."""
+    """No worker can serve the request now; a retry is safe."""
 
     grpc_status = "UNAVAILABLE"
     http_status = 503
@@ -94,7 +107,7 @@ class Unavailable(KvferryError):
 
 
 class DeadlinePassed(KvferryError):
-    """The caller's deadline ran out."""
+    """The caller's deadline passed."""
 
     grpc_status = "DEADLINE_EXCEEDED"
     http_status = 504
@@ -102,7 +115,7 @@ class DeadlinePassed(KvferryError):
 
 
 class TicketRejected(KvferryError):
-    """A hand-off ticket is forged, stale, or describes another layout. The request itself is still good."""
+    """A hand-off ticket is forged, stale, or for a different layout. The request itself is still valid."""
 
     grpc_status = "FAILED_PRECONDITION"
     http_status = 412
@@ -110,7 +123,7 @@ class TicketRejected(KvferryError):
 
 
 class ModelFileError(KvferryError):
-    """A model file is missing, damaged or not understood."""
+    """A model file is missing, damaged or unsupported."""
 
     grpc_status = "FAILED_PRECONDITION"
     http_status = 500
@@ -118,15 +131,34 @@ class ModelFileError(KvferryError):
 
 
 class UsageError(KvferryError):
-    """A setting or a flag is wrong."""
+    """A setting or a flag is invalid."""
 
     grpc_status = "INVALID_ARGUMENT"
     http_status = 400
     reason = "USAGE"
 
 
+class GenerationFailed(KvferryError):
+    """No token could be sampled for one sequence, because its logits are not finite; the worker continues."""
+
+    grpc_status = "INTERNAL"
+    http_status = 500
+    reason = "LOGITS_NOT_FINITE"
+
+
+class RequestRefused(KvferryError):
+    """Several workers failed in steps that contained this request, so the request is not retried.
+
+    Clients do not retry requests with this HTTP status.
+    """
+
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 422
+    reason = "WORKERS_FAILED"
+
+
 class InvariantBroken(KvferryError):
-    """We broke our own promise. The message carries the numbers; the process stops rather than guess."""
+    """An internal invariant is violated. The message contains the values; the process stops instead of continuing."""
 
     grpc_status = "INTERNAL"
     http_status = 500

@@ -1,20 +1,23 @@
-"""One name per block, everywhere: the keyed BLAKE3 chain over a prompt's full blocks.
+"""Block hashes, also called block names: the keyed BLAKE3 chain over a prompt's full blocks.
 
-    root key   = BLAKE3 derive_key("kvferry 2026-11 block names", tenant secret | 0x1f | model and layout fingerprint)
+    secret     = tenant key | 0x00 | tenant
+    root key   = BLAKE3 derive_key("kvferry 2026-11 block names", secret | 0x1f | model and layout fingerprint)
     name[0]    = BLAKE3 keyed(root key, 32 zero bytes  | extra keys | tokens of block 0)
     name[i]    = BLAKE3 keyed(root key, name[i-1]      | extra keys | tokens of block i)
 
     message:   [ parent name 32 B ][ extra length u16 LE ][ extra ... ][ token u32 LE ] x block_tokens
 
-The key isolates tenants and models: equal text under another tenant has another name, and nobody
-without the key can compute or confirm a name. `extra` separates what shares tokens but not KV (an
-adapter, a salt). Only full blocks have names. The format is fixed by golden vectors
-(tests/golden/block_names.json); changing it means changing the context string.
+The key isolates tenants and models: the same text has different names for two tenants, and names can be neither
+computed nor verified without the key. Workers and gateways share the tenant key (docs/adr/0021-one-name-per-block.md),
+so that a gateway computes the same names as a worker's cache events. `extra` distinguishes content with equal tokens
+but different KV (an adapter, a salt). Only full blocks have names. Golden vectors (tests/golden/block_names.json) fix
+the format; changing it requires a new context string.
 """
 
 import struct
 import sys
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
@@ -24,12 +27,13 @@ from kvferry.core.ids import BlockHash
 _CONTEXT = "kvferry 2026-11 block names"
 _NO_PARENT = bytes(32)
 _MAX_EXTRA_BYTES = 0xFFFF
+_MAX_NAMERS = 1024
 
 
 class BlockNamer:
-    """Names blocks for one tenant, one model and layout, one set of extra keys.
+    """Computes block names for one tenant, model, layout and set of extra keys.
 
-    Immutable; safe to share between threads.
+    Immutable and thread-safe.
     """
 
     __slots__ = ("_extra", "_key", "block_tokens")
@@ -37,10 +41,11 @@ class BlockNamer:
     def __init__(self, *, tenant: bytes, fingerprint: bytes, block_tokens: int, extra: bytes = b"") -> None:
         """
         Args:
-            tenant: the tenant's secret; any length, never logged.
-            fingerprint: digest of model and KV layout (`kv.layout`), so that unlike bytes never share a name.
+            tenant: the tenant's secret, of any length; never logged.
+            fingerprint: digest of model and KV layout (`kv.pages.layout`): pages of different layouts never share a
+                name.
             block_tokens: tokens per block.
-            extra: what else the KV depends on, for example an adapter's name; at most 65,535 bytes.
+            extra: other inputs that the KV depends on, for example an adapter's name; at most 65,535 bytes.
 
         Raises:
             ValueError: `block_tokens` is not positive, or `extra` is too long.
@@ -48,17 +53,18 @@ class BlockNamer:
         if block_tokens <= 0:
             raise ValueError(f"block_tokens must be positive, not {block_tokens}")
         if len(extra) > _MAX_EXTRA_BYTES:
-            raise ValueError(f"extra keys take {len(extra)} bytes; at most {_MAX_EXTRA_BYTES} fit")
+            raise ValueError(f"extra keys have {len(extra)} bytes; the limit is {_MAX_EXTRA_BYTES}")
         self.block_tokens = block_tokens
         self._key = blake3(tenant + b"\x1f" + fingerprint, derive_key_context=_CONTEXT).digest()
         self._extra = struct.pack("<H", len(extra)) + extra
 
     def name(self, parent: BlockHash | None, tokens: Sequence[int]) -> BlockHash:
-        """The name of one full block after `parent` (`None`: the prompt's first block).
+        """Return the name of the full block that follows the block `parent`; `parent` is `None` for a prompt's first
+        block.
 
         Raises:
             ValueError: `tokens` is not exactly one block.
-            OverflowError: a token id does not fit 32 bits unsigned.
+            OverflowError: a token id does not fit an unsigned 32-bit integer.
         """
         if len(tokens) != self.block_tokens:
             raise ValueError(f"a block has {self.block_tokens} tokens, not {len(tokens)}")
@@ -66,13 +72,48 @@ class BlockNamer:
         return BlockHash(blake3(message, key=self._key).digest())
 
     def chain(self, tokens: Sequence[int]) -> list[BlockHash]:
-        """Names of all full blocks of `tokens`, in order; a partial last block has none."""
+        """Return the names of all full blocks of `tokens`, in order; a partial last block has no name."""
         names: list[BlockHash] = []
         parent: BlockHash | None = None
         for start in range(0, len(tokens) - self.block_tokens + 1, self.block_tokens):
             parent = self.name(parent, tokens[start : start + self.block_tokens])
             names.append(parent)
         return names
+
+
+class BlockNamers:
+    """Cache of the 1,024 most recently used `BlockNamer` objects of all tenants under one tenant key.
+
+    Not thread-safe.
+    """
+
+    __slots__ = ("_namers", "_tenant_key")
+
+    def __init__(self, tenant_key: bytes) -> None:
+        """
+        Args:
+            tenant_key: secret key for all block names in a pool; never logged.
+        """
+        self._tenant_key = tenant_key
+        self._namers: OrderedDict[tuple[str, bytes, int], BlockNamer] = OrderedDict()
+
+    def of(self, tenant: str, *, fingerprint: bytes, block_tokens: int) -> BlockNamer:
+        """Return the `BlockNamer` for a tenant and a KV layout.
+
+        Raises:
+            ValueError: `block_tokens` is not positive.
+        """
+        key = (tenant, fingerprint, block_tokens)
+        namer = self._namers.get(key)
+        if namer is None:
+            secret = self._tenant_key + b"\x00" + tenant.encode()
+            namer = BlockNamer(tenant=secret, fingerprint=fingerprint, block_tokens=block_tokens)
+            self._namers[key] = namer
+            if len(self._namers) > _MAX_NAMERS:
+                self._namers.popitem(last=False)
+        else:
+            self._namers.move_to_end(key)
+        return namer
 
 
 def _pack_u32(tokens: Iterable[int]) -> bytes:

@@ -1,37 +1,37 @@
-"""Identifiers that look alike and must not be mixed up."""
+"""Distinct types for identifiers, so that the type checker detects mix-ups."""
 
 import secrets
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
-"""Names one request from the client's edge to the last log line; also `x-request-id`."""
+"""Identifies a request in all processes and logs; also the `x-request-id` header."""
 
 BlockId = NewType("BlockId", int)
-"""Index of a physical block (page) in one engine's pool."""
+"""Index of a physical block (page) in an engine's pool."""
 
 BlockHash = NewType("BlockHash", bytes)
-"""The name of a block's content: 32 bytes of the keyed BLAKE3 chain (`core.hashing`)."""
+"""Identifies a block's content: a 32-byte hash of the keyed BLAKE3 chain (`core.hashing`)."""
 
 WorkerId = NewType("WorkerId", str)
 """A worker's stable name, for example its host and port, or its pod name."""
 
 Incarnation = NewType("Incarnation", str)
-"""One life of a worker process: 16 hex digits drawn at start. A restarted worker is another one."""
+"""Identifies one run of a worker process: 16 random hex digits; new after each restart."""
 
 TicketId = NewType("TicketId", str)
-"""Names one offer of KV blocks by a prefill worker: 32 hex digits."""
+"""Identifies an offer of KV blocks by a prefill worker: 32 hex digits."""
 
 
 def new_incarnation() -> Incarnation:
-    """A fresh incarnation, unique with overwhelming probability."""
+    """Generate a random incarnation, unique with overwhelming probability."""
     return Incarnation(secrets.token_hex(8))
 
 
 def new_ticket_id() -> TicketId:
-    """A fresh ticket id; not a secret, the ticket's MAC is what proves it."""
+    """Generate a random ticket id. It is not a secret: the ticket's MAC authenticates the ticket."""
     return TicketId(secrets.token_hex(16))
 
 
 def new_request_id() -> RequestId:
-    """A request id for a client that brought none."""
+    """Generate a request id for a request without an id."""
     return RequestId(f"req-{secrets.token_hex(12)}")

@@ -1,11 +1,11 @@
-"""How a request wants its tokens drawn and when it wants to stop."""
+"""Sampling parameters: how tokens are sampled and when a sequence ends."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import InvalidRequest, shortened
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
@@ -13,55 +13,65 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_OUTPUT_TOKENS = 1 << 20
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Bounds of the repetition penalty: a logit is multiplied or divided by at most 100, so that it stays finite."""
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The first two are OpenAI's words."""
+    """Reason why a sequence ended. The first two values are OpenAI's."""
 
     STOP = "stop"
-    """End of sequence, a stop token or a stop string."""
+    """An end-of-sequence token, a stop token or a stop string."""
     LENGTH = "length"
-    """`max_tokens` or the model's context was reached."""
+    """`max_tokens` or the model's context length was reached."""
     CANCELLED = "cancelled"
-    """The caller went away or asked to stop."""
+    """The caller disconnected or cancelled the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's wishes; defaults are OpenAI's where OpenAI has the field."""
+    """Sampling parameters of a request; fields that OpenAI's API has use OpenAI's defaults."""
 
     max_tokens: int | None = None
-    """Tokens to generate at most; `None`: as many as the context holds."""
+    """Maximum number of generated tokens; `None` for as many as fit in the context."""
     min_tokens: int = 0
-    """End-of-sequence and stop token ids are not drawn before this many tokens."""
+    """Minimum number of tokens before an end-of-sequence or stop token can be sampled."""
     temperature: float = 1.0
-    """0 is greedy: the most likely token, the lowest id among equals."""
+    """Sampling temperature, from 0 to 100; 0 selects greedy decoding: the most likely token, or the lowest id of
+    equally likely ones."""
     top_p: float = 1.0
+    """Keep the most likely tokens whose probabilities sum to this value; greater than 0 and at most 1."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the most likely one."""
+    """Drop tokens whose probability is below this fraction of the largest probability; from 0 to 1."""
     seed: int | None = None
-    """`None`: the edge draws one, so that every worker that touches the request uses the same."""
+    """Seed of the random number generator; if it is `None`, the gateway chooses a seed, which all workers use for this
+    request."""
     presence_penalty: float = 0.0
+    """Value subtracted from the logits of tokens that were generated; from -2 to 2."""
     frequency_penalty: float = 0.0
+    """Value subtracted from a token's logit once per occurrence in the output; from -2 to 2."""
     repetition_penalty: float = 1.0
+    """Factor that divides positive and multiplies negative logits of tokens in the prompt or output; from 0.01 to
+    100."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids."""
+    """Bias by token id, added to the token's logit; from -100 to 100."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; the text is cut before the first one."""
+    """Strings that end the output; the text is cut before the first match."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence and stay in the output."""
     ignore_eos: bool = False
-    """Go on past end of sequence; benchmarks of a fixed length need it."""
+    """Whether generation continues after an end-of-sequence token; for benchmarks with a fixed output length."""
     logprobs: int | None = None
-    """How many alternatives to report per token, 0 for the chosen token alone; `None`: no log-probabilities."""
+    """Number of alternative tokens with log-probabilities per sampled token; 0 returns only that of the sampled token;
+    `None` disables log-probabilities."""
 
     def __post_init__(self) -> None:
-        """Check every bound.
+        """Check the range of every field.
 
         Raises:
-            InvalidRequest: naming the field, its value and what would be accepted.
+            InvalidRequest: a field is out of range; the message contains the field, its value and the range.
         """
         _whole("max_tokens", self.max_tokens, 1, MAX_OUTPUT_TOKENS, optional=True)
         _whole("min_tokens", self.min_tokens, 0, MAX_OUTPUT_TOKENS)
@@ -72,11 +82,11 @@ class SamplingParams:
         _whole("seed", self.seed, -(1 << 63), (1 << 64) - 1, optional=True)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_below=True)
+        _real("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
-                f"logit_bias names {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are accepted",
+                f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are accepted",
                 field="logit_bias",
             )
         for token, bias in self.logit_bias.items():
@@ -101,30 +111,31 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether decoding is greedy: the most likely token is always chosen."""
         return self.temperature == 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One drawn token; log-probabilities are of the model's own distribution, before temperature and penalties."""
+    """A sampled token. Log-probabilities refer to the model's distribution, before temperature and penalties."""
 
     token_id: int
     logprob: float | None = None
-    """`None` when the request asked for none."""
+    """Log-probability of the token; `None` if the request did not set `logprobs`."""
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely tokens with their log-probabilities, most likely first."""
+    """(token id, log-probability) of the most likely tokens, most likely first."""
 
 
 def _whole(name: str, value: int | None, low: int, high: int, *, optional: bool = False) -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, not {value!r}", field=name)
+        shown = shortened(repr(value))
+        raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, not {shown}", field=name)
 
 
 def _real(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not good or value > high or value < low or (open_below and value == low):
-        bound = "above" if open_below else "from"
-        raise InvalidRequest(f"{name} must be a number {bound} {low} to {high}, not {value!r}", field=name)
+        bounds = f"greater than {low} and at most {high}" if open_below else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} must be a number {bounds}, not {shortened(repr(value))}", field=name)

@@ -1,7 +1,7 @@
-"""Settings: one value, four places it can come from, and which place it was.
+"""Resolves settings from four sources and records the source of each value.
 
-Order: flag, environment (`KVFERRY_<NAME>`), TOML file, default. A value that cannot be read is an error that
-names the setting, the place and the remedy; it is never replaced by the default.
+Precedence: flag, environment (`KVFERRY_<NAME>`), TOML file, default. An invalid value is an error that contains the
+setting, the source and the remedy; the default is never used instead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,35 +17,35 @@ _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 1
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing that can be set."""
+    """Definition of one setting."""
 
     name: str
-    """Lower case with underscores; the flag has hyphens, the environment upper case."""
+    """Name in lower case with underscores; the flag uses hyphens, the environment variable upper case."""
     default: object
     help: str
-    """With the unit."""
+    """Help text, with the unit."""
     parse: Callable[[str], object] = str
-    """From text; raises ValueError."""
+    """Function that converts text to a value; raises ValueError if the text is invalid."""
     choices: tuple[str, ...] = ()
     is_repeated: bool = False
-    """May be given several times; in the environment with commas, in the file as a list."""
+    """Whether the flag may be repeated; values are comma-separated in the environment and a list in the file."""
     is_secret: bool = False
-    """Never shown, and no flag: other users of a machine can read a process's arguments."""
+    """Whether the value is hidden in output. Secrets have no flag, since other users can read a process's arguments."""
 
     @property
     def flag(self) -> str:
-        """As on the command line."""
+        """Command-line flag of the setting."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """As in the environment."""
+        """Environment variable of the setting."""
         return ENVIRONMENT_PREFIX + self.name.upper()
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A value and where it came from."""
+    """A setting's value and its source."""
 
     setting: Setting
     value: Any
@@ -59,16 +59,16 @@ def resolve(
     file: Mapping[str, object],
     file_name: str = "",
 ) -> dict[str, Resolved]:
-    """Each setting's value by the order above. In `flags`, `None` and an empty sequence mean not given.
+    """Resolve each setting by precedence. In `flags`, `None` and an empty sequence mean that the flag is not set.
 
     Raises:
-        UsageError: a value cannot be read, or the file names a setting that does not exist.
+        UsageError: a value is invalid, or the file has an unknown setting.
     """
     known = {s.name for s in settings}
     for name in file:
         if name not in known:
             raise UsageError(
-                f"{file_name}: there is no setting {name!r}; known are {', '.join(sorted(known))}", field=name
+                f"{file_name}: unknown setting {name!r}; known settings are {', '.join(sorted(known))}", field=name
             )
     found: dict[str, Resolved] = {}
     for setting in settings:
@@ -97,16 +97,16 @@ def _read_one(setting: Setting, value: object, source: str) -> object:
     try:
         parsed = setting.parse(value) if isinstance(value, str) else setting.parse(str(value))
     except ValueError as error:
-        if setting.is_secret:  # neither the value nor an error that may quote it
-            raise UsageError(f"{source}: its value is not valid; {setting.help}", field=setting.name) from None
-        raise UsageError(f"{source}: {value!r} is not valid ({error}); {setting.help}", field=setting.name) from error
+        if setting.is_secret:  # do not show the value or an error message that may quote it
+            raise UsageError(f"{source}: the value is invalid; {setting.help}", field=setting.name) from None
+        raise UsageError(f"{source}: {value!r} is invalid ({error}); {setting.help}", field=setting.name) from error
     if setting.choices and parsed not in setting.choices:
         raise UsageError(f"{source}: {value!r} is not one of {', '.join(setting.choices)}", field=setting.name)
     return parsed
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """A whole number within bounds."""
+    """Return a parser for integers from `low` to `high`."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -118,11 +118,11 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def seconds(low: float, high: float) -> Callable[[str], float]:
-    """A duration within bounds."""
+    """Return a parser for durations from `low` to `high` seconds."""
 
     def parse(text: str) -> float:
         number = float(text)
-        if not low <= number <= high:  # also refuses NaN
+        if not low <= number <= high:  # also rejects NaN
             raise ValueError(f"must be from {low:g} to {high:g} seconds")
         return number
 
@@ -130,7 +130,7 @@ def seconds(low: float, high: float) -> Callable[[str], float]:
 
 
 def size_bytes(text: str) -> int:
-    """`512MiB`, `2GiB`, `1000000`: bytes."""
+    """Parse a size in bytes, for example `512MiB`, `2GiB` or `1000000`."""
     stripped = text.strip()
     digits = stripped.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = stripped[len(digits) :].strip().lower()
@@ -138,12 +138,12 @@ def size_bytes(text: str) -> int:
         raise ValueError(f"unknown unit {unit!r}; use KiB, MiB or GiB")
     number = int(float(digits) * _UNITS[unit])
     if number <= 0:
-        raise ValueError("must be more than nothing")
+        raise ValueError("must be greater than 0")
     return number
 
 
 def boolean(text: str) -> bool:
-    """`true` or `false` in the usual spellings."""
+    """Parse `true` or `false` in their usual spellings."""
     lowered = text.strip().lower()
     if lowered in {"1", "true", "yes", "on"}:
         return True

@@ -1,10 +1,10 @@
-"""The paged engine: what runs in one worker between token ids in and token ids out.
+"""Inference engine with a paged KV cache and continuous batching: token ids in, token ids out.
 
-Decisions (`blocks`, `prefix_index`, `allocation`, `sequence`, `scheduler`, `step`) are pure and import no torch;
-`cache`, `batch`, `runner`, `sampler` and `models` hold the tensors; `engine` joins both; `llm` is the offline door.
-The engine knows `kvferry.kv.connector`, never a transport.
+Decisions (`blocks`, `plan`) are pure and do not import torch; `tensors`, `run`, `gpu` and `models` hold the tensors;
+`loads` moves KV to and from peers and tiers; `engine` combines them; `llm` is the offline API. The engine depends on
+`kvferry.kv.interface.connector`, never on a transport.
 
-`LLM` is loaded on first use, so that importing the pure parts costs no torch.
+`LLM` is imported on first use, so that importing the pure parts does not import torch.
 """
 
 from typing import TYPE_CHECKING

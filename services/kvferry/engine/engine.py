@@ -1,40 +1,36 @@
-"""One engine: joins the scheduler, the runner and the connector's scheduler side into `step`.
+"""The engine: combines scheduler, runner and KV loads; `step` runs one iteration.
 
-Owned by one thread: every method but `post` must be called on it. `post` is how the connector's threads
-leave a message for the next step.
+The engine is owned by one thread, which calls all methods except `post`. Threads of loaders and tiers call `post` to
+enqueue a message for the next step.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
-from kvferry.core.hashing import BlockNamer
+from kvferry.core.hashing import BlockNamer, BlockNamers
 from kvferry.core.ids import BlockId, RequestId
-from kvferry.engine.ahead import Ahead, AheadRequest
-from kvferry.engine.allocation import Allocator
-from kvferry.engine.blocks import BlockPool
-from kvferry.engine.jobs import Export, LoadJob
-from kvferry.engine.messages import EngineLoad, EngineRequest, StepOutput
-from kvferry.engine.pipeline import Pipeline, StepRunner
-from kvferry.engine.prefix_index import PrefixIndex
-from kvferry.engine.room import SchedulerLimits
-from kvferry.engine.scheduler import Scheduler, SequenceUpdate
-from kvferry.engine.sequence import RemoteKv, Sequence
-from kvferry.engine.step import StepPlan
-from kvferry.engine.tier_side import TierSide
-from kvferry.kv.connector import KvLoader, LoadOutcome, PagesQuiet
-from kvferry.kv.price import Decision, LoadPolicy, Piece, PriceBook
-from kvferry.kv.quarantine import accepts_fetch
-from kvferry.kv.tiering import KvTiers, StoreDone, TierAnswer, TierSource
-
-_MAX_NAMERS = 1024
-_QUARANTINE_SHARE = 0.05
+from kvferry.core.load import WorkerLoad
+from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.prefix_index import PrefixIndex
+from kvferry.engine.loads.kv_loads import KvLoads
+from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
+from kvferry.engine.messages import EngineRequest, StepOutput
+from kvferry.engine.plan.kv_jobs import Export, SequenceUpdate
+from kvferry.engine.plan.pipeline import Pipeline, StepRunner
+from kvferry.engine.plan.scheduler import Scheduler
+from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.plan.step import StepPlan
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.kv.interface.connector import KvLoader
+from kvferry.kv.interface.tiering import KvMessage, KvTiers
+from kvferry.kv.pricing.price import LoadPolicy, PriceBook
 
 
 class Engine:
-    """A paged engine over one model."""
+    """Inference engine with a paged KV cache for one model."""
 
     def __init__(
         self,
@@ -47,7 +43,9 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         fingerprint: bytes,
         limits: SchedulerLimits,
-        tenant_secret: Callable[[str], bytes],
+        namers: BlockNamers,
+        loader: KvLoader | None = None,
+        tiers: KvTiers | None = None,
         epochs: EpochTable | None = None,
         max_waiting: int = 1024,
         block_bytes: int = 1,
@@ -56,14 +54,16 @@ class Engine:
     ) -> None:
         """
         Args:
-            max_model_tokens: prompt and output together; never more than the pool can hold.
-            fingerprint: of the KV layout; part of every block's name.
-            tenant_secret: the secret that keys a tenant's block names.
+            max_model_tokens: context length, prompt and output together; limited by the size of the pool.
+            fingerprint: the KV layout's fingerprint; an input of every block name.
+            namers: factory of block namers, keyed with the pool's tenant key.
+            loader: fetches KV from peers; without it, prompts are computed.
+            tiers: KV tiers to load from and store to.
             epochs: the transport's epoch table.
-            max_waiting: requests that may wait for room before new ones are refused.
-            block_bytes: of a page, for prices.
-            prices: what loading and computing take; learned here from each step and load. Default: load always.
-            clock: times the steps.
+            max_waiting: maximum number of waiting requests; further requests are rejected.
+            block_bytes: bytes of one page, for cost estimates.
+            prices: estimates the seconds of loading and computing; updated by each step and load. Default: always load.
+            clock: measures the steps.
         """
         index = PrefixIndex()
         pool = BlockPool(num_blocks, epochs=epochs, on_reuse=index.forget)
@@ -74,50 +74,32 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._pipeline = Pipeline(runner)
         self._fingerprint = fingerprint
-        self._tenant_secret = tenant_secret
-        self._namers: dict[str, BlockNamer] = {}
+        self._namers = namers
         self._max_waiting = max_waiting
-        self._block_bytes = block_bytes
         self._prices = prices or PriceBook(LoadPolicy.ALWAYS)
         self._clock = clock or SystemClock()
-        self._decisions: list[tuple[RequestId, Decision]] = []
-        self._loader: KvLoader | None = None
-        self._tiers: TierSide | None = None
-        self._jobs: dict[int, LoadJob] = {}
-        self._next_job = 0
-        self._ahead = Ahead(self.allocator)
+        self._loads = KvLoads(
+            self.scheduler, self.allocator, loader=loader, tiers=tiers, prices=self._prices, block_bytes=block_bytes
+        )
         self._exports: dict[int, tuple[BlockId, ...]] = {}
         self._next_export = 0
-        self._inbox: deque[object] = deque()
-
-    def attach_loader(self, loader: KvLoader) -> None:
-        """Give the engine the means to fetch KV; without it, requests that could fetch compute instead."""
-        self._loader = loader
-
-    def attach_tiers(self, tiers: KvTiers) -> None:
-        """Give the engine tiers to load from and to store to."""
-        self.scheduler.object_blocks = tiers.object_blocks
-        self._tiers = TierSide(
-            tiers,
-            self.allocator,
-            self._prices,
-            block_bytes=self._block_bytes,
-            answered=self.scheduler.answered,
-            decided=self._note_decision,
-        )
+        self.on_started: Callable[[list[RequestId]], None] | None = None
+        """Callback before each step, called with the requests that are computed for the first time in that step."""
+        self.failed_step: frozenset[RequestId] = frozenset()
+        """Requests of the step that raised an exception; empty if no step did."""
 
     # ------------------------------------------------------------------ requests
 
     def add(self, request: EngineRequest) -> None:
-        """Take a request.
+        """Accept a request.
 
         Raises:
-            InvalidRequest: it can never run; the field says which part.
-            Overloaded: too many wait already.
+            InvalidRequest: the request can never run; `field` is the invalid field.
+            Overloaded: too many requests are waiting.
         """
         self._check(request)
         if self.scheduler.num_waiting >= self._max_waiting:
-            raise Overloaded(f"{self._max_waiting} requests are waiting already", retry_after_seconds=1.0)
+            raise Overloaded(f"the queue is full: {self._max_waiting} requests are waiting", retry_after_seconds=1.0)
         num_prompt = len(request.token_ids) - request.num_generated
         limit = request.sampling.max_tokens
         total = self.max_model_tokens if limit is None else min(self.max_model_tokens, num_prompt + limit)
@@ -133,87 +115,66 @@ class Engine:
             tenant=request.tenant,
             exports=request.exports,
             keeps=request.keeps,
-            remote=request.remote if self._loader is not None else None,
+            remote=request.remote if self._loads.can_fetch else None,
         )
         self.scheduler.add(sequence)
-        if sequence.remote is not None and not self._is_worth_fetching(sequence, sequence.remote):
-            sequence.remote = None
-        if sequence.remote is None and self._tiers is not None:
-            self._tiers.arrive(sequence)
+        self._loads.arrive(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request now; whether it was here. Idempotent."""
-        if self._loader is not None:
-            self._loader.cancel(request_id)
-        if self._tiers is not None:
-            self._tiers.forget(request_id)
+        """Abort a request; return whether it existed. Idempotent."""
+        self._loads.cancel(request_id)
         return self.scheduler.abort(request_id)
 
-    def fetch_ahead(self, request: AheadRequest) -> None:
-        """Fetch blocks into the prefix cache for whoever comes; the outcome is among the next step's loads."""
-        number = self._next_job
-        self._next_job += 1
-        job = None if self._loader is None else self._ahead.begin(number, request)
-        if job is None or self._loader is None:
-            self._inbox.append(LoadOutcome(request.request_id, number, "no room for a head start", 0, 0, 0.0))
-            return
-        self._loader.start(number, request.request_id, request.source, 0, job.targets)
+    def prefetch_kv(self, request: KvPrefetchRequest) -> None:
+        """Fetch blocks into the prefix cache; the outcome is reported with a later step's loads."""
+        self._loads.prefetch(request)
 
     def namer(self, tenant: str) -> BlockNamer:
-        """What names this tenant's blocks."""
-        namer = self._namers.get(tenant)
-        if namer is None:
-            if len(self._namers) >= _MAX_NAMERS:
-                self._namers.pop(next(iter(self._namers)))  # made anew when that tenant comes back
-            namer = BlockNamer(
-                tenant=self._tenant_secret(tenant),
-                fingerprint=self._fingerprint,
-                block_tokens=self.allocator.block_tokens,
-            )
-            self._namers[tenant] = namer
-        return namer
+        """Return the block namer of a tenant, for the engine's KV layout."""
+        return self._namers.of(tenant, fingerprint=self._fingerprint, block_tokens=self.allocator.block_tokens)
 
     # ------------------------------------------------------------------ the step
 
     def step(self) -> StepOutput:
-        """Take in what the connector left, plan, compute, book. Does nothing when nothing can run. One more
-        may be launched before it is booked (`pipeline`)."""
-        loads = self._take_in()
-        self._give_away()  # what a peer's pages made whole: `schedule` may preempt it and reuse them
+        """Process messages of loaders and tiers, plan a step, compute it and record its results. If no sequence can
+        run, no step is computed. The next step may be launched before this one is recorded (`pipeline`)."""
+        outcomes = self._loads.take_in()
+        self._loads.store_full_objects()  # before `schedule`, which may preempt a sequence and reuse its pages
         plan = self._pipeline.take(self.scheduler.is_wanted) or self.scheduler.schedule()
-        for job in self.scheduler.take_loads():
-            self._start(job)
+        self._loads.start_planned()
+        started = self.scheduler.take_started()
+        if started and self.on_started is not None:
+            self.on_started(started)
         updates = self._run(plan) if plan.scheduled else []
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
-        self._give_away()
-        decisions, self._decisions = self._decisions, []
-        changes = self.allocator.index.take_changes()
-        progress = self.scheduler.take_progress()
-        return StepOutput(updates, exports, loads, decisions, progress, changes, ran=bool(plan.scheduled))
+        self._loads.store_full_objects()
+        changes, progress = self.allocator.index.take_changes(), self.scheduler.blocks.take_progress()
+        decisions = self._loads.take_decisions()
+        return StepOutput(updates, exports, outcomes, decisions, progress, changes, ran=bool(plan.scheduled))
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` could do something now. Sequences that only wait for a connector do not count."""
-        return bool(self._inbox or self.scheduler.num_running or self.scheduler.num_waiting)
+        """Whether `step` has work now; sequences that wait for a load do not count."""
+        return self._loads.has_messages or bool(self.scheduler.num_running or self.scheduler.num_waiting)
 
-    def post(self, message: object) -> None:
-        """Leave a message for the next step; from any thread. The caller wakes the engine's thread."""
-        self._inbox.append(message)
+    def post(self, message: KvMessage) -> None:
+        """Enqueue a message for the next step. Thread-safe; the caller must notify the engine's thread."""
+        self._loads.post(message)
 
     # ------------------------------------------------------------------ exports
 
     def release_export(self, number: int) -> None:
-        """Give exported pages back. Idempotent."""
+        """Free the pages of an export. Idempotent."""
         blocks = self._exports.pop(number, None)
         if blocks is not None:
             self.allocator.pool.release(blocks)
 
     # ------------------------------------------------------------------ views
 
-    def load(self) -> EngineLoad:
-        """A snapshot of everything held."""
+    def load(self) -> WorkerLoad:
+        """Count all resources that the engine holds; the worker adds its tickets and calls."""
         pool = self.allocator.pool
-        return EngineLoad(
+        return WorkerLoad(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             loading=self.scheduler.num_loading,
@@ -222,26 +183,28 @@ class Engine:
             blocks_quarantined=pool.num_quarantined,
             exports=len(self._exports),
             exported_blocks=sum(map(len, self._exports.values())),
-            transfers=len(self._jobs) + len(self._ahead),
-            stores=len(self._stores_held()),
+            transfers=self._loads.num_transfers,
+            stores=len(self._loads.stores_held),
         )
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is held: no sequence, no export, no transfer, no store, every page free."""
-        held = self._exports or self._jobs or len(self._ahead)
+        """Whether the engine holds no sequence, export, transfer or store, and every page is free."""
+        held = self._exports or self._loads.num_transfers
         return self.scheduler.is_idle and not held and self.allocator.pool.is_idle
 
     def check_integrity(self) -> None:
-        """The pool's laws, and I4: a page's references are exactly those of tables, exports, stores, fetches ahead.
+        """Check the pool's invariants and invariant I4: a page's references are exactly those of block tables, exports,
+        stores and prefetches.
 
         Raises:
-            InvariantBroken: with the numbers.
+            InvariantBroken: an invariant is violated; the message has the numbers.
         """
         self.allocator.check_integrity()
         counted: dict[BlockId, int] = {}
         tables = (t.blocks for t in self.scheduler.tables())
-        for blocks in [*tables, *self._exports.values(), *self._stores_held(), *self._ahead.held]:
+        held = [*self._exports.values(), *self._loads.stores_held, *self._loads.prefetches_held]
+        for blocks in [*tables, *held]:
             for block in blocks:
                 counted[block] = counted.get(block, 0) + 1
         pool = self.allocator.pool
@@ -265,128 +228,30 @@ class Engine:
         if count >= self.max_model_tokens:
             raise InvalidRequest(
                 f"the prompt has {count} tokens, the context holds {self.max_model_tokens}, and at least one must be "
-                "left for the answer; shorten the prompt",
+                "left for the output; shorten the prompt",
                 field="prompt",
                 reason="PROMPT_TOO_LONG",
             )
         if not request.sampling.is_greedy and request.sampling.seed is None:
-            # The edge draws one, so that a request draws the same tokens wherever it goes.
-            raise InvalidRequest("seed is missing; a request with a temperature brings one", field="seed")
+            # The gateway chooses the seed, so that a request samples the same tokens on every worker.
+            raise InvalidRequest("seed is missing; set a seed for requests with a temperature above 0", field="seed")
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
             raise InvalidRequest(f"token ids must be from 0 to {self._vocab_size - 1}", field="token_ids")
 
-    def _give_away(self) -> None:
-        for whole in self.scheduler.take_stores():
-            if self._tiers is not None:
-                self._tiers.store(whole)
-
     def _run(self, plan: StepPlan) -> list[SequenceUpdate]:
         begun = self._clock.monotonic()
-        result = self._pipeline.run(plan, lambda: self._follow(plan))
-        chunks = [item for item in plan.scheduled if item.num_scheduled > 1]
-        if len(chunks) == 1:  # whatever ran beside it is the load under which a prompt is computed here
+        try:
+            result = self._pipeline.run(plan, lambda: self._follow(plan))
+        except BaseException:
+            self.failed_step = frozenset(self._pipeline.in_flight(plan))
+            raise
+        chunks = [item for item in plan.scheduled if not item.is_decode]
+        if len(chunks) == 1:  # the step may also have decode rows, as is usual under load
             seconds = self._clock.monotonic() - begun
             self._prices.observe_compute(chunks[0].num_computed, chunks[0].num_scheduled, seconds)
         return self.scheduler.update(plan, result)
 
     def _follow(self, plan: StepPlan) -> StepPlan | None:
-        """The step after one under way. Nothing outside the device may read or write pages then: a step ahead may still
-        write a page that was given back."""
-        if self._loader is not None or self._tiers is not None or self._inbox:
-            return None
-        return self.scheduler.follow(plan)
-
-    def _take_in(self) -> list[LoadOutcome]:
-        outcomes: list[LoadOutcome] = []
-        while self._inbox:
-            match self._inbox.popleft():
-                case LoadOutcome() as outcome:
-                    outcomes.append(outcome)
-                    self._end_load(outcome)
-                case PagesQuiet(number):
-                    self._end_write(number)
-                case TierAnswer() as answer if self._tiers is not None:
-                    self._tiers.hear(answer)
-                case StoreDone(number) if self._tiers is not None:
-                    self._tiers.stored(number)
-                case message:
-                    raise InvariantBroken(f"unknown message {type(message).__name__}")
-        return outcomes
-
-    def _end_load(self, outcome: LoadOutcome) -> None:
-        if self._ahead.ended(outcome.job, is_good=outcome.failure is None):
-            return
-        job = self._jobs.get(outcome.job)
-        is_tier = job is not None and isinstance(job.remote.source, TierSource)
-        for part in outcome.parts:
-            self._prices.observe_load(part.source, part.num_bytes, part.seconds)
-        if outcome.failure is None:
-            if job is None:
-                raise InvariantBroken(f"job {outcome.job} succeeded, and is not running")
-            if not is_tier:
-                remote = job.remote
-                self._prices.observe_load(remote.label, outcome.num_bytes, outcome.seconds, place=remote.place)
-            # A verified read is over as surely as a quiet one; its PagesQuiet then finds nothing left to do.
-            self._end_write(outcome.job)
-            self.scheduler.loaded(outcome.request_id, job.remote.num_tokens, is_stored=is_tier)
-        elif job is not None and is_tier and outcome.num_blocks:
-            self._end_write(outcome.job)  # a tier's reads are over when it says how they went
-            here = (job.first_block + outcome.num_blocks) * self.allocator.block_tokens
-            self.scheduler.loaded(outcome.request_id, here, is_stored=True)
-        else:
-            sequence = self.scheduler.load_failed(outcome.request_id)
-            if sequence is not None and not is_tier and self._tiers is not None:
-                self._tiers.arrive(sequence)
-
-    def _end_write(self, number: int) -> None:
-        job = self._jobs.pop(number, None)
-        if job is not None:
-            self.allocator.pool.end_write(job.targets)
-        else:
-            self._ahead.quiet(number)
-
-    def _is_worth_fetching(self, sequence: Sequence, remote: RemoteKv) -> bool:
-        """Whether a peer's offer is cheaper than computing what it covers beyond the local hit."""
-        size = self.allocator.block_tokens
-        hit = len(self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_tokens - 1))
-        tokens = remote.num_tokens - hit * size
-        if tokens <= 0:
-            return True  # nothing to fetch, but the peer will be told
-        num_bytes = (self.allocator.blocks_for(remote.num_tokens) - hit) * self._block_bytes
-        decision = self._prices.decide([Piece(remote.label, tokens, num_bytes, remote.place)], hit * size)
-        self._note_decision(sequence.request_id, decision)
-        return decision.num_loaded > 0
-
-    def _note_decision(self, request_id: RequestId, decision: Decision) -> None:
-        self._decisions.append((request_id, decision))
-
-    def _stores_held(self) -> list[tuple[BlockId, ...]]:
-        return [] if self._tiers is None else self._tiers.held
-
-    def _start(self, job: LoadJob) -> None:
-        loader = (
-            self._tiers.tiers if self._tiers is not None and isinstance(job.remote.source, TierSource) else self._loader
-        )
-        if loader is None:
-            raise InvariantBroken("a load was planned without a loader")
-        number = self._next_job
-        self._next_job += 1
-        pool = self.allocator.pool
-        if loader is self._loader and not accepts_fetch(
-            num_quarantined=pool.num_quarantined,
-            num_blocks=pool.num_blocks,
-            num_wanted=len(job.targets),
-            share=_QUARANTINE_SHARE,
-        ):
-            why = f"quarantine is full: {pool.num_quarantined} of {pool.num_blocks} blocks wait for stalled reads"
-            self._inbox.append(LoadOutcome(job.request_id, number, why, 0, 0, 0.0))  # of a job that never ran
-            return
-        self._jobs[number] = job
-        self.allocator.pool.begin_write(job.targets)
-        loader.start(number, job.request_id, job.remote.source, job.first_block, job.targets)
-
-
-def one_secret(secret: bytes, tenants: Mapping[str, bytes] | None = None) -> Callable[[str], bytes]:
-    """A tenant's own secret if it has one, else the common secret joined with the tenant's name."""
-    own = dict(tenants or {})
-    return lambda tenant: own.get(tenant, secret + b"\x00" + tenant.encode())
+        """Plan the step after the running one; return `None` if a loader or tier may access pages, since a step
+        launched ahead may still write to a page that has been freed."""
+        return None if self._loads.may_write_pages else self.scheduler.follow(plan)

@@ -1,54 +1,43 @@
-"""The offline door: prompts in, completions out, one engine in this process."""
+"""Offline inference API: the class `LLM` completes prompts with one engine in this process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvferry.core.dtypes import BFLOAT16, INT8
 from kvferry.core.errors import InvalidRequest, UsageError
+from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
-from kvferry.engine.build_runner import build_runner
-from kvferry.engine.cache import PagedKv, PageShape
-from kvferry.engine.compute_dtype import choose_dtype
-from kvferry.engine.device import choose_device
-from kvferry.engine.engine import Engine, one_secret
+from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.messages import EngineRequest
-from kvferry.engine.models.build import build_model
-from kvferry.engine.room import SchedulerLimits
-from kvferry.model.config import ModelConfig
-from kvferry.model.detokenizer import Detokenizer
-from kvferry.model.shapes import shape_of
-from kvferry.model.source import ModelSource, open_model
-from kvferry.model.stop_strings import StopMatcher
-from kvferry.model.tensors import TensorSource
-from kvferry.model.tokenizer import Tokenizer
-
-LOAD_FORMATS = ("auto", "dummy")
-"""Where weights come from: the model's files, or a generator of random numbers."""
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.settings import EngineSettings
+from kvferry.model.text.detokenizer import Detokenizer
+from kvferry.model.text.stop_strings import StopMatcher
+from kvferry.model.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one prompt led to."""
+    """Completion of one prompt."""
 
     prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     num_cached_tokens: int
-    """Of the prompt, found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     logprobs: tuple[SampledToken, ...] = ()
-    """The drawn tokens with their log-probabilities; empty unless asked for."""
+    """The sampled tokens with their log-probabilities; empty unless requested."""
 
 
 class LLM:
-    """A model, loaded and ready.
+    """A loaded model with an engine.
 
         llm = LLM("smollm2-135m-instruct")
         for out in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16)):
             print(out.text)
 
-    Not safe to use from several threads at once.
+    Not thread-safe.
     """
 
     def __init__(
@@ -70,95 +59,81 @@ class LLM:
     ) -> None:
         """
         Args:
-            model: a known name, a `.gguf` file or a folder with safetensors; with `dummy` a name of
-                `model.shapes.SHAPES`.
-            device: where it computes, and where the pages are: `cpu`, `cuda`, or `auto`, a GPU where torch sees one.
-            load_format: `auto`, the model's files; or `dummy`, random weights of its shape, for benchmarks: there is
-                no tokenizer then, and prompts are token ids.
-            dtype: of the KV, and how precisely activations are kept: `float32`, `bfloat16`, `float16`, `int8`
-                (compiled kernels only), or `auto`: bfloat16 with compiled kernels, else the faster one, measured now.
-            weights: their form, a name of `models.build.WEIGHTS`.
-            numerics: how inputs of products are kept, a name of `models.build.NUMERICS`.
-            kernels: what computes, a name of `models.build.KERNELS`.
-            cuda_graphs: whether steps are captured on a GPU, a name of `build_runner.CUDA_GRAPHS`.
-            kv_bytes: memory for KV pages.
-            block_tokens: tokens a page.
-            limits: how much one step may do.
-            threads: compute threads; 0: one for each core.
-            seed: for requests that bring none, and for random weights.
+            model: a catalog name, a `.gguf` file or a folder with safetensors files; a key of `model.shapes.SHAPES` if
+                `load_format` is "dummy".
+            seed: seed of random weights, and of requests without a seed.
+
+        The other arguments are fields of `EngineSettings`.
 
         Raises:
             KvferryError: the model is unknown or damaged, or a setting does not fit it.
         """
-        if load_format not in LOAD_FORMATS:
-            raise UsageError(f"no load format {load_format!r}; known: {', '.join(LOAD_FORMATS)}", field="load_format")
-        where = choose_device(device, kernels=kernels)
-        self._source: ModelSource | None = open_model(model) if load_format == "auto" else None
-        """`None`: random weights."""
-        self._seed = seed
+        self._load(
+            EngineSettings(
+                model,
+                load_format=load_format,
+                device=device,
+                dtype=dtype,
+                weights=weights,
+                numerics=numerics,
+                kernels=kernels,
+                cuda_graphs=cuda_graphs,
+                threads=threads,
+                kv_bytes=kv_bytes,
+                block_tokens=block_tokens,
+                limits=limits or SchedulerLimits(),
+                seed=seed,
+            )
+        )
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> "LLM":
+        """Build an LLM from engine settings.
+
+        Raises:
+            KvferryError: the model is unknown or damaged, or a setting does not fit it.
+        """
+        made = cls.__new__(cls)
+        made._load(settings)
+        return made
+
+    def _load(self, settings: EngineSettings) -> None:
+        self._loaded = loaded = load_model(settings)
+        self._seed = settings.seed
         self._count = 0
-        self.config = config = shape_of(model) if self._source is None else self._source.config
-        """The model's shape."""
-        chosen = choose_dtype(dtype, config, kernels=kernels, device=where)
-        tensors = _random(config, chosen, where, seed) if self._source is None else self._source.tensors
-        built = build_model(
-            config,
-            tensors,
-            dtype=chosen,
-            weights=weights,
-            numerics=numerics,
-            device=where,
-            kernels=kernels,
-            threads=threads,
-        )
-        shape = PageShape.of(config, block_tokens=block_tokens, dtype=chosen)
-        num_blocks = max(2, kv_bytes // shape.block_bytes)
-        limits = limits or SchedulerLimits()
-        self.runner = build_runner(
-            built,
-            PagedKv.allocate(shape, num_blocks, where),
-            max_sequences=limits.max_sequences,
-            cuda_graphs=cuda_graphs,
-        )
-        """Computes the engine's steps."""
-        self.engine = Engine(
-            self.runner,
-            num_blocks=num_blocks,
-            block_tokens=block_tokens,
-            max_model_tokens=config.max_model_tokens,
-            vocab_size=config.vocab_size,
-            eos_token_ids=config.eos_token_ids,
-            fingerprint=b"offline",
-            limits=limits,
-            tenant_secret=one_secret(b"offline"),
-        )
-        self.block_bytes = shape.block_bytes
-        """Of one page."""
-        self.dtype = chosen
-        """Of the KV."""
+        self.config = loaded.config
+        """Configuration of the model."""
+        self.runner = runner_for(loaded)
+        """Runner that computes the engine's steps."""
+        self.engine = build_engine(loaded, self.runner, namers=BlockNamers(b"offline"))
+        self.model = loaded.model
+        """The model, loaded for its kernels."""
+        self.block_bytes = loaded.layout.block_bytes
+        """Bytes of one page."""
+        self.dtype = loaded.dtype
+        """Data type of the KV."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
-
-        Raises:
-            UsageError: the weights are random.
+        """Tokenizer of the model. Raises:
+        UsageError: the weights are random.
         """
-        if self._source is None:
+        if self._loaded.source is None:
             raise UsageError(
                 "random weights (--load-format dummy) have no tokenizer; give token ids instead of text",
                 field="load_format",
             )
-        return self._source.tokenizer
+        return self._loaded.source.tokenizer
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
     ) -> list[Completion]:
-        """Complete every prompt, a text or its token ids, all in one batch; results in the order of prompts.
+        """Complete prompts, each a text or its token ids, in one batch; return one completion per prompt, in order.
 
         Raises:
-            InvalidRequest: a prompt is empty or too long; nothing was generated then.
-            UsageError: there is text in a prompt or among the stop strings, and the weights are random.
+            InvalidRequest: a prompt is empty or too long, or every token is banned; no prompt was completed.
+            GenerationFailed: a logit is not finite.
+            UsageError: the weights are random, but a prompt is a text or stop strings are set.
         """
         chosen = sampling or SamplingParams()
         streams = [self._start(prompt, chosen) for prompt in prompts]
@@ -174,7 +149,11 @@ class LLM:
         by_id = {s.request.request_id: s for s in streams}
         while self.engine.has_work:
             for update in self.engine.step().updates:
-                if by_id[update.request_id].hear(update.token, update.finish_reason, update.num_cached):
+                if update.error is not None:
+                    for request_id in by_id:
+                        self.engine.abort(request_id)
+                    raise update.error
+                if by_id[update.request_id].take(update.tokens, update.finish_reason, update.num_cached):
                     self.engine.abort(update.request_id)
         return [s.completion() for s in streams]
 
@@ -184,21 +163,12 @@ class LLM:
         self._count += 1
         params = sampling if sampling.seed is not None else replace(sampling, seed=self._seed + self._count)
         request = EngineRequest(RequestId(f"offline-{self._count}"), list(prompt), params)
-        detokenizer = None if self._source is None and not params.stop else Detokenizer(self.tokenizer)
+        detokenizer = None if self._loaded.source is None and not params.stop else Detokenizer(self.tokenizer)
         return _Stream(request, detokenizer, StopMatcher(params.stop))
 
 
-def _random(config: ModelConfig, dtype: str, device: str, seed: int) -> TensorSource:
-    import torch  # which draws them, and takes a second to load
-
-    from kvferry.engine.models.random_tensors import RandomTensors
-
-    drawn = BFLOAT16 if dtype == INT8 else dtype
-    return RandomTensors(config, dtype=getattr(torch, drawn), device=device, seed=seed)
-
-
 class _Stream:
-    """One prompt's output as it grows."""
+    """Output of one prompt while it is being generated."""
 
     def __init__(self, request: EngineRequest, detokenizer: Detokenizer | None, stops: StopMatcher) -> None:
         self.request = request
@@ -209,17 +179,19 @@ class _Stream:
         self._reason: FinishReason | None = None
         self._num_cached = 0
 
-    def hear(self, token: SampledToken, reason: FinishReason | None, num_cached: int) -> bool:
-        """Take a token; whether a stop string ended the text, so that the engine must be told."""
-        self._tokens.append(token)
+    def take(self, tokens: Sequence[SampledToken], reason: FinishReason | None, num_cached: int) -> bool:
+        """Append sampled tokens; return whether a stop string ended the text, so that the request must be aborted."""
         self._num_cached = num_cached
         if self._detokenizer is None:  # no tokenizer, no text
+            self._tokens += tokens
             self._reason = reason
             return False
-        self._text += self._stops.feed(self._detokenizer.feed([token.token_id]))
-        if self._stops.matched is not None:
-            self._reason = FinishReason.STOP
-            return reason is None
+        for token in tokens:
+            self._tokens.append(token)
+            self._text += self._stops.feed(self._detokenizer.feed([token.token_id]))
+            if self._stops.matched is not None:  # tokens after the stop string are dropped
+                self._reason = FinishReason.STOP
+                return reason is None
         if reason is not None:
             self._reason = reason
             self._text += self._stops.feed(self._detokenizer.finish()) + self._stops.finish()

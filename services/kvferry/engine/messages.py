@@ -1,66 +1,68 @@
-"""What goes into an engine and what comes out of it, step by step."""
+"""Messages of the engine: commands to it, and the output of each step."""
 
 from dataclasses import dataclass
 
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.jobs import Progress
-from kvferry.engine.prefix_index import CacheChange
-from kvferry.engine.scheduler import SequenceUpdate
-from kvferry.engine.sequence import RemoteKv
-from kvferry.kv.connector import LoadOutcome
-from kvferry.kv.price import Decision
+from kvferry.engine.blocks.prefix_index import CacheChange
+from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
+from kvferry.engine.plan.kv_jobs import Progress, SequenceUpdate
+from kvferry.engine.plan.sequence import RemoteKv
+from kvferry.kv.interface.connector import LoadOutcome
+from kvferry.kv.interface.tiering import KvMessage
+from kvferry.kv.pricing.price import Decision
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence to continue."""
+    """Command: run one sequence."""
 
     request_id: RequestId
     token_ids: list[int]
-    """Prompt, then what was generated before (a stream that moved here)."""
+    """Prompt, followed by the tokens generated earlier if the request is resumed."""
     sampling: SamplingParams
     num_generated: int = 0
     sample_index: int = 0
     tenant: str = ""
     exports: bool = False
-    """Draw one token, then leave the pages to an offer."""
+    """Whether to sample one token and then export the pages to an offer."""
     keeps: bool = False
-    """Say at the end where the full blocks are; nothing holds them."""
+    """Whether to report the pages of the full blocks when the sequence ends, without holding references to them."""
     remote: RemoteKv | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLoad:
-    """Every countable thing that a request holds in the engine."""
+class Abort:
+    """Command: abort a request or a KV prefetch."""
 
-    running: int
-    waiting: int
-    loading: int
-    blocks_total: int
-    blocks_free: int
-    blocks_quarantined: int
-    exports: int
-    exported_blocks: int
-    """Those that exports hold, shared ones counted for each."""
-    transfers: int
-    """Reads from peers and tiers in flight, those made ahead included."""
-    stores: int
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseExport:
+    """Command: free the pages of an export."""
+
+    number: int
+
+
+Command = EngineRequest | KvPrefetchRequest | Abort | ReleaseExport | KvMessage
+"""Any command to an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step brought."""
+    """Output of one step."""
 
     updates: list[SequenceUpdate]
     exports: dict[RequestId, int]
-    """Numbers of the exports that this step made; whoever reads this now owns them (`release_export`)."""
+    """Numbers of the exports made in this step, by request. The receiver owns the exports and must release them
+    (`release_export`)."""
     loads: list[LoadOutcome]
     decisions: list[tuple[RequestId, Decision]]
-    """What was chosen between loading and computing since the last step."""
+    """Load-or-recompute decisions since the previous step."""
     progress: list[Progress]
-    """Full blocks of prompts that are still being computed and will be handed over."""
+    """Newly full blocks of prompts whose prefill is running and whose KV will be handed off."""
     cache_changes: list[CacheChange]
-    """Named blocks that came into the prefix cache or left it, in order."""
+    """Named blocks added to the prefix cache or removed from it, in order."""
     ran: bool
-    """Whether anything was computed; if not, only a new message or a freed page can change that."""
+    """Whether a step was computed; if not, no sequence can run until a message arrives or a page is freed."""

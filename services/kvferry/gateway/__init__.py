@@ -1,5 +1,5 @@
-"""The front door: OpenAI's HTTP and our gRPC in, prefill and decode workers out.
+"""The gateway: serves OpenAI's HTTP API and gRPC to clients, in front of prefill and decode workers.
 
-`routing` and `release` decide and are pure; `fleet` and `dispatch` talk to workers; `http` and its neighbours
-talk to clients; `serve` ties one process together. No weights, no tensors.
+`routing` and `lifecycle` make decisions and are pure; `fleet` and `dispatch` call workers; `http` serves clients;
+`gateway` assembles these packages and `serve` runs the process. The gateway loads no weights.
 """

@@ -1,4 +1,4 @@
-"""Settings of one gateway process, built by the command line and passed down in the smallest part that is needed."""
+"""Settings of one gateway process, built by the command line; each component receives only its own section."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from kvferry.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where one worker listens."""
+    """Addresses of a worker's gRPC services."""
 
     address: str
-    """`host:port` of its Prefill or Decode service."""
+    """`host:port` of the worker's Prefill or Decode service."""
     admin_address: str
-    """`host:port` of its WorkerAdmin service; the same where one port serves both."""
+    """`host:port` of the worker's WorkerAdmin service; equal to `address` if one port serves both."""
 
     @classmethod
     def parse(cls, text: str) -> "Endpoint":
-        """`host:port`, or `host:port/admin_port` when WorkerAdmin has a port of its own.
+        """Parse `host:port`, or `host:port/admin_port` when WorkerAdmin has a separate port.
 
         Raises:
-            UsageError: it is neither.
+            UsageError: `text` has neither form.
         """
         address, slash, admin_port = text.partition("/")
         host, _, port = address.rpartition(":")
@@ -35,22 +35,22 @@ _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class PoolName:
-    """Which pool of a cluster."""
+    """Namespace and name of an `InferencePool` object."""
 
     namespace: str
     name: str
 
     @classmethod
     def parse(cls, text: str) -> "PoolName":
-        """`namespace/name`.
+        """Parse `namespace/name`.
 
         Raises:
-            UsageError: it is not.
+            UsageError: `text` does not have this form.
         """
         namespace, _, name = text.partition("/")
         if not _DNS_LABEL.fullmatch(namespace) or not _DNS_LABEL.fullmatch(name):
             raise UsageError(
-                f"{text!r} is not a pool; write NAMESPACE/NAME, both of lower case letters, digits and hyphens",
+                f"{text!r} is not a pool; write NAMESPACE/NAME, each of lower case letters, digits and hyphens",
                 field="pool",
             )
         return cls(namespace, name)
@@ -61,117 +61,132 @@ class PoolName:
 
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
-    """How replicas are chosen."""
+    """Settings of replica selection."""
 
-    block_tokens: int = 16
-    """Tokens per block of the names that requests are spread by; best the workers' own block size."""
     prefix_blocks: int = 4
-    """Leading full blocks that name a request. Requests equal in them share a replica: few blocks gather
-    conversations with one system prompt, many tell them apart."""
+    """Number of leading full blocks that are hashed into a request's prefix key. Requests with equal keys go to the
+    same replica: a small number groups conversations by system prompt, a large number separates them."""
     load_factor: float = 1.25
-    """How far above the average a replica may be loaded before its requests spill over; above 1."""
-    head_start_tokens: int = 1024
-    """Longer prompts' blocks begin to travel while they are computed; 0: never. About two of the workers' chunks: the
-    last one has to travel afterwards in any case."""
+    """Bound on a replica's load as a multiple of the average load, greater than 1; requests above it go to the next
+    replica."""
+    kv_prefetch_tokens: int = 1024
+    """Minimum prompt length in tokens for prefetching KV while the prompt is still being computed; 0 disables it. The
+    default is about two prefill chunks: the last chunk is always transferred after the computation."""
     skip_prefill_below_tokens: int = 0
-    """Prompts shorter than this are computed by the decode worker itself; 0 never skips."""
+    """Prompts shorter than this number of tokens are computed by the decode worker, without a prefill worker; 0
+    disables this."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryConfig:
-    """What a lost worker costs at most."""
+    """Limits on retries and waits after a worker is lost."""
 
     max_failures: int = 20
-    """Failures in a row without a new token after which a request fails; with the waits below about half a minute,
-    in which a worker restarts."""
+    """Consecutive failures without a new token after which a request fails. With the backoff below this is about 30 s,
+    enough for a worker to restart."""
+    max_failed_steps: int = 2
+    """Consecutive failed steps that contained a request, without a new token for it, after which the request is
+    rejected: it may be the cause and would crash the next worker too."""
     first_backoff_seconds: float = 0.05
-    """The first retry is immediate if another worker can take it; else it waits about this long, the next one twice
-    as long, and so on."""
+    """Delay before the first retry, doubled for each further one. The first retry is immediate if a different worker
+    accepts the request."""
     max_backoff_seconds: float = 2.0
     first_worker_seconds: float = 2.0
-    """A new request that finds nobody waits so long for a worker that is lost or not ready yet; about what it takes
-    to notice one that is back."""
+    """How long a new request waits for a worker that is lost or not ready yet; about the time it takes to detect that a
+    worker has recovered."""
     request_timeout_seconds: float = 600.0
-    """A request takes no longer, whatever its client's deadline."""
+    """Upper limit on a request's duration, even if the client's deadline is later."""
     release_timeout_seconds: float = 5.0
-    """For telling a prefill worker that its offer is not wanted; after it, the offer's lease must do."""
+    """Time limit in seconds for releasing an offer at its prefill worker; after that, the pages are freed when the
+    offer's lease expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchConfig:
-    """How samples are run."""
+    """Settings of the dispatcher: routing, retries, concurrency."""
 
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     max_streams: int = 1024
-    """Samples in flight; more are refused."""
+    """Maximum number of samples in flight; further samples are rejected."""
+    tenant_key: bytes = b""
+    """Key of the workers' block hashes. If it is empty, hashes are computed under an empty key: all gateways still
+    choose the same routes, but the hashes match no worker's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Which workers there are and how they are watched."""
+    """The gateway's workers and how they are polled."""
 
     pool: PoolName | None = None
-    """The pool in a cluster whose workers these are; `None`: they are listed here."""
+    """The cluster's pool whose workers are discovered; `None` if the workers are listed in this configuration."""
     prefill: tuple[Endpoint, ...] = ()
     decode: tuple[Endpoint, ...] = ()
     both: tuple[Endpoint, ...] = ()
-    """Serve everything when no prefill and decode pair can."""
+    """Workers of role `both`: they serve whole requests when no prefill and decode pair is available."""
     status_interval_seconds: float = 0.5
-    """Between two looks at a healthy worker; load and readiness are at most this old."""
+    """Interval between status polls of a healthy worker; load and readiness are at most this old."""
     status_timeout_seconds: float = 2.0
-    """A worker that does not answer for so long gets no new requests. Not shorter: status has a port of its own, but
-    shares cores and the interpreter's lock with the engine."""
+    """Timeout of a status poll; a worker that exceeds it gets no new requests. A shorter timeout causes false alarms:
+    status has a separate port, but shares CPU cores and the GIL with the engine."""
     silent_looks: int = 2
-    """Looks in a row without an answer, and without a token meanwhile, after which a worker's calls are given up.
-    One costs nothing but a detour of new requests; giving up running ones costs their computing anew."""
+    """Number of consecutive unanswered status polls, with no token received between them, after which calls to the
+    worker are cancelled. A single missed poll only diverts new requests; cancelled calls must be recomputed."""
     max_backoff_seconds: float = 2.0
-    """Between two looks at a worker that does not answer."""
+    """Maximum interval between status polls of a worker that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class HoldConfig:
-    """What becomes of requests that find a pool without workers."""
+    """Limits on requests that are held while their pool has no worker."""
 
     max_held: int = 256
-    """Samples that wait for a worker; more are refused with 429."""
+    """Maximum number of samples waiting for a worker; further samples are rejected with HTTP status 429."""
     seconds: float = 60.0
-    """How long one waits; about what it takes to start a pod that has its model at hand."""
+    """How long a sample may wait; about the start time of a pod whose model files are already on the node."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
-    """The OpenAI-compatible side."""
+    """Settings of the OpenAI-compatible HTTP API."""
 
     address: str = "127.0.0.1:8000"
-    """`host:port`; port 0 takes a free one."""
+    """`host:port` to listen on; port 0 selects a free port."""
     max_body_bytes: int = 8 << 20
+    max_buffered_bytes: int = 128 << 20
+    """Bodies of more than 64 KiB that are received or read at a time, together; further ones are rejected with 429."""
     body_timeout_seconds: float = 30.0
-    """A request's body that takes longer to arrive is given up."""
+    """Time limit in seconds for receiving a request's body."""
     max_prompts: int = 64
-    """Prompts in one completions request, each with its `n` samples."""
+    """Maximum number of prompts in one completions request; each prompt has `n` samples."""
     api_keys_file: Path | None = None
-    """Lines of `key tenant`; `None` lets everybody in as the default tenant."""
+    """File with one `key tenant` pair per line; `None` disables authentication, and all requests use the default
+    tenant."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """One gateway process."""
+    """Settings of one gateway process."""
 
     fleet: FleetConfig
     http: HttpConfig = field(default_factory=HttpConfig)
     grpc_address: str = "127.0.0.1:9000"
-    """`host:port` of Inference, health and reflection; port 0 takes a free one."""
+    """`host:port` of the gRPC services Inference, health and reflection; port 0 selects a free port."""
+    admin_address: str = "127.0.0.1:0"
+    """`host:port` of the admin API: metrics, fleet, ended requests. It has no authentication and therefore listens on
+    loopback by default."""
     tls: tuple[Path, Path] | None = None
-    """Certificate chain and key, PEM, for HTTP and gRPC; `None`: in the clear."""
+    """Certificate chain and key, PEM, for HTTP and gRPC; `None` disables TLS."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     max_streams: int = 1024
-    """Samples in flight; more are refused with 429 and a time to come back."""
+    """Maximum number of samples in flight; further samples are rejected with HTTP status 429 and `retry-after`."""
+    tenant_key: bytes = b""
+    """Key of the workers' block hashes; see `DispatchConfig.tenant_key`."""
     hold: HoldConfig = field(default_factory=HoldConfig)
-    """Used only where the workers are a pool's."""
+    """Limits on held requests; used only if `fleet.pool` is set."""
     linger_seconds: float = 0.0
-    """How long new requests are still taken after SIGTERM, while readiness already says no: until whoever sends them
-    here has heard of it."""
+    """Seconds after SIGTERM during which new requests are still accepted while readiness is already false, so that load
+    balancers remove this gateway first."""
     drain_seconds: float = 30.0
-    """How long running streams may go on after that."""
+    """Time limit in seconds for running streams to finish after `linger_seconds`."""

@@ -1,11 +1,11 @@
-"""The gateway's metrics, made from the table in `core.metrics`; each process has its own registry."""
+"""The gateway's metrics, created from the table in `core.metrics`; each gateway has its own registry."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.core import metrics
 from kvferry.core.metrics import Metric
-from kvferry.rpc.text import Usage
-from kvferry.rpc.token_source import Timing
+from kvferry.rpc.text.text_stream import Usage
+from kvferry.rpc.text.token_source import Timing
 
 
 class Instruments:
@@ -27,12 +27,12 @@ class Instruments:
         self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
         self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
         self.first_token_seconds = self._histogram(metrics.GATEWAY_FIRST_TOKEN_SECONDS)
-        self.token_gap_seconds = self._histogram(metrics.GATEWAY_TOKEN_GAP_SECONDS)
+        self.token_gap_seconds = self._histogram(metrics.GATEWAY_INTER_TOKEN_SECONDS)
         self.stream_seconds = self._histogram(metrics.GATEWAY_STREAM_SECONDS)
         self.handoff_seconds = self._histogram(metrics.GATEWAY_HANDOFF_SECONDS)
 
     def stream_ended(self, outcome: str, usage: Usage, timing: Timing) -> None:
-        """Count one sample's end."""
+        """Record the outcome, usage and timing of an ended sample."""
         self.streams.labels(outcome).inc()
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.cached_tokens.inc(usage.cached_tokens)
@@ -46,7 +46,8 @@ class Instruments:
             self.first_token_seconds.observe(timing.first_token_seconds)
 
     def peer_load_counts(self) -> dict[str, int]:
-        """Fetches from peers so far, by how they ended; not those that computing was cheaper than."""
+        """Return the number of KV fetches from peers by outcome; prompts that were cheaper to recompute are not
+        counted."""
         samples = (sample for family in self.peer_loads.collect() for sample in family.samples)
         return {s.labels["outcome"]: int(s.value) for s in samples if s.name.endswith("_total")}
 

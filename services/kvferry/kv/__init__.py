@@ -1,7 +1,8 @@
-"""The connector layer: how a decode worker comes by the KV that a prefill worker computed.
+"""KV transfer and storage: connectors between workers, hand-off protocol, tiers, and the load-or-recompute cost model.
 
-Decisions are pure: `layout` (what bytes mean), `ticket` (what is promised), `offers` (the prefill side's machine),
-`transfers` (the decode side's machine). `connector` is the interface every transport implements, `registry`
-loads one by name, `fetcher` is the thin shell that carries a transfer out, `connectors` holds the transports.
-Nothing here speaks gRPC; the control messages between workers go through the `PeerControl` protocol.
+Decisions are pure functions: `pages.layout` (layout of a page's bytes), `handoff.ticket` (sealed reference to a prefill
+worker's pages), `handoff.offers` (state machine of the prefill side), `handoff.transfers` (state machine of the decode
+side). `interface.connector` is the interface that every transport implements, `registry` imports a transport by name,
+`fetcher` executes transfers, `connectors` contains the transports. This package does not use gRPC; control messages
+between workers go through the `PeerControl` protocol.
 """

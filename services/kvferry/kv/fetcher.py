@@ -1,10 +1,10 @@
-"""Carries attempts out: the thin shell around `attempt.Attempt`.
+"""Fetcher: loads KV pages from peers by executing the effects of `attempt.Attempt` on threads.
 
-Each load job runs on one thread of a small pool, which does what the attempt says, one effect after the other, and
-tells it what came of it. The engine's thread only starts and cancels jobs and hears about them through a listener.
-A job whose read stalls reports its failure at once, so that the request can go on; its pages pass to one draining
-thread, which waits, for as long as it takes, until the transport is quiet. So stalled reads hold pages, never the
-threads that healthy peers need.
+Each load job runs on one thread of a small pool. The thread executes the attempt's effects in order and reports each
+result back to the attempt. The engine's thread only starts and cancels jobs; it receives outcomes through a listener. A
+job whose read stalls reports its failure immediately, so that the request can continue; a separate draining thread then
+waits, without a time limit, until the transport is quiet. A stalled read thus occupies pages, but no thread of the
+pool.
 """
 
 import logging
@@ -18,9 +18,11 @@ from kvferry.core.clock import Clock
 from kvferry.core.dtypes import FLOAT32
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
-from kvferry.kv import attempt as effects
-from kvferry.kv.attempt import Attempt, Effect, Effects
-from kvferry.kv.connector import (
+from kvferry.kv.handoff import attempt as effects
+from kvferry.kv.handoff.attempt import Attempt, Effect, Effects
+from kvferry.kv.handoff.ticket import plan_for
+from kvferry.kv.handoff.transfers import TransferState, TransferTimes
+from kvferry.kv.interface.connector import (
     FetchSource,
     LoadListener,
     LoadOutcome,
@@ -32,11 +34,10 @@ from kvferry.kv.connector import (
     ReadError,
     Transport,
 )
-from kvferry.kv.layout import KvLayout
-from kvferry.kv.relayout import Relayout
-from kvferry.kv.staged import StagedRead, StagingPlaces, raw_reader
-from kvferry.kv.ticket import plan_for
-from kvferry.kv.transfers import TransferState, TransferTimes
+from kvferry.kv.pages.digests import page_digests
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.kv.pages.relayout import Relayout
+from kvferry.kv.staged import StagedRead, StagingSlots, raw_reader
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ _FIRST_PAUSE_SECONDS = 0.0002
 _LONGEST_PAUSE_SECONDS = 0.005
 _DRAIN_PAUSE_SECONDS = 0.05
 _PLACE_BYTES = 8 << 20
-"""Of staging, for one job; more if not even four of our own pages would fit."""
+"""Size of a job's staging slot in bytes; slots are larger if four of this worker's pages would not fit."""
 
 
 @dataclass(slots=True)
@@ -57,15 +58,15 @@ class _Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     first_block: int = 0
     relayout: Relayout | None = None
-    """How the peer's pages become ours; `None`: they are alike."""
+    """Conversion from the peer's page layout to this worker's layout; `None` if the layouts are equal."""
     place: memoryview | None = None
-    """Its place in staging, until the transport is quiet."""
+    """Staging slot of the job, held until the transport is quiet."""
     read: Read | None = None
     pause: float = _FIRST_PAUSE_SECONDS
 
 
 class Fetcher:
-    """A `KvLoader` over one transport and one way to talk to peers."""
+    """`KvLoader` that reads pages over one transport and sends control messages through one `PeerControl`."""
 
     def __init__(
         self,
@@ -78,12 +79,16 @@ class Fetcher:
         times: TransferTimes | None = None,
         max_parallel: int = 4,
         pages: memoryview | None = None,
+        requires_digests: bool = False,
     ) -> None:
         """
         Args:
-            pages: the engine's, for what must be converted; `None`: only pages like ours are read.
-            listener: hears outcomes, on a fetcher thread.
-            max_parallel: transfers at a time; more only share the same link.
+            listener: called with the loader's messages, on a fetcher thread.
+            max_parallel: maximum number of concurrent transfers.
+            pages: the engine's pages, for conversions and digests; without them, only pages with an equal layout are
+                read.
+            requires_digests: whether to reject tickets without digests. If a ticket has digests, they are always
+                verified.
         """
         self._transport = transport
         self._control = control
@@ -92,18 +97,19 @@ class Fetcher:
         self._clock = clock
         self._times = times or TransferTimes()
         self._pages = pages
-        # Four pages like ours, or two of what has the most bytes a value.
+        self._requires_digests = requires_digests
+        # Space for four pages of this layout, or two pages in float32, the largest dtype of a peer.
         place_bytes = max(_PLACE_BYTES, 4 * layout.block_bytes, 2 * replace(layout, dtype=FLOAT32).block_bytes)
-        self._staging = StagingPlaces(lambda size: transport.staging(size), place_bytes, 2 * max_parallel)
+        self._staging = StagingSlots(lambda size: transport.staging(size), place_bytes, 2 * max_parallel)
         self._pool = ThreadPoolExecutor(max_parallel, thread_name_prefix="kv-fetch")
         self._jobs: dict[int, _Job] = {}
         self._connected: set[str] = set()
-        """Incarnations of the peers whose address the transport knows."""
+        """Incarnations of the peers that are registered with the transport."""
         self._lives: dict[str, Peer] = {}
-        """The latest life of each worker that the transport knows."""
+        """Latest registered incarnation of each worker, by worker id."""
         self._draining: list[_Job] = []
         self._drainer: threading.Thread | None = None
-        # Guards _jobs, _connected, _lives, _draining and _drainer; nothing that waits is called while it is held.
+        # Guards _jobs, _connected, _lives, _draining and _drainer; not held during blocking calls.
         self._lock = threading.Lock()
         self._closing = threading.Event()
 
@@ -125,6 +131,7 @@ class Fetcher:
             times=self._times,
             now=now,
             blocks=relayout.source_blocks(first_block, len(targets), ticket.num_tokens) if relayout else None,
+            requires_digests=self._requires_digests,
         )
         peer = Peer(*ticket.peer, ticket.control_address)
         made = _Job(job, request_id, attempt, peer, now, first_block=first_block, relayout=relayout)
@@ -144,7 +151,7 @@ class Fetcher:
             return len(self._jobs)
 
     def close(self) -> None:
-        """Tell every job to give up and begin no other; does not wait for them. Idempotent."""
+        """Cancel all jobs and accept no more jobs, without waiting for running jobs. Idempotent."""
         self._closing.set()
         with self._lock:
             for job in self._jobs.values():
@@ -172,7 +179,7 @@ class Fetcher:
                 self._drain_later(job)
 
     def _perform(self, job: _Job, effect: Effect) -> Effects:
-        """Do one thing that the attempt wants; what it wants next."""
+        """Execute one effect and report the result to the attempt; return the attempt's next effects."""
         attempt, peer = job.attempt, job.peer
         ticket = attempt.source.ticket
         match effect:
@@ -193,6 +200,8 @@ class Fetcher:
                 job.read = self._start_read(job)
             case effects.ReadEpochs(timeout):
                 return attempt.epochs(self._transport.read_epochs(peer, attempt.remote, timeout))
+            case effects.CheckDigests():
+                return attempt.digests(equal=self._has_digests(job))
             case effects.Renew(timeout):
                 self._tell(job, "lease not renewed", lambda: self._renew(job, timeout))
             case effects.Forget():
@@ -215,7 +224,7 @@ class Fetcher:
         if relayout is None:
             return self._transport.read(job.peer, attempt.remote, attempt.local)
         if self._pages is None:
-            raise ReadError("this worker converts no pages of other layouts")
+            raise ReadError("this worker cannot convert pages of a different layout")
         num_tokens = attempt.source.ticket.num_tokens
         blocks = relayout.source_blocks(job.first_block, len(attempt.local), num_tokens)
         job.place = self._staging.take()
@@ -228,13 +237,25 @@ class Fetcher:
             pages=self._pages,
             first=job.first_block,
             local=attempt.local,
+            digests=attempt.expected_digests,
         )
 
+    def _has_digests(self, job: _Job) -> bool:
+        """Return whether the pages have the digests in the ticket. A read with conversion has verified the data before
+        converting."""
+        if job.relayout is not None:
+            return True
+        if self._pages is None:
+            return False
+        attempt = job.attempt
+        found = page_digests(self._pages, self._layout.block_bytes, attempt.local)
+        return list(found) == attempt.expected_digests
+
     def _poll(self, job: _Job) -> Effects:
-        """Look at the read once, and wait for news of it, each time a little longer."""
+        """Poll the read once and wait for progress, longer after each poll; return the attempt's effects."""
         attempt, read = job.attempt, job.read
         if read is None:
-            raise InvariantBroken("a read is waited for that was never started")
+            raise InvariantBroken("the attempt is in state READING, but its read was never started")
         if read.poll():
             return attempt.arrived(self._clock.monotonic())
         now = self._clock.monotonic()
@@ -271,7 +292,8 @@ class Fetcher:
         self._control.finish(job.peer, source.ticket.id, source.attempt, timeout, done=done, reader=source.reader)
 
     def _tell(self, job: _Job, otherwise: str, message: Callable[[], None]) -> None:
-        """Send what may be lost: the epochs prove, and timers give back."""
+        """Send a best-effort control message; log a failure with the text `otherwise`. Correctness does not depend on
+        the message: epochs verify the data, and the peer's timers free the pages."""
         try:
             message()
         except KvferryError as error:
@@ -282,12 +304,12 @@ class Fetcher:
             if peer.incarnation in self._connected:
                 return
             former = self._lives.get(peer.worker_id)
-        if former is not None:  # it restarted; its old pages would stay mapped for ever
+        if former is not None:  # the worker restarted; without `forget`, its old pages would stay mapped
             self._forget(former)
         address = self._control.describe(peer, self._transport.name, self._layout, timeout)
         self._transport.connect(peer, address)
-        # A first read may have to set up connections (tens to hundreds of ms over NIXL); it has a control message's
-        # time here, where a transfer's own deadline would give it up.
+        # The first read may set up connections, which takes tens to hundreds of milliseconds with NIXL. Read epochs
+        # now, with the time-out of a control message, since the deadline of a transfer can be shorter.
         self._transport.read_epochs(peer, [0], timeout)
         with self._lock:
             self._connected.add(peer.incarnation)
@@ -300,10 +322,10 @@ class Fetcher:
                 del self._lives[peer.worker_id]
         self._transport.forget(peer)
 
-    # ------------------------------------------------------------------ reads that outlive their job's thread
+    # ------------------------------------------------------------------ stalled reads
 
     def _drain_later(self, job: _Job) -> None:
-        """Until the transport is quiet nobody may reuse the pages; wait for it on the draining thread."""
+        """Let the draining thread wait until the transport is quiet, since the pages must not be reused before."""
         with self._lock:
             self._draining.append(job)
             if self._drainer is None:

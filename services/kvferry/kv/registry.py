@@ -1,11 +1,11 @@
-"""Transports by name, imported only when named, so that nobody pays for NIXL who does not use it."""
+"""Registry of transports by connector name. Each module is imported on first use, so that NIXL remains optional."""
 
 from importlib import import_module
 from typing import cast
 
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import Incarnation
-from kvferry.kv.connector import Transport, TransportSetup
+from kvferry.kv.interface.connector import Transport, TransportSetup
 
 _MODULES = {
     "memory": "kvferry.kv.connectors.memory",
@@ -16,18 +16,18 @@ _MODULES = {
 
 
 def names() -> list[str]:
-    """The connectors there are."""
+    """Return the names of all known connectors, sorted."""
     return sorted(_MODULES)
 
 
 def open_transport(name: str, incarnation: Incarnation, setup: TransportSetup | None = None) -> Transport:
-    """A new transport for one worker's life.
+    """Create the transport of one incarnation of a worker.
 
     Raises:
-        UsageError: no such connector, or what it needs is not installed.
+        UsageError: `name` is not a known connector, or a package that it needs is not installed.
     """
     if name not in _MODULES:
-        raise UsageError(f"there is no connector {name!r}; known are {', '.join(names())}", field="connector")
+        raise UsageError(f"unknown connector {name!r}; known are {', '.join(names())}", field="connector")
     try:
         module = import_module(_MODULES[name])
     except ImportError as error:

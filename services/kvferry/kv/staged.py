@@ -1,12 +1,12 @@
-"""Reading pages of another layout: piece by piece into staging, and from there, converted, into the pages.
+"""Staged KV reads: pages of a different layout are read piece by piece into staging memory and converted into pages.
 
-    peer's pages --transport--> staging, one piece --convert--> target pages        and again, until all are here
+    peer's pages --transport--> staging, one piece --convert--> target pages        repeated until all are converted
 
-Pieces are converted before the epochs are known, so that staging is bounded whatever the prompt's length. That is as
-safe as a raw read into the pages: until the outcome says that the epochs were the promised ones, the targets count a
-writer and no index lists them. All source blocks are verified together, after the last piece.
+Pieces are converted before the epochs are verified, so that the size of staging memory does not depend on the prompt's
+length. This is as safe as a direct read into the pages: until the epochs are verified, the target pages count a writer
+and are not in the prefix index. The epochs of all source blocks are verified together, after the last piece.
 
-A place in staging belongs to one job from before its read begins until the transport is quiet; then it is lent again.
+A staging slot belongs to one job from before the job's read starts until the transport is quiet; then it is reused.
 """
 
 import threading
@@ -15,43 +15,46 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.core.ids import BlockId
-from kvferry.kv.connector import Peer, Read, ReadError, Transport
-from kvferry.kv.relayout import DoesNotFit, Relayout
+from kvferry.kv.interface.connector import Peer, Read, ReadError, Transport
+from kvferry.kv.pages.digests import page_digests
+from kvferry.kv.pages.relayout import DtypeOverflow, Relayout
 
 
-class StagingPlaces:
-    """Lends places in a transport's staging memory; the only owner of it. Safe to use from several threads."""
+class StagingSlots:
+    """Pool of equally sized slots in a transport's staging memory, which nothing else uses. Thread-safe."""
 
     def __init__(self, make: Callable[[int], memoryview], place_bytes: int, most: int) -> None:
         """
         Args:
-            make: `Transport.staging`; asked for a place when it is first needed.
-            most: places that there may ever be. More than run at a time, because a stalled read keeps its own.
+            make: allocates a slot (`Transport.staging`) when it is first needed.
+            place_bytes: size of each slot.
+            most: maximum number of slots; should exceed the number of parallel reads, since a stalled read keeps its
+                slot.
         """
         self.place_bytes = place_bytes
         self._make = make
         self._most = most
         self._free: list[memoryview] = []
         self._num_made = 0
-        self._lock = threading.Lock()  # guards _free and _num_made; memory is made outside
+        self._lock = threading.Lock()  # guards _free and _num_made; not held during allocation
 
     @property
     def num_lent(self) -> int:
-        """Places that somebody has."""
+        """Number of slots in use."""
         with self._lock:
             return self._num_made - len(self._free)
 
     def take(self) -> memoryview:
-        """A place that nobody else has.
+        """Take a free slot.
 
         Raises:
-            ReadError: stalled reads have them all.
+            ReadError: stalled reads hold all slots.
         """
         with self._lock:
             if self._free:
                 return self._free.pop()
             if self._num_made == self._most:
-                raise ReadError(f"all {self._most} places in staging wait for reads that stalled")
+                raise ReadError(f"all {self._most} staging slots are held by stalled reads")
             self._num_made += 1
         try:
             return self._make(self.place_bytes)
@@ -61,13 +64,14 @@ class StagingPlaces:
             raise
 
     def give_back(self, place: memoryview) -> None:
-        """Nothing writes it any more."""
+        """Return a slot to the pool; the transport must no longer write to it."""
         with self._lock:
             self._free.append(place)
 
 
 class StagedRead:
-    """A read that converts: over when the last piece is in the target pages. Polled by one thread."""
+    """A read with layout conversion. It is complete when the last piece is in the target pages. Polled by one
+    thread."""
 
     def __init__(
         self,
@@ -80,22 +84,27 @@ class StagedRead:
         pages: memoryview,
         first: int,
         local: Sequence[BlockId],
+        digests: Sequence[bytes] = (),
     ) -> None:
         """
         Args:
-            blocks: of the source, by position in a prompt of `num_tokens` tokens.
-            start: begins to read some of them side by side into memory of exactly their size.
-            place: of staging.
-            pages: all of ours.
-            first: position of our block that goes into `local[0]`.
+            relayout: the conversion plan from the peer's layout to this worker's layout.
+            blocks: positions of the source blocks in a prompt of `num_tokens` tokens.
+            start: starts a read of a range of source blocks, contiguously into memory of exactly their size.
+            place: the staging slot.
+            pages: all pages of this worker.
+            first: position in the prompt of the target block that is written to `local[0]`.
+            local: target pages, in order of position.
+            digests: digests of the source blocks, which are verified before a piece is converted; empty to skip this.
 
         Raises:
-            ReadError: the place is too small, or the first piece cannot be read.
+            ReadError: the slot is too small, or the first piece cannot be read.
         """
         self._relayout, self._num_tokens = relayout, num_tokens
         self._start, self._place = start, place
         self._targets = np.frombuffer(pages, np.uint8).reshape(-1, relayout.target.block_bytes)
         self._first, self._local = first, list(local)
+        self._blocks, self._digests = blocks, list(digests)
         self._num_done = 0
         try:
             self._pieces = relayout.pieces(blocks, len(place))
@@ -107,11 +116,12 @@ class StagedRead:
         if not self._part.poll():
             return False
         piece = self._pieces[self._num_done]
+        self._check_digests(piece)
         try:
             self._relayout.convert(
                 self._memory(piece), piece, self._targets, self._local, self._first, self._num_tokens
             )
-        except DoesNotFit as error:
+        except DtypeOverflow as error:
             raise ReadError(str(error)) from error
         self._num_done += 1
         if self._num_done == len(self._pieces):
@@ -120,19 +130,26 @@ class StagedRead:
         return False
 
     def is_quiet(self) -> bool:
-        # What we write ourselves is written inside `poll`, by whoever asks.
+        # The conversion writes to the target pages inside `poll`; only the transport writes in the background.
         return self._part.is_quiet()
 
     def wait(self, seconds: float) -> None:
         self._part.wait(seconds)
 
     def progress(self) -> int:
-        """Pieces that are in the target pages."""
+        """Return the number of pieces that have been converted into the target pages."""
         return self._num_done
 
     def _next(self) -> Read:
         piece = self._pieces[self._num_done]
         return self._start(piece, self._memory(piece))
+
+    def _check_digests(self, piece: range) -> None:
+        if not self._digests:
+            return
+        found = page_digests(self._memory(piece), self._relayout.source.block_bytes, range(len(piece)))
+        if list(found) != self._digests[piece.start - self._blocks.start : piece.stop - self._blocks.start]:
+            raise ReadError("the data was corrupted on its way from the peer")
 
     def _memory(self, piece: range) -> memoryview:
         return self._place[: len(piece) * self._relayout.source.block_bytes]
@@ -141,7 +158,7 @@ class StagedRead:
 def raw_reader(
     transport: Transport, peer: Peer, blocks: range, remote: Sequence[int]
 ) -> Callable[[range, memoryview], Read]:
-    """`start` for a `StagedRead` over a transport; `remote[i]` is the peer's page with the i-th of `blocks`."""
+    """Create the `start` function of a `StagedRead`; `remote[i]` is the peer's page for the i-th block of `blocks`."""
 
     def start(piece: range, into: memoryview) -> Read:
         ids = remote[piece.start - blocks.start : piece.stop - blocks.start]

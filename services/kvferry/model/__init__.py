@@ -1,5 +1,5 @@
-"""Model files and text: where weights come from, what they say, and how text becomes tokens and back.
+"""Model files and text processing: finds and reads model files, converts between text and tokens.
 
-Only numpy here, never torch: the gateway tokenizes with this package, and a gateway carries no tensors.
-Nothing in this package computes with a model; the engine does.
+Uses numpy but not torch: the gateway uses this package for tokenization and must start without torch. The forward pass
+is in `kvferry.engine`.
 """

@@ -1,11 +1,11 @@
-"""What a model is, as numbers: everything that shapes computation and KV, read from the model's own files."""
+"""The model configuration, read from the model's files: all parameters of the computation and of the KV layout."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3RopeScaling:
-    """Frequency scaling of Llama 3.1 and later; values from `config.json`, field `rope_scaling`."""
+    """RoPE frequency scaling of Llama 3.1 and later; the values of `rope_scaling` in config.json."""
 
     factor: float
     low_freq_factor: float
@@ -15,12 +15,12 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder-only transformer of the Llama line (Llama, SmolLM, Qwen 2 and 3)."""
+    """Configuration of a decoder-only transformer of the Llama family (Llama, SmolLM, Qwen 2 and 3)."""
 
     name: str
-    """What clients call it."""
+    """Model name for clients."""
     architecture: str
-    """`llama`, `qwen2` or `qwen3`."""
+    """Model family: `llama`, `qwen2` or `qwen3`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -31,14 +31,15 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     max_model_tokens: int
-    """Context length the model was trained for, prompt and output together."""
+    """Context length for which the model was trained, in tokens, prompt and output."""
     rope_scaling: Llama3RopeScaling | None = None
     tie_word_embeddings: bool = False
-    """Whether the output head is the embedding matrix."""
+    """Whether the output head shares the embedding matrix."""
     qkv_bias: bool = False
-    """Qwen 2: query, key and value projections have a bias."""
+    """Whether query, key and value projections have a bias (Qwen 2)."""
     qk_norm: bool = False
-    """Qwen 3: queries and keys are RMS-normalised per head before rotation."""
+    """Whether queries and keys are RMS-normalized per head before rotation (Qwen 3)."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    """Prepended to plain-text prompts when the tokenizer says so; `None`: the model has none."""
+    """Begin-of-sequence token, prepended to plain-text prompts if the tokenizer's configuration requires it; `None` if
+    the model has no such token."""

@@ -1,6 +1,6 @@
-"""Shapes of published models by name, without their weights: what a benchmark of random weights needs.
+"""Configurations of published models by name, without weights; for benchmarks with random weights.
 
-Numbers are those of each model's `config.json`.
+The values are those of each model's `config.json`.
 """
 
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from kvferry.core.errors import UnknownModel
 from kvferry.model import tiny
-from kvferry.model.catalog import DEFAULT_MODEL
 from kvferry.model.config import Llama3RopeScaling, ModelConfig
+from kvferry.model.files.catalog import DEFAULT_MODEL
 
 _LLAMA_8B = ModelConfig(
     name="llama-3.1-8b",
@@ -91,7 +91,7 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             _QWEN3_8B,
             _QWEN25_7B,
             _SMOLLM2_135M,
-            replace(_SMOLLM2_135M, name=DEFAULT_MODEL),  # so that a command without --model has one
+            replace(_SMOLLM2_135M, name=DEFAULT_MODEL),  # for commands without --model
             tiny.config(),
         )
     }
@@ -99,15 +99,17 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
 
 
 def shape_of(name: str) -> ModelConfig:
-    """The shape of that name.
+    """Return the configuration of the model `name`.
 
     Raises:
-        UnknownModel: there is none; the message lists those that exist.
+        UnknownModel: the name is unknown; the message lists all names.
     """
     try:
         return SHAPES[name]
     except KeyError:
         known = ", ".join(SHAPES)
         raise UnknownModel(
-            f"no shape {name!r} for --load-format dummy; known: {known}", reason="UNKNOWN_SHAPE", field="model"
+            f"unknown shape {name!r} for --load-format dummy; expected one of {known}",
+            reason="UNKNOWN_SHAPE",
+            field="model",
         ) from None

@@ -1,4 +1,4 @@
-"""`open_model`: from a name or a path to everything a process needs to know about a model."""
+"""Opens a model by name or path: configuration, tensors, tokenizer, chat template, digest."""
 
 import functools
 import hashlib
@@ -8,21 +8,22 @@ from pathlib import Path
 
 from kvferry.core.errors import UnknownModel
 from kvferry.model import tiny
-from kvferry.model.catalog import CATALOG, embedded
-from kvferry.model.chat_template import ChatTemplate
 from kvferry.model.config import ModelConfig
-from kvferry.model.fetch import Progress, fetch, file_sha256
-from kvferry.model.gguf_file import GgufModel
-from kvferry.model.safetensors_dir import SafetensorsModel, read_json
+from kvferry.model.files.catalog import CATALOG, embedded
+from kvferry.model.files.fetch import Progress, fetch, file_sha256
+from kvferry.model.files.gguf_file import GgufModel
+from kvferry.model.files.regular_file import read_file
+from kvferry.model.files.safetensors_dir import SafetensorsModel, read_json
 from kvferry.model.tensors import TensorSource
-from kvferry.model.tokenizer import Tokenizer
-from kvferry.model.tokenizer_files import tokenizer_from_gguf, tokenizer_from_json
+from kvferry.model.text.chat_template import ChatTemplate
+from kvferry.model.text.tokenizer import Tokenizer
+from kvferry.model.text.tokenizer_files import tokenizer_from_gguf, tokenizer_from_json
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class ModelSource:
-    """One model's files, open. Weights are read only when `tensors.read` is called."""
+    """An open model. Weights are read only by `tensors.read`."""
 
     def __init__(
         self,
@@ -35,26 +36,26 @@ class ModelSource:
         self.config = config
         self.tokenizer = tokenizer
         self.chat_template = chat_template
-        """`None`: a base model that knows no chat."""
+        """The model's chat template; `None` for a base model without a template."""
         self.tensors = tensors
         self._digest = digest
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 over the content of the model's files, 64 hex digits; the first use reads them all."""
+        """SHA-256 of the content of the model's files, 64 hex digits; the first use reads all files."""
         return self._digest()
 
 
 def open_model(
     spec: str, *, served_name: str = "", cache: Path | None = None, progress: Progress | None = None
 ) -> ModelSource:
-    """Open a model, fetching it first if its name is in the catalog.
+    """Open a model; fetch it first if its name is in the catalog.
 
     Args:
-        spec: a name of the catalog, `tiny`, a path ending in `.gguf`, or a Hugging Face folder.
-        served_name: what clients call it; empty: its own name.
-        cache: where fetched files are kept; `None`: `core.config.cache_dir()`.
-        progress: told how a download comes on.
+        spec: a name in the catalog, `tiny`, a path ending in `.gguf`, or a Hugging Face folder.
+        served_name: model name for clients; empty selects the name in the model's files.
+        cache: folder for fetched files; `None` selects `core.process.config.cache_dir()`.
+        progress: callback for the progress of a download; `None` for no reports.
 
     Raises:
         UnknownModel: `spec` is neither a known name nor an existing path.
@@ -81,9 +82,7 @@ def _open(spec: str, cache: Path | None, progress: Progress | None) -> ModelSour
     if path.suffix == ".gguf":
         return _open_gguf(path, None, lambda: file_sha256(path))
     known = ", ".join([*CATALOG, tiny.NAME])
-    raise UnknownModel(
-        f"no model {spec!r}: it is not a known name ({known}), nor a .gguf file, nor a folder", field="model"
-    )
+    raise UnknownModel(f"model {spec!r} is not a known name ({known}), a .gguf file or a folder", field="model")
 
 
 def _open_gguf(path: Path, name: str | None, digest: Callable[[], str]) -> ModelSource:
@@ -102,10 +101,9 @@ def _open_folder(folder: Path) -> ModelSource:
     source = settings.get("chat_template")
     template_file = folder / "chat_template.jinja"
     if template_file.is_file():
-        source = template_file.read_text("utf-8")
-    if isinstance(source, list):  # several by name; the one for plain chat
-        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get("default")
+        source = read_file(template_file).decode("utf-8", "replace")
+    if isinstance(source, list):  # several templates by name; use the one for plain chat
+        source = next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)
     template = None
     if isinstance(source, str):
         bos, eos = (_token_text(settings.get(key)) for key in ("bos_token", "eos_token"))
@@ -127,7 +125,7 @@ def _template(source: str, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _token_text(value: object) -> str:
-    """A token of tokenizer_config.json: its text, or an object that has it."""
+    """Return the text of a token in tokenizer_config.json, where it is a string or an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

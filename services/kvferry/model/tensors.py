@@ -1,6 +1,6 @@
-"""Weights by name: which tensors a model must have, in which shape, and how to read one.
+"""Names and shapes of the tensors of a model, and the interface to read them.
 
-Names and shapes are those of Hugging Face checkpoints ([out, in] for projections), whatever the file's format is.
+For all file formats, names and shapes are those of Hugging Face checkpoints ([out, in] for projections).
 """
 
 from collections.abc import Mapping
@@ -21,60 +21,60 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """One tensor's rows as a file holds them."""
+    """The rows of a tensor in their stored format."""
 
     type_id: int
-    """GGUF's number of the type; plain formats have theirs too."""
+    """GGUF type number; unquantized types also have numbers."""
     data: npt.NDArray[np.uint8]
-    """The rows' bytes, flat. May be a read-only view of the mapped file."""
+    """Bytes of the rows, flat, in stored order. May be a read-only view of the mapped file."""
     order: npt.NDArray[np.int64]
-    """Which stored row each row of the tensor is."""
+    """Index of the stored row for each row of the tensor."""
 
     @classmethod
     def plain(cls, type_id: int, data: npt.NDArray[np.uint8], rows: int) -> "Stored":
-        """Rows in their own order."""
+        """Create a tensor whose rows are stored in order."""
         return cls(type_id, data, np.arange(rows, dtype=np.int64))
 
 
 F32, F16, BF16 = 0, 1, 30
-"""GGUF's numbers of the plain types."""
+"""GGUF type numbers of the unquantized types."""
 
 
 class TensorSource(Protocol):
-    """Weights that are read one at a time, when asked for. Safe to use from several threads."""
+    """Reads weights one tensor at a time. Thread-safe."""
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Every tensor's shape."""
+        """Return the shape of every tensor by name."""
         ...
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """One tensor as float32, C order. May be a read-only view of the mapped file.
+        """Read a tensor as float32 in C order. The result may be a read-only view of the mapped file.
 
         Raises:
-            KeyError: there is no tensor of that name.
+            KeyError: the model has no tensor `name`.
         """
         ...
 
     def stored(self, name: str) -> Stored:
-        """A matrix as its file holds it, so that nothing is rounded or unpacked on the way.
+        """Return a matrix in its stored format, without rounding or dequantization.
 
         Raises:
-            KeyError: there is no tensor of that name.
+            KeyError: the model has no tensor `name`.
         """
         ...
 
     def release(self) -> None:
-        """Give back the memory that reading took. What is read afterwards, or still looked at, comes in anew."""
+        """Release the memory of the mapped file; later reads load it again."""
         ...
 
 
 def layer_prefix(layer: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """Return the prefix of the tensor names of a layer."""
     return f"model.layers.{layer}."
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor that a model of this configuration has, with its shape."""
+    """Return the names and shapes of all tensors of a model with this configuration."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer: dict[str, Shape] = {
@@ -101,17 +101,17 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def linear_weights(config: ModelConfig) -> int:
-    """Weights that every row meets: all projections of all layers, without embedding and head."""
+    """Return the number of weights in the projections of all layers, without embedding and output head."""
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
     return config.num_layers * (attention + 3 * config.intermediate_size * config.hidden_size)
 
 
 def check_shapes(config: ModelConfig, found: Mapping[str, Shape], where: str) -> None:
-    """Compare a file's tensors with what its configuration promises.
+    """Check a file's tensors against its configuration.
 
     Raises:
-        ModelFileError: tensors are missing, unexpected or of another shape; the first few are named. Or the
-            configuration contradicts itself.
+        ModelFileError: tensors are missing, unexpected or have the wrong shape (the message lists the first few), or
+            the configuration is inconsistent.
     """
     if config.num_heads % config.num_kv_heads or config.head_dim % 2 or config.num_layers > len(found):
         raise ModelFileError(
@@ -133,9 +133,9 @@ def check_shapes(config: ModelConfig, found: Mapping[str, Shape], where: str) ->
     if missing:
         problems.append(f"{len(missing)} tensors are missing ({_some(missing)})")
     if unexpected:
-        problems.append(f"{len(unexpected)} tensors are not known to {config.architecture} ({_some(unexpected)})")
+        problems.append(f"{len(unexpected)} tensors are unknown for {config.architecture} ({_some(unexpected)})")
     if wrong:
-        problems.append(f"{len(wrong)} tensors have another shape ({_some(wrong)})")
+        problems.append(f"{len(wrong)} tensors have a wrong shape ({_some(wrong)})")
     if problems:
         raise ModelFileError(f"{where}: {'; '.join(problems)}. The file is damaged or of an unsupported variant")
 

@@ -1,7 +1,7 @@
-"""A seeded two-layer model with a byte-level tokenizer: real shapes and real text, no file and no download.
+"""A two-layer model with seeded random weights and a byte-level tokenizer; needs no file and no download.
 
-It speaks gibberish, deterministically. It stands beside the real models, not in the engine, because a gateway
-that serves it needs its tokenizer.
+Its output is random but deterministic text. The model is in this package and not in the engine, since a gateway needs
+its tokenizer.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from kvferry.model.byte_level import CHARACTER_OF
 from kvferry.model.config import ModelConfig
 from kvferry.model.tensors import EMBEDDING, F32, HEAD, Shape, Stored, expected_shapes
-from kvferry.model.tokenizer import Tokenizer
+from kvferry.model.text.byte_level import CHARACTER_OF
+from kvferry.model.text.tokenizer import Tokenizer
 
 NAME = "tiny"
 BOS, END_OF_TURN, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -29,7 +29,8 @@ _SPECIALS = (END_OF_TEXT, BOS, END_OF_TURN)
 
 
 def config(*, max_model_tokens: int = 2048, qk_norm: bool = False, qkv_bias: bool = False) -> ModelConfig:
-    """Two layers, four heads over two KV heads, a vocabulary of the 256 bytes and three control tokens."""
+    """Return the tiny model's configuration: two layers, four heads, two KV heads, 259 tokens (3 of them control
+    tokens)."""
     return ModelConfig(
         name=NAME,
         architecture="qwen3" if qk_norm else "qwen2" if qkv_bias else "llama",
@@ -51,7 +52,7 @@ def config(*, max_model_tokens: int = 2048, qk_norm: bool = False, qkv_bias: boo
 
 
 def tokenizer(model: ModelConfig) -> Tokenizer:
-    """One token a byte: ids 0 to 255 are the bytes themselves, the control tokens follow."""
+    """Return the tiny model's tokenizer: ids 0 to 255 are the bytes, followed by the control tokens."""
 
     def make() -> tokenizers.Tokenizer:
         fast = tokenizers.Tokenizer(models.BPE(vocab={CHARACTER_OF[b]: b for b in range(256)}, merges=[]))
@@ -66,7 +67,7 @@ def tokenizer(model: ModelConfig) -> Tokenizer:
 
 
 class TinyTensors:
-    """Random weights as a `TensorSource`. Each tensor depends on the seed and its own name alone."""
+    """Random weights as a `TensorSource`. Each tensor depends only on the seed and its name."""
 
     def __init__(self, model: ModelConfig, seed: int = 0) -> None:
         self._model = model
@@ -74,11 +75,11 @@ class TinyTensors:
         self._shapes = expected_shapes(model)
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Every tensor's shape."""
+        """Return the shape of every tensor by name."""
         return self._shapes
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """One tensor. Uniform, of a variance that keeps activations near one and logits apart."""
+        """Generate a tensor: uniform values, with a variance that keeps activations near 1 and logits distinct."""
         shape = self._shapes[name]
         key = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         uniform = np.random.Generator(np.random.PCG64(int.from_bytes(key, "little"))).random(shape, dtype=np.float32)
@@ -91,13 +92,13 @@ class TinyTensors:
         return centred * np.float32(gain / math.sqrt(shape[-1]))
 
     def stored(self, name: str) -> Stored:
-        """The same, as bytes."""
+        """Return the rows of a tensor as F32 bytes."""
         values = self.read(name)
         return Stored.plain(F32, np.ascontiguousarray(values).view(np.uint8).reshape(-1), len(values))
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no weights are cached."""
 
     def digest(self) -> str:
-        """SHA-256 over the configuration and the seed, which decide everything."""
+        """Return the SHA-256 of the configuration and the seed, which determine all weights."""
         return hashlib.sha256(json.dumps([repr(self._model), self._seed]).encode()).hexdigest()

@@ -1,5 +1,6 @@
-"""gRPC as all processes use it: errors, servers, channels, wire words, and text over a stream of tokens.
+"""gRPC code shared by all processes: errors, servers, channels, message conversion, and text generation over token
+streams.
 
-May import core, model, the generated messages and grpc; never torch, an engine or a connector, so that
-a gateway stays small.
+May import core, model, the generated messages and grpc; never torch, an engine or a connector, so that a gateway
+starts fast and stays small.
 """

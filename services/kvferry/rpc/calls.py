@@ -1,6 +1,6 @@
-"""Every call through one door: errors become statuses, calls in flight are counted, streams are closed on time.
+"""Server interceptor: converts errors to statuses, counts calls in flight, closes response streams.
 
-Bytes that are no message are read here too: gRPC itself would answer UNKNOWN and log a stack trace for each.
+It also rejects malformed requests; by default, gRPC would return UNKNOWN and log a stack trace for each.
 """
 
 import asyncio
@@ -15,18 +15,26 @@ from google.protobuf.message import DecodeError
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken, KvferryError
 from kvferry.rpc.errors import status_of
+from kvferry.rpc.wire import MAX_REQUEST_ID_CHARS
 
 _log = logging.getLogger(__name__)
 
 _OWN_PREFIX = "/kvferry."
+STARTED_METADATA = (("kvferry-started", "1"),)
+"""Initial metadata of `Prefill.Run` and `Decode.Run`, sent before the first step that computes the request."""
 _LASTING_PREFIX = "/kvferry.v1.KvEvents/"
-"""Subscriptions last as long as the server; they are no work in flight."""
+"""Method prefix of long-lived subscriptions, which do not count as calls in flight."""
 _QUIET_HTTP_STATUS = 500
-"""Below it the caller is at fault, which is no news for our log."""
+"""Errors with a lower HTTP status are the caller's fault and are logged at a lower level."""
+
+
+_NOT_OF_THE_CALL = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""Exceptions that do not come from the handler; all others end the call with a status, also those of extensions that
+are not derived from `Exception`."""
 
 
 class OpenCalls:
-    """How many calls of our own services are in flight, and a way to wait for none."""
+    """Counts the calls in flight to kvferry's services."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -48,14 +56,14 @@ class OpenCalls:
 
 
 class _Malformed:
-    """In a request's place: what came is no such message."""
+    """Placeholder for a request whose bytes could not be parsed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps all handlers; those of health and reflection only to refuse bytes that are no message."""
+    """Server interceptor that wraps all handlers; for health and reflection, it only rejects malformed requests."""
 
     def __init__(self, calls: OpenCalls) -> None:
         self._calls = calls
@@ -78,7 +86,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary, calls), **codecs)
         if handler.unary_stream is not None:
-            # Health's Watch is a coroutine that writes to its stream by itself.
+            # Health's Watch is a coroutine that writes to its own stream.
             wrap = self._stream if method.startswith(_OWN_PREFIX) else self._unary
             return grpc.unary_stream_rpc_method_handler(wrap(method, handler.unary_stream, calls), **codecs)
         if handler.stream_stream is not None:
@@ -92,7 +100,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 result = inner(_checked(request), context)
                 return await result if inspect.isawaitable(result) else result
-            except Exception as error:
+            except _NOT_OF_THE_CALL:
+                raise
+            except BaseException as error:
                 await _abort(error, method, request, context)
             finally:
                 calls.leave()
@@ -100,8 +110,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     def _stream(self, method: str, inner: Callable[..., Any], calls: OpenCalls) -> Callable[..., Any]:
-        # A coroutine that writes, not a generator: when the call is cancelled while a message is being written,
-        # a generator would stay suspended until collected, holding whatever its `finally` gives back.
+        # A coroutine, not a generator: if a call is cancelled during a write, a generator stays suspended until it is
+        # garbage collected, so its `finally` block runs late.
         async def call(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             calls.enter()
             try:
@@ -110,7 +120,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 ) as messages:
                     async for message in messages:
                         await context.write(message)
-            except Exception as error:
+            except _NOT_OF_THE_CALL:
+                raise
+            except BaseException as error:
                 await _abort(error, method, request, context)
             finally:
                 calls.leave()
@@ -130,14 +142,14 @@ def _reader(read: Callable[[bytes], object] | None) -> Callable[[bytes], object]
 
 
 def _checked(request: object) -> object:
-    """`request`, or each of a stream of them.
+    """Return `request`, or a stream that checks each of its messages.
 
     Raises:
-        InvalidRequest: it was no such message.
+        InvalidRequest: the bytes could not be parsed.
     """
     if isinstance(request, _Malformed):
         raise InvalidRequest(
-            f"the request's {request.size} bytes are not a message of this method; see proto/kvferry/v1",
+            f"the request's {request.size} bytes are not a valid message of this method; see proto/kvferry/v1",
             reason="MALFORMED_MESSAGE",
         )
     return _checked_each(request) if isinstance(request, AsyncIterable) else request
@@ -149,7 +161,7 @@ async def _checked_each(requests: AsyncIterable[object]) -> AsyncGenerator[objec
 
 
 def request_id_of(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The request's own id, or the one in the metadata (`x-request-id`), or nothing."""
+    """Return the request id from the request, or else from the metadata (`x-request-id`), or else an empty string."""
     named = getattr(request, "request_id", "") or getattr(request, "ticket_id", "")
     if named:
         return str(named)
@@ -159,11 +171,15 @@ def request_id_of(request: object, context: grpc.aio.ServicerContext[Any, Any]) 
     return ""
 
 
-async def _abort(error: Exception, method: str, request: object, context: grpc.aio.ServicerContext[Any, Any]) -> Never:
-    """End the call with the status that `error` means, and log it once. Raises; that is how gRPC ends a call."""
+async def _abort(
+    error: BaseException, method: str, request: object, context: grpc.aio.ServicerContext[Any, Any]
+) -> Never:
+    """End the call with the status of `error`, and log it once. Always raises, as `ServicerContext.abort` does."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    extra = {"request_id": request_id_of(request, context), "peer": context.peer()}
+    if isinstance(error, NotImplementedError):  # a generated base class: the method exists only in the definition
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented")
+    extra = {"request_id": request_id_of(request, context)[:MAX_REQUEST_ID_CHARS], "peer": context.peer()}
     if isinstance(error, KvferryError):
         level = logging.INFO if error.http_status < _QUIET_HTTP_STATUS else logging.WARNING
         known = error

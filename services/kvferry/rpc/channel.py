@@ -1,46 +1,50 @@
-"""Client channels: dead peers are noticed, restarted peers are found again quickly, sizes are bounded."""
+"""Client channels with keepalive, fast reconnection and a message size limit."""
 
 import grpc
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""A million token ids take at most 5 MiB; nothing larger belongs on the control plane."""
+"""Message size limit; a million token ids take at most 5 MiB, and KV pages are not sent over gRPC."""
+
+MAX_CLIENT_MESSAGE_BYTES = 4 << 20
+"""Message size limit for requests of clients; prompts are shorter, and larger messages take long to parse."""
 
 KEEPALIVE_SECONDS = 10
-"""Silence on a connection with calls after which the peer is asked whether it lives; it has half of it to answer."""
+"""Seconds without traffic, while calls are in flight, after which a keepalive ping is sent; the peer must answer within
+half that time."""
 
 Options = tuple[tuple[str, int], ...]
 
 PING_OPTIONS: Options = (
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 500),
-    # A ping also goes out with data, to estimate bandwidth, and while it is unanswered keepalive sends none of its
-    # own. By default it may stay so for a minute, in which a peer that froze in mid-stream is not noticed.
+    # gRPC also sends pings to estimate bandwidth, and no keepalive ping while such a ping is unanswered. Its default
+    # timeout of a minute would delay the detection of a peer that hangs during a stream.
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 500),
-    # A call may be silent for long (a prompt in a queue); pings go on all the same.
+    # A call may be idle for long (a queued prompt); keepalive pings must continue.
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""The same for both ends of a connection."""
+"""Keepalive options of clients and servers."""
 
 _CHANNEL_OPTIONS: Options = (
     *PING_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A worker that restarts is back in a second; the default backoff of up to two minutes would lose it.
+    # A worker restarts within seconds; the default backoff of up to two minutes is too long.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # Peers are reached directly, whatever proxy the environment names.
+    # Connect directly, even if the environment specifies a proxy.
     ("grpc.enable_http_proxy", 0),
-    # Channels do not share connections or their backoff, so that one worker's past is not another's.
+    # Each channel has its own connections and backoff.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port`; connects on the first call. The caller closes it."""
+    """Create an asyncio channel to `host:port`, which connects on the first call. The caller must close it."""
     return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
 def open_blocking_channel(address: str) -> grpc.Channel:
-    """The same for callers without an event loop."""
+    """Create a blocking channel to `host:port`, which connects on the first call. The caller must close it."""
     return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)

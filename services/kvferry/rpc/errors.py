@@ -1,7 +1,7 @@
-"""KvferryError to a gRPC status with `google.rpc` details, and back.
+"""Converts between `KvferryError` and gRPC statuses with `google.rpc` details.
 
-What travels beside code and message: `ErrorInfo` (a stable reason), `BadRequest` (the field at fault) and
-`RetryInfo` (when to come back). A client that knows only gRPC still gets the right code and a readable message.
+Besides code and message, a status has the details `ErrorInfo` (a stable reason), `BadRequest` (the faulty field) and
+`RetryInfo` (the retry delay). Clients that ignore the details still receive the correct code and a readable message.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,14 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kvferry.core.errors import (
     DeadlinePassed,
+    GenerationFailed,
     InvalidRequest,
     InvariantBroken,
     KvferryError,
     ModelFileError,
     Overloaded,
     RequestCancelled,
+    RequestRefused,
     TicketRejected,
     Unauthenticated,
     Unavailable,
@@ -31,7 +33,7 @@ from kvferry.core.errors import (
 DOMAIN = "kvferry.dev"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_CHARS = 1024
-"""A status travels in HTTP/2 headers, of which a peer accepts 8 KiB."""
+"""Message length limit: a status is sent in HTTP/2 headers, and peers accept 8 KiB of headers."""
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
@@ -49,12 +51,14 @@ _BY_STATUS: dict[str, type[KvferryError]] = {
         InvariantBroken,
     )
 }
-# Some statuses mean several errors; the reason tells which.
-_BY_REASON: dict[str, type[KvferryError]] = {kind.reason: kind for kind in (ModelFileError, UsageError)}
+# Several classes share a status; the reason distinguishes them.
+_BY_REASON: dict[str, type[KvferryError]] = {
+    kind.reason: kind for kind in (ModelFileError, UsageError, GenerationFailed, RequestRefused)
+}
 
 
 def status_of(error: KvferryError) -> tuple[grpc.StatusCode, str, Trailers]:
-    """Code, message and trailing metadata that carry `error`; what `ServicerContext.abort` takes."""
+    """Return the code, message and trailing metadata of `error`: the arguments of `ServicerContext.abort`."""
     code = grpc.StatusCode[error.grpc_status]
     message = _shorten(error.message)
     status = status_pb2.Status(code=code.value[0], message=message, details=list(_details(error)))
@@ -62,10 +66,10 @@ def status_of(error: KvferryError) -> tuple[grpc.StatusCode, str, Trailers]:
 
 
 def error_from_rpc(error: grpc.RpcError) -> KvferryError:
-    """The error that a failed call stands for, from its details where it has them, else from its code.
+    """Convert a failed call's status to a `KvferryError`, using its details if present, or else its code.
 
-    Takes what the synchronous and the asyncio client raise. A status that we do not use becomes `Unavailable`
-    when nothing answered, `InvariantBroken` otherwise.
+    Accepts errors of both the blocking and the asyncio client. A status that kvferry does not use becomes `Unavailable`
+    if the peer did not respond, otherwise `InvariantBroken`.
     """
     code: grpc.StatusCode = error.code()
     message: str = error.details() or code.name
@@ -110,12 +114,12 @@ def _pack(message: object) -> AnyMessage:
 
 
 def _read_details(error: grpc.RpcError) -> tuple[AnyMessage, ...]:
-    trailers = cast("Trailers", error.trailing_metadata() or ())  # the stubs of the two clients disagree
+    trailers = cast("Trailers", error.trailing_metadata() or ())  # the stubs of the two clients differ
     for key, value in trailers:
         if key == DETAILS_KEY and isinstance(value, bytes):
             try:
                 return tuple(status_pb2.Status.FromString(value).details)
-            except DecodeError:  # not ours; code and message still hold
+            except DecodeError:  # details from a different kind of server; code and message still apply
                 return ()
     return ()
 

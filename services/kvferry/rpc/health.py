@@ -1,4 +1,4 @@
-"""Waiting until a server says over `grpc.health.v1.Health` that it serves."""
+"""Waits until a server reports SERVING over `grpc.health.v1.Health`."""
 
 import asyncio
 
@@ -12,10 +12,10 @@ _RETRY_SECONDS = 0.05
 
 
 async def wait_serving(address: str, timeout: float, service: str = "") -> None:
-    """Return when `service` (empty: the server as a whole) at `address` serves.
+    """Return when `service` at `address` reports SERVING; an empty `service` stands for the whole server.
 
     Raises:
-        Unavailable: it did not within `timeout` seconds.
+        Unavailable: the service did not report SERVING within `timeout` seconds.
     """
     channel = open_channel(address)
     stub = health_pb2_grpc.HealthStub(channel)
@@ -26,7 +26,7 @@ async def wait_serving(address: str, timeout: float, service: str = "") -> None:
                     async for answer in stub.Watch(health_pb2.HealthCheckRequest(service=service)):
                         if answer.status == health_pb2.HealthCheckResponse.SERVING:
                             return
-                except grpc.aio.AioRpcError:  # not there yet, or restarting
+                except grpc.aio.AioRpcError:  # not listening yet, or restarting
                     await asyncio.sleep(_RETRY_SECONDS)
     except TimeoutError:
         raise Unavailable(f"the server at {address} did not become ready within {timeout:.0f} s") from None

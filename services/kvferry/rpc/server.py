@@ -1,4 +1,4 @@
-"""A gRPC server as every process runs it: own services, standard health, reflection, an honest stop."""
+"""The gRPC server of every process: kvferry's services, standard health, reflection, graceful stop."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,31 +13,35 @@ from kvferry.rpc.calls import CallInterceptor, OpenCalls
 from kvferry.rpc.channel import KEEPALIVE_SECONDS, MAX_MESSAGE_BYTES, PING_OPTIONS, Options
 
 _FLUSH_SECONDS = 0.25
-"""After the last of our calls: time for its answer to leave before what remains (health watches) is cut."""
+"""Seconds to flush the last call's response before remaining streams (health watches) are closed."""
 
 _SERVER_OPTIONS: Options = (
     *PING_OPTIONS,
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Connections without calls are pinged, too: a peer that does not answer holds an open file.
+    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Our own clients ask every KEEPALIVE_SECONDS; by default a server would drop them for it.
+    # Clients ping every KEEPALIVE_SECONDS; by default, a server closes connections that ping so often.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
-    # Two processes on one port is a mistake to report, not a load balancer.
+    # Time after which a connection that has not sent its HTTP/2 preface is closed; two minutes by default.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # Two processes on one port are a configuration error; without SO_REUSEPORT the second bind fails.
     ("grpc.so_reuseport", 0),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One service to serve."""
+    """A gRPC service and its registration function."""
 
     name: str
-    """Full name, for health and reflection: `kvferry.v1.Prefill`."""
+    """Full name for health and reflection, for example `kvferry.v1.Prefill`."""
     add_to: Callable[[grpc.aio.Server], None]
-    """Registers the servicer: `lambda server: add_PrefillServicer_to_server(servicer, server)`."""
+    """Function that registers the servicer, for example `lambda server: add_PrefillServicer_to_server(servicer,
+    server)`."""
 
 
 class RpcServer:
-    """A running server. `start_server` makes it; `stop` must be awaited before the loop ends."""
+    """A running server, created by `start_server`. Await `stop` before the event loop ends."""
 
     def __init__(
         self, server: grpc.aio.Server, calls: OpenCalls, names: Sequence[str], statuses: health.aio.HealthServicer
@@ -46,22 +50,22 @@ class RpcServer:
         self._names = names
         self._health = statuses
         self.calls = calls
-        """Of our own services; health and reflection do not count."""
+        """Calls in flight, except those of health and reflection."""
         self.address = ""
-        """Host and port really bound."""
+        """Bound address, `host:port`."""
 
     async def set_ready(self, ready: bool, *names: str) -> None:
-        """Say over `grpc.health.v1.Health` whether these services (all, and the server itself, when none is named)
-        take work. Everything starts as not serving."""
+        """Set the status of these services in `grpc.health.v1.Health`; without names, of all services and the server
+        as a whole. The initial status is NOT_SERVING."""
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in names or ("", *self._names):
             await self._health.set(name, status)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuse new calls, let running ones end for up to `grace_seconds`, then cancel the rest. Idempotent."""
+        """Reject new calls, wait up to `grace_seconds` for running calls, then cancel the rest. Idempotent."""
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(self._server.stop(grace_seconds))
-        # Health watches never end by themselves; they must not use up the grace of an idle server.
+        # Health watches never end; an idle server must not wait for them.
         idle = asyncio.create_task(self.calls.wait_idle())
         await asyncio.wait((stopping, idle), return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
@@ -72,21 +76,27 @@ class RpcServer:
 
 
 async def start_server(
-    address: str, services: Sequence[Service], *, credentials: grpc.ServerCredentials | None = None
+    address: str,
+    services: Sequence[Service],
+    *,
+    credentials: grpc.ServerCredentials | None = None,
+    max_request_bytes: int = MAX_MESSAGE_BYTES,
 ) -> RpcServer:
-    """Serve `services`, health and reflection on `address` (`host:port`; port 0 takes a free one).
+    """Serve `services`, health and reflection on `address` (`host:port`; port 0 selects a free port).
 
     Args:
-        credentials: for TLS; `None`: in the clear.
+        credentials: TLS credentials; `None` disables TLS.
+        max_request_bytes: limit of one request message.
 
     Raises:
         UsageError: the address cannot be bound.
     """
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageError(f"{address!r} is not an address; write host:port, port 0 for any free one", field="grpc")
+        raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field="grpc")
     calls = OpenCalls()
-    server = grpc.aio.server(interceptors=(CallInterceptor(calls),), options=_SERVER_OPTIONS)
+    options: Options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes))
+    server = grpc.aio.server(interceptors=(CallInterceptor(calls),), options=options)
     for service in services:
         service.add_to(server)
     names = [service.name for service in services]
@@ -100,7 +110,7 @@ async def start_server(
             bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise UsageError(
-            f"cannot listen on {address}: {error}; is it taken by another process?", field="grpc"
+            f"cannot listen on {address}: {error}; another process may use the port", field="grpc"
         ) from error
     running = RpcServer(server, calls, names, statuses)
     running.address = f"{host}:{bound}"

@@ -1,18 +1,26 @@
-"""Domain words to `kvferry.v1` messages and back; sizes are bounded here, meanings by whoever knows them."""
+"""Converts between domain values and `kvferry.v1` messages; checks sizes and ranges only."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import cast
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
-from kvferry.rpc.token_source import KvReport
-from kvferry.v1 import common_pb2, decode_pb2
+from kvferry.core.load import WorkerLoad
+from kvferry.core.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    FinishReason,
+    SampledToken,
+    SamplingParams,
+)
+from kvferry.rpc.text.token_source import KvReport
+from kvferry.v1 import common_pb2, decode_pb2, worker_admin_pb2
 
 MAX_TOKEN_IDS = 1 << 20
-"""Token ids in one message at most; far beyond any context served."""
+"""Maximum number of token ids per message; far above any served context length."""
 MAX_SAMPLES = 64
-"""Samples (`n`) of one prompt at most."""
+"""Maximum number of samples (`n`) per prompt."""
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 
@@ -24,7 +32,7 @@ _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
-    """`params` as a message; a field at its default is left out."""
+    """Convert `params` to a message; fields with their default value are omitted."""
     message = common_pb2.SamplingParams(
         min_tokens=params.min_tokens,
         top_k=params.top_k,
@@ -42,17 +50,26 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         logprobs=params.logprobs,
     )
     if params.seed is not None:
-        # Random numbers use the low 64 bits, so a large unsigned seed and its signed twin are the same.
+        # Random numbers use the low 64 bits, so an unsigned seed and its signed equivalent are the same.
         message.seed = params.seed - (1 << 64) if params.seed >= 1 << 63 else params.seed
     return message
 
 
 def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
-    """The wishes in `message`; what is not set has the default of `SamplingParams`.
+    """Convert `message` to sampling parameters; unset fields get the defaults of `SamplingParams`.
 
     Raises:
-        InvalidRequest: naming the field that is out of bounds.
+        InvalidRequest: a field is out of range; the error contains its name.
     """
+    # Before they are copied: a message of some MiB may hold millions of them.
+    for name, limit in (
+        ("stop", MAX_STOP_STRINGS),
+        ("stop_token_ids", MAX_STOP_TOKEN_IDS),
+        ("logit_bias", MAX_LOGIT_BIAS),
+    ):
+        count = len(getattr(message, name))
+        if count > limit:
+            raise InvalidRequest(f"{name} has {count} items; at most {limit} are accepted", field=name)
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         min_tokens=message.min_tokens,
@@ -73,7 +90,7 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def token_to_wire(token: SampledToken) -> common_pb2.Token:
-    """One generated token."""
+    """Convert a generated token to a message."""
     message = common_pb2.Token(id=token.token_id)
     if token.logprob is not None:
         message.logprob = token.logprob
@@ -82,22 +99,22 @@ def token_to_wire(token: SampledToken) -> common_pb2.Token:
 
 
 def token_from_wire(message: common_pb2.Token) -> SampledToken:
-    """One generated token."""
+    """Convert a message to a generated token."""
     if not message.HasField("logprob"):
         return SampledToken(message.id)
     return SampledToken(message.id, message.logprob, tuple((t.token_id, t.logprob) for t in message.top))
 
 
 def tokens_from_wire(messages: Iterable[common_pb2.Token]) -> tuple[SampledToken, ...]:
-    """All tokens of one step."""
+    """Convert messages to the generated tokens of a step."""
     return tuple(token_from_wire(message) for message in messages)
 
 
 def finish_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.ValueType":
-    """`None` (not finished) is UNSPECIFIED.
+    """Convert a finish reason to its enum value; `None` (not finished) becomes UNSPECIFIED.
 
     Raises:
-        ValueError: cancellations and errors travel as a status, never as a finish reason.
+        ValueError: the reason is a cancellation or an error, which is sent as a gRPC status.
     """
     if reason is None:
         return common_pb2.FINISH_REASON_UNSPECIFIED
@@ -107,32 +124,33 @@ def finish_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.Valu
 
 
 def finish_from_wire(value: "common_pb2.FinishReason.ValueType") -> FinishReason | None:
-    """`None` while the sequence goes on."""
+    """Convert an enum value to a finish reason; UNSPECIFIED (not finished) becomes `None`."""
     return _FINISH_FROM_WIRE.get(value)
 
 
 def handoff_outcome_from_wire(value: int) -> str:
-    """`none`, `fetched`, `local`, `recomputed` or `tier`; `none` too for what this version does not know."""
+    """Convert the outcome of a hand-off to `none`, `fetched`, `local`, `recomputed` or `tier`; unknown values become
+    `none`."""
     names = decode_pb2.Handoff.Outcome
     known = value in names.values() and value != decode_pb2.Handoff.OUTCOME_UNSPECIFIED
     return names.Name(cast("decode_pb2.Handoff.Outcome.ValueType", value)).lower()[8:] if known else "none"
 
 
 def kv_reports_to_wire(reports: Iterable[KvReport]) -> list[common_pb2.KvReport]:
-    """Reports as messages; the fields have the same names."""
+    """Convert reports to messages; the fields have the same names."""
     return [common_pb2.KvReport(**asdict(report)) for report in reports]
 
 
 def kv_reports_from_wire(messages: Iterable[common_pb2.KvReport]) -> tuple[KvReport, ...]:
-    """Messages as reports."""
+    """Convert messages to `KvReport` objects."""
     return tuple(KvReport(**{f.name: getattr(message, f.name) for f in fields(KvReport)}) for message in messages)
 
 
 def token_ids_from_wire(ids: Sequence[int], field: str) -> tuple[int, ...]:
-    """The ids as a tuple.
+    """Convert token ids to a tuple and check their number.
 
     Raises:
-        InvalidRequest: there are more than `MAX_TOKEN_IDS`.
+        InvalidRequest: there are more than `MAX_TOKEN_IDS` ids.
     """
     if len(ids) > MAX_TOKEN_IDS:
         raise InvalidRequest(f"{field} has {len(ids)} token ids; at most {MAX_TOKEN_IDS} are accepted", field=field)
@@ -140,10 +158,10 @@ def token_ids_from_wire(ids: Sequence[int], field: str) -> tuple[int, ...]:
 
 
 def num_samples_from_wire(n: int) -> int:
-    """`n`, where 0 means 1.
+    """Check `n`, the number of samples; 0 (unset) means 1.
 
     Raises:
-        InvalidRequest: more than `MAX_SAMPLES`.
+        InvalidRequest: `n` is greater than `MAX_SAMPLES`.
     """
     if n > MAX_SAMPLES:
         raise InvalidRequest(f"n must be a whole number from 1 to {MAX_SAMPLES}, not {n}", field="n")
@@ -151,15 +169,28 @@ def num_samples_from_wire(n: int) -> int:
 
 
 def check_request_id(value: str) -> str:
-    """A request id that is safe in a log line, a header and a file name.
+    """Check that a request id is safe in log lines, headers and file names.
 
     Raises:
-        InvalidRequest: it is too long or has other characters than letters, digits and `-_.:`.
+        InvalidRequest: the id is too long or has characters other than letters, digits and `-_.:`.
     """
     if not 0 < len(value) <= MAX_REQUEST_ID_CHARS or not _REQUEST_ID_CHARS.issuperset(value):
         raise InvalidRequest(
             f"a request id has 1 to {MAX_REQUEST_ID_CHARS} letters, digits and characters of '-_.:'; "
-            f"this one has {len(value)} characters",
+            f"this id has {len(value)} characters",
             field="request_id",
         )
     return value
+
+
+def load_to_wire(load: WorkerLoad) -> worker_admin_pb2.WorkerLoad:
+    """Convert a load to a message; the fields have the same names."""
+    return worker_admin_pb2.WorkerLoad(**asdict(load))
+
+
+def load_from_wire(message: worker_admin_pb2.WorkerLoad) -> WorkerLoad:
+    """Convert a message to a `WorkerLoad`."""
+    return WorkerLoad(*(getattr(message, name) for name in _LOAD_FIELDS))
+
+
+_LOAD_FIELDS = tuple(f.name for f in fields(WorkerLoad))

@@ -1,4 +1,5 @@
-"""The whole stack on one machine: starts gateway and workers as processes, watches them, restarts, stops them.
+"""Runs the whole stack on one machine: starts, supervises, restarts and stops gateway and worker processes.
 
-`layout` says which processes there are, `restarts` (pure) when one comes back, `supervisor` does it.
+`plan.processes` and `plan.restarts` are pure and decide which processes run and when they restart; `supervisor` runs
+them.
 """

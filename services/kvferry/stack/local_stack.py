@@ -1,4 +1,4 @@
-"""A stack on this machine: workers, then the gateway, then a first token; and everything down again in order."""
+"""Runs a stack on this machine: starts workers and gateway, generates a first token, stops all in order."""
 
 import asyncio
 import secrets
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from kvferry.client import AsyncClient
 from kvferry.core.clock import Clock
-from kvferry.core.config import lasting_secret
 from kvferry.core.errors import KvferryError, Unavailable, UsageError
+from kvferry.core.process.config import lasting_secret
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.health import wait_serving
-from kvferry.stack.layout import StackConfig, gateway_spec, worker_specs
+from kvferry.stack.plan.processes import StackConfig, gateway_spec, worker_specs
 from kvferry.stack.supervisor import SupervisedProcess
 
 _LISTEN_SECONDS = 120.0
@@ -22,21 +22,22 @@ _FIRST_TOKEN_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class StackAddresses:
-    """Where the gateway listens."""
+    """Addresses of the stack's gateway, each `host:port`."""
 
     http: str
     grpc: str
+    admin: str
 
 
 def check_free(name: str, address: str) -> None:
-    """Whether an address can be bound now; port 0 always can.
+    """Check that an address can be bound now; port 0 always can.
 
     Raises:
-        UsageError: it is no address, or taken.
+        UsageError: the address is invalid or in use.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise UsageError(f"{address!r} is not an address; write host:port, port 0 for any free one", field=name)
+        raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field=name)
     bare = host.strip("[]")
     try:
         socket.create_server((bare, int(port)), family=socket.AF_INET6 if ":" in bare else socket.AF_INET).close()
@@ -45,7 +46,7 @@ def check_free(name: str, address: str) -> None:
 
 
 class LocalStack:
-    """Owns the processes from `start` to `stop`; `stop` must be awaited in every case."""
+    """The processes of a stack. `stop` must be awaited even if `start` fails."""
 
     def __init__(
         self,
@@ -64,17 +65,17 @@ class LocalStack:
         """`host:port` of WorkerAdmin by worker name; a split worker has two names."""
         self.gateway: SupervisedProcess | None = None
         self.dtype = ""
-        """Compute type of the workers; known when they are ready."""
+        """Compute data type of the workers; set when they are ready."""
 
     async def start(self) -> StackAddresses:
-        """Start everything; return when a first token has come through it.
+        """Start all processes; return after a first token has been generated through the gateway.
 
         Raises:
-            Unavailable: something did not start in time; what did is still running, `stop` ends it.
+            Unavailable: a process did not start in time; processes that have started run until `stop`.
         """
-        for name, address in (("http", self._config.http), ("grpc", self._config.grpc)):
-            check_free(name, address)  # before anything is started that would have to be stopped again
-        # What outlives this stack in a tier is found again only under the same names.
+        for name, address in (("http", self._config.http), ("grpc", self._config.grpc), ("admin", self._config.admin)):
+            check_free(name, address)  # before any process is started
+        # Persistent tiers require the same tenant key in every run, otherwise block names differ.
         outlives = any(not url.startswith("dram:") for url in self._config.tiers)
         tenant_key = lasting_secret("tenant.key") if outlives else secrets.token_hex(32)
         keys = {"KVFERRY_TICKET_KEY": secrets.token_hex(32), "KVFERRY_TENANT_KEY": tenant_key}
@@ -90,32 +91,32 @@ class LocalStack:
                 self.worker_admin[f"{spec.name}-decode"] = str(event["decode_admin"])
         self._say("starting the gateway")
         located = list(zip(specs, events, strict=True))
-        spec = gateway_spec(self._config, located, keys)
+        spec = gateway_spec(self._config, located, {"KVFERRY_TENANT_KEY": tenant_key})
         self.gateway = SupervisedProcess(spec, clock=self._clock, on_death=self._on_death)
-        # The first start binds what the user asked for; the supervisor repeats what was really bound.
-        self.gateway.prefer({"http": self._config.http, "grpc": self._config.grpc})
+        # The first start binds the configured addresses; restarts reuse the addresses that were bound.
+        self.gateway.prefer({"http": self._config.http, "grpc": self._config.grpc, "admin": self._config.admin})
         self.gateway.start()
         event = await self.gateway.wait_listening(_LISTEN_SECONDS)
         self._say("loading the model")
         ready = await asyncio.gather(*(w.wait_ready(_READY_SECONDS) for w in self.workers))
         self.dtype = str(ready[0]["dtype"])
-        addresses = StackAddresses(str(event["http"]), str(event["grpc"]))
+        addresses = StackAddresses(str(event["http"]), str(event["grpc"]), str(event["admin"]))
         self._say("first token")
         await self._first_token(addresses.grpc)
         return addresses
 
     async def stop(self, grace_seconds: float) -> None:
-        """Gateway first, so that running streams can end on their workers; then the workers. Idempotent."""
+        """Stop the gateway first, so that running streams can finish, then the workers. Idempotent."""
         if self.gateway is not None:
             await self.gateway.stop(grace_seconds)
         await asyncio.gather(*(worker.stop(grace_seconds) for worker in self.workers))
 
     async def _first_token(self, address: str) -> None:
-        """One token through gateway, prefill, hand-off and decode. Opens every connection on the way, too."""
+        """Generate a token through gateway, prefill, hand-off and decode; this also opens all connections."""
         await wait_serving(address, _FIRST_TOKEN_SECONDS)
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, api_key=self._config.api_key) as client:
             try:
                 await client.complete("Hello", sampling, timeout=_FIRST_TOKEN_SECONDS)
             except KvferryError as error:
-                raise Unavailable(f"no first token came through the stack: {error.message}") from error
+                raise Unavailable(f"the stack did not generate a first token: {error.message}") from error

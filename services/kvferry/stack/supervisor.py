@@ -1,7 +1,7 @@
-"""Starts processes, hears what they announce, restarts those that die, stops all of them in order.
+"""Supervises processes: starts them, reads their announcements, restarts them after an exit, stops them.
 
-A supervised process prints one JSON object a line on standard output: `{"event": "listening", ...}` with the
-addresses it bound, later `{"event": "ready", ...}`. Its standard error is passed through.
+A supervised process prints one JSON object per line on standard output: `{"event": "listening", ...}` with its bound
+addresses, later `{"event": "ready", ...}`. Its standard error is passed through.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 
 from kvferry.core.clock import Clock
-from kvferry.core.config import child_environment
 from kvferry.core.errors import Unavailable
-from kvferry.stack.restarts import RestartHistory, RestartPolicy
+from kvferry.core.process.config import child_environment
+from kvferry.stack.plan.processes import ProcessSpec
+from kvferry.stack.plan.restarts import RestartHistory, RestartPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -24,23 +24,13 @@ _MAX_LINE_BYTES = 1 << 16
 _NOT_RUN = -1
 _WRONG_USAGE = 2
 _MAX_FIRST_STARTS = 3
-"""A process that never listened is not tried more often; one that did is restarted for ever."""
+"""Maximum number of starts of a process that has never listened; a process that has listened is always restarted."""
 
 Event = Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """One process of the stack."""
-
-    name: str
-    arguments: Sequence[str]
-    """After `kvferry`; may hold `{key}` where a later start must repeat what the first one bound."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
 class SupervisedProcess:
-    """One process, started again whenever it dies, until stopped."""
+    """A process that is restarted whenever it exits, until `stop` is called."""
 
     def __init__(
         self,
@@ -52,7 +42,7 @@ class SupervisedProcess:
     ) -> None:
         """
         Args:
-            on_death: told the name, the exit status and the seconds until the restart.
+            on_death: called after an exit with the process's name, its exit status and the seconds until the restart.
         """
         self.spec = spec
         self._clock = clock
@@ -64,40 +54,40 @@ class SupervisedProcess:
         self._listening: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         self._ready: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
         self._bound: dict[str, str] = {}
-        """Addresses of the first start; later ones take the same, because others know them."""
+        """Addresses bound by the first start; restarts reuse them, since other processes are configured with them."""
         self.num_starts = 0
 
     def prefer(self, addresses: Mapping[str, str]) -> None:
-        """Addresses for the first start; where none is given it binds any free port."""
+        """Set addresses for the first start; addresses that are not set use a free port."""
         self._bound.update(addresses)
 
     @property
     def pid(self) -> int | None:
-        """Of the running process; `None` between two lives."""
+        """PID of the running process; `None` between two runs."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it and keep it running."""
+        """Start the process and keep it running."""
         self._task = asyncio.create_task(self._keep_running(), name=f"supervise {self.spec.name}")
 
     async def wait_listening(self, timeout: float) -> Event:
-        """What it announced when it listened.
+        """Wait for the process's `listening` event.
 
         Raises:
-            Unavailable: it did not within `timeout` seconds.
+            Unavailable: the process did not listen within `timeout` seconds.
         """
         return await self._wait(self._listening, "listen", timeout)
 
     async def wait_ready(self, timeout: float) -> Event:
-        """What it announced when it was ready.
+        """Wait for the process's `ready` event.
 
         Raises:
-            Unavailable: it was not within `timeout` seconds.
+            Unavailable: the process was not ready within `timeout` seconds.
         """
         return await self._wait(self._ready, "become ready", timeout)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ask it to end, wait, then make it. Idempotent."""
+        """Send SIGTERM, wait up to `grace_seconds`, then kill the process. Idempotent."""
         self._stopping = True
         process = self._process
         if process is not None and process.returncode is None:
@@ -106,7 +96,7 @@ class SupervisedProcess:
                 async with asyncio.timeout(grace_seconds):
                     await process.wait()
             except TimeoutError:
-                _log.warning("%s did not end within %.0f s and is killed", self.spec.name, grace_seconds)
+                _log.warning("%s did not exit within %.0f s and is killed", self.spec.name, grace_seconds)
                 _signal(process, signal.SIGKILL)
                 await process.wait()
         if self._task is not None:
@@ -114,7 +104,7 @@ class SupervisedProcess:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _wait(self, announced: asyncio.Future[Event], what: str, timeout: float) -> Event:
-        # Not asyncio.wait_for: until Python 3.12 it can lose a cancellation.
+        # Not asyncio.wait_for: before Python 3.12 it can lose a cancellation.
         try:
             async with asyncio.timeout(timeout):
                 return await asyncio.shield(announced)
@@ -127,14 +117,14 @@ class SupervisedProcess:
             started = self._clock.monotonic()
             try:
                 status = await self._run_once()
-            except (OSError, ValueError):  # it could not be started, or printed what is no line
+            except (OSError, ValueError):  # the process could not be started, or its output is invalid
                 _log.exception("%s could not be run", self.spec.name)
                 status = _NOT_RUN
             if self._stopping:
                 return
             if not self._listening.done() and (status == _WRONG_USAGE or self.num_starts >= _MAX_FIRST_STARTS):
-                # Wrong usage will be wrong again, and so will a damaged file.
-                self._listening.set_exception(Unavailable(f"{self.spec.name} cannot start; its message is above"))
+                # A usage error or a damaged file will fail again.
+                self._listening.set_exception(Unavailable(f"{self.spec.name} cannot start; see its message above"))
                 return
             history, pause = history.after_death(self._policy, self._clock.monotonic() - started)
             self._on_death(self.spec.name, status, pause)
@@ -151,7 +141,7 @@ class SupervisedProcess:
             stdout=asyncio.subprocess.PIPE,
             env=child_environment({**self.spec.environment, "KVFERRY_PARENT_PID": str(os.getpid())}),
             limit=_MAX_LINE_BYTES,
-            start_new_session=True,  # Ctrl-C reaches us alone; we stop the others in order
+            start_new_session=True,  # Ctrl-C signals only the supervisor, which stops the processes in order
         )
         self.num_starts += 1
         output = self._process.stdout
@@ -181,7 +171,7 @@ class SupervisedProcess:
 
 
 class _Bound(dict[str, str]):
-    """Addresses bound before; port 0 for those that were not yet."""
+    """Addresses bound by an earlier start; port 0 for all others."""
 
     def __missing__(self, key: str) -> str:
         return "127.0.0.1:0"

@@ -1,4 +1,4 @@
-"""What tests share, and what authors of connectors test theirs with.
+"""Conformance suites for connectors and tiers, independent of pytest.
 
-May import anything; nothing that ships imports it, and it imports no pytest.
+May import any package; production code must not import it.
 """

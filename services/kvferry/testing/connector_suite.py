@@ -1,7 +1,8 @@
-"""What every transport must do; run it over yours. The peer is a real other process where the transport allows.
+"""Conformance suite for transports. The peer is a separate process, except for `memory`.
 
-Each check takes a `Rig`: our transport with its memory, and a peer whose pages it can read. CHECKS are for a peer whose
-pages are as long as ours, RAW_CHECKS for one with any of PAGE_SIZES and more pages than FEWER_BLOCKS of ours.
+Each check takes a `Rig`: the tested transport with its memory, and a peer whose pages it can read. CHECKS require a
+peer with the same page size; RAW_CHECKS require a peer with one of PAGE_SIZES and more pages than FEWER_BLOCKS, the
+reader's number of pages.
 """
 
 import multiprocessing
@@ -15,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from kvferry.core.ids import BlockId, Incarnation, WorkerId, new_incarnation
-from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, Transport, TransportSetup
+from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, Transport, TransportSetup
 from kvferry.kv.registry import open_transport
 
 NUM_BLOCKS = 32
@@ -25,47 +26,47 @@ FEWER_BLOCKS = 12
 SETUP = TransportSetup(secrets=(b"of the pool" * 4,))
 _DEADLINE_SECONDS = 20.0
 _FROZEN_SECONDS = 4.0
-"""Longer than the stall rule of any transport that has one."""
+"""Seconds for which the peer is suspended; longer than the stall timeout of any transport."""
 
 
 @dataclass(slots=True)
 class Rig:
-    """Our side and a peer."""
+    """A transport under test, its memory, and a peer to read from."""
 
     transport: Transport
     memory: PageMemory
     peer: Peer
     address: bytes
     command: Callable[..., object]
-    """`fill block byte`, `bump block`, `die`, `freeze`, `thaw`: what the peer does, or what is done to it."""
+    """Function that executes `fill block byte`, `bump block`, `die`, `freeze` or `thaw` on the peer."""
     can_freeze: bool = True
-    """Whether the peer is another process."""
+    """Whether the peer is a separate process, which can be suspended."""
     peer_bytes: int = BLOCK_BYTES
-    """Of one of the peer's pages."""
+    """Page size of the peer in bytes."""
 
     def read(self, remote: list[int], local: list[int]) -> None:
-        """Read and wait.
+        """Read the peer's pages `remote` into the local pages `local`, and wait.
 
         Raises:
-            ReadError: as the transport says.
+            ReadError: the transport failed.
         """
         _complete(self.transport.read(self.peer, remote, [BlockId(b) for b in local]))
 
     def read_raw(self, remote: list[int], staging: memoryview) -> None:
-        """Read pages side by side into the beginning of `staging` and wait.
+        """Read the peer's pages contiguously into the start of `staging`, and wait.
 
         Raises:
-            ReadError: as the transport says.
+            ReadError: the transport failed.
         """
         _complete(self.transport.read_raw(self.peer, remote, staging[: len(remote) * self.peer_bytes]))
 
     def page(self, block: int) -> bytes:
-        """One of our pages."""
+        """Return the content of a local page."""
         return bytes(self.memory.pages[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
 
 
 def pattern(block: int, size: int = BLOCK_BYTES) -> bytes:
-    """What the peer's pages hold at first: every byte depends on its page and its place."""
+    """Return the initial content of the peer's pages: every byte depends on its page and its offset."""
     return bytes((block * 7 + i // 64 + i) % 251 for i in range(size))
 
 
@@ -80,7 +81,7 @@ def _complete(read: Read) -> None:
 
 
 class _PeerSide:
-    """The peer's transport and what the rig tells it to do."""
+    """The peer's transport and memory, and the commands that `Rig.command` runs on it."""
 
     def __init__(self, name: str, block_bytes: int) -> None:
         self.incarnation = new_incarnation()
@@ -114,7 +115,7 @@ def _peer_process(name: str, block_bytes: int, pipe: Connection) -> None:
 
 @contextmanager
 def rig(name: str, peer_bytes: int = BLOCK_BYTES, own_blocks: int = NUM_BLOCKS) -> Iterator[Rig]:
-    """A rig over the transport `name`; `memory` has its peer in this process, all others in another."""
+    """Yield a rig for the transport `name`; the peer is a separate process, except for `memory`."""
     ours = open_transport(name, new_incarnation(), SETUP)
     process: BaseProcess | None = None
     pipe: Connection | None = None
@@ -166,11 +167,11 @@ def _refused(action: Callable[[], object]) -> None:
         action()
     except ReadError:
         return
-    raise AssertionError("a ReadError was due")
+    raise AssertionError("expected a ReadError")
 
 
 def check_pages_arrive_exactly(rig: Rig) -> None:
-    """Scattered, neighbouring and reversed pages land where they belong, and no other page changes."""
+    """Check that scattered, contiguous and reversed pages are read to their targets, and no other page changes."""
     rig.transport.connect(rig.peer, rig.address)
     before = [rig.page(b) for b in range(NUM_BLOCKS)]
     remote, local = [3, 4, 5, 9, 31, 2, 1, 0], [10, 11, 12, 0, 31, 20, 22, 21]
@@ -181,7 +182,7 @@ def check_pages_arrive_exactly(rig: Rig) -> None:
 
 
 def check_epochs_follow_the_peer(rig: Rig) -> None:
-    """Epochs are the peer's of now, in the order asked for."""
+    """Check that epochs are the peer's current ones, in the requested order."""
     rig.transport.connect(rig.peer, rig.address)
     assert rig.transport.read_epochs(rig.peer, [7, 3, 31], 5.0) == [107, 103, 131]
     rig.command("bump", 3)
@@ -189,7 +190,8 @@ def check_epochs_follow_the_peer(rig: Rig) -> None:
 
 
 def check_a_reused_page_shows_in_its_epoch(rig: Rig) -> None:
-    """Content changed after the promise: the data is new, and the epoch gives it away."""
+    """Check that reading a page that was reused after its epoch was read returns the new content and a different
+    epoch."""
     rig.transport.connect(rig.peer, rig.address)
     promised = rig.transport.read_epochs(rig.peer, [5], 5.0)
     rig.command("fill", 5, 0xEE)
@@ -199,7 +201,7 @@ def check_a_reused_page_shows_in_its_epoch(rig: Rig) -> None:
 
 
 def check_ids_out_of_range_are_refused(rig: Rig) -> None:
-    """Before anything moves."""
+    """Check that page ids out of range raise before any data is transferred."""
     rig.transport.connect(rig.peer, rig.address)
     before = [rig.page(b) for b in range(NUM_BLOCKS)]
     _refused(lambda: rig.read([NUM_BLOCKS], [0]))
@@ -212,7 +214,8 @@ def check_ids_out_of_range_are_refused(rig: Rig) -> None:
 
 
 def check_strangers_are_refused(rig: Rig) -> None:
-    """A peer that was never connected, a malformed address, an address of another incarnation."""
+    """Check that a peer that was never connected, a malformed address, and an address of a different incarnation are
+    rejected."""
     _refused(lambda: rig.read([0], [0]))
     _refused(lambda: rig.transport.connect(rig.peer, b""))
     _refused(lambda: rig.transport.connect(rig.peer, b"\xc1" + rig.address))
@@ -222,7 +225,8 @@ def check_strangers_are_refused(rig: Rig) -> None:
 
 
 def check_connecting_twice_and_forgetting(rig: Rig) -> None:
-    """Connecting is idempotent, forgetting too; after it, reads are refused until connected anew."""
+    """Check that `connect` and `forget` are idempotent, and that after `forget` reads are rejected until the next
+    `connect`."""
     rig.transport.connect(rig.peer, rig.address)
     rig.transport.connect(rig.peer, rig.address)
     rig.read([1], [1])
@@ -235,13 +239,14 @@ def check_connecting_twice_and_forgetting(rig: Rig) -> None:
 
 
 def check_a_dead_peer_gives_right_data_or_an_error(rig: Rig) -> None:
-    """Never a hang, never other data; memory that outlives its process may still be read."""
+    """Check that, after the peer has exited, a read returns correct data (shared memory may survive) or raises, but
+    never hangs."""
     _survives_death(rig, lambda b: rig.read([b], [b]), rig.page)
 
 
 def check_a_frozen_peer_gives_right_data_or_silence(rig: Rig) -> None:
-    """A read from a peer that answers nothing is right or late, never wrong; once quiet, it never writes again, though
-    the peer wakes up."""
+    """Check that a read from a suspended peer is correct or late, never wrong, and that after it is reported quiet it
+    writes nothing when the peer resumes."""
     _survives_frost(rig, lambda b: rig.transport.read(rig.peer, [b], [BlockId(b)]), rig.page)
 
 
@@ -269,10 +274,10 @@ def _survives_frost(rig: Rig, start: Callable[[int], Read], landed: Callable[[in
     was_quiet, before = read.is_quiet(), landed(6)
     rig.command("thaw")
     _settle(read, read.is_quiet, _DEADLINE_SECONDS)
-    assert read.is_quiet(), "a read ends when its peer lives"
+    assert read.is_quiet(), "a read ends after its peer resumes"
     if was_quiet:
         pause = threading.Event()
-        for _ in range(20):  # whatever was on its way has had time to land
+        for _ in range(20):  # late writes would have arrived by now
             pause.wait(0.01)
             assert landed(6) == before
     rig.transport.connect(rig.peer, rig.address)
@@ -281,7 +286,7 @@ def _survives_frost(rig: Rig, start: Callable[[int], Read], landed: Callable[[in
 
 
 def _settle(read: Read, until: Callable[[], bool], seconds: float) -> bool:
-    """Poll until it is over, `until` holds, or the time is up; whether it failed."""
+    """Poll until the read has ended, `until` holds, or the time is up; return whether the read failed."""
     pause = threading.Event()
     for _ in range(int(seconds / 0.005)):
         try:
@@ -295,14 +300,15 @@ def _settle(read: Read, until: Callable[[], bool], seconds: float) -> bool:
 
 
 def check_closing_twice(rig: Rig) -> None:
-    """Closing is idempotent."""
+    """Check that closing is idempotent."""
     rig.transport.connect(rig.peer, rig.address)
     rig.transport.close()
     rig.transport.close()
 
 
 def check_raw_pages_arrive_side_by_side(rig: Rig) -> None:
-    """In the order asked for, neighbours or not, and nothing beyond them; the same place can be used again."""
+    """Check that pages are written contiguously in the requested order and nothing else is written, and that staging is
+    reusable."""
     rig.transport.connect(rig.peer, rig.address)
     size = rig.peer_bytes
     staging = rig.transport.staging(8 * size + 7)
@@ -316,7 +322,7 @@ def check_raw_pages_arrive_side_by_side(rig: Rig) -> None:
 
 
 def check_raw_reads_have_places_of_their_own(rig: Rig) -> None:
-    """Two at a time, each into its own staging."""
+    """Check that two concurrent raw reads into separate staging memory do not interfere."""
     rig.transport.connect(rig.peer, rig.address)
     places = [rig.transport.staging(2 * rig.peer_bytes) for _ in range(2)]
     reads = [rig.transport.read_raw(rig.peer, [4 + i, 8 + i], place) for i, place in enumerate(places)]
@@ -326,7 +332,8 @@ def check_raw_reads_have_places_of_their_own(rig: Rig) -> None:
 
 
 def check_raw_reads_that_do_not_fit_are_refused(rig: Rig) -> None:
-    """Before anything moves; so is a read from page to page when pages differ in size."""
+    """Check that wrong lengths, and page-to-page reads between different page sizes, raise before any data is
+    transferred."""
     size = rig.peer_bytes
     staging = rig.transport.staging(2 * size)
     _refused(lambda: rig.read_raw([0], staging))
@@ -342,20 +349,21 @@ def check_raw_reads_that_do_not_fit_are_refused(rig: Rig) -> None:
 
 
 def check_more_epochs_than_pages_of_our_own(rig: Rig) -> None:
-    """A peer's smaller blocks may be more than we have."""
+    """Check that epochs can be read from a peer that has more pages than the reader."""
     rig.transport.connect(rig.peer, rig.address)
     asked = [*range(NUM_BLOCKS - 1, -1, -1)]
     assert rig.transport.read_epochs(rig.peer, asked, 5.0) == [100 + block for block in asked]
 
 
 def check_a_dead_peer_gives_right_raw_data_or_an_error(rig: Rig) -> None:
-    """As for pages."""
+    """Check that, after the peer has exited, a raw read returns correct data or raises, but never hangs."""
     staging = rig.transport.staging(rig.peer_bytes)
     _survives_death(rig, lambda b: rig.read_raw([b], staging), lambda _: bytes(staging))
 
 
 def check_a_frozen_peer_gives_right_raw_data_or_silence(rig: Rig) -> None:
-    """As for pages; each read has its own place, because a late one may still write its own."""
+    """Check that a raw read from a suspended peer is correct or fails, but is never wrong. Each read has its own
+    staging, since a late read may still write."""
     size = rig.peer_bytes
     places = {block: rig.transport.staging(size) for block in (1, 6, 7)}
     _survives_frost(rig, lambda b: rig.transport.read_raw(rig.peer, [b], places[b]), lambda b: bytes(places[b]))

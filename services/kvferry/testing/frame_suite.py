@@ -1,26 +1,26 @@
-"""What tiers that store frames must do, besides `tier_suite`: find whatever was done to a stored value, and heal.
+"""Conformance suite for tiers that store frames, in addition to `tier_suite`: detection and removal of damaged values.
 
-The rig has `raw`, `reopen` and `stranger`.
+The rig must have `raw`, `reopen` and `stranger`.
 """
 
 from collections.abc import Callable
 
-from kvferry.kv.tiers.tier import ObjectKey
+from kvferry.kv.tiers.interface.tier import ObjectKey
 from kvferry.testing.tier_suite import OBJECT_BYTES, SECONDS, Rig, content, get, key, present, put, refused
 
 
 def _refused_and_healed(rig: Rig, number: int, stored: bytes) -> None:
-    """What lies there is not accepted, whatever it is; it stands in nobody's way."""
+    """Check that the stored bytes are rejected and do not prevent the next store."""
     raw = rig.raw
     assert raw is not None
     raw.write(key(number), stored)
     refused(lambda: get(rig.tier, number))
-    assert put(rig.tier, number), "the damaged one was removed, so it can be stored again"
+    assert put(rig.tier, number), "the damaged value was removed, so the object can be stored"
     assert get(rig.tier, number) == content(number)
 
 
 def check_flipped_bits_are_found(rig: Rig) -> None:
-    """Anywhere: in every field of the header, in the pages, at the end."""
+    """Check that a flipped bit is detected in every field of the header, in the pages and at the end."""
     raw = rig.raw
     assert raw is not None
     put(rig.tier, 1)
@@ -32,7 +32,7 @@ def check_flipped_bits_are_found(rig: Rig) -> None:
 
 
 def check_cut_and_lengthened_values_are_found(rig: Rig) -> None:
-    """Of any other length, or of no sense at all."""
+    """Check that values of a wrong length, and random bytes, are detected."""
     raw = rig.raw
     assert raw is not None
     put(rig.tier, 1)
@@ -42,7 +42,7 @@ def check_cut_and_lengthened_values_are_found(rig: Rig) -> None:
 
 
 def check_another_objects_value_is_found(rig: Rig) -> None:
-    """A value is bound to its name."""
+    """Check that a value that was stored under a different name is rejected."""
     raw = rig.raw
     assert raw is not None
     put(rig.tier, 1)
@@ -51,7 +51,7 @@ def check_another_objects_value_is_found(rig: Rig) -> None:
 
 
 def check_another_version_is_found(rig: Rig) -> None:
-    """It is not guessed at."""
+    """Check that a value of a different format version is rejected."""
     raw = rig.raw
     assert raw is not None
     put(rig.tier, 1)
@@ -61,7 +61,7 @@ def check_another_version_is_found(rig: Rig) -> None:
 
 
 def check_values_of_strangers_are_found(rig: Rig) -> None:
-    """Without the secret nobody makes a value that is accepted, nor with it one for another tenant."""
+    """Check that values written with a different secret, or for a different tenant, are rejected."""
     raw = rig.raw
     assert raw is not None
     assert rig.stranger is not None
@@ -77,13 +77,13 @@ def check_values_of_strangers_are_found(rig: Rig) -> None:
 
 
 def check_it_outlives_its_process(rig: Rig) -> None:
-    """Who opens the same place finds what was stored, and both go on."""
+    """Check that a second instance of the same store finds the stored objects, and that both continue to work."""
     put(rig.tier, 1)
     other = rig.again()
     assert present(other, [1, 2]) == [1]
     assert get(other, 1) == content(1)
     put(other, 2)
-    assert get(rig.tier, 2) == content(2), "what another worker stored is found"
+    assert get(rig.tier, 2) == content(2), "an object stored by the second instance is found"
     rig.tier.close()
     assert get(other, 1) == content(1)
 

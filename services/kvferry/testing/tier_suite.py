@@ -1,6 +1,6 @@
-"""What every tier must do; run it over yours. Tiers that store frames pass `frame_suite`, too.
+"""Conformance suite for tiers. Tiers that store frames must also pass `frame_suite`.
 
-Each check takes a `Rig`: an empty tier with room for about `num_fit` objects.
+Each check takes a `Rig`: an empty tier with a capacity of about `num_fit` objects.
 """
 
 import random
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.ids import BlockHash
-from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
+from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, Tier, TierError, TierMiss
 
 OBJECT_BYTES = 256 << 10
 SECRET = b"a tier secret for tests"
 SECONDS = 20.0
 _GRACE_SECONDS = 2.0
-"""What a call may take beyond its timeout on a busy machine; a tier that hangs takes far longer."""
+"""Tolerance beyond a call's timeout on a busy machine, in seconds; a tier that hangs exceeds it by far."""
 _POISON = 0xA5
 
 
@@ -27,50 +27,50 @@ def _random(seed: int | str) -> random.Random:
 
 @dataclass(slots=True)
 class Raw:
-    """What lies in the store under a key's name, for checks that damage it."""
+    """Access to stored bytes by key, for checks that damage them."""
 
     read: Callable[[ObjectKey], bytes]
     write: Callable[[ObjectKey, bytes], None]
     frame_at: int
-    """Where in the stored bytes the frame's header begins; pages end with them, or are followed by zeros."""
+    """Offset of the frame's header in the stored bytes. The stored bytes end with pages or zero padding."""
     pages_at: int
 
 
 @dataclass(slots=True)
 class Rig:
-    """A tier and what is known of it."""
+    """A tier under test and its properties."""
 
     tier: Tier
     num_fit: int
-    """Objects that it has room for, at most."""
+    """Maximum number of objects in the tier."""
     reopen: Callable[[], Tier] | None = None
-    """The same place as another process would open it; `None`: nothing outlives the tier."""
+    """Function that opens the same store, as a second process would; `None` if the tier is not persistent."""
     raw: Raw | None = None
     stranger: Callable[[], Tier] | None = None
-    """The same place opened with another secret."""
+    """Function that opens the same store with a different secret; `None` if the tier has no secret."""
     is_exact_lru: bool = True
-    """Whether what was not used for longest goes first, always."""
+    """Whether eviction is exactly LRU."""
     opened: list[Tier] = field(default_factory=list)
 
     def again(self) -> Tier:
-        """The same place once more; closed with the rig."""
+        """Open the same store a second time; it is closed with the rig."""
         assert self.reopen is not None
         self.opened.append(self.reopen())
         return self.opened[-1]
 
 
 def key(number: int, tenant: str = "tenant-a") -> ObjectKey:
-    """A name like those that the chain of blocks gives."""
+    """Return the key of test object `number`, with a random 32-byte name."""
     return ObjectKey(BlockHash(_random(f"{tenant} {number}").randbytes(32)), tenant)
 
 
 def content(number: int) -> bytes:
-    """An object's pages: every object's are its own."""
+    """Return the content of test object `number`; differs between objects."""
     return _random(number).randbytes(OBJECT_BYTES)
 
 
 def cut_up(whole: bytes | bytearray, sizes: Sequence[int]) -> list[memoryview]:
-    """Views of it one after the other: of these sizes, then the rest."""
+    """Split `whole` into consecutive views of these sizes and a view of the rest."""
     views, at = [], 0
     for size in (*sizes, len(whole)):
         views.append(memoryview(whole)[at : at + size])
@@ -79,15 +79,15 @@ def cut_up(whole: bytes | bytearray, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def put(tier: Tier, number: int, tenant: str = "tenant-a") -> bool:
-    """Store an object."""
+    """Store test object `number`; return the tier's result."""
     return tier.store(key(number, tenant), [memoryview(content(number))], SECONDS)
 
 
 def get(tier: Tier, number: int, tenant: str = "tenant-a") -> bytes:
-    """Load an object.
+    """Load test object `number`.
 
     Raises:
-        TierError: as the tier says.
+        TierError: the tier failed.
     """
     into = bytearray(OBJECT_BYTES)
     tier.load(key(number, tenant), [memoryview(into)], SECONDS)
@@ -95,27 +95,27 @@ def get(tier: Tier, number: int, tenant: str = "tenant-a") -> bytes:
 
 
 def refused(action: Callable[[], object], kind: type[Exception] = TierError) -> Exception:
-    """The error that was due.
+    """Call `action` and return the exception that it raises, which must be of type `kind`.
 
     Raises:
-        AssertionError: there was none.
+        AssertionError: no exception was raised.
     """
     try:
         action()
     except kind as error:
         return error
-    raise AssertionError(f"a {kind.__name__} was due")
+    raise AssertionError(f"expected a {kind.__name__}")
 
 
 def present(tier: Tier, numbers: Sequence[int]) -> list[int]:
-    """Which of the objects a lookup finds."""
+    """Return the numbers of the objects that a lookup finds."""
     answers = tier.lookup([key(n) for n in numbers], SECONDS)
     return [n for n, answer in zip(numbers, answers, strict=True) if answer is Presence.YES]
 
 
 @contextmanager
 def closing(rig: Rig) -> Iterator[Rig]:
-    """The rig, its tiers closed afterwards."""
+    """Yield the rig, and close its tiers afterwards."""
     try:
         yield rig
     finally:
@@ -124,7 +124,8 @@ def closing(rig: Rig) -> Iterator[Rig]:
 
 
 def check_objects_come_back_exactly(rig: Rig) -> None:
-    """In parts, cut up otherwise on the way back, small and empty ones among them."""
+    """Check that an object stored from several buffers is loaded exactly into buffers of different sizes, including
+    empty ones."""
     data = content(1)
     assert rig.tier.store(key(1), cut_up(data, [1, 4096, 0, 70_000, 33]), SECONDS)
     for sizes in ([], [100_000], [0, 5, 131_072, 4096], [4096] * 63):
@@ -134,7 +135,8 @@ def check_objects_come_back_exactly(rig: Rig) -> None:
 
 
 def check_lookup_answers_in_order(rig: Rig) -> None:
-    """NO before, YES after; nothing asked, nothing answered."""
+    """Check that a lookup returns NO before a store and YES after it, and that an empty lookup returns an empty
+    list."""
     assert rig.tier.lookup([], SECONDS) == []
     assert rig.tier.lookup([key(1), key(2)], SECONDS) == [Presence.NO, Presence.NO]
     put(rig.tier, 2)
@@ -144,21 +146,21 @@ def check_lookup_answers_in_order(rig: Rig) -> None:
 
 
 def check_a_second_store_changes_nothing(rig: Rig) -> None:
-    """An object never changes."""
+    """Check that a second store under an existing key returns false and does not change the object."""
     assert put(rig.tier, 1)
     assert not rig.tier.store(key(1), [memoryview(content(2))], SECONDS)
     assert get(rig.tier, 1) == content(1)
 
 
 def check_what_is_not_there_is_a_miss(rig: Rig) -> None:
-    """And no byte of the buffers changes."""
+    """Check that a load of a missing object raises `TierMiss` and does not change the buffers."""
     into = bytearray([_POISON]) * OBJECT_BYTES
     refused(lambda: rig.tier.load(key(7), [memoryview(into)], SECONDS), TierMiss)
     assert into == bytes([_POISON]) * OBJECT_BYTES
 
 
 def check_objects_of_tenants_do_not_mix(rig: Rig) -> None:
-    """Each finds its own."""
+    """Check that each tenant finds only its own objects."""
     for number, tenant in ((1, "tenant-a"), (2, "tenant-b"), (3, "tenant-a"), (4, "")):
         assert put(rig.tier, number, tenant)
     for number, tenant in ((1, "tenant-a"), (2, "tenant-b"), (3, "tenant-a"), (4, "")):
@@ -167,7 +169,8 @@ def check_objects_of_tenants_do_not_mix(rig: Rig) -> None:
 
 
 def check_its_size_is_bounded(rig: Rig) -> None:
-    """Four times what fits: something goes, what stays is whole, and where order is exact the oldest goes."""
+    """Check that, after storing four times the capacity, the remaining objects are intact and exact LRU has evicted the
+    oldest ones."""
     numbers = range(4 * rig.num_fit)
     for number in numbers:
         put(rig.tier, number)
@@ -178,11 +181,11 @@ def check_its_size_is_bounded(rig: Rig) -> None:
         assert left == list(numbers[-len(left) :])
         get(rig.tier, left[0])
         put(rig.tier, 1_000)
-        assert present(rig.tier, left[:2]) == [left[0]], "the one that was just read stays"
+        assert present(rig.tier, left[:2]) == [left[0]], "the object that was just read stays"
 
 
 def check_eviction_does_not_disturb_reads(rig: Rig) -> None:
-    """An object that goes while it is read comes exactly, or not at all."""
+    """Check that a read whose object is evicted during the read returns exact content or raises."""
     failures: list[str] = []
     done = threading.Event()
 
@@ -210,7 +213,7 @@ def check_eviction_does_not_disturb_reads(rig: Rig) -> None:
 
 
 def check_many_threads_at_once(rig: Rig) -> None:
-    """The same names and others, stored and loaded by eight threads: every load is exact."""
+    """Check that every load is exact while eight threads store and load shared and separate names."""
     failures: list[str] = []
     written: list[bool] = []
     count = max(2, min(8, rig.num_fit // 2))
@@ -224,7 +227,7 @@ def check_many_threads_at_once(rig: Rig) -> None:
                 if get(rig.tier, number) != content(number):
                     failures.append(f"object {number} came wrong")
             except TierMiss:
-                pass  # another thread stores it just now
+                pass  # a different thread is storing it
             except Exception as error:
                 failures.append(repr(error))
 
@@ -238,8 +241,8 @@ def check_many_threads_at_once(rig: Rig) -> None:
     assert present(rig.tier, range(count)) == list(range(count))
 
 
-def check_nobody_writes_buffers_afterwards(rig: Rig) -> None:
-    """Once a load has raised, the buffers are the caller's again."""
+def check_buffers_are_not_written_afterwards(rig: Rig) -> None:
+    """Check that the buffers of a load are no longer written after it has raised."""
     put(rig.tier, 1)
     abandoned = []
     for timeout in (0.0, 1e-6, 1e-5, 1e-4):
@@ -256,7 +259,7 @@ def check_nobody_writes_buffers_afterwards(rig: Rig) -> None:
 
 
 def check_timeouts_hold(rig: Rig) -> None:
-    """With no time at all every call ends at once: done exactly, or refused."""
+    """Check that with a timeout of zero every call returns or raises immediately."""
     clock = SystemClock()
     put(rig.tier, 1)
     for timeout in (0.0, -1.0, 1e-5):
@@ -277,7 +280,7 @@ def check_timeouts_hold(rig: Rig) -> None:
 
 
 def check_other_lengths_are_refused(rig: Rig) -> None:
-    """A caller's mistake, told at once; nothing is stored and nothing written."""
+    """Check that wrong lengths raise and that nothing is stored or written."""
     for wrong in (OBJECT_BYTES - 1, OBJECT_BYTES + 1, 0):
         refused(lambda: rig.tier.store(key(1), [memoryview(bytes(wrong))], SECONDS), Exception)  # noqa: B023
     assert rig.tier.lookup([key(1)], SECONDS) == [Presence.NO]
@@ -288,7 +291,7 @@ def check_other_lengths_are_refused(rig: Rig) -> None:
 
 
 def check_it_counts_its_bytes(rig: Rig) -> None:
-    """Nothing at first; about what was stored afterwards."""
+    """Check that the byte count is zero at first and about equal to the stored bytes afterwards."""
     assert rig.tier.num_bytes == 0
     put(rig.tier, 1)
     put(rig.tier, 2)
@@ -296,7 +299,7 @@ def check_it_counts_its_bytes(rig: Rig) -> None:
 
 
 def check_closing_twice(rig: Rig) -> None:
-    """Closing is idempotent."""
+    """Check that closing is idempotent."""
     put(rig.tier, 1)
     rig.tier.close()
     rig.tier.close()
@@ -311,7 +314,7 @@ CHECKS: tuple[Callable[[Rig], None], ...] = (
     check_its_size_is_bounded,
     check_eviction_does_not_disturb_reads,
     check_many_threads_at_once,
-    check_nobody_writes_buffers_afterwards,
+    check_buffers_are_not_written_afterwards,
     check_timeouts_hold,
     check_other_lengths_are_refused,
     check_it_counts_its_bytes,

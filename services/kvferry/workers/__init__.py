@@ -1,5 +1,6 @@
-"""Worker processes: the gRPC services around one engine (two, for role `split`), in any role.
+"""Worker processes: gRPC services on top of an engine, or of two engines with role `split`.
 
-`loop` runs the engine on its own thread; `prefill`, `decode`, `transfer` and `admin` are the services; `peers`
-talks to other workers; `local` answers clients directly; `build` puts an engine together; `main` is the process.
+`main` runs the process; `unit` is an engine with its servers; `engine_loop` runs the engine on a thread; `services` has
+the gRPC services; `handoff` has offers, prefetches and control calls between workers; `local_source` serves clients
+directly.
 """

@@ -1,94 +1,72 @@
-"""Settings of one worker process, built by the command line and passed down in the smallest part that is needed."""
+"""Settings of a worker process, built by the command line and checked on creation."""
 
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.room import SchedulerLimits
-from kvferry.kv.offers import OfferTimes
-from kvferry.kv.price import LoadPolicy
+from kvferry.engine.settings import EngineSettings
+from kvferry.kv.handoff.offers import OfferTimes
 
 ROLES = ("prefill", "decode", "both", "split")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """One engine."""
-
-    model: str
-    """A catalog name, a `.gguf` file or a folder."""
-    served_name: str = ""
-    """What clients call the model; empty: its own name."""
-    device: str = "auto"
-    """`auto` or `cpu`: transports read and write pages in the host's memory."""
-    dtype: str = "auto"
-    """Of the KV: `float32`, `bfloat16`, `float16`, `int8`, or `auto` (`compute_dtype`). Workers that agree exchange KV
-    as it is, others convert it."""
-    weights: str = "shipped"
-    """Form of the weights, a name of `models.build.WEIGHTS`. Workers must agree."""
-    numerics: str = "exact"
-    """How inputs of products are kept: exact, or fast."""
-    kernels: str = "auto"
-    """What computes, a name of `models.build.KERNELS`."""
-    threads: int = 0
-    """Compute threads; 0: as many as there are cores for this process."""
-    kv_bytes: int = 1 << 30
-    """Memory for KV pages; backed in full soon after start."""
-    block_tokens: int = 16
-    """Tokens a page; 16 is the field's usual trade between waste and table length."""
-    max_model_tokens: int = 0
-    """Prompt and output together; 0: what the model was trained for."""
-    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
-    load_policy: LoadPolicy = LoadPolicy.PRICE
-    """Whether KV that is somewhere else is loaded by price or always."""
+EPOCHS, DIGEST = "epochs", "digest"
+VERIFY_KV = (EPOCHS, DIGEST)
+"""Ways to verify fetched KV: by the epochs of its pages, or also by a digest of each page's content."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One worker process."""
+    """Settings of one worker process."""
 
     role: str
-    """`prefill`, `decode`, `both`, or `split`: a prefill and a decode engine in one process."""
-    engine: EngineConfig
+    """Role of the worker: `prefill`, `decode`, `both`, or `split` (a prefill and a decode engine in one process)."""
+    engine: EngineSettings
     advertise_host: str = ""
-    """Host under which peers reach this worker; empty: the one it listens on."""
+    """Host under which peers reach this worker; empty selects the listening host."""
     connector: str = "shm"
-    """How KV travels between workers."""
+    """Name of the connector for KV transfers between workers."""
     worker_id: str = ""
-    """Stable name; empty: the advertised address."""
+    """Stable name of the worker; empty selects the advertised address."""
     metrics: str = ""
-    """`host:port` of a page of metrics; empty: there is none."""
+    """`host:port` of the Prometheus metrics; empty disables them."""
     ticket_secrets: tuple[bytes, ...] = ()
-    """Keys that seal tickets, newest first; all workers of a pool share them."""
-    tenant_secret: bytes = b""
-    """Keys the names of cached blocks; shared by all workers of a pool."""
+    """Keys that seal tickets, newest first; shared by all workers of a pool."""
+    tenant_key: bytes = b""
+    """Key of the block names; shared by all workers of a pool."""
     offers: OfferTimes = field(default_factory=OfferTimes)
     tiers: tuple[str, ...] = ()
-    """Where KV is kept beyond the pages, nearest first, as URLs."""
+    """URLs of the KV tiers, nearest first."""
     tier_object_tokens: int = 64
-    """Tokens in a storage object, a multiple of `block_tokens`. More: better rates, coarser hits."""
+    """Tokens per storage object, a multiple of `block_tokens`; larger objects are faster, but a hit must cover a whole
+    object."""
+    verify_kv: str = EPOCHS
+    """Verification of fetched KV, a value of `VERIFY_KV`. With `digest`, tickets contain page digests, and tickets
+    without digests are rejected."""
     drain_seconds: float = 30.0
-    """How long running work may go on after SIGTERM."""
+    """Maximum seconds for running requests to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
-        """Check what belongs together.
+        """Check combinations of settings.
 
         Raises:
-            UsageError: naming the setting.
+            UsageError: a combination is invalid; `field` is the name of a setting.
         """
         if self.role not in ROLES:
             raise UsageError(f"role {self.role!r} is not one of {', '.join(ROLES)}", field="role")
+        if self.verify_kv not in VERIFY_KV:
+            raise UsageError(
+                f"unknown verify_kv {self.verify_kv!r}; expected one of {', '.join(VERIFY_KV)}", field="verify_kv"
+            )
         if self.role == "split" and self.connector != "memory":
-            raise UsageError("role 'split' hands KV over within one process: use connector 'memory'", field="connector")
+            raise UsageError("role 'split' transfers KV within one process; use connector 'memory'", field="connector")
         if self.role in {"prefill", "decode"} and self.connector == "memory":
             raise UsageError(
-                f"connector 'memory' works within one process, role {self.role!r} needs another; "
+                f"connector 'memory' works within one process only, not with role {self.role!r}; "
                 "use 'shm', 'nixl' or 'tcp', or role 'split'",
                 field="connector",
             )
         if self.engine.device not in {"auto", "cpu"}:
             raise UsageError(
-                f"device {self.engine.device!r}: connector {self.connector!r} moves pages in the host's memory, so a "
-                "worker cannot keep them on a GPU yet; take --device cpu (kvferry bench and LLM(...) run on GPUs)",
+                f"device {self.engine.device!r}: connector {self.connector!r} transfers pages in host memory, and "
+                "workers do not support GPU pages yet; use --device cpu (kvferry bench and LLM(...) run on GPUs)",
                 field="device",
             )
         if self.tier_object_tokens % self.engine.block_tokens:
@@ -98,6 +76,4 @@ class WorkerConfig:
                 field="tier_object_tokens",
             )
         if not self.ticket_secrets:
-            raise UsageError(
-                "no ticket key; name a file that holds one with --ticket-key-file", field="ticket_key_file"
-            )
+            raise UsageError("no ticket key; set --ticket-key-file to a file with the key", field="ticket_key_file")

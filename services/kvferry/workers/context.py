@@ -1,14 +1,14 @@
-"""What all services of one worker share: who it is, what it serves, and whether it takes work."""
+"""State shared by a worker's services: identity, model, layout, readiness and draining."""
 
 from dataclasses import dataclass
 from uuid import uuid4
 
 from kvferry.core.clock import Clock
-from kvferry.core.errors import InvalidRequest, Unavailable, UnknownModel
+from kvferry.core.errors import InvalidRequest, Unavailable, UnknownModel, shortened
 from kvferry.core.ids import Incarnation, RequestId, WorkerId
-from kvferry.kv.layout import KvLayout
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.v1 import common_pb2
-from kvferry.workers.loop import EngineLoop
+from kvferry.workers.engine_loop import EngineLoop
 
 _UNBOUND = WorkerId("")
 MAX_TENANT_CHARS = 256
@@ -16,7 +16,8 @@ MAX_TENANT_CHARS = 256
 
 @dataclass(slots=True)
 class WorkerContext:
-    """One engine's surroundings. The last four change: the first two of them once, when the server is bound."""
+    """State shared by the services of an engine. `worker_id` and `address` are set when the server binds; `ready` and
+    `draining` change later."""
 
     incarnation: Incarnation
     role: str
@@ -25,7 +26,7 @@ class WorkerContext:
     layout: KvLayout
     connector: str
     domain: str
-    """See `Transport.domain`."""
+    """Transport domain of the worker; see `Transport.domain`."""
     max_model_tokens: int
     loop: EngineLoop
     clock: Clock
@@ -33,33 +34,35 @@ class WorkerContext:
     address: str = ""
     """`host:port` under which peers reach this worker's services."""
     ready: bool = False
-    """A token was really produced."""
+    """Whether the warm-up has produced a token."""
     draining: bool = False
-    """New work is refused; running work goes on."""
+    """Whether new requests are rejected; running requests continue."""
 
     @property
     def identity(self) -> common_pb2.WorkerIdentity:
-        """As a message."""
+        """The worker's id and incarnation as a message."""
         return common_pb2.WorkerIdentity(worker_id=self.worker_id, incarnation=self.incarnation)
 
     def admit(self, model: str, tenant: str = "") -> None:
-        """Whether a call may start.
+        """Check that a call with this model and tenant may start.
 
         Raises:
-            InvalidRequest: the tenant's name is too long to be one.
+            InvalidRequest: the tenant's name is too long.
             Unavailable: the worker is draining.
-            UnknownModel: it serves another model; an empty name means the one there is.
+            UnknownModel: the worker serves a different model; an empty name matches every model.
         """
         if len(tenant) > MAX_TENANT_CHARS:
             raise InvalidRequest(
                 f"tenant has {len(tenant)} characters; at most {MAX_TENANT_CHARS} are accepted", field="tenant"
             )
         if self.draining:
-            raise Unavailable("this worker is draining; ask another", reason="DRAINING", retry_after_seconds=0.1)
+            raise Unavailable(
+                "this worker is draining; retry on a different worker", reason="DRAINING", retry_after_seconds=0.1
+            )
         if model not in {"", self.model}:
-            raise UnknownModel(f"model {model!r} is not served here; this worker serves {self.model!r}", field="model")
+            raise UnknownModel(f"model {shortened(model)!r} is not served here; use {self.model!r}", field="model")
 
 
 def sequence_id(request_id: str, sample_index: int) -> RequestId:
-    """An id for the engine that no other call has, even if a client uses a request id twice."""
+    """Create a request id that is unique in the engine, even if a client reuses request ids."""
     return RequestId(f"{request_id}/{sample_index}/{uuid4().hex[:8]}")

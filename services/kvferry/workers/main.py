@@ -1,12 +1,13 @@
-"""A worker process from its settings to its end.
+"""Worker process: start, signals, draining and exit.
 
-SIGTERM may come at any time. While the process starts, it is gone at once, since nobody was served yet. Later it is
-not ready from that moment on, takes no new work, and ends with the last of its work or after `drain_seconds`; a second
-SIGTERM ends the waiting.
+SIGTERM may also be sent while the process starts: it then exits immediately. A serving process reports not ready,
+rejects new requests, and exits when running requests have ended or after `drain_seconds`; a second SIGTERM ends the
+draining.
 """
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import sys
@@ -19,21 +20,22 @@ from typing import NoReturn
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.ids import new_incarnation
-from kvferry.kv.connector import TransportSetup
-from kvferry.workers.build import LoadedModel, build_engine, load_model
+from kvferry.engine.build import LoadedModel, load_model
+from kvferry.engine.tensors.device import sees_gpu
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.metrics_page import MetricsPage
-from kvferry.workers.unit import UnitPlace, WorkerUnit
+from kvferry.workers.unit import UnitEndpoint, WorkerUnit, host_of
 
+_log = logging.getLogger(__name__)
 Announce = Callable[[Mapping[str, object]], None]
-"""Told `listening` with the addresses bound, then `ready`."""
+"""Callback for process events: `listening` with the bound addresses, then `ready`."""
 
 
-async def run_worker(config: WorkerConfig, places: list[UnitPlace], announce: Announce) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status.
+async def run_worker(config: WorkerConfig, places: list[UnitEndpoint], announce: Announce) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status.
 
     Raises:
-        KvferryError: the model cannot be loaded, an address cannot be bound, a setting is wrong.
+        KvferryError: the model cannot be loaded, an address cannot be bound, or a setting is invalid.
     """
     for place in places:
         _check_reach(config, place)
@@ -50,13 +52,13 @@ async def run_worker(config: WorkerConfig, places: list[UnitPlace], announce: An
         await stopping
     finally:
         await process.drain()
-        # From here on a signal says nothing new, and must not be written to a loop that is being closed.
+        # Later signals must not write to the closing event loop.
         signal.set_wakeup_fd(-1)
     return process.report()
 
 
 class _Process:
-    """The units of one process and what was asked of it."""
+    """The worker units of a process, and its shutdown."""
 
     def __init__(self, config: WorkerConfig, announce: Announce) -> None:
         self._config = config
@@ -68,24 +70,24 @@ class _Process:
         self.stop = asyncio.Event()
 
     def signalled(self) -> None:
-        """Asked to end; asked again, to end now."""
+        """Handle a signal: the first starts draining, the second ends draining."""
         if self.stop.is_set():
             for unit in self._units:
-                unit.hasten()
+                unit.stop_draining()
         self.stop.set()
 
     def fail(self, error: BaseException) -> None:
-        """An engine broke an invariant."""
+        """Record an engine's unexpected error and stop the process."""
         self._failures.append(error)
         self.stop.set()
 
-    async def start(self, places: list[UnitPlace]) -> None:
-        """Load, bind and warm up."""
+    async def start(self, places: list[UnitEndpoint]) -> None:
+        """Load the model, bind all ports and warm up."""
         begun = self._clock.monotonic()
-        model = await asyncio.to_thread(load_model, self._config.engine)
+        model = await asyncio.to_thread(_load, self._config)
         for place in places:
             unit = await _start_unit(self._config, place, model, self._clock, self.fail)
-            self._units.append(unit)  # one by one, so that those that did start are stopped if the next one fails
+            self._units.append(unit)  # one after the other, so that the units already started are stopped if one fails
         addresses = _addresses(self._units)
         if self._config.metrics:
             self._page = MetricsPage(self._config.metrics, self._units)
@@ -93,73 +95,60 @@ class _Process:
         self._announce({"event": "listening", **addresses})
         for unit in self._units:
             await unit.warm_up()
-        # What was loaded stays; without this each collection of garbage would look at all of it again.
+        # Loaded objects are never freed; without this, each garbage collection would traverse all of them.
         gc.collect()
         gc.freeze()
         seconds = round(self._clock.monotonic() - begun, 3)
         self._announce({"event": "ready", "seconds": seconds, "dtype": model.dtype})
 
     async def drain(self) -> None:
-        """End all units."""
+        """Drain and stop all units."""
         seconds = 0 if self._failures else self._config.drain_seconds
         await asyncio.gather(*(unit.stop(seconds) for unit in self._units))
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
 
     def report(self) -> int:
-        """Say why it ended; the exit status."""
+        """Print the reason for exiting, and return the exit status."""
         if not self._failures:
             return 0
         sys.stderr.write(f"kvferry worker: stopped, {self._failures[0]}\n")
         return 1
 
     def leave(self) -> NoReturn:
-        """End while starting: nothing is owed to anybody, and a thread that loads a model cannot be asked to stop."""
+        """Exit immediately during start: no request was accepted, and loading a model cannot be interrupted."""
         status = self.report()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
 
-def _check_reach(config: WorkerConfig, place: UnitPlace) -> None:
-    host = _host(place)
-    with suppress(ValueError):  # a name
+def _load(config: WorkerConfig) -> LoadedModel:
+    if config.engine.device == "auto" and sees_gpu():
+        _log.warning("a GPU is present but not used: workers support only pages in host memory")
+    return load_model(config.engine, device="cpu")
+
+
+def _check_reach(config: WorkerConfig, place: UnitEndpoint) -> None:
+    host = host_of(place.listen)
+    with suppress(ValueError):  # a host name
         if place.role != "both" and not config.advertise_host and ip_address(host).is_unspecified:
             raise UsageError(
-                f"it listens on {host}, which no other worker can call; name the host that they reach it under with "
-                "--advertise-host",
+                f"listening on {host}, which other workers cannot reach; set --advertise-host to a host that "
+                "they can reach",
                 field="advertise_host",
             )
 
 
-def _host(place: UnitPlace) -> str:
-    return place.listen.rpartition(":")[0].strip("[]")
-
-
 async def _start_unit(
-    config: WorkerConfig, place: UnitPlace, model: LoadedModel, clock: Clock, fail: Callable[[BaseException], None]
+    config: WorkerConfig, place: UnitEndpoint, model: LoadedModel, clock: Clock, fail: Callable[[BaseException], None]
 ) -> WorkerUnit:
-    incarnation = new_incarnation()
-    setup = TransportSetup(
-        listen_host=_host(place),
-        advertise_host=config.advertise_host.strip("[]"),
-        secrets=config.ticket_secrets,
-    )
-    built = await asyncio.to_thread(
-        build_engine,
-        config.engine,
-        model,
-        connector=config.connector,
-        setup=setup,
-        incarnation=incarnation,
-        tenant_secret=config.tenant_secret,
-    )
     own = (
         replace(config, worker_id=f"{config.worker_id}-{place.role}")
         if config.role == "split" and config.worker_id
         else config
     )
-    unit = WorkerUnit(own, place, model, built, incarnation=incarnation, clock=clock, on_failure=fail)
+    unit = WorkerUnit(own, place, model, incarnation=new_incarnation(), clock=clock, on_failure=fail)
     await unit.start()
     return unit
 

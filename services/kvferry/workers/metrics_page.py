@@ -1,13 +1,12 @@
-"""A worker's page of Prometheus metrics: a small server in a thread, which asks the event loop for the numbers.
+"""Serves a worker's Prometheus metrics from a thread, which reads the status on the event loop.
 
-Beside our own names, those that the llm-d picker and common dashboards read from every model server's pod; with two
-engines in one process those are sums.
+In addition to `kvferry_*`, it exports the metrics that the llm-d endpoint picker and common dashboards read from model
+servers; with two engines in one process, these are sums.
 """
 
 import asyncio
 import wsgiref.simple_server
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
@@ -22,15 +21,6 @@ from kvferry.workers.unit import WorkerUnit
 _ANSWER_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class UnitNumbers:
-    """One engine's, at one moment."""
-
-    status: StatusResponse
-    exports: int
-    exported_blocks: int
-
-
 _OWN: tuple[tuple[Metric, str], ...] = (
     (metrics.WORKER_RUNNING, "running"),
     (metrics.WORKER_WAITING, "waiting"),
@@ -42,32 +32,33 @@ _OWN: tuple[tuple[Metric, str], ...] = (
     (metrics.WORKER_CLAIMED, "tickets_claimed"),
     (metrics.WORKER_TRANSFERS, "transfers"),
     (metrics.WORKER_OPEN_CALLS, "open_calls"),
+    (metrics.WORKER_EXPORTS, "exports"),
+    (metrics.WORKER_EXPORTED_BLOCKS, "exported_blocks"),
 )
 
 
-def families(units: Sequence[UnitNumbers]) -> Iterator[GaugeMetricFamily]:
-    """What the page says of these engines."""
+def families(units: Sequence[StatusResponse]) -> Iterator[GaugeMetricFamily]:
+    """Convert the status of each engine to metrics."""
     for metric, field in _OWN:
-        yield _by_worker(metric, [(u.status.identity.worker_id, getattr(u.status.load, field)) for u in units])
-    ready = [(u.status.identity.worker_id, u.status.ready and not u.status.draining) for u in units]
+        yield _by_worker(metric, [(u.identity.worker_id, getattr(u.load, field)) for u in units])
+    ready = [(u.identity.worker_id, u.ready and not u.draining) for u in units]
     yield _by_worker(metrics.WORKER_READY, ready)
-    yield _by_worker(metrics.WORKER_EXPORTS, [(u.status.identity.worker_id, u.exports) for u in units])
-    yield _by_worker(metrics.WORKER_EXPORTED_BLOCKS, [(u.status.identity.worker_id, u.exported_blocks) for u in units])
-    loads = [unit.status.load for unit in units]
-    model = [units[0].status.model]
+    loads = [u.load for u in units]
+    model = [units[0].model]
     total = sum(load.blocks_total for load in loads)
     free = sum(load.blocks_free for load in loads)
     yield _gauge(metrics.VLLM_WAITING, model, sum(load.waiting + load.loading for load in loads))
     yield _gauge(metrics.VLLM_RUNNING, model, sum(load.running for load in loads))
     yield _gauge(metrics.VLLM_CACHE_USAGE, model, 1 - free / total if total else 0.0)
-    yield _gauge(metrics.VLLM_CACHE_CONFIG, [*model, str(units[0].status.block_tokens), str(total)], 1)
+    yield _gauge(metrics.VLLM_CACHE_CONFIG, [*model, str(units[0].block_tokens), str(total)], 1)
 
 
 class MetricsPage:
-    """The server, from its first answer to `close`."""
+    """The metrics server, which runs from construction until `close`."""
 
     def __init__(self, address: str, units: Sequence[WorkerUnit]) -> None:
-        """Serve `/metrics` at `address` (`host:port`; port 0 takes a free one). Needs a running event loop.
+        """Serve `/metrics` at `address` (`host:port`; port 0 selects a free port). Must be called on a running event
+        loop.
 
         Raises:
             UsageError: the address cannot be bound.
@@ -97,18 +88,14 @@ class _FromUnits(Collector):
         self._loop = loop
 
     def describe(self) -> list[GaugeMetricFamily]:
-        return []  # otherwise registering would collect, and wait for the loop that it runs on
+        return []  # otherwise registration calls `collect`, which would deadlock on this event loop
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         asked = asyncio.run_coroutine_threadsafe(self._numbers(), self._loop)
         yield from families(asked.result(_ANSWER_SECONDS))
 
-    async def _numbers(self) -> list[UnitNumbers]:
-        loads = [unit.context.loop.load for unit in self._units]
-        return [
-            UnitNumbers(unit.status(), load.exports, load.exported_blocks)
-            for unit, load in zip(self._units, loads, strict=True)
-        ]
+    async def _numbers(self) -> list[StatusResponse]:
+        return [unit.status() for unit in self._units]
 
 
 def _by_worker(metric: Metric, values: Sequence[tuple[str, float]]) -> GaugeMetricFamily:

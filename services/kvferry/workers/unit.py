@@ -1,4 +1,4 @@
-"""One engine with its services: a process of role prefill, decode or both has one, of role split two."""
+"""Worker unit: an engine with its services. A process has one unit, or two with role `split`."""
 
 import asyncio
 import threading
@@ -7,21 +7,27 @@ from dataclasses import dataclass, field
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable
-from kvferry.core.hashing import BlockNamer
+from kvferry.core.hashing import BlockNamer, BlockNamers
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.engine import one_secret
+from kvferry.engine.build import LoadedModel, build_engine, runner_for
+from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
 from kvferry.kv.fetcher import Fetcher
+from kvferry.kv.handoff.ticket import Keyring
+from kvferry.kv.interface.connector import PageMemory, Transport, TransportSetup
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.populate import populate_in_background
-from kvferry.kv.ticket import Keyring
+from kvferry.kv.registry import open_transport
 from kvferry.kv.tiers.registry import open_tiers
 from kvferry.kv.tiers.stack import TierStack
-from kvferry.rpc.inference import inference_service
-from kvferry.rpc.model_text import text_model_of
+from kvferry.model.source import ModelSource
 from kvferry.rpc.server import RpcServer, Service, start_server
-from kvferry.rpc.text_service import TextService
+from kvferry.rpc.text.inference import inference_service
+from kvferry.rpc.text.model_text import text_model_of
+from kvferry.rpc.text.text_service import TextService
 from kvferry.v1 import (
+    common_pb2,
     decode_pb2_grpc,
     kv_events_pb2_grpc,
     kv_transfer_pb2_grpc,
@@ -29,30 +35,43 @@ from kvferry.v1 import (
     worker_admin_pb2_grpc,
 )
 from kvferry.v1.worker_admin_pb2 import StatusResponse
-from kvferry.workers.admin import AdminService
-from kvferry.workers.build import BuiltEngine, LoadedModel
-from kvferry.workers.config import WorkerConfig
+from kvferry.workers.config import DIGEST, WorkerConfig
 from kvferry.workers.context import WorkerContext, sequence_id
-from kvferry.workers.decode import DecodeService
-from kvferry.workers.following import Following
-from kvferry.workers.head_start import HeadStart
-from kvferry.workers.kv_events import CacheFeed, KvEventsService
-from kvferry.workers.local import LocalSource
-from kvferry.workers.loop import EngineLoop
-from kvferry.workers.offer_desk import OfferDesk
-from kvferry.workers.peers import GrpcPeerControl
-from kvferry.workers.prefill import PrefillService
-from kvferry.workers.transfer import TransferService
+from kvferry.workers.engine_loop import CommandQueue, EngineLoop
+from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
+from kvferry.workers.handoff.offer_desk import OfferDesk
+from kvferry.workers.handoff.page_digester import PageDigester
+from kvferry.workers.handoff.peers import GrpcPeerControl
+from kvferry.workers.handoff.prefill_progress import PrefillProgress
+from kvferry.workers.local_source import LocalSource
+from kvferry.workers.services.admin import AdminService
+from kvferry.workers.services.decode import DecodeService
+from kvferry.workers.services.kv_events import CacheFeed, KvEventsService
+from kvferry.workers.services.prefill import PrefillService
+from kvferry.workers.services.transfer import TransferService
 
 LIVENESS = "liveness"
-"""Health's name, on the port of WorkerAdmin, for whether the process lives, whatever it is ready for."""
+"""Health service name for liveness, independent of readiness, on the port of WorkerAdmin."""
 _WARM_UP_TOKENS = 2
 _FLUSH_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class UnitPlace:
-    """What one unit of a process is and where it listens."""
+class _Parts:
+    """An engine and the components it uses."""
+
+    engine: Engine
+    commands: CommandQueue
+    memory: PageMemory
+    transport: Transport
+    control: GrpcPeerControl
+    fetcher: Fetcher
+    tiers: TierStack | None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitEndpoint:
+    """Role and addresses of a unit of a process."""
 
     role: str
     listen: str
@@ -68,70 +87,78 @@ class _Running:
 
 
 class WorkerUnit:
-    """Owns an engine, its thread, its transport and its two servers, from `start` to `stop`."""
+    """An engine with its thread, its transport and its two gRPC servers."""
+
+    context: WorkerContext
+    """State shared by the unit's services; set by `start`."""
 
     def __init__(
         self,
         config: WorkerConfig,
-        place: UnitPlace,
+        endpoint: UnitEndpoint,
         model: LoadedModel,
-        built: BuiltEngine,
         *,
         incarnation: Incarnation,
         clock: Clock,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._config, self._place, self._model, self._built = config, place, model, built
+        """
+        Args:
+            on_failure: called on the event loop after the engine has raised an unexpected error; the process should
+                exit.
+        """
+        self._config, self._endpoint, self._model = config, endpoint, model
+        self._incarnation = incarnation
+        self._clock = clock
+        self._on_failure = on_failure
         self._keyring = Keyring(config.ticket_secrets)
+        self._namers = BlockNamers(config.tenant_key)
         self._cache = CacheFeed(incarnation)
-        self._loop = EngineLoop(
-            built.engine, name=f"engine-{place.role}", on_failure=on_failure, on_cache_changes=self._cache.apply
-        )
-        self.context = WorkerContext(
-            incarnation=incarnation,
-            role=place.role,
-            model=model.source.config.name,
-            model_digest=model.source.digest,
-            layout=built.layout,
-            connector=config.connector,
-            domain=built.transport.domain,
-            max_model_tokens=built.engine.max_model_tokens,
-            loop=self._loop,
-            clock=clock,
-        )
-        self._desk = OfferDesk(self.context, self._keyring, config.offers, built.transport)
-        self._control = GrpcPeerControl(lambda: self.context.identity)
-        self._tiers: TierStack | None = None
-        self._fetcher = Fetcher(
-            built.transport, self._control, built.layout, self._loop.post, clock=clock, pages=built.memory.pages
-        )
+        self._worker_id = WorkerId("")
         self._running: _Running | None = None
         self._stopped = threading.Event()
         self._service: AdminService | None = None
 
     async def start(self) -> None:
-        """Bind, serve, and run the engine's thread. Not ready before `warm_up`.
+        """Create the engine, bind both servers, and start the engine's thread. The unit is not ready before `warm_up`.
 
         Raises:
-            UsageError: an address cannot be bound.
+            UsageError: an address cannot be bound, or the memory for KV is too small for one request.
         """
-        self._built.engine.attach_loader(self._fetcher)
-        self._tiers = await asyncio.to_thread(self._open_tiers)
-        if self._tiers is not None:
-            self._built.engine.attach_tiers(self._tiers)
+        self._parts = parts = await asyncio.to_thread(self._build)
+        self._loop = EngineLoop(
+            parts.engine,
+            parts.commands,
+            name=f"engine-{self._endpoint.role}",
+            on_failure=self._on_failure,
+            on_cache_changes=self._cache.apply,
+        )
+        self.context = WorkerContext(
+            incarnation=self._incarnation,
+            role=self._endpoint.role,
+            model=self._model.config.name,
+            model_digest=self._source.digest,
+            layout=self._model.layout,
+            connector=self._config.connector,
+            domain=parts.transport.domain,
+            max_model_tokens=parts.engine.max_model_tokens,
+            loop=self._loop,
+            clock=self._clock,
+        )
+        self._desk = OfferDesk(self.context, self._keyring, self._config.offers, parts.transport)
         self._loop.start()
-        work = await start_server(self._place.listen, self._services())
+        work = await start_server(self._endpoint.listen, self._services())
         host, _, port = work.address.rpartition(":")
         self.context.address = f"{_in_address(self._config.advertise_host or host)}:{port}"
-        self.context.worker_id = WorkerId(self._config.worker_id or self.context.address)
+        self.context.worker_id = self._worker_id = WorkerId(self._config.worker_id or self.context.address)
 
         async def not_ready() -> None:
             await work.set_ready(False)
 
-        service = AdminService(self.context, self._desk, work.calls, self._tiers, on_drain=not_ready)
+        service = AdminService(self.context, self._desk, work.calls, parts.tiers, on_drain=not_ready)
         try:
             admin = await start_server(
-                self._place.admin,
+                self._endpoint.admin,
                 [
                     Service(
                         "kvferry.v1.WorkerAdmin",
@@ -147,11 +174,52 @@ class WorkerUnit:
         await admin.set_ready(True)
         await admin.set_ready(True, LIVENESS)
 
+    def _build(self) -> "_Parts":
+        """Create all components; blocks. Loader and tiers are created before the engine and use the same queue."""
+        config, model = self._config, self._model
+        layout, num_blocks = model.layout, model.num_blocks
+        setup = TransportSetup(
+            listen_host=host_of(self._endpoint.listen),
+            advertise_host=config.advertise_host.strip("[]"),
+            secrets=config.ticket_secrets,
+        )
+        transport = open_transport(config.connector, self._incarnation, setup)
+        memory = transport.allocate(num_blocks, layout.block_bytes)
+        commands = CommandQueue()
+        control = GrpcPeerControl(self._identity)
+        fetcher = Fetcher(
+            transport,
+            control,
+            layout,
+            commands.put,
+            clock=self._clock,
+            pages=memory.pages,
+            requires_digests=config.verify_kv == DIGEST,
+        )
+        tiers = self._open_tiers(memory, layout, commands)
+        engine = build_engine(
+            model,
+            runner_for(model, memory),
+            namers=BlockNamers(config.tenant_key),
+            epochs=memory.epochs,
+            loader=fetcher,
+            tiers=tiers,
+        )
+        return _Parts(engine, commands, memory, transport, control, fetcher, tiers)
+
+    def _identity(self) -> common_pb2.WorkerIdentity:
+        return common_pb2.WorkerIdentity(worker_id=self._worker_id, incarnation=self._incarnation)
+
+    @property
+    def _source(self) -> ModelSource:
+        assert self._model.source is not None, "workers serve models with files"
+        return self._model.source
+
     async def warm_up(self) -> None:
-        """Compute and draw real tokens, then take work."""
+        """Generate a few tokens, then report ready and accept requests."""
         request = EngineRequest(
             request_id=sequence_id("warm-up", 0),
-            token_ids=[0] * min(self._built.layout.block_tokens + 1, self.context.max_model_tokens - _WARM_UP_TOKENS),
+            token_ids=[0] * min(self._model.layout.block_tokens + 1, self.context.max_model_tokens - _WARM_UP_TOKENS),
             sampling=SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0, ignore_eos=True),
         )
         with self._loop.submit(request) as stream:
@@ -160,53 +228,53 @@ class WorkerUnit:
         if self._running is None:
             raise Unavailable("the worker was stopped while it started")
         self.context.ready = True
-        populate_in_background(self._built.memory.pages, self._stopped)
+        populate_in_background(self._parts.memory.pages, self._stopped)
         if not self.context.draining:
             await self._running.work.set_ready(True)
 
     async def stop(self, drain_seconds: float) -> None:
-        """Drain, then end everything; what still runs is told to go on elsewhere. Idempotent."""
+        """Drain, then stop all components; unfinished requests resume on other workers. Idempotent."""
         self._stopped.set()
         running, self._running = self._running, None
         if running is None:
             return
-        self._cache.close()  # its streams never end by themselves
+        self._cache.close()  # ends the event streams, for which the drain would otherwise wait
         if not await running.admin_service.drain(drain_seconds):
-            self._loop.cut(Unavailable("this worker is stopping; ask another", reason="DRAINING"))
+            self._loop.cut(Unavailable("this worker is stopping; retry on a different worker", reason="DRAINING"))
         await running.work.stop(_FLUSH_SECONDS)
         for task in running.tasks:
             task.cancel()
         await asyncio.gather(*running.tasks, return_exceptions=True)
         await running.admin.stop(_FLUSH_SECONDS)
-        await self._loop.stop()  # first, so that it starts no more fetches
-        self._fetcher.close()
-        if self._tiers is not None:
-            self._tiers.close()
-        self._built.transport.close()
-        self._control.close()
+        await self._loop.stop()  # first, so that no further fetches start
+        parts = self._parts
+        parts.fetcher.close()
+        if parts.tiers is not None:
+            parts.tiers.close()
+        parts.transport.close()
+        parts.control.close()
 
-    def hasten(self) -> None:
-        """End the waiting of `stop`, under way or to come."""
+    def stop_draining(self) -> None:
+        """Make `stop` skip draining, or end it if it is in progress."""
         if self._service is not None:
-            self._service.hasten()
+            self._service.stop_draining()
 
     def status(self) -> StatusResponse:
-        """What it is and holds now, as WorkerAdmin says it."""
+        """Return the current status, as reported by WorkerAdmin."""
         return StatusResponse() if self._service is None else self._service.status()
 
     @property
     def admin_address(self) -> str:
-        """Of WorkerAdmin, as bound."""
+        """Bound address of WorkerAdmin, `host:port`; empty before `start`."""
         return "" if self._running is None else self._running.admin.address
 
     def _namer(self, tenant: str) -> BlockNamer:
-        """As the engine names blocks; its own namers are its thread's."""
-        layout = self._built.layout
-        secret = one_secret(self._config.tenant_secret)(tenant)
-        return BlockNamer(tenant=secret, fingerprint=layout.fingerprint, block_tokens=layout.block_tokens)
+        """Create a block namer with the engine's parameters, for use on the event loop's thread."""
+        layout = self._model.layout
+        return self._namers.of(tenant, fingerprint=layout.fingerprint, block_tokens=layout.block_tokens)
 
-    def _open_tiers(self) -> TierStack | None:
-        config, layout = self._config, self._built.layout
+    def _open_tiers(self, memory: PageMemory, layout: KvLayout, commands: CommandQueue) -> TierStack | None:
+        config = self._config
         if not config.tiers:
             return None
         blocks = config.tier_object_tokens // layout.block_tokens
@@ -214,21 +282,28 @@ class WorkerUnit:
             open_tiers(
                 config.tiers,
                 object_bytes=blocks * layout.block_bytes,
-                secret=config.tenant_secret,
-                clock=self.context.clock,
+                secret=config.tenant_key,
+                clock=self._clock,
             ),
-            self._built.memory.pages,
+            memory.pages,
             block_bytes=layout.block_bytes,
             object_blocks=blocks,
-            listener=self._loop.post,
-            clock=self.context.clock,
+            listener=commands.put,
+            clock=self._clock,
         )
 
     def _services(self) -> list[Service]:
-        following = Following()
-        prefill = PrefillService(self.context, self._desk, self._keyring, following)
-        transfer = TransferService(self.context, self._desk, self._built.transport, following)
-        decode = DecodeService(self.context, self._keyring, self._control, HeadStart(self.context, self._namer))
+        following = PrefillProgress()
+        digester = PageDigester(
+            self._parts.memory.pages,
+            self._model.layout.block_bytes,
+            enabled=self._config.verify_kv == DIGEST,
+        )
+        prefill = PrefillService(self.context, self._desk, self._keyring, following, digester)
+        transfer = TransferService(self.context, self._desk, self._parts.transport, following, digester)
+        decode = DecodeService(
+            self.context, self._keyring, self._parts.control, KvPrefetcher(self.context, self._namer), digester
+        )
         events = KvEventsService(self._cache)
         feed = Service("kvferry.v1.KvEvents", lambda s: kv_events_pb2_grpc.add_KvEventsServicer_to_server(events, s))
         pages = Service(
@@ -240,15 +315,20 @@ class WorkerUnit:
             ],
             "decode": [Service("kvferry.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(decode, s))],
         }
-        if self._place.role != "both":
-            return [*makers[self._place.role], pages, feed]
+        if self._endpoint.role != "both":
+            return [*makers[self._endpoint.role], pages, feed]
         text = TextService(
             LocalSource(self.context),
-            text_model_of(self._model.source),
+            text_model_of(self._source),
             clock=self.context.clock,
             context_tokens=lambda: self.context.max_model_tokens,
         )
         return [*makers["prefill"], *makers["decode"], pages, feed, inference_service(text)]
+
+
+def host_of(address: str) -> str:
+    """Return the host of `host:port`; an IPv6 address is returned without its brackets."""
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _in_address(host: str) -> str:

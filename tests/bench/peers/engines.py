@@ -11,7 +11,7 @@ from peers.models import Models
 from peers.protocol import Child
 
 from kvferry.core.clock import Clock
-from kvferry.core.config import child_environment
+from kvferry.core.process.config import child_environment
 
 FOLDER = Path(__file__).parent
 THREADS = 2

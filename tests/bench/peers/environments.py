@@ -13,7 +13,7 @@ from pathlib import Path
 
 from peers.protocol import EngineFailed, last_line
 
-from kvferry.core.config import child_environment
+from kvferry.core.process.config import child_environment
 
 _NOWHERE = 'sys_platform == "never"'
 _CREDENTIALS = re.compile(r"//[^/\s@]+@")
@@ -52,7 +52,7 @@ def python_of(peer: Peer, folder: Path, *, seconds: float, say: Callable[[str], 
         peer: which.
         folder: where environments are.
         seconds: how long the installation may take.
-        say: told when it begins.
+        say: called at the beginning.
 
     Raises:
         EngineFailed: it cannot be installed.

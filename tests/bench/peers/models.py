@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from kvferry.model.catalog import DEFAULT_MODEL
 from kvferry.model.config import ModelConfig
-from kvferry.model.gguf_file import GgufModel
+from kvferry.model.files.catalog import DEFAULT_MODEL
+from kvferry.model.files.gguf_file import GgufModel
 from kvferry.model.source import open_model
 from kvferry.model.tensors import linear_weights
 

@@ -34,7 +34,7 @@ class Child:
             environment: all of the child's variables.
             log: where its standard error goes.
             seconds: how long it may take to be ready.
-            clock: tells the time.
+            clock: for deadlines and timings.
 
         Raises:
             EngineFailed: it did not become ready.

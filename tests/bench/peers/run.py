@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from harness.machine import cpu_name
 from peers import report
 from peers.bounds import decode_share, prefill_share
 from peers.cells import Cell, Trial, cells, wrong_counts
@@ -33,9 +34,8 @@ from peers.report import Measured
 from kvferry.bench.commit import commit
 from kvferry.bench.roofline import Machine, measure_machine
 from kvferry.core.clock import SystemClock
-from kvferry.core.config import cache_dir
+from kvferry.core.process.config import cache_dir
 from kvferry.kernels import compiled
-from kvferry.testing.machine import cpu_name
 
 CLOCK = SystemClock()
 RATIO = "prefix-16 warm/cold"

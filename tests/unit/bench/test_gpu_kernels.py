@@ -9,12 +9,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from kvferry.bench.formulas.gpu_work import OPERATIONS, SMALL, Rates, Spec, Timing
+from kvferry.bench.formulas.launch_choice import TUNABLE, Tunable
 from kvferry.bench.gpu import cases, kernels, tuner
 from kvferry.bench.gpu.cases import differs, make_case
-from kvferry.bench.gpu.choice import TUNABLE, Tunable
 from kvferry.bench.gpu.session import Session, about_now, on_gpu
 from kvferry.bench.gpu.timing import Action, HostTimer, rates_of
-from kvferry.bench.gpu.work import OPERATIONS, SMALL, Rates, Spec, Timing
 from kvferry.bench.rows import append_csv
 from kvferry.cli.main import main
 from kvferry.core.clock import ManualClock, SystemClock
@@ -67,7 +67,7 @@ def test_every_operation_runs_and_its_peers_compute_the_same(tmp_path: Path) -> 
 def test_operations_can_be_named_and_unknown_ones_are_refused() -> None:
     rows = kernels.run(session([]), ("silu_mul",), lambda _: None)
     assert {row.op for row in rows} == {"silu_mul"}
-    with pytest.raises(UsageError, match="no operation 'fly'; known: decode_attention, "):
+    with pytest.raises(UsageError, match="unknown operation 'fly'; expected one of decode_attention, "):
         kernels.run(session([]), ("fly",), lambda _: None)
 
 
@@ -213,9 +213,9 @@ def test_every_measured_operation_can_be_tuned() -> None:
 
 
 def test_without_a_gpu_it_is_said() -> None:
-    with pytest.raises(UsageError, match="interpreted kernels have no speed"):
+    with pytest.raises(UsageError, match="the speed of interpreted kernels is meaningless"):
         on_gpu(CPU, ManualClock(), say=lambda _: None)
     for flag in (("--tune",), ("--csv", "x.csv"), ("--op", "sample")):
         done = CliRunner().invoke(main, ["bench", "kernels", "--device", "cpu", *flag])
         assert done.exit_code == 2
-        assert f"{flag[0]} is for kernels of GPUs" in done.output
+        assert f"{flag[0]} is only supported with GPU kernels" in done.output

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.fakes.tape import TapeGraphs
 
+from kvferry.bench.formulas.gpu_targets import verdicts
+from kvferry.bench.formulas.gpu_work import About, Rates, Row, Spec, Timing, row
+from kvferry.bench.formulas.work import Work
 from kvferry.bench.gpu.session import Session, about_now
 from kvferry.bench.gpu.steps import decode_rows
-from kvferry.bench.gpu.targets import verdicts
 from kvferry.bench.gpu.timing import HostTimer
-from kvferry.bench.gpu.work import About, Rates, Row, Spec, Timing, row
-from kvferry.bench.work import Work
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UnknownModel
-from kvferry.engine import llm
-from kvferry.engine.cache import PagedKv
+from kvferry.engine import build as engine_build
 from kvferry.engine.gpu.runner import DeviceRunner
 from kvferry.engine.models.transformer import Transformer
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.ops import device_ops_for
-from kvferry.testing.tape import TapeGraphs
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "bench_gpu.py"
 ABOUT = About("2026-01-01", "abc", "H200", "2.15", "3.9")
@@ -94,7 +94,7 @@ def test_steps_with_graphs_stand_beside_steps_without_and_the_host_s_part(monkey
             model, kv, device_ops_for("cpu", "triton"), max_sequences=max_sequences, graphs=TapeGraphs()
         )
 
-    monkeypatch.setattr(llm, "build_runner", build)
+    monkeypatch.setattr(engine_build, "build_runner", build)
     rows = list(decode_rows(SESSION, SystemClock(), model="tiny", batches=(2,), context=9, steps=2))
     assert [(r.op, r.launch, r.n) for r in rows] == [
         (op, launch, 2)
@@ -116,5 +116,5 @@ def test_without_a_gpu_the_command_says_so_and_fails(only: tuple[str, ...], tmp_
         env={"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines() == ["no GPU: torch sees none here, so nothing was measured"]
+    assert done.stderr.splitlines() == ["no GPU: torch detects none, so nothing was measured"]
     assert not (tmp_path / "gpu.csv").exists()

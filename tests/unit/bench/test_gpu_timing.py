@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from kvferry.bench.formulas.gpu_work import OPERATIONS, SMALL, Timing
 from kvferry.bench.gpu import kernels
 from kvferry.bench.gpu.session import Session, about_now
 from kvferry.bench.gpu.timing import CudaTimer, HostTimer, rates_of
-from kvferry.bench.gpu.work import OPERATIONS, SMALL, Timing
 from kvferry.core.clock import ManualClock
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")

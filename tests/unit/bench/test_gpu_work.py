@@ -2,19 +2,9 @@
 
 import pytest
 
-from kvferry.bench.gpu.choice import TUNABLE, gain, steps, winner
-from kvferry.bench.gpu.work import (
-    OPERATIONS,
-    SERVED,
-    SMALL,
-    About,
-    Rates,
-    Spec,
-    Timing,
-    row,
-    work_of,
-)
-from kvferry.bench.work import Work
+from kvferry.bench.formulas.gpu_work import OPERATIONS, SERVED, SMALL, About, Rates, Spec, Timing, row, work_of
+from kvferry.bench.formulas.launch_choice import TUNABLE, gain, steps, winner
+from kvferry.bench.formulas.work import Work
 from kvferry.kernels.gpu import launch
 
 HEADS = {"heads": 8, "kv_heads": 2, "head_dim": 64, "block_tokens": 16}

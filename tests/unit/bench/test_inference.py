@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from kvferry.bench.formulas.work import Work
 from kvferry.bench.inference import Bench, Report, mixed_shapes
 from kvferry.bench.products import FORMS, ROWS
 from kvferry.bench.roofline import Machine, step_work
-from kvferry.bench.work import Work
 from kvferry.cli.main import main
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -62,7 +62,7 @@ def test_the_phases_of_a_step_are_said() -> None:
     assert {"qkv", "attend", "gate_up", "down", "head"} <= phases.keys()
     assert all(ms > 0 for name, ms in phases.items() if name != "embed")
     slow = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="torch", threads=1), 1, SystemClock())
-    with pytest.raises(UsageError, match="only the compiled kernels say"):
+    with pytest.raises(UsageError, match="only the compiled kernels report"):
         slow.phases((9, 6), 2)
 
 
@@ -97,4 +97,4 @@ def test_every_form_and_number_of_rows_is_timed(tmp_path: Path) -> None:
 def test_without_compiled_kernels_there_is_nothing_to_time_one_by_one() -> None:
     done = CliRunner().invoke(main, ["bench", "kernels", "--kernels", "torch"])
     assert done.exit_code == 2
-    assert "only compiled kernels are measured one by one" in done.output
+    assert "only compiled kernels can be measured" in done.output

@@ -6,14 +6,14 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from harness.fakes.byte_model import BOS
+from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
+from harness.fakes.scripted_tokens import expected_tokens
+from harness.fakes.scripted_worker import Act, Fault
 
 from kvferry.client import AsyncClient, Client, FinishReason, SamplingParams
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, Unauthenticated, Unavailable, UnknownModel
 from kvferry.gateway.config import HttpConfig
-from kvferry.testing.byte_model import BOS
-from kvferry.testing.scripted_gateway import ScriptedGateway, scripted_gateway
-from kvferry.testing.scripted_tokens import expected_tokens
-from kvferry.testing.scripted_worker import Act, Fault
 
 _WISHES = SamplingParams(max_tokens=8, seed=3)
 _TEXT = bytes(expected_tokens([BOS, *b"hello"], _WISHES, 8)).decode()

@@ -12,7 +12,7 @@ CLASSES = [
     c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, KvferryError) and c is not KvferryError
 ]
 # Codes that mean the same failure to a client of either protocol (google.rpc.Code's HTTP mapping, 412 for a
-# precondition that the caller may drop, 500 where the server is at fault).
+# precondition that the caller may drop, 422 for one that must not be retried, 500 where the server is at fault).
 AGREE = {
     "INVALID_ARGUMENT": {400},
     "UNAUTHENTICATED": {401},
@@ -21,7 +21,7 @@ AGREE = {
     "CANCELLED": {499},
     "UNAVAILABLE": {503},
     "DEADLINE_EXCEEDED": {504},
-    "FAILED_PRECONDITION": {412, 500},
+    "FAILED_PRECONDITION": {412, 422, 500},
     "INTERNAL": {500},
 }
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.hashing import BlockNamer
+from kvferry.core.hashing import BlockNamer, BlockNamers
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -48,3 +48,18 @@ def test_a_name_is_of_exactly_one_block_of_32_bit_tokens() -> None:
         namer().name(None, [1, 2, 3])
     with pytest.raises(OverflowError):
         namer().name(None, [1, 2, 3, 2**32])
+
+
+def test_namers_of_tenants_and_layouts_differ_and_are_bounded() -> None:
+    namers = BlockNamers(b"key")
+    tokens = [1, 2, 3, 4]
+    first = namers.of("t0", fingerprint=b"f", block_tokens=4)
+    assert namers.of("t0", fingerprint=b"f", block_tokens=4) is first
+    others = [("t1", b"f", 4), ("t0", b"g", 4), ("t0", b"f", 2)]
+    names = {namers.of(t, fingerprint=f, block_tokens=b).chain(tokens)[0] for t, f, b in others}
+    assert len({first.chain(tokens)[0], *names}) == 4
+    assert BlockNamers(b"other").of("t0", fingerprint=b"f", block_tokens=4).chain(tokens) != first.chain(tokens)
+    for i in range(3000):
+        namers.of(f"t{i}", fingerprint=b"f", block_tokens=4)
+    assert len(namers._namers) <= 1024
+    assert namers.of("t0", fingerprint=b"f", block_tokens=4).chain(tokens) == first.chain(tokens)

@@ -1,4 +1,4 @@
-"""Sampling wishes: every bound from both sides, and that nothing which is no number passes for one."""
+"""Sampling parameters: every bound from both sides, and non-numbers are refused."""
 
 import math
 
@@ -31,7 +31,7 @@ REAL = {  # low, high, whether low itself is allowed
     "min_p": (0.0, 1.0, True),
     "presence_penalty": (-2.0, 2.0, True),
     "frequency_penalty": (-2.0, 2.0, True),
-    "repetition_penalty": (0.0, 100.0, False),
+    "repetition_penalty": (0.01, 100.0, True),
 }
 NO_NUMBER = [True, False, "1", math.nan, math.inf, -math.inf, [1], b"1"]
 
@@ -67,7 +67,8 @@ def test_real_numbers_are_taken_up_to_both_bounds_and_not_beyond(name: str) -> N
     for good in (math.nextafter(low, high), high, 1, *([low] if low_is_good else [])):
         assert getattr(SamplingParams(**{name: good}), name) == good  # type: ignore[arg-type]
     for bad in (math.nextafter(low, -math.inf), math.nextafter(high, math.inf), None, *NO_NUMBER):
-        assert f"{'from' if low_is_good else 'above'} {low} to {high}" in refused(name, bad).message
+        bounds = f"from {low} to {high}" if low_is_good else f"greater than {low} and at most {high}"
+        assert bounds in refused(name, bad).message
     if not low_is_good:
         refused(name, low)
 

@@ -41,7 +41,7 @@ def test_repeated_settings_take_lists_and_commas() -> None:
 @pytest.mark.parametrize(
     ("setting", "env", "says"),
     [
-        (PORT, {"KVFERRY_PORT": "many"}, "KVFERRY_PORT: 'many' is not valid"),
+        (PORT, {"KVFERRY_PORT": "many"}, "KVFERRY_PORT: 'many' is invalid"),
         (PORT, {"KVFERRY_PORT": "70000"}, "must be from 0 to 65535"),
         (KIND, {"KVFERRY_KIND": "c"}, "'c' is not one of a, b"),
     ],
@@ -61,7 +61,7 @@ def test_a_secret_is_not_shown_in_an_error() -> None:
 
 
 def test_a_file_with_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(UsageError, match="no setting 'prot'"):
+    with pytest.raises(UsageError, match="unknown setting 'prot'"):
         resolve([PORT], {}, {}, {"prot": 1}, "kvferry.toml")
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.states import Machine
-from kvferry.engine.sequence import SEQUENCE_MACHINE
-from kvferry.gateway.release import MACHINE as SAMPLE_MACHINE
-from kvferry.kv.offers import OFFER_MACHINE
-from kvferry.kv.transfers import TRANSFER_MACHINE
+from kvferry.engine.plan.sequence import SEQUENCE_MACHINE
+from kvferry.gateway.lifecycle.obligations import MACHINE as SAMPLE_MACHINE
+from kvferry.kv.handoff.offers import OFFER_MACHINE
+from kvferry.kv.handoff.transfers import TRANSFER_MACHINE
 
 
 class Door(StrEnum):

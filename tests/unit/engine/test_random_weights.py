@@ -1,4 +1,4 @@
-"""Weights that nobody trained: of the right shape, the same for the same seed, and no file is asked for."""
+"""Random weights: the right shapes, reproducible by seed, and no file is read."""
 
 import math
 from dataclasses import replace
@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from harness.kernels.random_parity import differing_tokens
 
 from kvferry.cli.main import main
 from kvferry.core.errors import UnknownModel, UsageError
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine import llm
+from kvferry.engine import build
 from kvferry.engine.llm import LLM
 from kvferry.engine.models.random_tensors import RandomTensors
 from kvferry.model import tiny
-from kvferry.model.catalog import DEFAULT_MODEL
+from kvferry.model.files.catalog import DEFAULT_MODEL
 from kvferry.model.shapes import SHAPES, shape_of
 from kvferry.model.source import open_model
 from kvferry.model.tensors import EMBEDDING, HEAD, expected_shapes
-from kvferry.testing.random_parity import differing_tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[5], list(range(40, 77)), [1, 2, 3]]
@@ -46,7 +46,7 @@ def test_the_default_model_has_the_shape_of_its_file() -> None:
 
 
 def test_an_unknown_shape_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UnknownModel, match=r"no shape 'gpt-9' for --load-format dummy; known: llama-3.1-8b, "):
+    with pytest.raises(UnknownModel, match=r"unknown shape 'gpt-9' for --load-format dummy; expected one of llama"):
         LLM("gpt-9", load_format="dummy")
 
 
@@ -90,7 +90,7 @@ def test_logits_of_a_tied_head_are_no_larger_than_of_its_own() -> None:
 
 
 def test_no_file_is_read_and_every_family_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "open_model", None)
+    monkeypatch.setattr(build, "open_model", None)
     made = {
         kernels: [
             c.token_ids
@@ -120,7 +120,7 @@ def test_text_is_refused_because_nobody_can_read_it() -> None:
     with pytest.raises(UsageError, match="have no tokenizer"):
         model.generate([[1, 2]], replace(GREEDY, stop=("x",)))
     assert not model.engine.has_work
-    with pytest.raises(UsageError, match="no load format 'magic'; known: auto, dummy"):
+    with pytest.raises(UsageError, match="unknown load format 'magic'; expected one of auto, dummy"):
         LLM("tiny", load_format="magic")
 
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
+from harness.fakes.engines import ArithmeticRunner, a_request, an_engine, attach, next_token
+from harness.idle import assert_idle
+
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash, BlockId, RequestId
-from kvferry.engine.sequence import RemoteKv
-from kvferry.kv.connector import LoadOutcome, PagesQuiet
-from kvferry.kv.tiering import ObjectKey, StoreDone, TierAnswer, TierSource
-from kvferry.testing.engines import ArithmeticRunner, a_request, an_engine, next_token
-from kvferry.testing.idle import assert_idle
+from kvferry.engine.plan.sequence import RemoteKv
+from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
+from kvferry.kv.interface.tiering import ObjectKey, StoreDone, TierAnswer, TierSource
 
 
 class HeldTiers:
@@ -68,8 +69,8 @@ class ManualLoader:
 def test_a_hand_off_that_is_preempted_in_the_step_it_arrives_in_is_stored_as_it_came() -> None:
     engine, runner = an_engine(num_blocks=18)
     tiers, loader = HeldTiers(), ManualLoader()
-    engine.attach_loader(loader)
-    engine.attach_tiers(tiers)
+    attach(engine, loader=loader)
+    attach(engine, tiers=tiers)
     prompts = {f"old{i}": list(range(30 + 16 * i, 46 + 16 * i)) for i in range(3)}
     for name, prompt in prompts.items():
         engine.add(a_request(name, prompt))

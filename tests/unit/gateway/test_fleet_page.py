@@ -1,17 +1,17 @@
-"""What a gateway tells operators and load balancers while it serves, lingers and drains."""
+"""What a gateway reports to operators and load balancers while it serves, lingers and drains."""
 
 import asyncio
 
 import httpx
 import pytest
+from harness.fakes.scripted_gateway import scripted_gateway
 
 from kvferry.core.errors import UsageError
 from kvferry.gateway.config import PoolName
-from kvferry.testing.scripted_gateway import scripted_gateway
 
 
 async def test_the_fleet_is_there_for_an_operator():
-    async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+    async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.admin_url, timeout=20) as client:
         answer = await client.get("/fleet")
         page = (await client.get("/metrics")).text
     fleet = answer.json()
@@ -21,7 +21,7 @@ async def test_the_fleet_is_there_for_an_operator():
         ("prefill", True, "p0"),
         ("decode", True, "d0"),
     ]
-    assert "kvferry_gateway_held 0.0" in page
+    assert "kvferry_gateway_held_requests 0.0" in page
     assert "kvferry_gateway_fleet_stale 0.0" in page
     assert "kvferry_gateway_wakes_total 0.0" in page
 

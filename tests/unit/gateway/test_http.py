@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
 
 from kvferry.gateway.config import HttpConfig
-from kvferry.testing.scripted_gateway import ScriptedGateway, scripted_gateway
 
 _CHAT = "/v1/chat/completions"
 _GOOD: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
@@ -60,14 +60,14 @@ async def test_ready_follows_the_fleet_and_says_why_not(gateway, client):
     await gateway.gateway.fleet.wait_until(lambda fleet: not fleet.views()[1].takes_work)
     response = await client.get("/ready")
     assert response.status_code == 503
-    assert any("it drains" in note for note in response.json()["notes"])
+    assert any("draining" in note for note in response.json()["notes"])
     assert (await client.get("/health")).status_code == 200
 
 
-async def test_metrics_count_what_happened(client):
+async def test_metrics_count_what_happened(gateway, client):
     await client.post(_CHAT, json=_GOOD)
     await client.get("/nowhere")
-    text = (await client.get("/metrics")).text
+    text = (await client.get(f"{gateway.admin_url}/metrics")).text
     assert 'kvferry_gateway_requests_total{path="/v1/chat/completions",status="200"} 1.0' in text
     assert 'kvferry_gateway_requests_total{path="other",status="404"} 1.0' in text
     assert 'kvferry_gateway_streams_total{outcome="done"} 1.0' in text
@@ -100,7 +100,10 @@ async def test_a_body_that_never_arrives_is_given_up():
     async with scripted_gateway(http=http) as gateway:
         host, port = gateway.gateway.listening.http.split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 100\r\n\r\n{"
+        )
         async with asyncio.timeout(10):
             assert b"408" in await reader.readline()
         writer.close()
@@ -110,7 +113,9 @@ async def test_a_body_that_never_arrives_is_given_up():
 async def test_a_client_that_leaves_while_sending_harms_nobody(gateway, client):
     host, port = gateway.gateway.listening.http.split(":")
     _reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    )
     await writer.drain()
     writer.close()
     await writer.wait_closed()

@@ -1,5 +1,7 @@
 """Bad input over real sockets: named, never quoted, never a stack trace. One gateway serves the whole file."""
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -7,13 +9,14 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from harness.fakes.scripted_gateway import scripted_gateway
 
 from kvferry.gateway.config import HttpConfig
-from kvferry.testing.scripted_gateway import scripted_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
 _GOOD: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
 
@@ -40,20 +43,20 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
-        ({"temprature": 1}, "temprature", "not known here"),
+        ({"temprature": 1}, "temprature", "unknown field"),
         ({"tools": [{"type": "function"}]}, "tools", "not implemented"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not implemented here; leave it out or send"),
         ({"temperature": "hot"}, "temperature", "it is a JSON string"),
         ({"temperature": True}, "temperature", "it is true"),
         ({"temperature": 200}, "temperature", "from 0.0 to 100.0"),
-        ({"top_p": 0}, "top_p", "above 0.0"),
+        ({"top_p": 0}, "top_p", "greater than 0.0"),
         ({"n": 0}, "n", "it is 0"),
         ({"n": 1000}, "n", "it is 1000"),
         ({"n": 1.5}, "n", "1.5"),
         ({"max_tokens": 0}, "max_tokens", "1 to"),
         ({"max_tokens": -1}, "max_tokens", "-1"),
-        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one"),
-        ({"min_tokens": 9}, "min_tokens", "above max_tokens"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give only one"),
+        ({"min_tokens": 9}, "min_tokens", "max_tokens is only"),
         ({"stop": [""]}, "stop", "0 characters"),
         ({"stop": ["a"] * 17}, "stop", "17 strings"),
         ({"stop": [1]}, "stop.0", "string"),
@@ -66,7 +69,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         ({"logit_bias": {"999": 1}}, "logit_bias", "999"),
         ({"seed": 1 << 70}, "seed", "whole number"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not known"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "is an unknown field"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
         ({"messages": []}, "messages", "messages is empty; give at least one"),
@@ -75,7 +78,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
         ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name", "not implemented"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", ""),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt", "the context holds 512"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt", "is 512"),
         ({"model": ""}, "model", "model '' is not served here"),
     ],
 )
@@ -114,12 +117,12 @@ async def test_fields_at_values_without_effect_are_accepted(client, no_op):
     ],
 )
 async def test_what_is_not_json_is_refused(client, body, words):
-    check_error(await client.post(_CHAT, content=body), 400, None, words)
+    check_error(await client.post(_CHAT, content=body, headers=JSON), 400, None, words)
 
 
 async def test_numbers_too_large_for_a_double_are_refused(client):
     body = json.dumps(_GOOD).replace('"max_tokens": 3', '"temperature": 1e999')
-    check_error(await client.post(_CHAT, content=body.encode()), 400, "temperature", "finite")
+    check_error(await client.post(_CHAT, content=body.encode(), headers=JSON), 400, "temperature", "finite")
 
 
 @pytest.mark.parametrize("digits", [400, 5000])
@@ -131,7 +134,7 @@ async def test_numbers_of_any_length_are_refused(client, field, digits):
     value = {"stop_token_ids": f"[{number}]", "prompt": f"[{number}]", "logit_bias": f'{{"5": {number}}}'}
     prompt = "" if field == "prompt" else '"prompt": "a", '
     body = f'{{"model": "bytes", {prompt}"{field}": {value.get(field, number)}}}'
-    response = await client.post("/v1/completions", content=body.encode())
+    response = await client.post("/v1/completions", content=body.encode(), headers=JSON)
     assert response.status_code == 400, response.text
 
 
@@ -144,6 +147,7 @@ async def test_a_prompt_never_appears_in_an_error(client):
 @pytest.mark.parametrize(
     "headers",
     [
+        {},
         {"content-type": "text/plain"},
         {"content-type": "application/x-www-form-urlencoded"},
         {"content-type": "application/jsonp"},
@@ -156,8 +160,8 @@ async def test_what_does_not_say_that_it_is_json_is_refused(client, headers):
     assert check_error(response, 415, None, "application/json")["code"] == "unsupported_media_type"
 
 
-@pytest.mark.parametrize("headers", [{}, {"content-type": "Application/JSON; charset=utf-8"}])
-async def test_json_is_taken_under_its_name_or_none(client, headers):
+async def test_json_is_taken_under_its_name(client):
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
     response = await client.post(_CHAT, content=json.dumps(_GOOD).encode(), headers=headers)
     assert response.status_code == 200
 
@@ -169,7 +173,7 @@ async def test_large_bodies_are_refused(client, declared):
             yield b" " * 1000
 
     content: Any = b" " * 10_000 if declared else parts()
-    check_error(await client.post(_CHAT, content=content), 413, None, "8192")
+    check_error(await client.post(_CHAT, content=content, headers=JSON), 413, None, "8192")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ async def test_large_bodies_are_refused(client, declared):
         ({"prompt": "a", "suffix": "b"}, "suffix", "not implemented"),
         ({"prompt": "a", "echo": True}, "echo", "or send false"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not implemented"),
-        ({"prompt": "a", "messages": []}, "messages", "not known"),
+        ({"prompt": "a", "messages": []}, "messages", "is an unknown field"),
     ],
 )
 async def test_bad_completions_are_refused_by_name(client, change, param, words):
@@ -215,3 +219,40 @@ async def test_other_routes_answer_in_openais_form(client, method, path, status,
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
     assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("length", ["0" * 5000 + "30", "9" * 100])
+async def test_a_content_length_of_any_number_of_digits_is_refused(client, length):
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    head = f"POST {_CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    writer.write(head.encode())
+    async with asyncio.timeout(10):
+        assert (await reader.readline()).split()[1] in (b"413", b"400")
+    writer.close()
+
+
+async def test_bodies_that_are_being_received_are_bounded_together(client):
+    http = HttpConfig(address="127.0.0.1:0", max_body_bytes=1 << 20, max_buffered_bytes=3 << 20)
+    async with scripted_gateway(http=http) as gateway:
+        host, _, port = gateway.gateway.listening.http.rpartition(":")
+        head = (
+            f"POST {_CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {1 << 20}\r\n\r\n"
+        )
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        statuses = []
+        for reader, writer in opened:
+            writer.write(head.encode() + b" " * ((1 << 20) - 1))
+            await writer.drain()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    statuses.append((await reader.readline()).split()[1])
+        assert statuses == [b"429", b"429"]
+        for _, writer in opened:
+            writer.close()
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as fresh:
+            for _ in range(50):
+                answer = await fresh.post(_CHAT, json={**_GOOD, "user": "u" * 200_000})
+                if answer.status_code == 200:
+                    break
+        assert answer.status_code == 200
+        assert gateway.gateway.client_api.bodies.num_bytes == 0

@@ -6,13 +6,13 @@ from typing import Any
 
 import openai
 import pytest
+from harness.fakes.byte_model import BOS
+from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
+from harness.fakes.scripted_tokens import expected_tokens
+from harness.fakes.scripted_worker import Act, Fault
 
 from kvferry.core.errors import Unavailable, UnknownModel
 from kvferry.core.sampling import SamplingParams
-from kvferry.testing.byte_model import BOS
-from kvferry.testing.scripted_gateway import ScriptedGateway, scripted_gateway
-from kvferry.testing.scripted_tokens import expected_tokens
-from kvferry.testing.scripted_worker import Act, Fault
 
 _MESSAGES: Any = [{"role": "user", "content": "hello"}]
 _CHAT_PROMPT = list(b"<user>hello<assistant>")

@@ -8,13 +8,13 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from harness.fakes.byte_model import byte_model
+from harness.fakes.scripted_gateway import scripted_gateway
 
 from kvferry.core.errors import UsageError
 from kvferry.gateway.config import FleetConfig, GatewayConfig, HttpConfig
 from kvferry.gateway.serve import Listening, run_gateway
 from kvferry.rpc.channel import open_channel
-from kvferry.testing.byte_model import byte_model
-from kvferry.testing.scripted_gateway import scripted_gateway
 
 _CHAT: dict[str, Any] = {
     "model": "bytes",

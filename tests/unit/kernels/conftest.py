@@ -16,5 +16,5 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and INTERPRETED:
         pytest.skip("Triton interprets in this process; make test-gpu runs this on a GPU")
     if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch sees no GPU here")
+        pytest.skip("torch detects no GPU")
     return torch.device(request.param)

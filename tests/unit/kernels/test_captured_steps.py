@@ -6,29 +6,32 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from harness.fakes.forking import check_forks
+from harness.fakes.stepping import Generation, generate, step
+from harness.fakes.tape import Asked, NothingAsked, TapeGraphs
 
 from kvferry.cli import settings
 from kvferry.core.errors import InvariantBroken, UsageError
+from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.build_runner import CUDA_GRAPHS, build_runner
-from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.engine import Engine
-from kvferry.engine.gpu import graph_sizes
 from kvferry.engine.gpu.graphs import CudaGraphs, Graphs, Launch
-from kvferry.engine.gpu.runner import DeviceRunner, UnderWay
+from kvferry.engine.gpu.runner import DeviceRunner, LaunchedStep
 from kvferry.engine.llm import LLM
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.models.build import build_model
 from kvferry.engine.models.transformer import Transformer
-from kvferry.engine.room import SchedulerLimits
-from kvferry.engine.runner import Runner
-from kvferry.engine.step import ScheduledSequence, StepPlan
+from kvferry.engine.plan import graph_sizes
+from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.run.build_runner import CUDA_GRAPHS, build_runner
+from kvferry.engine.run.runner import Runner
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.ops import device_ops_for
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
-from kvferry.testing.stepping import Generation, generate, step
-from kvferry.testing.tape import Asked, NothingAsked, TapeGraphs
 
 CONFIG = tiny.config()
 PROMPTS = [[5], list(range(100, 111)), [257, *b"hello", 258], list(b"a prompt that is longer ")]
@@ -55,7 +58,7 @@ class Quiet(DeviceRunner):
 
     num_quiet = 0
 
-    def launch(self, plan: StepPlan) -> UnderWay:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         if any(s.num_scheduled > 1 for s in plan.scheduled):
             return super().launch(plan)
         self.num_quiet += 1
@@ -70,7 +73,7 @@ def model_on(device: torch.device, config: ModelConfig = CONFIG, kernels: str = 
 
 
 def pages_for(model: Transformer, blocks: int = 64) -> PagedKv:
-    return PagedKv.allocate(PageShape.of(model.config, block_tokens=4, dtype="float32"), blocks, model.device)
+    return PagedKv.allocate(KvLayout.of(model.config, block_tokens=4, dtype="float32"), blocks, model.device)
 
 
 def graphs_on(device: torch.device) -> Graphs:
@@ -168,6 +171,18 @@ def test_steps_with_prompts_by_pieces_give_the_same_and_write_nothing_more(devic
     assert int(written[:, 0, 0, 0, :, 0].sum()) == sum(g.computed for g in made)
 
 
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_siblings_of_a_fork_stay_apart_and_the_copies_ask_for_nothing(device: torch.device, is_captured: bool) -> None:
+    """Captured steps are copied for before they are replayed: a recording knows nothing of a step's copies."""
+    runner = runner_on(device, is_captured=is_captured)
+    runner.capture_all()
+    check_forks(runner, PROMPTS[1][:6], num_more=3)
+    assert isinstance(runner, Quiet)
+    assert runner.num_quiet > 4
+    if is_captured and device.type == "cpu":
+        assert runner._captured._graphs.replayed > 4  # type: ignore[union-attr,attr-defined]
+
+
 WISHES = [
     SamplingParams(temperature=1.1, seed=3, top_p=0.9),
     SamplingParams(temperature=0, repetition_penalty=1.4, logit_bias={65: 2.0, 9999: 1.0}),
@@ -229,7 +244,7 @@ def an_engine(runner: Runner) -> Engine:
         eos_token_ids=CONFIG.eos_token_ids,
         fingerprint=b"test",
         limits=LIMITS,
-        tenant_secret=lambda tenant: b"secret" + tenant.encode(),
+        namers=BlockNamers(b"secret"),
     )
 
 
@@ -247,7 +262,7 @@ def served(engine: Engine, names: Sequence[str]) -> tuple[dict[str, list[int]], 
                 tokens[RequestId(name)] = []
             engine.add(EngineRequest(RequestId(name), prompt, params))
         for update in engine.step().updates:
-            tokens.setdefault(update.request_id, []).append(update.token.token_id)
+            tokens.setdefault(update.request_id, []).extend(t.token_id for t in update.tokens)
         engine.check_integrity()
         num_ahead += engine._pipeline.is_ahead
         steps += 1
@@ -298,7 +313,7 @@ def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture)
     ops = device_ops_for("cpu", "triton")
     runner = DeviceRunner(model, pages_for(model), ops, max_sequences=PLACES, graphs=Failing())
     assert generated(runner, GREEDY, 4) == generated(plain_runner(), GREEDY, 4)
-    assert "decode steps of 4 rows and fewer are not captured: out of memory" in caplog.text
+    assert "cannot capture decode steps of 4 rows or fewer, they run eagerly: out of memory" in caplog.text
 
 
 def test_contexts_beyond_the_captured_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +341,7 @@ def one_token(number: int, banned: Sequence[int] = ()) -> StepPlan:
                 num_computed=0,
                 num_scheduled=1,
                 block_ids=[BlockId(0)],
-                samples=True,
+                num_sampled=1,
                 sampling=GREEDY,
                 sample_index=0,
                 banned_token_ids=banned,
@@ -336,17 +351,17 @@ def one_token(number: int, banned: Sequence[int] = ()) -> StepPlan:
     )
 
 
-def test_damaged_weights_and_a_ban_on_everything_are_said_by_name(device: torch.device) -> None:
+def test_damaged_weights_and_a_ban_on_everything_fail_the_row_by_name(device: torch.device) -> None:
     runner = runner_on(device)
-    assert runner.run(one_token(1, range(258))).tokens[RequestId("a")].token_id == 258
-    with pytest.raises(InvariantBroken, match="request a: no token is left to draw"):
-        runner.run(one_token(2, range(259)))
+    assert runner.run(one_token(1, range(258))).outputs[RequestId("a")].tokens[0].token_id == 258
+    assert runner.run(one_token(2, range(259))).failures[RequestId("a")].reason == "NO_TOKEN_LEFT"
     long = Generation(PROMPTS[1], 3, [*range(16)])  # type: ignore[list-item]
     step(runner, [long])
     with torch.inference_mode():
         runner._transformer._weights.final_norm.fill_(torch.nan)
-    with pytest.raises(InvariantBroken, match="request 0: a logit at position 12 is not a finite number"):
-        step(runner, [long])
+    failed = runner.run(one_token(3, ()))
+    assert failed.outputs == {}
+    assert failed.failures[RequestId("a")].message.startswith("request a: a logit at position 1 is not finite")
 
 
 def test_a_step_that_fails_leaves_no_token_that_is_not_so(
@@ -360,7 +375,7 @@ def test_a_step_that_fails_leaves_no_token_that_is_not_so(
         step(runner, [first, other])
 
     def fails(*_: object) -> None:
-        raise InvariantBroken("no token is left to draw")
+        raise InvariantBroken("all tokens are banned")
 
     other.params = SamplingParams(temperature=0, logprobs=1)
     monkeypatch.setattr(runner, "_by_host", fails)
@@ -382,13 +397,13 @@ def test_steps_that_nobody_waits_for_are_not_replayed() -> None:
 
 
 def test_more_sequences_than_places_are_refused(device: torch.device) -> None:
-    with pytest.raises(InvariantBroken, match="6 sequences in a step, and places for 5"):
+    with pytest.raises(InvariantBroken, match="6 sequences in a step with 5 batch slots"):
         generate(runner_on(device), [[5]] * 6, 2)
 
 
 def test_nothing_to_do_and_nobody_who_draws(device: torch.device) -> None:
     runner = runner_on(device)
-    assert runner.run(StepPlan(())).tokens == {}
+    assert runner.run(StepPlan(())).outputs == {}
     long = Generation(PROMPTS[3], 3, [*range(16)])  # type: ignore[list-item]
     for _ in range(3):
         step(runner, [long], lambda _: 1)  # of a prompt, one token at a time
@@ -400,14 +415,14 @@ def test_nothing_to_do_and_nobody_who_draws(device: torch.device) -> None:
 def test_only_a_gpu_with_its_own_kernels_gets_such_a_runner() -> None:
     model = model_on(torch.device("cpu"))
     assert type(build_runner(model, pages_for(model), max_sequences=2)) is Runner
-    with pytest.raises(UsageError, match="no cuda_graphs 'on'; known: auto, off") as caught:
+    with pytest.raises(UsageError, match="unknown cuda_graphs 'on'; expected one of auto, off") as caught:
         LLM("tiny", cuda_graphs="on")
     assert caught.value.field == "cuda_graphs"
     assert settings.CUDA_GRAPHS.choices == CUDA_GRAPHS
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch detects no GPU")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engines_on_a_gpu_give_the_same_tokens_with_graphs_and_without(dtype: str) -> None:
     made = [

@@ -13,13 +13,13 @@ from gguf.quants import quantize
 
 from kvferry.cli.settings import ENGINE
 from kvferry.core.errors import ModelFileError, UsageError
-from kvferry.engine.batch import StepBatch
-from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.models.build import KERNELS, NUMERICS, WEIGHTS, build_model
 from kvferry.engine.models.model import Model
+from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
-from kvferry.kv.layout import KvLayout
-from kvferry.kv.relayout import plan
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.kv.pages.relayout import plan
 from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
 from kvferry.model.tensors import HEAD, Stored
@@ -72,7 +72,7 @@ class World:
         order = rng.permutation(sum(blocks) + 5)
         starts = np.concatenate(([0], np.cumsum(blocks)))
         self.tables = [order[a:b] for a, b in itertools.pairwise(starts)]
-        self.shape = PageShape.of(config, block_tokens=BLOCK, dtype=dtype)
+        self.shape = KvLayout.of(config, block_tokens=BLOCK, dtype=dtype)
         self.num_blocks = len(order)
         self.memory: dict[int, npt.NDArray[np.uint8]] = {}
         """Of pages, by their address."""
@@ -373,28 +373,28 @@ def test_what_the_compiled_kernels_cannot_do_is_said() -> None:
     config = tiny.config()
     with pytest.raises(UsageError, match="float32, bfloat16 or int8, not float16"):
         build_model(config, tiny.TinyTensors(config), dtype="float16", kernels="compiled")
-    with pytest.raises(UsageError, match="int8 needs the compiled kernels, and other kernels were asked for"):
+    with pytest.raises(UsageError, match="int8 needs the compiled kernels, and other kernels were requested"):
         build_model(config, tiny.TinyTensors(config), dtype="int8", kernels="torch")
     odd = replace(config, head_dim=12)
     with pytest.raises(UsageError, match="heads of 12 values are not a multiple of 16"):
         build_model(odd, tiny.TinyTensors(odd), dtype="float32", kernels="compiled")
-    with pytest.raises(UsageError, match="no kernels 'cuda-magic'; known: auto, compiled"):
+    with pytest.raises(UsageError, match="unknown kernels 'cuda-magic'; expected one of auto, compiled"):
         build_model(config, tiny.TinyTensors(config), dtype="float32", kernels="cuda-magic")
-    with pytest.raises(UsageError, match="no weights 'int3'; known: shipped"):
+    with pytest.raises(UsageError, match="unknown weights 'int3'; expected one of shipped"):
         build_model(config, tiny.TinyTensors(config), dtype="float32", weights="int3")
 
 
 def test_fast_numerics_where_they_cannot_be_are_refused() -> None:
     coded, plain = CODED[0], tiny.config()
     cases = [
-        (plain, tiny.TinyTensors(plain), "bfloat16", "compiled", "are for weights in codes"),
-        (coded, Coded(coded), "float32", "compiled", "float32 asks for none rounded"),
+        (plain, tiny.TinyTensors(plain), "bfloat16", "compiled", "need quantized weights"),
+        (coded, Coded(coded), "float32", "compiled", "which dtype float32 excludes"),
         (coded, Coded(coded), "bfloat16", "torch", "need the compiled kernels"),
     ]
     for config, tensors, dtype, kernels, message in cases:
         with pytest.raises(UsageError, match=message):
             build_model(config, tensors, dtype=dtype, numerics="fast", kernels=kernels)
-    with pytest.raises(UsageError, match="no numerics 'swift'; known: exact, fast"):
+    with pytest.raises(UsageError, match="unknown numerics 'swift'; expected one of exact, fast"):
         build_model(coded, Coded(coded), dtype="bfloat16", numerics="swift")
 
 
@@ -470,5 +470,5 @@ class Broken(tiny.TinyTensors):
 
 
 def test_a_weight_that_is_no_number_is_named() -> None:
-    with pytest.raises(ModelFileError, match=r"model.layers.1.mlp.gate_proj.weight. or one beside it holds values"):
+    with pytest.raises(ModelFileError, match=r"layers.1.mlp.gate_proj.weight., or a tensor fused with it, holds"):
         build_model(tiny.config(), Broken(tiny.config()), dtype="float32", kernels="compiled")

@@ -5,24 +5,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from harness.kernels import kernel_cases
+from harness.kernels.kernel_cases import Case, Cast, assert_as_good_as_reference, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels import reference
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix
 from kvferry.kernels.gpu.attend import attend
 from kvferry.kernels.gpu.family import OPS
 from kvferry.kernels.gpu.plan import plan_attention, plan_cascade
 from kvferry.kernels.ops import Ops
-from kvferry.testing import kernel_cases
-from kvferry.testing.kernel_cases import Case, Cast, assert_as_good_as_reference, make_case
+from kvferry.kernels.reference import forward as reference
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 DECODING = st.tuples(st.just(1), st.integers(0, 70))
 PREFILLING = st.tuples(st.integers(1, 20), st.integers(0, 40))
 SHAPES = st.lists(st.one_of(DECODING, PREFILLING), min_size=1, max_size=4)
 OUT_OF_RANGE = 1 << 30
-"""A page that nobody has; reading it ends the process."""
+"""A page of no sequence; reading it ends the process."""
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,4 +1,4 @@
-"""Whole blocks: copied, staged, laid out anew and summed up as the definitions say; nothing beside them is touched."""
+"""Whole blocks: copied, staged, converted and digested as defined; nothing beside them is touched."""
 
 import itertools
 
@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.kernels import reference
 from kvferry.kernels.block_moves import Overlay, Run, runs
 from kvferry.kernels.gpu.family import DEVICE_OPS
 from kvferry.kernels.host_copies import HostCopies
 from kvferry.kernels.ops import DeviceOps
-from kvferry.kv.layout import KvLayout
-from kvferry.kv.relayout import plan as plan_relayout
+from kvferry.kernels.reference import forward as reference
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.kv.pages.relayout import plan as plan_relayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FEW = settings(max_examples=25, deadline=None)
@@ -71,12 +71,12 @@ def test_relayout_is_what_the_planned_copy_does(
     data: st.DataObject,
 ) -> None:
     names = {d: str(d).removeprefix("torch.") for d in DTYPES}
-    total, head_start = heads + spare_heads, data.draw(st.integers(0, spare_heads))
+    total, first_kv_head = heads + spare_heads, data.draw(st.integers(0, spare_heads))
     blocks = -(-tokens // ours)
     first = min(first, blocks - 1)
     order = data.draw(st.permutations(range(blocks - first + 2)))[: blocks - first]
     given_layout = KvLayout("m", names[source], 2, total, 6, theirs)
-    wanted_layout = KvLayout("m", names[target], 2, heads, 6, ours, head_start, total)
+    wanted_layout = KvLayout("m", names[target], 2, heads, 6, ours, first_kv_head, total)
     relayout = plan_relayout(given_layout, wanted_layout)
     needed = relayout.source_blocks(first, len(order), tokens)
     staged = pool(len(needed), heads=total, tokens=theirs, dtype=source)
@@ -86,7 +86,7 @@ def test_relayout_is_what_the_planned_copy_does(
     raw = memoryview(staged.contiguous().view(torch.uint8).numpy().reshape(-1))
     relayout.convert(raw, needed, expected.view(torch.uint8).numpy().reshape(len(blank), -1), order, first, tokens)
 
-    overlay = Overlay(needed.start * theirs, first * ours, head_start, tokens)
+    overlay = Overlay(needed.start * theirs, first * ours, first_kv_head, tokens)
     for ops, at in ((DEVICE_OPS, device), (reference.DEVICE_OPS, torch.device("cpu"))):
         got = blank.to(at, copy=True)
         lost = ops.relayout_blocks(staged.to(at), got, torch.tensor(order, device=at), overlay)

@@ -13,7 +13,7 @@ from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, Sha
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.gpu import attend, blocks, digest, draw, heads, launch, logits, norms, plan, rows
 from kvferry.kernels.gpu.check import BadKernelInput
-from kvferry.kernels.rows_of_logits import Adjustments, Draws, TokenLists
+from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 
 X = torch.zeros(2, 8)
 W = torch.zeros(8)
@@ -44,22 +44,30 @@ def draws(**other: torch.Tensor) -> Draws:
 Q = torch.zeros(2, 4, 8)
 PLAIN = AttentionRules(0.1)
 CASES: dict[str, tuple[Callable[[], object], str, str]] = {
-    "embedding of integers": (lambda: rows.take_rows(ROWS[None], ROWS), "DTYPE", "table: torch.int64 is none of"),
-    "rows by floats": (lambda: rows.take_rows(X, W), "DTYPE", "numbers: torch.float32 are no row numbers"),
+    "embedding of integers": (lambda: rows.take_rows(ROWS[None], ROWS), "DTYPE", "table: torch.int64 is not one of"),
+    "rows by floats": (lambda: rows.take_rows(X, W), "DTYPE", "numbers: torch.float32 is not supported"),
     "columns for rows": (lambda: rows.take_rows(torch.zeros(8, 2).T, ROWS), "STRIDES", "call contiguous"),
-    "rows elsewhere": (lambda: rows.take_rows(X, ROWS.to("meta")), "DEVICE", "is on cpu, something .* on meta"),
+    "rows elsewhere": (
+        lambda: rows.take_rows(X, ROWS.to("meta")),
+        "DEVICE",
+        "is on cpu, a different argument is on meta",
+    ),
     "a device without kernels": (lambda: rows.silu_mul(META), "DEVICE", "on CUDA and ROCm devices, not on meta"),
-    "doubles": (lambda: norms.rms_norm(X.double(), W, 1e-5), "DTYPE", "float64 is none of float32, float16"),
-    "weights of another type": (lambda: norms.rms_norm(X, W.half(), 1e-5), "DTYPE", "float16 goes with torch.float32"),
+    "doubles": (lambda: norms.rms_norm(X.double(), W, 1e-5), "DTYPE", "float64 is not one of float32, float16"),
+    "weights of another type": (
+        lambda: norms.rms_norm(X, W.half(), 1e-5),
+        "DTYPE",
+        "float16 does not match torch.float32",
+    ),
     "too few weights": (lambda: norms.rms_norm(X, W[:7], 1e-5), "SHAPE", r"weight: its shape is \(7,\)"),
     "four dimensions": (lambda: norms.rms_norm(X[None, None], W, 1e-5), "SHAPE", "4 dimensions; 1 to 3"),
     "wide rows": (lambda: norms.rms_norm(torch.zeros(1, 65537), torch.zeros(65537), 1e-5), "SHAPE", "at most 65536"),
     "another residual": (lambda: norms.add_rms_norm(X, X[:1], W, 1e-5), "SHAPE", "residual: its shape"),
     "residual of heads": (lambda: norms.add_rms_norm(QKV, QKV, W, 1e-5), "SHAPE", r"not \[T, n\]"),
-    "odd heads": (lambda: heads.rotate(torch.zeros(2, 1, 7), W, W), "HEAD_SIZE", "heads of 7 values; even numbers"),
-    "large heads": (lambda: heads.rotate(torch.zeros(2, 1, 258), W, W), "HEAD_SIZE", "heads of 258"),
+    "odd heads": (lambda: heads.rotate(torch.zeros(2, 1, 7), W, W), "HEAD_SIZE", "heads have 7 values; even numbers"),
+    "large heads": (lambda: heads.rotate(torch.zeros(2, 1, 258), W, W), "HEAD_SIZE", "heads have 258"),
     "angles of 16 bits": (lambda: heads.rotate(QKV, ANGLES.half(), ANGLES), "DTYPE", "cos: it is torch.float16"),
-    "flat heads": (lambda: heads.rotate(X, ANGLES, ANGLES), "SHAPE", r"is not \[T, heads, D\]"),
+    "flat heads": (lambda: heads.rotate(X, ANGLES, ANGLES), "SHAPE", r"not \[T, heads, D\]"),
     "norms of another size": (
         lambda: heads.place_qkv(QKV, HeadNorms(W, W[:4], 1e-6), ANGLES, ANGLES, PAGES, 0, ROWS),
         "SHAPE",
@@ -73,15 +81,15 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "heads that do not fit pages": (
         lambda: heads.place_qkv(QKV[:, :3], None, ANGLES, ANGLES, PAGES, 0, ROWS),
         "SHAPE",
-        "does not go with pages",
+        "does not match pages",
     ),
     "keys away from values": (
         lambda: heads.write_kv(torch.zeros(2, 2, 4, 8)[:, :, :2], PAGES, 0, ROWS),
         "STRIDES",
-        "do not follow each other",
+        "are not adjacent",
     ),
-    "three dimensions of keys": (lambda: heads.write_kv(QKV, PAGES, 0, ROWS), "SHAPE", r"is not \[T, 2, K, D\]"),
-    "no pages": (lambda: plan.plan_attention(batch([1], [1]), QKV, 4), "SHAPE", "are no pages"),
+    "three dimensions of keys": (lambda: heads.write_kv(QKV, PAGES, 0, ROWS), "SHAPE", r"not \[T, 2, K, D\]"),
+    "no pages": (lambda: plan.plan_attention(batch([1], [1]), QKV, 4), "SHAPE", r"is not \[pages"),
     "pages from the side": (
         lambda: plan.plan_attention(batch([1], [1]), PAGES.transpose(4, 5).contiguous().transpose(4, 5), 4),
         "STRIDES",
@@ -92,18 +100,18 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "a short table": (
         lambda: plan.plan_attention(batch([1, 1], [8, 9]), PAGES, 4),
         "TABLE",
-        "row 1 has room for 2 blocks; 9 tokens take 3",
+        "row 1 has 2 blocks; 9 tokens need 3",
     ),
     "a page that is not there": (
         lambda: plan.plan_attention(batch([1], [5], page=4), PAGES, 4),
         "TABLE",
-        "not among the pool's 0 to 3",
+        "outside the pool's 0 to 3",
     ),
-    "rows without context": (lambda: plan.plan_attention(batch([3], [2]), PAGES, 4), "SHAPE", "more rows than context"),
-    "queries of another type": (lambda: attended(Q.half(), PLAIN), "DTYPE", "q: torch.float16 goes with"),
+    "rows without context": (lambda: plan.plan_attention(batch([3], [2]), PAGES, 4), "SHAPE", "at most as many rows"),
+    "queries of another type": (lambda: attended(Q.half(), PLAIN), "DTYPE", "q: torch.float16 does not match"),
     "queries for another plan": (lambda: attended(Q[:, :2], PLAIN), "SHAPE", "q: its shape"),
-    "pages of another plan": (lambda: attended(Q, PLAIN, PAGES[:, :1]), "SHAPE", "the plan was made for"),
-    "no window": (lambda: attended(Q, AttentionRules(0.1, window=0)), "SHAPE", "a row sees at least itself"),
+    "pages of another plan": (lambda: attended(Q, PLAIN, PAGES[:, :1]), "SHAPE", "the plan is for"),
+    "no window": (lambda: attended(Q, AttentionRules(0.1, window=0)), "SHAPE", "must be at least 1"),
     "sinks of another number": (lambda: attended(Q, AttentionRules(0.1, sinks=W)), "SHAPE", "sinks: its shape"),
     "a window over a shared prefix": (
         lambda: attended(Q, AttentionRules(0.1, window=3), shared=(SharedPrefix((0, 1), 16),)),
@@ -113,12 +121,12 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "a prefix longer than computed": (
         lambda: attended(Q, PLAIN, shared=(SharedPrefix((0, 1), 20),)),
         "SHAPE",
-        "20 shared tokens; a member had computed 19",
+        "20 shared tokens, but a member has only 19",
     ),
     "a prefix of one sequence twice": (
         lambda: attended(Q, PLAIN, shared=(SharedPrefix((0, 0), 16),)),
         "SHAPE",
-        "not all different",
+        "must be distinct sequences",
     ),
     "a prefix on other pages": (
         lambda: plan.plan_cascade(
@@ -147,7 +155,7 @@ CASES: dict[str, tuple[Callable[[], object], str, str]] = {
     "heads that are not staged": (
         lambda: blocks.relayout_blocks(PAGES, PAGES, ROWS, Overlay(0, 0, 1, 8)),
         "SHAPE",
-        "it has 2 heads; 2 are wanted from 1 on",
+        "it has 2 heads; 2 heads from index 1 on are required",
     ),
 }
 
@@ -196,7 +204,7 @@ def test_a_row_for_the_device_counts_for_more_than_one_for_the_shape() -> None:
 @pytest.mark.parametrize("text", ["x = 1", "[[choice]]\nop = 'a'", "not toml"])
 def test_what_is_no_table_is_said(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.toml").write_text(text)
-    with pytest.raises(UsageError, match=r"t\.toml is no table of launch choices"):
+    with pytest.raises(UsageError, match=r"t\.toml is not a table of launch choices"):
         launch.read(tmp_path / "t.toml")
 
 

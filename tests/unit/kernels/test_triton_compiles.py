@@ -14,7 +14,7 @@ PARTS = ["rows", "heads", "attention 64 bfloat16", "attention 128 bfloat16", "sa
 def compiled(folder: Path, *words: str) -> list[dict[str, int]]:
     """In a process of its own, because Triton interprets in this one."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "kvferry.testing.gpu_compiler", *words],
+        [sys.executable, "-W", "error", "-m", "harness.kernels.gpu_compiler", *words],
         capture_output=True,
         text=True,
         timeout=280,

@@ -1,4 +1,4 @@
-"""Engines over the Triton family give the tokens of the torch family; nobody who does not ask for it imports Triton."""
+"""Engines over the Triton family give the tokens of the torch family; Triton is imported only on request."""
 
 import subprocess
 import sys
@@ -6,15 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from harness.fakes.forking import check_forks
+from harness.fakes.stepping import generate
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.cache import PagedKv, PageShape
 from kvferry.engine.models.build import build_model, resolve_kernels
-from kvferry.engine.runner import Runner
+from kvferry.engine.run.runner import Runner
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.ops import device_ops_for, ops_for
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
-from kvferry.testing.stepping import generate
 
 PROMPTS = [[5], list(range(100, 117)), [257, *b"user\nhello", 258], list(b"a longer prompt " * 3)]
 VARIANTS = [tiny.config(), tiny.config(qk_norm=True), tiny.config(qkv_bias=True)]
@@ -22,7 +24,7 @@ VARIANTS = [tiny.config(), tiny.config(qk_norm=True), tiny.config(qkv_bias=True)
 
 def tokens(config: ModelConfig, kernels: str, device: torch.device | str, chunks: Sequence[int]) -> list[list[int]]:
     model = build_model(config, tiny.TinyTensors(config), dtype="float32", kernels=kernels, device=device)
-    shape = PageShape.of(config, block_tokens=4, dtype="float32")
+    shape = KvLayout.of(config, block_tokens=4, dtype="float32")
     runner = Runner(model, PagedKv.allocate(shape, 64, device))
     turn = iter([*chunks, *[10_000] * 1000])
     made = generate(runner, PROMPTS, 8, chunk=lambda _: next(turn))
@@ -34,13 +36,20 @@ def test_tokens_are_the_torch_family_s(device: torch.device, config: ModelConfig
     assert tokens(config, "triton", device, [1, 5, 3, 7, 2]) == tokens(config, "torch", "cpu", ())
 
 
+def test_siblings_of_a_fork_stay_apart(device: torch.device) -> None:
+    config = tiny.config()
+    model = build_model(config, tiny.TinyTensors(config), dtype="float32", kernels="triton", device=device)
+    kv = PagedKv.allocate(KvLayout.of(config, block_tokens=4, dtype="float32"), 32, device)
+    check_forks(Runner(model, kv), PROMPTS[1][:6], num_more=3)
+
+
 def test_the_family_is_taken_for_gpus_alone() -> None:
     config = tiny.config()
     assert resolve_kernels("auto", config, "bfloat16", "cuda") == "triton"
     assert resolve_kernels("auto", config, "float16", "cpu") == "torch"
     with pytest.raises(UsageError, match="run on CUDA and ROCm devices, not on meta"):
         ops_for("meta", "triton")
-    with pytest.raises(UsageError, match="'torch' have no operations of a runner on its device"):
+    with pytest.raises(UsageError, match="'torch' have no `DeviceOps`"):
         device_ops_for("cpu", "torch")
 
 
@@ -49,7 +58,7 @@ def test_without_interpreter_or_gpu_it_is_said_and_nothing_else_imports_triton(c
     program = f"""
 import sys
 from kvferry.engine.models.build import resolve_kernels
-from kvferry.engine.runner import Runner
+from kvferry.engine.run.runner import Runner
 from kvferry.kernels.ops import ops_for
 assert "triton" not in sys.modules, "nobody asked for it"
 print({code})
@@ -60,4 +69,4 @@ print({code})
     if "auto" in code:
         assert done.stdout.strip() == "triton", done.stderr
     else:
-        assert "the kernels 'triton' need a GPU; the device is the CPU. Take --kernels auto" in done.stderr
+        assert "the kernels 'triton' need a GPU; the device is the CPU. Use --kernels auto" in done.stderr

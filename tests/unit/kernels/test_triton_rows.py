@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from harness.kernels.kernel_cases import Cast, assert_as_good_as_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels import reference
 from kvferry.kernels.batch import HeadNorms
 from kvferry.kernels.gpu.family import OPS
 from kvferry.kernels.ops import Ops
-from kvferry.testing.kernel_cases import Cast, assert_as_good_as_reference
+from kvferry.kernels.reference import forward as reference
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 ROWS = st.sampled_from([0, 1, 2, 5])

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from harness.kernels.kernel_cases import Case, Cast, assert_as_good_as_reference, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels import reference
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SingleRows
 from kvferry.kernels.gpu import attend as attend_module
 from kvferry.kernels.gpu.check import BadKernelInput
 from kvferry.kernels.gpu.family import DEVICE_OPS, OPS
 from kvferry.kernels.gpu.launch import Choice
 from kvferry.kernels.ops import DeviceOps, Ops
-from kvferry.testing.kernel_cases import Case, Cast, assert_as_good_as_reference, make_case
+from kvferry.kernels.reference import forward as reference
 
 CONTEXTS = st.lists(st.integers(1, 90), min_size=1, max_size=4)
 NOBODY_S = 1 << 30
@@ -105,7 +105,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         (SingleRows(tables.long(), one, one, 4), "tables: it is torch.int64"),
         (SingleRows(tables, one.int(), one, 4), "places: it is torch.int32"),
         (SingleRows(tables, one, torch.zeros(2, dtype=torch.int64), 4), "contexts: its shape is"),
-        (SingleRows(tables, one, one, 13), "most_tokens: 13 tokens in tables of 3 blocks"),
+        (SingleRows(tables, one, one, 13), "most_tokens: 13 tokens exceed tables of 3 blocks"),
     ]
     for rows, message in cases:
         with pytest.raises(BadKernelInput, match=message):

@@ -1,4 +1,4 @@
-"""Tokens drawn by the Triton family are those of the host's sampler, whatever the row wishes."""
+"""Tokens drawn by the Triton family are those of the host's sampler, for all sampling parameters."""
 
 from dataclasses import replace
 
@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from kvferry.core.ids import RequestId
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine import sampler
-from kvferry.engine.step import ScheduledSequence
-from kvferry.kernels import reference
+from kvferry.engine.plan.step import ScheduledSequence
+from kvferry.engine.run import sampler
 from kvferry.kernels.gpu.family import DEVICE_OPS
+from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 from kvferry.kernels.ops import DeviceOps
-from kvferry.kernels.rows_of_logits import Adjustments, Draws, TokenLists
+from kvferry.kernels.reference import forward as reference
 
 WISHES = st.fixed_dictionaries(
     {
@@ -135,7 +135,7 @@ def test_adjusted_logits_are_the_sampler_s(
                 num_computed=len(own) - 1,
                 num_scheduled=1,
                 block_ids=[],
-                samples=True,
+                num_sampled=1,
                 sampling=params,
                 sample_index=0,
                 banned_token_ids=tuple(banned),

@@ -9,11 +9,12 @@ import pytest
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import TicketRejected, Unavailable
 from kvferry.core.ids import BlockId, Incarnation, RequestId, TicketId
-from kvferry.kv.connector import FetchSource, LoadOutcome, PagesQuiet, Peer, Read, ReadError
 from kvferry.kv.fetcher import Fetcher
-from kvferry.kv.layout import KvLayout
-from kvferry.kv.ticket import Ticket
-from kvferry.kv.transfers import TRANSFER_MACHINE, TransferState, TransferTimes
+from kvferry.kv.handoff.ticket import Ticket
+from kvferry.kv.handoff.transfers import TRANSFER_MACHINE, TransferState, TransferTimes
+from kvferry.kv.interface.connector import FetchSource, LoadOutcome, PagesQuiet, Peer, Read, ReadError
+from kvferry.kv.pages.digests import page_digests
+from kvferry.kv.pages.layout import KvLayout
 
 LAYOUT = KvLayout("digest", "float32", 1, 1, 4, 4)
 DEADLINE = 10.0
@@ -24,7 +25,7 @@ def a_ticket(connector: str = "scripted") -> Ticket:
 
 
 class Script:
-    """A transport, its reads and the peer in one; each step can be told to fail."""
+    """A transport, its reads and the peer in one; each step can be made to fail."""
 
     name = "scripted"
 
@@ -113,6 +114,65 @@ def start(script: Script, *, ticket: Ticket | None = None, first_block: int = 0,
     targets = [BlockId(b) for b in range(20, 20 + num_blocks)]
     fetcher.start(1, RequestId("r"), FetchSource(ticket or a_ticket(), 1), first_block, targets)
     return fetcher
+
+
+class Pages(Script):
+    """A transport over real bytes, which may flip one on the way."""
+
+    def __init__(self, flipped: int | None = None) -> None:
+        super().__init__()
+        self.flipped = flipped
+        self.theirs = bytes(range(256)) * (8 * LAYOUT.block_bytes // 256)
+        self.ours = bytearray(24 * LAYOUT.block_bytes)
+
+    def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
+        size = LAYOUT.block_bytes
+        for theirs, ours in zip(remote, local, strict=True):
+            self.ours[ours * size : (ours + 1) * size] = self.theirs[theirs * size : (theirs + 1) * size]
+        if self.flipped is not None:
+            self.ours[20 * size + self.flipped] ^= 1
+        return super().read(peer, remote, local)
+
+    def fetch(self, *, has_digests: bool, requires: bool = False) -> LoadOutcome:
+        ticket = a_ticket()
+        if has_digests:
+            digests = page_digests(memoryview(self.theirs), LAYOUT.block_bytes, ticket.block_ids)
+            ticket = msgspec.structs.replace(ticket, digests=digests)
+        fetcher = Fetcher(
+            self,  # type: ignore[arg-type]
+            self,
+            LAYOUT,
+            self.hear,
+            clock=self.clock,
+            pages=memoryview(self.ours),
+            requires_digests=requires,
+        )
+        fetcher.start(1, RequestId("r"), FetchSource(ticket, 1), 0, [BlockId(b) for b in (20, 21, 22)])
+        got = outcome(self)
+        fetcher._pool.shutdown()
+        assert fetcher.num_active == 0
+        return got
+
+
+@pytest.mark.parametrize("flipped", [0, LAYOUT.block_bytes, 3 * LAYOUT.block_bytes - 1])
+def test_a_byte_that_changed_on_the_way_is_found_by_the_digests(flipped: int) -> None:
+    script = Pages(flipped)
+    assert "corrupted" in (script.fetch(has_digests=True).failure or "")
+    assert script.finished == [False]
+    assert Pages(flipped).fetch(has_digests=False).failure is None, "without digests nothing looks at the bytes"
+
+
+@pytest.mark.parametrize("requires", [False, True])
+def test_data_with_its_digests_is_used(requires: bool) -> None:
+    script = Pages()
+    assert script.fetch(has_digests=True, requires=requires).failure is None
+    assert script.finished == [True]
+
+
+def test_a_worker_that_verifies_digests_reads_no_ticket_without_them() -> None:
+    script = Pages()
+    assert "--verify-kv" in (script.fetch(has_digests=False, requires=True).failure or "")
+    assert script.reads == []
 
 
 def outcome(script: Script) -> LoadOutcome:
@@ -455,5 +515,5 @@ def test_a_read_that_breaks_before_it_begins_gives_its_place_back() -> None:
 def test_a_fetcher_without_pages_converts_nothing() -> None:
     script = Raw()
     fetcher = start(script, ticket=other_ticket(), first_block=0, num_blocks=3)
-    assert "converts no pages" in str(outcome(script).failure)
+    assert "cannot convert pages" in str(outcome(script).failure)
     fetcher._pool.shutdown()

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from kvferry.core.ids import BlockId, Incarnation, WorkerId
-from kvferry.kv.connector import MeasuredRead, Peer, ReadError
 from kvferry.kv.connectors.windows import CompletedRead
-from kvferry.kv.layout import KvLayout
-from kvferry.kv.relayout import plan
-from kvferry.kv.staged import StagedRead, StagingPlaces, raw_reader
+from kvferry.kv.interface.connector import MeasuredRead, Peer, ReadError
+from kvferry.kv.pages.digests import page_digests
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.kv.pages.relayout import plan
+from kvferry.kv.staged import StagedRead, StagingSlots, raw_reader
 
 THEIRS = KvLayout("digest", "float32", 1, 1, 2, 2)
 OURS = replace(THEIRS, block_tokens=3)
@@ -49,7 +50,9 @@ class SlowRead(CompletedRead):
         return self.polls >= 2
 
 
-def a_read(transport: Slow, *, place: int, pages: memoryview, ours: KvLayout = OURS) -> StagedRead:
+def a_read(
+    transport: Slow, *, place: int, pages: memoryview, ours: KvLayout = OURS, digests: Sequence[bytes] = ()
+) -> StagedRead:
     """Our blocks 1 and 2 of a prompt of 8 tokens into pages 3 and 0: tokens 3 to 7, in the peer's blocks 1 to 3."""
     relayout = plan(THEIRS, ours)
     blocks = relayout.source_blocks(1, 2, 8)
@@ -63,6 +66,7 @@ def a_read(transport: Slow, *, place: int, pages: memoryview, ours: KvLayout = O
         pages=pages,
         first=1,
         local=[BlockId(3), BlockId(0)],
+        digests=digests,
     )
 
 
@@ -91,8 +95,24 @@ def test_a_prompt_comes_in_pieces_that_fit_its_place(place: int, asked: list[lis
     assert not found[1:3].any()
 
 
+@pytest.mark.parametrize("place", [THEIRS.block_bytes, 9 * THEIRS.block_bytes])
+def test_pieces_are_converted_only_if_they_have_their_digests(place: int) -> None:
+    def until_done(digests: Sequence[bytes]) -> bool:
+        read = a_read(Slow(), place=place, pages=memoryview(bytearray(4 * OURS.block_bytes)), digests=digests)
+        for _ in range(100):
+            if read.poll():
+                return True
+        raise AssertionError("never done")
+
+    values = [np.full(THEIRS.block_bytes // 4, value, np.float32).tobytes() for value in (12, 13, 14)]
+    good = [page_digests(memoryview(value), THEIRS.block_bytes, [0])[0] for value in values]
+    assert until_done(good)
+    with pytest.raises(ReadError, match="corrupted"):
+        until_done([*good[:2], good[0]])
+
+
 def test_a_page_that_no_place_holds_is_an_error() -> None:
-    with pytest.raises(ReadError, match=f"takes {THEIRS.block_bytes} bytes"):
+    with pytest.raises(ReadError, match=f"has {THEIRS.block_bytes} bytes"):
         a_read(Slow(), place=THEIRS.block_bytes - 1, pages=memoryview(bytearray(4 * OURS.block_bytes)))
 
 
@@ -128,12 +148,12 @@ def test_places_are_made_when_needed_lent_once_and_bounded() -> None:
         made.append(size)
         return memoryview(bytearray(size))
 
-    places = StagingPlaces(make, 64, 2)
+    places = StagingSlots(make, 64, 2)
     assert made == []
     one, other = places.take(), places.take()
     assert one is not other
     assert (made, places.num_lent) == ([64, 64], 2)
-    with pytest.raises(ReadError, match="all 2 places"):
+    with pytest.raises(ReadError, match="all 2 staging slots"):
         places.take()
     places.give_back(one)
     assert places.take() is one
@@ -147,7 +167,7 @@ def test_a_place_that_could_not_be_made_is_not_counted() -> None:
     def fails(size: int) -> memoryview:
         raise OSError("no memory")
 
-    places = StagingPlaces(fails, 64, 1)
+    places = StagingSlots(fails, 64, 1)
     for _ in range(2):
         with pytest.raises(OSError, match="no memory"):
             places.take()

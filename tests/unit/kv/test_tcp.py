@@ -12,10 +12,10 @@ import pytest
 from kvferry.core.clock import ManualClock, SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation, WorkerId, new_incarnation
-from kvferry.kv.connector import Peer, ReadError, TransportSetup
 from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.connectors.tcp import TcpTransport
 from kvferry.kv.connectors.tcp_server import runs
+from kvferry.kv.interface.connector import Peer, ReadError, TransportSetup
 
 POOL = TransportSetup(secrets=(b"the pool's secret, current one..", b"the pool's secret, former one..."))
 BLOCK = 512
@@ -147,10 +147,10 @@ def a_reply(status: int, length: int, content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
-        (a_reply(1, 0, b""), "refused"),
-        (a_reply(0, 1 << 40, b""), "answers with"),
-        (a_reply(0, 7, b"1234567"), "answers with"),
-        (a_reply(0, 8, b"123"), "left"),
+        (a_reply(1, 0, b""), "rejected"),
+        (a_reply(0, 1 << 40, b""), "unexpected length"),
+        (a_reply(0, 7, b"1234567"), "unexpected length"),
+        (a_reply(0, 8, b"123"), "closed the connection"),
     ],
     ids=["refusal", "a terabyte", "short", "cut"],
 )
@@ -196,7 +196,7 @@ def test_pages_of_another_size_are_read_into_staging_only() -> None:
         other.allocate(2, 2 * BLOCK)
         try:
             other.connect(peer, owner.address())
-            with pytest.raises(ReadError, match="512 bytes, ours 1024"):
+            with pytest.raises(ReadError, match="512 bytes, this worker's 1024"):
                 other.read(peer, [0], [BlockId(0)])
             read = other.read_raw(peer, [1, 0], other.staging(2 * BLOCK))
             wait(read.poll)
@@ -229,7 +229,7 @@ def test_a_stranger_who_trickles_holds_no_place_for_long() -> None:
             theirs.sendall(b"1")
             return self.now
 
-    with ours, theirs, pytest.raises(TimeoutError, match="greeting"):
+    with ours, theirs, pytest.raises(TimeoutError, match="handshake"):
         wire.greet_as_owner(ours, [b"k" * 32], Trickle(), 2.0)
 
 

@@ -1,6 +1,7 @@
 """Hugging Face folders are read exactly, or refused by naming what is wrong."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.numpy import save_file
 from kvferry.core.errors import ModelFileError
 from kvferry.model import tiny
 from kvferry.model.config import Llama3RopeScaling
-from kvferry.model.safetensors_dir import SafetensorsModel
+from kvferry.model.files.safetensors_dir import SafetensorsModel
 from kvferry.model.source import open_model
 
 CONFIG = tiny.config()
@@ -155,6 +156,8 @@ def test_qwen_variants_are_recognised(tmp_path: Path) -> None:
         ({"num_hidden_layers": "2"}, "must be a positive whole number, not '2'"),
         ({"hidden_size": True}, "must be a positive whole number, not True"),
         ({"rms_norm_eps": -1}, "must be a positive number, not -1"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
+        ({"max_position_embeddings": 50_000_000}, "max_position_embeddings is 50000000; at most 4194304"),
         ({"vocab_size": 260}, r"is \[259, 48\] instead of \[260, 48\]"),
         ({"tie_word_embeddings": False, "eos_token_id": [999]}, "end token 999"),
     ],
@@ -174,6 +177,42 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelFileError, match=r"not a usable tokenizer\.json"):
         open_model(str(folder))
+
+
+def test_a_tokenizer_does_not_obey_the_file_s_truncation_and_padding(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m")
+    whole = open_model(str(folder)).tokenizer.encode("a long prompt", add_special=False)
+    text = json.loads((folder / "tokenizer.json").read_text())
+    text["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    text["padding"] = {
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "a",
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    assert open_model(str(folder)).tokenizer.encode("a long prompt", add_special=False) == whole
+
+
+@pytest.mark.parametrize(
+    "template", [[{"name": ["default"], "template": "x"}], [{"name": "default", "template": 5}], 7]
+)
+def test_a_chat_template_that_is_no_text_is_none(tmp_path: Path, template: object) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert open_model(str(folder)).chat_template is None
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_named_pipe_or_device_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    folder = make_folder(tmp_path / "m")
+    for replace in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (folder / name).unlink()
+        replace(folder / name)
+        with pytest.raises(ModelFileError, match=name.replace(".", r"\.")):
+            open_model(str(folder))
 
 
 def edit_header(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable[[bytes], bytes]:
@@ -204,6 +243,7 @@ NORM = "model.norm.weight"
         (edit_header(lambda t: t[NORM].update(dtype=[1])), "supported are"),
         (edit_header(lambda t: t[NORM].update(shape=[1 << 40])), "does not fill"),
         (edit_header(lambda t: t[NORM].update(shape=[-1])), "has shape"),
+        (edit_header(lambda t: t[NORM].update(shape=[1] * 200_000)), "has 200000 dimensions"),
         (edit_header(lambda t: t[NORM].update(shape=None)), "has shape"),
         (edit_header(lambda t: t[NORM].update(data_offsets=[0, 192])), "a hole or an overlap"),
         (edit_header(lambda t: t[NORM].update(data_offsets=[0])), "range"),
@@ -244,9 +284,9 @@ def test_a_flipped_byte_in_the_header_is_refused_or_leaves_a_usable_file(tmp_pat
     ("index", "message"),
     [
         ("{}", "has no weight_map"),
-        ('{"weight_map": {"a": "../outside.safetensors"}}', "not a file of the folder"),
-        ('{"weight_map": {"a": "absent.safetensors"}}', "not a file of the folder"),
-        ("[]", "holds a list"),
+        ('{"weight_map": {"a": "../outside.safetensors"}}', "not a file in the folder"),
+        ('{"weight_map": {"a": "absent.safetensors"}}', "not a file in the folder"),
+        ("[]", "contains a list"),
         ("{", "not valid JSON"),
     ],
 )

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from kvferry.operator.gateway_pods import gateway_deployment
-from kvferry.operator.spec import Pool, parse_pool
-from kvferry.operator.surroundings import EXTENSION_POOL, POD_MONITOR, scaler, surroundings
-from kvferry.operator.workers import deployments, revision_of
+from kvferry.operator.objects.gateway_pods import gateway_deployment
+from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR, scaler, surroundings
+from kvferry.operator.objects.worker_pods import deployments, revision_of
+from kvferry.operator.pool.spec import Pool, parse_pool
 
 IMAGE = "kvferry:test"
 

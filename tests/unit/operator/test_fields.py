@@ -7,11 +7,12 @@ import pytest
 from tests.unit.operator.definitions import leaves, schema, with_defaults
 from tests.unit.operator.pools import body, made_of, pool
 
-from kvferry.operator.autoscale import History, decide
-from kvferry.operator.facts import FleetReport, WorkerReport
-from kvferry.operator.rollout import Bounds, Count, RoleState, next_step
-from kvferry.operator.spec import Pool, Role, parse_pool
-from kvferry.operator.status import Observed, status_of
+from kvferry.core.load import WorkerLoad
+from kvferry.operator.plan.autoscale import History, decide
+from kvferry.operator.plan.rollout import Bounds, Count, RoleState, next_step
+from kvferry.operator.plan.status import Observed, status_of
+from kvferry.operator.pool.facts import FleetReport, WorkerReport
+from kvferry.operator.pool.spec import Pool, Role, parse_pool
 
 SPEC = schema()["properties"]["spec"]
 WORKER = "Deployment/chat-prefill-REV"
@@ -54,18 +55,22 @@ def auto(**scaling: Any) -> dict[str, Any]:
     return prefill(scaling={"mode": "Auto", "minReplicas": 0, **scaling})
 
 
-def decided(current: int, *, busy: bool = True, watched: float = 10_000.0, wishes: tuple[tuple[float, int], ...] = ()):
+def decided(
+    current: int, *, busy: bool = True, watched: float = 10_000.0, recommendations: tuple[tuple[float, int], ...] = ()
+):
     """What the autoscaler writes for the role prefill: ten requests and 45 of 100 blocks in each pod, or nothing."""
 
     def probe(pool: Pool) -> int:
         now = 20_000.0
-        worker = WorkerReport("p", "prefill", takes_work=True, blocks_total=100, blocks_free=100)
+        worker = WorkerReport("p", "prefill", takes_work=True, load=WorkerLoad(blocks_total=100, blocks_free=100))
         if busy:
-            worker = WorkerReport("p", "prefill", takes_work=True, running=10, blocks_total=100, blocks_free=55)
+            worker = WorkerReport(
+                "p", "prefill", takes_work=True, load=WorkerLoad(10, blocks_total=100, blocks_free=55)
+            )
         report = FleetReport(now, (worker,) * current)
         role = pool.spec.role("prefill")
         assert role is not None
-        history = History(wishes, busy_at=now - 900, began_at=now - watched)
+        history = History(recommendations, busy_at=now - 900, began_at=now - watched)
         return decide(role, current, current, report, history, now).replicas
 
     return probe
@@ -127,9 +132,9 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         {"name": "models", "hostPath": {"path": "/h", "type": "Directory"}},
     ),
     "roles[].name": (
-        {"roles": [{"name": "combined"}]},
+        {"roles": [{"name": "both"}]},
         lambda pool: [o for o in made_of(pool) if o.startswith("Deployment/") and "gateway" not in o],
-        ["Deployment/chat-combined-REV"],
+        ["Deployment/chat-both-REV"],
     ),
     "roles[].replicas": (prefill(replicas=3), at("PoolRoleScaler/chat-prefill", "spec.replicas"), 3),
     "roles[].scaling.mode": (prefill(scaling={"mode": "External"}), bounded(99), 10),
@@ -137,8 +142,12 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].scaling.maxReplicas": (prefill(scaling={"mode": "External", "maxReplicas": 5}), bounded(9), 5),
     "roles[].scaling.kvTarget": (auto(kvTarget=15, requestsTarget=1000), decided(2), 6),
     "roles[].scaling.requestsTarget": (auto(requestsTarget=5), decided(2), 4),
-    "roles[].scaling.upSeconds": (auto(requestsTarget=5, upSeconds=60), decided(2, wishes=((19_950.0, 2),)), 2),
-    "roles[].scaling.downSeconds": (auto(downSeconds=0), decided(4, wishes=((19_950.0, 4),)), 3),
+    "roles[].scaling.upSeconds": (
+        auto(requestsTarget=5, upSeconds=60),
+        decided(2, recommendations=((19_950.0, 2),)),
+        2,
+    ),
+    "roles[].scaling.downSeconds": (auto(downSeconds=0), decided(4, recommendations=((19_950.0, 4),)), 3),
     "roles[].scaling.idleSeconds": (auto(idleSeconds=800), decided(1, busy=False), 0),
     "roles[].engine.kvMemory": (prefill(engine={"kvMemory": "2GiB"}), flag("kv-memory"), "2GiB"),
     "roles[].engine.threads": (prefill(engine={"threads": 3}), flag("threads"), "3"),
@@ -190,7 +199,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         flag("skip-prefill-below", GATEWAY),
         "5",
     ),
-    "routing.headStartTokens": ({"routing": {"headStartTokens": 0}}, flag("head-start-tokens", GATEWAY), "0"),
+    "routing.kvPrefetchTokens": ({"routing": {"kvPrefetchTokens": 0}}, flag("kv-prefetch-tokens", GATEWAY), "0"),
     "flowControl.maxStreams": ({"flowControl": {"maxStreams": 2}}, flag("max-streams", GATEWAY), "2"),
     "flowControl.maxHeld": ({"flowControl": {"maxHeld": 3}}, flag("max-held", GATEWAY), "3"),
     "flowControl.holdSeconds": ({"flowControl": {"holdSeconds": 4}}, flag("hold-seconds", GATEWAY), "4"),

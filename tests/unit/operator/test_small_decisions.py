@@ -6,19 +6,20 @@ import pytest
 from tests.unit.operator.pools import IMAGE, body, pool
 
 from kvferry.core.errors import UsageError
-from kvferry.operator import names
-from kvferry.operator.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
-from kvferry.operator.facts import Key, Store, WorkerReport
-from kvferry.operator.fleet_page import read_fleet
-from kvferry.operator.heartbeat import Heartbeat
-from kvferry.operator.lease import LeaseTimes, given_back, may_take, sighted, taken
-from kvferry.operator.overlay import overlay
-from kvferry.operator.preview import preview, read_pool
-from kvferry.operator.revisions import next_number, record, recorded, superfluous
-from kvferry.operator.spec import parse_pool, pods_of
-from kvferry.operator.trouble import troubles
-from kvferry.operator.victims import deletion_costs
-from kvferry.operator.workers import deployments
+from kvferry.core.load import WorkerLoad
+from kvferry.operator.objects.overlay import overlay
+from kvferry.operator.objects.worker_pods import deployments
+from kvferry.operator.plan.deletion_cost import changed_costs, deletion_costs
+from kvferry.operator.plan.pod_diagnostics import troubles
+from kvferry.operator.plan.process.fleet_page import read_fleet
+from kvferry.operator.plan.process.heartbeat import Heartbeat
+from kvferry.operator.plan.process.lease import LeaseTimes, may_take, released, sighted, taken
+from kvferry.operator.plan.revisions import next_number, record, recorded, superfluous
+from kvferry.operator.pool import names
+from kvferry.operator.pool.facts import Key, Store, WorkerReport
+from kvferry.operator.pool.spec import parse_pool, pods_of
+from kvferry.operator.preview.preview import preview, read_pool
+from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
 
 
 def lease(holder: str, duration: int = 15) -> dict:
@@ -46,7 +47,7 @@ def test_a_change_of_holder_is_counted_and_dated():
     assert (again["spec"]["acquireTime"], again["spec"]["renewTime"]) == ("1", "2")
     other = taken(again, "b", times, "3", name="n", namespace="s")
     assert (other["spec"]["leaseTransitions"], other["spec"]["acquireTime"]) == (1, "3")
-    assert may_take(given_back(other, "4"), "c", None, 0)
+    assert may_take(released(other, "4"), "c", None, 0)
 
 
 def test_a_mark_that_does_not_come_back_makes_a_watch_late():
@@ -69,14 +70,16 @@ def test_a_mark_that_does_not_come_back_makes_a_watch_late():
 
 def test_the_cheapest_to_lose_is_who_holds_least():
     report = (
-        WorkerReport("busy", "decode", takes_work=True, running=2, blocks_total=10, blocks_free=5),
-        WorkerReport("warm", "decode", takes_work=True, blocks_total=10, blocks_free=2),
-        WorkerReport("cold", "decode", takes_work=True, blocks_total=10, blocks_free=10),
-        WorkerReport("gone", "decode", takes_work=False, running=9),
+        WorkerReport("busy", "decode", takes_work=True, load=WorkerLoad(running=2, blocks_total=10, blocks_free=5)),
+        WorkerReport("warm", "decode", takes_work=True, load=WorkerLoad(blocks_total=10, blocks_free=2)),
+        WorkerReport("cold", "decode", takes_work=True, load=WorkerLoad(blocks_total=10, blocks_free=10)),
+        WorkerReport("gone", "decode", takes_work=False, load=WorkerLoad(running=9)),
         WorkerReport("other", "decode", takes_work=True),
     )
     now = {"busy": 0, "warm": 0, "cold": 0, "gone": 5}
-    assert deletion_costs(report, now) == {"busy": 2005, "warm": 8, "gone": 0}
+    costs = deletion_costs(report)
+    assert (costs["warm"], costs["cold"]) == (8, 0)
+    assert changed_costs(costs, now) == {"busy": 2005, "warm": 8, "gone": 0}
 
 
 def test_an_overlay_merges_by_name_and_replaces_the_rest():
@@ -110,12 +113,12 @@ def test_an_overlay_merges_by_name_and_replaces_the_rest():
 
 def test_our_labels_win_over_a_template_and_the_rest_is_laid_over():
     made = deployments(
-        pool(roles=[{"name": "combined", "template": {"metadata": {"labels": {"a": "b", names.LABEL_ROLE: "x"}}}}]),
+        pool(roles=[{"name": "both", "template": {"metadata": {"labels": {"a": "b", names.LABEL_ROLE: "x"}}}}]),
         "r",
         IMAGE,
     )
-    labels = made["combined"]["spec"]["template"]["metadata"]["labels"]
-    assert (labels["a"], labels[names.LABEL_ROLE]) == ("b", "combined")
+    labels = made["both"]["spec"]["template"]["metadata"]["labels"]
+    assert (labels["a"], labels[names.LABEL_ROLE]) == ("b", "both")
 
 
 def test_a_record_gives_back_what_was_recorded_owned_by_the_pool_of_now():
@@ -175,7 +178,7 @@ def test_what_pods_say_is_gathered_by_kind():
     pulling = [pod(name, **waits("ErrImagePull")) for name in "ab"]
     starting = pod("c", **waits("ContainerCreating"))
     found = troubles([*pulling, starting, pod("d", conditions=[unscheduled]), ready, leaving, pod("e")])
-    assert found == ["a and 1 more: worker waits: ErrImagePull m", "d: cannot be scheduled: no room"]
+    assert found == ["a and 1 more: worker is waiting: ErrImagePull m", "d: cannot be scheduled: no room"]
 
 
 def test_a_preview_tells_the_steps_and_what_is_left():
@@ -293,14 +296,14 @@ def test_a_deployment_says_what_stands_in_its_way():
 
 def test_a_fleet_is_read_as_far_as_it_goes():
     said = {
-        "workers": [{"name": "w", "role": "both", "takes_work": True, "tickets_offered": 2, "queue_seconds": None}],
+        "workers": [{"name": "w", "role": "both", "takes_work": True, "load": {"tickets_offered": 2, "new": 1}}],
         "held": 3,
         "handoffs": {"fetched": 4, "odd": 9},
         "more": [1],
     }
     report = read_fleet(json.dumps(said).encode(), 1.0)
-    (worker,) = report.of_role("combined")
-    assert (worker.exports, worker.kv_use, report.held, report.handoffs) == (2, 0.0, 3, {"fetched": 4})
+    (worker,) = report.of_role("both")
+    assert (worker.load.num_tickets, worker.load.kv_usage, report.held, report.handoffs) == (2, 0.0, 3, {"fetched": 4})
 
 
 @pytest.mark.parametrize(
@@ -308,7 +311,8 @@ def test_a_fleet_is_read_as_far_as_it_goes():
     [
         b"", b"[]", b"{}", b'"x"', b'{"workers":[1]}', b'{"workers":[{"name":[],"role":"both"}]}', b"[" * 100_000,
         b'{"workers":[],"more":' + b"[" * 100_000, b'{"workers":[],"handoffs":[1]}', b'{"workers":[],"held":-1}',
-        b'{"workers":[{"name":"w","role":"both","running":"many"}]}', b'{"workers":[],"gateway":"' + b"x" * 600 + b'"}',
+        b'{"workers":[{"name":"w","role":"both","load":{"running":"many"}}]}',
+        b'{"workers":[],"gateway":"' + b"x" * 600 + b'"}',
         b'{"workers":[' + b",".join([b'{"name":"w","role":"both"}'] * 5001) + b"]}", b"\xff\xfe",
     ],
 )  # fmt: skip

@@ -17,6 +17,10 @@ from kvferry.v1.inference_pb2 import GenerateRequest, GenerateResponse
 _NAME = "kvferry.v1.Inference"
 
 
+class Panic(BaseException):
+    """Like the panics of extensions: not an Exception."""
+
+
 class Servicer(inference_pb2_grpc.InferenceServicer):
     def __init__(self) -> None:
         self.closed = asyncio.Event()
@@ -29,6 +33,8 @@ class Servicer(inference_pb2_grpc.InferenceServicer):
             self.started.set()
             if request.model == "crash":
                 raise RuntimeError("a secret detail")
+            if request.model == "panic":
+                raise Panic("a secret detail")
             if request.model == "busy":
                 raise Overloaded("no room for 12 blocks; 3 are free", retry_after_seconds=1.5)
             await self.go_on.wait()
@@ -110,6 +116,12 @@ async def test_an_unexpected_exception_is_internal_and_tells_the_client_nothing(
     assert [record.request_id for record in logged] == ["req-7"]
 
 
+async def test_an_exception_that_is_no_exception_ends_the_call_too(stub):
+    error = await asyncio.wait_for(failure(stub.Generate(GenerateRequest(model="panic"))), 10)
+    assert error.grpc_status == "INTERNAL"
+    assert "secret" not in error.message
+
+
 @pytest.mark.parametrize("garbage", [b"\xff" * 50, b"\x0a\xff\xff\xff\xff\x0f"])
 @pytest.mark.parametrize(
     ("method", "kind"),
@@ -125,7 +137,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_request(server, channel,
     caplog.set_level("INFO")
     call = getattr(channel, kind)(f"/{method}", None, None)(iter([garbage]) if kind == "stream_stream" else garbage)
     assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "not a message of this method" in await call.details()
+    assert "not a valid message of this method" in await call.details()
     ours = [record for record in caplog.records if record.name != "asyncio"]
     assert [(record.levelname, record.exc_info) for record in ours] == [("INFO", None)]
     async with asyncio.timeout(10):  # the answer may be here a moment before the call is over there
@@ -161,6 +173,14 @@ async def test_health_follows_readiness_per_service(server, channel):
     assert await status("") == await status(_NAME) == serving
     await server.set_ready(False, _NAME)
     assert (await status(""), await status(_NAME)) == (serving, not_serving)
+
+
+async def test_a_method_of_health_that_is_not_implemented_says_so(channel, caplog):
+    call = health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_reflection_lists_the_services(channel):

@@ -6,17 +6,18 @@ import signal
 import pytest
 
 from kvferry.core.errors import KvferryError
-from kvferry.workers.config import EngineConfig, WorkerConfig
+from kvferry.engine.settings import EngineSettings
+from kvferry.workers.config import WorkerConfig
 from kvferry.workers.main import run_worker
-from kvferry.workers.unit import UnitPlace
+from kvferry.workers.unit import UnitEndpoint
 
 
 def test_no_signal_is_written_to_a_loop_that_is_being_closed() -> None:
     """It would be: asyncio closes the loop's own end of the pipe before it forgets the signals' handlers."""
 
     async def written_to() -> int:
-        place = UnitPlace("prefill", "127.0.0.1:0", "127.0.0.1:0")
-        engine = EngineConfig("there-is-no-such-model")
+        place = UnitEndpoint("prefill", "127.0.0.1:0", "127.0.0.1:0")
+        engine = EngineSettings("there-is-no-such-model")
         config = WorkerConfig("prefill", engine, connector="tcp", ticket_secrets=(b"0123456789abcdef",))
         with pytest.raises(KvferryError):
             await run_worker(config, [place], lambda event: None)

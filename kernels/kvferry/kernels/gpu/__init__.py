@@ -1,7 +1,7 @@
-"""The Triton family: kernels for GPUs, which Triton's interpreter runs on any CPU, slowly, for tests.
+"""Triton kernel family for GPUs. For tests, Triton's interpreter runs it, slowly, on any CPU.
 
-Reading order: `device`, `check` and `launch` (what every wrapper asks before a launch), then `rows`, `norms`, `heads`,
-then attention: `plan`, `tiles`, `merge`, `attend`; then what a runner needs beside a model: `logits`, `draw`, `blocks`,
-`digest`, `host_copies`. `family` is the table of all. A kernel is private to its module; the wrapper below it is what
-is called. Nothing here is imported unless the family is asked for.
+Reading order: `device`, `check` and `launch` (used by every wrapper before a launch), then `rows`, `norms`, `heads`,
+then attention: `plan`, `tiles`, `attend`; then the operations of `DeviceOps`: `logits`, `draw`, `blocks`, `digest`.
+`family` has the operation tables. Each kernel is private to its module and is called through the wrapper below it. This
+package is imported only when the family is selected.
 """

@@ -1,6 +1,5 @@
-"""Paged attention by a plan: a launch for rows of prefills, one or two for decoding rows, one that merges their parts.
-
-See `plan` for what is cut how, `tiles` for the kernels.
+"""Paged attention launches: one for prefill rows, one or two for decode rows, and one that merges partitions. `plan`
+divides the work; `tiles` contains the kernels.
 """
 
 import torch
@@ -15,8 +14,8 @@ from kvferry.kernels.gpu.tiles import attend_tiles, merge_parts
 from kvferry.kernels.ops import AttentionPlan
 
 _OPEN_PROGRAMS = 4096
-"""Of a launch whose lengths the device alone knows: some waves of any GPU, and few enough that those who find nothing
-to do cost little. Not measured."""
+"""Number of programs in a launch if context lengths are only on the device: several waves on any GPU, but few enough
+that idle programs cost little. The value was not tuned by measurement."""
 
 
 def paged_attention(
@@ -25,7 +24,7 @@ def paged_attention(
     """See `Ops.paged_attention`.
 
     Raises:
-        BadKernelInput: as `attend`.
+        BadKernelInput: see `attend`.
     """
     return attend(q, pages, layer, plan, AttentionRules(scale))
 
@@ -36,7 +35,7 @@ def attend(
     """See `DeviceOps.attend`.
 
     Raises:
-        BadKernelInput: queries, pages and plan do not go together, or the rules ask for what there is not.
+        BadKernelInput: queries, pages and plan do not match, or the rules are not supported.
     """
     assert isinstance(plan, Plan)
     _check(q, pages, plan, rules)
@@ -57,10 +56,12 @@ def _check(q: torch.Tensor, pages: torch.Tensor, plan: Plan, rules: AttentionRul
     check.floats("q", q, like=pages)
     check.dense("q", q)
     if tuple(pages.shape[1:]) != plan.shape:
-        raise check.fault("pages", "SHAPE", f"{tuple(pages.shape)}; the plan was made for pages of {plan.shape}")
+        raise check.fault(
+            "pages", "SHAPE", f"the pages have shape {tuple(pages.shape)}; the plan is for pages of {plan.shape}"
+        )
     check.shaped("q", q, plan.num_rows, plan.num_heads, pages.shape[5])
     if rules.window is not None and rules.window < 1:
-        raise check.fault("window", "SHAPE", f"{rules.window} positions; a row sees at least itself")
+        raise check.fault("window", "SHAPE", f"it must be at least 1 position, not {rules.window}")
     if rules.window is not None and plan.has_shared:
         raise check.fault("window", "SHAPE", "a shared prefix is computed without a window; plan this layer alone")
     if rules.sinks is not None:
@@ -71,7 +72,7 @@ def _check(q: torch.Tensor, pages: torch.Tensor, plan: Plan, rules: AttentionRul
 
 
 def _parts(q: torch.Tensor, plan: Plan, members: Members) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for what partitions come to: values and logarithms of their sums of weights."""
+    """Allocate buffers for partial results: values, and logarithms of the sums of weights."""
     shape = (members.count, plan.num_heads, plan.num_partitions)
     peaks = torch.empty(shape, dtype=torch.float32, device=q.device)
     return torch.empty(*shape, q.shape[2], dtype=torch.float32, device=q.device), peaks
@@ -132,7 +133,7 @@ def _launch(
 
 
 def _programs(plan: Plan, tiles: Tiles, kv_heads: int) -> int:
-    """How many programs share the partitions of one tile and KV head."""
+    """Return the number of programs that share the partitions of a tile and KV head."""
     if not tiles.partition:
         return 1
     if not plan.is_open:

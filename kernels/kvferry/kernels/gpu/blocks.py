@@ -1,7 +1,8 @@
-"""Whole pages: copies inside the pool, to and from a staging area, and into pages of another layout.
+"""Block copy kernels: page copies in the pool, gather and scatter with staging memory, layout conversion.
 
-Pages move as 32-bit words, whatever they hold. One page of all layers is one range of memory, so that a copy is a
-stream of whole lines (the third kernel of Kwon et al., PagedAttention, 2023, section 5.1, over block-major pages).
+Pages are copied as 32-bit words, independent of the dtype. A page contains all layers in one contiguous range, so a
+copy accesses whole cache lines (the third kernel of Kwon et al., PagedAttention, 2023, section 5.1, over block-major
+pages).
 """
 
 import torch
@@ -38,10 +39,10 @@ def _move(
 
 
 def copy_blocks(pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """See `DeviceOps.copy_blocks`. Moves each page's bytes in and out once.
+    """See `DeviceOps.copy_blocks`. Each page's bytes are read and written once.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     _check_blocks(pages, sources, targets)
     check.shaped("targets", targets, len(sources))
@@ -49,10 +50,10 @@ def copy_blocks(pages: torch.Tensor, sources: torch.Tensor, targets: torch.Tenso
 
 
 def gather_blocks(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """See `DeviceOps.gather_blocks`. Moves each page's bytes in and out once.
+    """See `DeviceOps.gather_blocks`. Each page's bytes are read and written once.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     _check_blocks(pages, blocks)
     staged = torch.empty(len(blocks), *pages.shape[1:], dtype=pages.dtype, device=pages.device)
@@ -61,10 +62,10 @@ def gather_blocks(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def scatter_blocks(staged: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor) -> None:
-    """See `DeviceOps.scatter_blocks`. Moves each page's bytes in and out once.
+    """See `DeviceOps.scatter_blocks`. Each page's bytes are read and written once.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     _check_blocks(pages, blocks)
     check.ready("staged", staged, pages)
@@ -97,7 +98,7 @@ def _run(given: torch.Tensor, wanted: torch.Tensor, sources: torch.Tensor | None
 
 
 def words(pages: torch.Tensor) -> torch.Tensor:
-    """[pages, words] int32 over the same memory."""
+    """View pages as 32-bit words: [pages, words] int32."""
     return pages.flatten(1).view(torch.int32)
 
 
@@ -131,7 +132,7 @@ def _relay(
     tile: tl.constexpr,
     is_checked: tl.constexpr,
 ) -> None:
-    """Grid: target blocks, layers times keys and values times heads."""
+    """Triton kernel of `relayout_blocks`. Grid: (target blocks, layers * 2 * heads)."""
     number = tl.program_id(0)
     row = tl.program_id(1)
     page = tl.load(blocks + number)
@@ -139,14 +140,14 @@ def _relay(
     at = tl.arange(0, dim)[None, :]
     for start in range(0, ours, tile):
         place = start + tl.arange(0, tile)
-        slot = number * ours + place + from_target  # counted from the first staged one
+        slot = number * ours + place + from_target  # relative to the first staged slot
         inside = (place < ours) & (slot >= 0) & (slot < staged_tokens) & (slot < tokens)
         slot = tl.where(inside, slot, 0)
         source = given + (slot // theirs).to(tl.int64)[:, None] * given_page
         source = source + (source_row * theirs + slot % theirs)[:, None] * head_dim + at
         mask = inside[:, None] & (at < head_dim)
         values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        if is_checked:  # 65504 is the largest float16, and what rounds to it is below 65520
+        if is_checked:  # 65504 is the largest float16; values below 65520 round to it
             is_lost = (tl.abs(values) >= 65520.0) & (tl.abs(values) < float("inf"))
             tl.atomic_add(lost, tl.sum(tl.sum(is_lost.to(tl.int32), axis=1), axis=0))
         target = wanted + page * wanted_page + (row * ours + place)[:, None] * head_dim + at
@@ -154,11 +155,11 @@ def _relay(
 
 
 def relayout_blocks(staged: torch.Tensor, pages: torch.Tensor, blocks: torch.Tensor, overlay: Overlay) -> torch.Tensor:
-    """See `DeviceOps.relayout_blocks`. Moves each value that both sides have in and out once. The rules of the copy are
-    `kv/relayout.py`'s.
+    """See `DeviceOps.relayout_blocks`. Each common value is read and written once, with the conversion rules of
+    `kv/pages/relayout.py`.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take, or heads that are not staged.
+        BadKernelInput: unsupported dtype, shape, stride or device, or heads that are not staged.
     """
     _check_blocks(pages, blocks)
     check.ready("staged", staged, pages)
@@ -166,9 +167,11 @@ def relayout_blocks(staged: torch.Tensor, pages: torch.Tensor, blocks: torch.Ten
     check.contiguous("staged", staged)
     _, layers, _, heads, ours, head_dim = pages.shape
     check.shaped("staged", staged, len(staged), layers, 2, staged.shape[3], staged.shape[4], head_dim)
-    if not 0 <= overlay.head_start <= staged.shape[3] - heads:
+    if not 0 <= overlay.first_kv_head <= staged.shape[3] - heads:
         raise check.fault(
-            "staged", "SHAPE", f"it has {staged.shape[3]} heads; {heads} are wanted from {overlay.head_start} on"
+            "staged",
+            "SHAPE",
+            f"it has {staged.shape[3]} heads; {heads} heads from index {overlay.first_kv_head} on are required",
         )
     lost = torch.zeros(1, dtype=torch.int32, device=pages.device)
     c = choose("relayout_blocks", pages.device)
@@ -182,7 +185,7 @@ def relayout_blocks(staged: torch.Tensor, pages: torch.Tensor, blocks: torch.Ten
         staged.shape[0] * staged.shape[4],
         overlay.target_first - overlay.staged_first,
         overlay.tokens - overlay.staged_first,
-        overlay.head_start,
+        overlay.first_kv_head,
         staged.stride(0),
         staged.shape[3],
         pages.stride(0),

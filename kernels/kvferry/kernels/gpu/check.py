@@ -1,6 +1,7 @@
-"""What a kernel must be given. Whoever gives something else hears of it before a launch, not from a device that died.
+"""Argument checks of kernel wrappers: invalid input raises an error before the launch instead of causing a device
+fault.
 
-Checks look at what the host knows, shapes, strides, types and the plan's own arrays, and never ask the device.
+Checks use only data on the host (shapes, strides, dtypes and the plan's arrays) and never synchronize with the device.
 """
 
 from typing import Any
@@ -17,44 +18,44 @@ MAX_HEAD_DIM = 256
 
 
 class BadKernelInput(UsageError):
-    """A tensor or a shape that a kernel does not take; `field` is the argument, `reason` the kind of fault."""
+    """An unsupported tensor or shape; `field` is the argument, `reason` the kind of fault."""
 
     reason = "KERNEL_INPUT"
 
 
 def fault(name: str, reason: str, message: str) -> BadKernelInput:
-    """An error that names the argument."""
+    """Create the error for an argument."""
     return BadKernelInput(f"{name}: {message}", field=name, reason=f"KERNEL_{reason}")
 
 
 def ready(name: str, x: torch.Tensor, *others: torch.Tensor) -> None:
-    """A kernel can run where `x` is, and the others are there too.
+    """Check that kernels can run on the device of `x`, and that the other tensors are on the same device.
 
     Raises:
-        BadKernelInput: it cannot (KERNEL_DEVICE).
+        BadKernelInput: KERNEL_DEVICE.
     """
     if (reason := why_not(x.device)) is not None:
         raise fault(name, "DEVICE", reason)
     for other in others:
         if other.device != x.device:
-            raise fault(name, "DEVICE", f"it is on {x.device}, something that goes with it on {other.device}")
+            raise fault(name, "DEVICE", f"it is on {x.device}, a different argument is on {other.device}")
 
 
 def floats(name: str, x: torch.Tensor, *, like: torch.Tensor | None = None) -> None:
-    """A type that kernels compute with, and the same as that of `like`.
+    """Check that the dtype is a supported floating-point dtype, equal to that of `like`.
 
     Raises:
         BadKernelInput: KERNEL_DTYPE.
     """
     if x.dtype not in FLOATS:
         known = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
-        raise fault(name, "DTYPE", f"{x.dtype} is none of {known}")
+        raise fault(name, "DTYPE", f"{x.dtype} is not one of {known}")
     if like is not None and x.dtype != like.dtype:
-        raise fault(name, "DTYPE", f"{x.dtype} goes with {like.dtype}; convert one of them")
+        raise fault(name, "DTYPE", f"{x.dtype} does not match {like.dtype}; convert one of them")
 
 
 def typed(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
-    """Exactly this type.
+    """Check that the dtype equals `dtype`.
 
     Raises:
         BadKernelInput: KERNEL_DTYPE.
@@ -64,7 +65,7 @@ def typed(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def dense(name: str, x: torch.Tensor) -> None:
-    """The last dimension lies in memory value after value.
+    """Check that the last dimension is contiguous.
 
     Raises:
         BadKernelInput: KERNEL_STRIDES.
@@ -74,7 +75,7 @@ def dense(name: str, x: torch.Tensor) -> None:
 
 
 def contiguous(name: str, x: torch.Tensor) -> None:
-    """One stretch of memory.
+    """Check that the tensor is contiguous.
 
     Raises:
         BadKernelInput: KERNEL_STRIDES.
@@ -84,7 +85,7 @@ def contiguous(name: str, x: torch.Tensor) -> None:
 
 
 def shaped(name: str, x: torch.Tensor, *shape: int) -> None:
-    """Exactly this shape.
+    """Check that the shape equals `shape`.
 
     Raises:
         BadKernelInput: KERNEL_SHAPE.
@@ -94,30 +95,30 @@ def shaped(name: str, x: torch.Tensor, *shape: int) -> None:
 
 
 def head_dim(name: str, size: int) -> None:
-    """Heads that the kernels can take: an even number of values, so that they rotate, and few enough for registers.
+    """Check the head dimension: even, for rotation, and small enough for registers.
 
     Raises:
         BadKernelInput: KERNEL_HEAD_SIZE.
     """
     if size % 2 or not 2 <= size <= MAX_HEAD_DIM:
-        raise fault(name, "HEAD_SIZE", f"heads of {size} values; even numbers from 2 to {MAX_HEAD_DIM} are supported")
+        raise fault(name, "HEAD_SIZE", f"heads have {size} values; even numbers from 2 to {MAX_HEAD_DIM} are supported")
 
 
 def pool(name: str, pages: torch.Tensor) -> None:
-    """Pages [pages, layers, 2, K, B, D], each head's tokens one stretch.
+    """Check a tensor of pages, [pages, layers, 2, K, B, D], in which the tokens of each head must be contiguous.
 
     Raises:
         BadKernelInput: KERNEL_SHAPE, KERNEL_DTYPE, KERNEL_HEAD_SIZE or KERNEL_STRIDES.
     """
     if pages.ndim != 6 or pages.shape[2] != 2:
-        raise fault(name, "SHAPE", f"{tuple(pages.shape)} are no pages [pages, layers, 2, K, B, D]")
+        raise fault(name, "SHAPE", f"{tuple(pages.shape)} is not [pages, layers, 2, K, B, D]")
     floats(name, pages)
     head_dim(name, pages.shape[5])
     dense(name, pages)
 
 
 def tables(tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], pages: torch.Tensor) -> None:
-    """Every sequence's context has pages in its table, and these are in the pool.
+    """Check that every block table covers its sequence's context, and that all pages in it are in the pool.
 
     Raises:
         BadKernelInput: KERNEL_TABLE.
@@ -128,8 +129,8 @@ def tables(tables: npt.NDArray[np.int64], contexts: npt.NDArray[np.int64], pages
         raise fault(
             "block_tables",
             "TABLE",
-            f"row {row} has room for {tables.shape[1]} blocks; {int(contexts[row])} tokens take {int(needed[row])}",
+            f"row {row} has {tables.shape[1]} blocks; {int(contexts[row])} tokens need {int(needed[row])}",
         )
     used: npt.NDArray[Any] = tables[np.arange(tables.shape[1]) < needed[:, None]]
     if len(used) and not 0 <= int(used.min()) <= int(used.max()) < pages.shape[0]:
-        raise fault("block_tables", "TABLE", f"a page is not among the pool's 0 to {pages.shape[0] - 1}")
+        raise fault("block_tables", "TABLE", f"a page is outside the pool's 0 to {pages.shape[0] - 1}")

@@ -1,6 +1,5 @@
-"""Where Triton's kernels run: a GPU, or Triton's interpreter on the CPU, which is for tests.
-
-Triton decides when a kernel is imported whether it is compiled or interpreted, so this does too.
+"""Device support of the Triton family: GPUs, or, for tests, Triton's interpreter on the CPU. Whether kernels are
+compiled or interpreted is decided when Triton and this module are imported.
 """
 
 from functools import cache
@@ -9,17 +8,18 @@ import torch
 from triton import knobs
 
 INTERPRETED = bool(knobs.runtime.interpret)
-"""Whether the interpreter runs the kernels of this process; `TRITON_INTERPRET=1` before Triton's import says so."""
+"""Whether Triton's interpreter runs the kernels of this process (`TRITON_INTERPRET=1` was set before importing
+Triton)."""
 INTERPRETER = "interpreter"
 
 
 def why_not(device: torch.device) -> str | None:
-    """What keeps the kernels from running on a device; `None`: nothing."""
+    """Return the reason why the kernels cannot run on a device; `None` if they can."""
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            return "the kernels 'triton' need a GPU, and torch sees none here"
+            return "the kernels 'triton' need a GPU, and torch detects none"
         current = torch.cuda.current_device()
-        if device.index not in (None, current):  # Triton would launch on the other one
+        if device.index not in (None, current):  # Triton launches on the current device
             return f"it is on {device}, and cuda:{current} is the current device; call torch.cuda.set_device first"
         return None
     if device.type != "cpu":
@@ -27,14 +27,14 @@ def why_not(device: torch.device) -> str | None:
     if INTERPRETED:
         return None
     return (
-        "the kernels 'triton' need a GPU; the device is the CPU. Take --kernels auto"
+        "the kernels 'triton' need a GPU; the device is the CPU. Use --kernels auto"
         " (for tests, Triton's interpreter: TRITON_INTERPRET=1 in the environment)"
     )
 
 
 @cache
 def device_class(device: torch.device) -> str:
-    """What launch choices go by: `interpreter`, or the generation of the GPU, for example `sm90`."""
+    """Return the device key for launch choices: `interpreter`, or the generation of the GPU, for example `sm90`."""
     if INTERPRETED:
         return INTERPRETER
     major, minor = torch.cuda.get_device_capability(device)

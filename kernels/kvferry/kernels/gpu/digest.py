@@ -1,4 +1,4 @@
-"""128 bits of each page's content, summed up where the page is; `reference_blocks` has the definition."""
+"""Page digest kernel: a 128-bit digest of each page, computed on the device. `reference.blocks` defines the digest."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.blocks import words
 from kvferry.kernels.gpu.launch import choose
-from kvferry.kernels.reference_blocks import MIX_1, MIX_2, SALTS, signed
+from kvferry.kernels.reference.blocks import MIX_1, MIX_2, SALTS, signed
 
 _MIX_1 = tl.constexpr(signed(MIX_1))
 _MIX_2 = tl.constexpr(signed(MIX_2))
@@ -15,7 +15,7 @@ _MIX_2 = tl.constexpr(signed(MIX_2))
 
 @triton.jit
 def _mixed(z: tl.tensor) -> tl.tensor:
-    """SplitMix64's finalizer over int64; the shifts bring in zeros."""
+    """Apply the finalizer of SplitMix64 to int64 values, with logical shifts."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -33,7 +33,7 @@ def _digest(
     turns: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Grid: blocks, parts of a page. sums: [blocks, parts, 2] int64."""
+    """Triton kernel of `digest_blocks`. Grid: (blocks, parts of a page). `sums` is [blocks, parts, 2] int64."""
     number = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     page = pages + tl.load(blocks + number) * page_stride
@@ -52,10 +52,10 @@ def _digest(
 
 
 def digest_blocks(pages: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """See `DeviceOps.digest_blocks`. Reads each page once.
+    """See `DeviceOps.digest_blocks`. Each page is read once.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     check.ready("pages", pages, blocks)
     check.pool("pages", pages)

@@ -1,15 +1,15 @@
-"""Tokens drawn where the logits are, the same ones that the host's sampler draws.
+"""Sampling kernel: top k, top p, min p and the draw on the device, with the same tokens as the host's sampler.
 
-The kept tokens stand in the order of their weights, the lowest id first among equals, and a uniform number of (seed,
-stream, position) falls on one of them (Philox4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC
-2011). Nobody sorts: a place in that order is a weight and a number among its equals, and it is found by halving the
-64 bits of the weight, one sweep over the row each, until one weight is left between the bounds:
+The kept tokens are ordered by weight, lowest id first on ties, and a uniform number, keyed by (seed, stream, position),
+selects a token (Philox4x32-10: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). The kernel does
+not sort: a position in that order is a weight and an index among equal weights. It bisects over the 64 bits of the
+weight, with one sweep over the row per bit, until one weight remains between the bounds:
 
-    sweep      what lies above `middle`:  count or mass   ->  is the place above or below?
+    sweep      count or mass of weights above `middle`   ->  is the position above or below?
 
-Three places are asked for: the k-th token (by count), the end of top p (by mass), the draw (by mass); the smallest
-weight that min p keeps is a plain comparison. All in float64: sums differ from the host's in the order of their
-additions only, so the same token comes but where u falls within 1e-13 or so of a boundary.
+Three positions are searched: the k-th token (by count), the end of top p (by mass) and the draw (by mass); min p needs
+only a comparison. All computations are in float64. Sums differ from the host's sums only in the order of additions, so
+the token is the same unless u is within about 1e-13 of a boundary.
 """
 
 import torch
@@ -18,14 +18,14 @@ import triton.language as tl
 
 from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.launch import choose
-from kvferry.kernels.rows_of_logits import Draws
+from kvferry.kernels.logit_rows import Draws
 
 
 @triton.jit
 def _above(
     weights: tl.tensor, vocabulary: tl.tensor, bound: tl.tensor, is_strict: tl.constexpr, block: tl.constexpr
 ) -> tl.tensor:
-    """(how many, their sum) of the weights above a bound, or at least it."""
+    """Compute (count, sum) of the weights above `bound`, or, unless `is_strict`, of those at least equal to it."""
     counts = tl.zeros([block], tl.int64)
     sums = tl.zeros([block], tl.float64)
     for start in range(0, vocabulary, block):
@@ -46,13 +46,12 @@ def _reached(
     passes: tl.constexpr,
     block: tl.constexpr,
 ) -> tl.tensor:
-    """(weight, what lies above it, its equals) where the order, added up from the heaviest, reaches a target.
-
-    The largest weight w such that all weights of at least w come to the target, or past it if `passes`. Bits of floats
-    that are not negative are in the floats' own order.
+    """Find the weight at which the sum in descending order reaches a target; return (weight, sum above it, number of
+    equal weights). The weight is the largest w such that all weights >= w add up to the target, or exceed it if
+    `passes`. Bisecting over bits is valid, since the bits of non-negative floats are ordered like the floats.
     """
-    low = tl.zeros([], tl.int64)  # the weights of at least this reach the target
-    high = tl.full([], 0x3FF0000000000001, tl.int64)  # just above one: nothing is as heavy
+    low = tl.zeros([], tl.int64)  # the sum of all weights >= `low` reaches the target
+    high = tl.full([], 0x3FF0000000000001, tl.int64)  # just above 1.0, the largest weight
     while high - low > 1:
         middle = low + (high - low) // 2
         count, mass = _above(weights, vocabulary, middle.to(tl.float64, bitcast=True), False, block)
@@ -74,7 +73,8 @@ def _reached(
 def _id_of(
     weights: tl.tensor, vocabulary: tl.tensor, weight: tl.tensor, number: tl.tensor, block: tl.constexpr
 ) -> tl.tensor:
-    """The id of the number-th token of exactly this weight, from 0; the last one if there are fewer."""
+    """Return the id of the `index`-th token, from 0, whose weight equals `weight`; of the last such token if there are
+    fewer."""
     seen = tl.zeros([], tl.int64)
     found = tl.zeros([], tl.int64)
     for start in range(0, vocabulary, block):
@@ -89,7 +89,7 @@ def _id_of(
 
 @triton.jit
 def _uniform(seed: tl.tensor, stream: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """A number in [0, 1) with 53 random bits; `core.philox.uniform`."""
+    """Generate a uniform random number in [0, 1) with 53 random bits, equal to that of `core.philox.uniform`."""
     zero = (position & 0).to(tl.uint32)
     first, second, _, _ = tl.philox(seed, position.to(tl.uint32), stream.to(tl.uint32), zero, zero)
     return ((first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)).to(tl.float64) * 1.1102230246251565e-16
@@ -129,7 +129,7 @@ def _sample(
         else:
             weight = tl.exp((value - peak) / temperature)
         tl.store(weights + token, weight, mask=token < vocabulary)
-    tl.debug_barrier()  # what one thread has stored another loads from here on
+    tl.debug_barrier()  # makes each thread's stores visible to the other threads
 
     if temperature == 0.0:
         token = _id_of(weights, vocabulary, tl.full([], 1.0, tl.float64), tl.zeros([], tl.int64), block)
@@ -156,7 +156,8 @@ def _draw(
     u: tl.tensor,
     block: tl.constexpr,
 ) -> tl.tensor:
-    # What is kept: everything heavier than `edge`, and the first `equals` of those as heavy. At first, all.
+    # Kept tokens: all tokens with weights above `edge`, and the first `equals` tokens with weight `edge`. Initially all
+    # tokens.
     num_kept, kept_mass = _above(weights, vocabulary, tl.zeros([], tl.float64), False, block)
     edge = tl.zeros([], tl.float64)
     if (top_k > 0) & (top_k < num_kept):
@@ -166,7 +167,7 @@ def _draw(
     if top_p < 1.0:
         target = top_p * kept_mass
         weight, above, above_mass, equals = _reached(weights, vocabulary, target, False, False, block)
-        # The shortest beginning that holds the target: so many of the equals as are lacking, at least one.
+        # Shortest prefix that reaches the target: as many tokens of equal weight as needed, at least one.
         lacking = tl.ceil((target - above_mass) / tl.where(weight > 0.0, weight, 1.0)).to(tl.int64)
         held = above + tl.minimum(tl.maximum(lacking, 1), equals)
         if held < num_kept:
@@ -180,22 +181,22 @@ def _draw(
     weight, above, above_mass, equals = _reached(weights, vocabulary, u * kept_mass, False, True, block)
     number = tl.floor((u * kept_mass - above_mass) / tl.where(weight > 0.0, weight, 1.0)).to(tl.int64)
     number = tl.minimum(tl.maximum(number, 0), equals - 1)
-    if above + number >= num_kept:  # only rounding brings u * sum up to the sum: then the last of the kept
+    if above + number >= num_kept:  # only rounding can make u * sum reach the sum; take the last kept token
         weight, above, above_mass, equals = _reached(weights, vocabulary, num_kept.to(tl.float64), True, False, block)
         number = num_kept - 1 - above
     return _id_of(weights, vocabulary, weight, number, block)
 
 
 def sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """See `DeviceOps.sample`. Reads R V logits twice and writes 8 R V bytes of weights, which up to 66 sweeps for each
-    of the draw, top k and top p read again, from the cache where they fit.
+    """See `DeviceOps.sample`. R V logits are read twice, and 8 R V bytes of weights are written. Draw, top k and top p
+    then each read the weights in up to 66 sweeps, from the cache if they fit.
 
     Args:
-        logits: [R, V] float32, or float64 as `adjust_logits` leaves them; no NaN, one finite at least in each row.
-        draws: how.
+        logits: [R, V] float32, or float64 as returned by `adjust_logits`; no NaN, at least one finite value per row.
+        draws: sampling parameters of each row.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     check.ready("logits", logits)
     if logits.dtype != torch.float64:

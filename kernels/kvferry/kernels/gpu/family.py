@@ -1,4 +1,4 @@
-"""The tables of the Triton family. Projections are the GPU's own library's: nobody multiplies matrices faster."""
+"""Operation tables of the Triton family. Projections use cuBLAS through torch."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -8,7 +8,7 @@ from kvferry.kernels.ops import DeviceOps, Linear, Ops
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """cuBLAS through torch."""
+    """See `Ops.pack_linear`. Projections use cuBLAS through torch."""
     return lambda x: F.linear(x, weight, bias)
 
 

@@ -1,12 +1,12 @@
-"""What happens to heads between projection and attention: norm, rotation, the way into pages; in one kernel.
+"""Fused kernel between projection and attention: head norms, rotary embedding, and KV writes to pages.
 
     qkv row    [ q0 .. q(H-1) | k0 .. k(K-1) | v0 .. v(K-1) ]
-                 norm, turn     norm, turn
-                 in place       └──── slot's place in its page ────┘
+                 norm, rotate   norm, rotate
+                 in place       └──── written to the row's KV slot ────┘
 
-Apart, a decoding step would read and write each row three times. `rotate` and `write_kv` are there for whoever wants
-one of the steps alone. The idea of one kernel that reshapes and writes blocks is Kwon et al., Efficient memory
-management for large language model serving with PagedAttention, 2023, section 5.1.
+Without fusion, a decode step would read and write each row three times. `rotate` and `write_kv` are the separate
+operations. The kernel that reshapes and writes blocks in one pass follows Kwon et al., Efficient memory management for
+large language model serving with PagedAttention, 2023, section 5.1.
 """
 
 import torch
@@ -28,7 +28,7 @@ def _turned(
     inside: tl.tensor,
     size: tl.constexpr,
 ) -> tl.tensor:
-    """Both halves of heads, turned by one row's angles."""
+    """Rotate both halves of a row's heads by the row's angles."""
     left = first * tl.load(cos + at, mask=inside, other=0.0) + second * tl.load(sin + at, mask=inside, other=0.0)
     cos += size
     sin += size
@@ -113,8 +113,8 @@ def _place(
     right = tl.where(is_value, second, right).to(qkv.dtype.element_ty)
     tl.store(source, left, mask=inside & is_query)
     tl.store(source + size, right, mask=inside & is_query)
-    slot = tl.load(slots + row).to(tl.int64)  # pools are larger than 2^31 values
-    last_kept = tl.where(slot >= 0, heads + 2 * kv_heads, 0)  # of padding nothing is
+    slot = tl.load(slots + row).to(tl.int64)  # pools can have more than 2^31 values
+    last_kept = tl.where(slot >= 0, heads + 2 * kv_heads, 0)  # padding rows write no keys and values
     is_kept = inside & (head >= heads) & (head < last_kept)
     kv_head = head - heads - tl.where(is_value, kv_heads, 0)
     target = pages + (slot // block_tokens) * page_stride + (slot % block_tokens) * token_stride
@@ -124,10 +124,10 @@ def _place(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """See `Ops.rotate`. Moves T * heads * D values in and out, and 8 T D bytes of angles.
+    """See `Ops.rotate`. T * heads * D values are read and written, and 8 T D bytes of angles are read.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     check.ready("x", x, cos, sin)
     check.floats("x", x)
@@ -153,21 +153,21 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
 
 
 def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
-    """See `Ops.write_kv`. Moves 2 T K D values in and out.
+    """See `Ops.write_kv`. 2 T K D values are read and written.
 
     Args:
-        kv: [T, 2, K, D], each head's values dense, keys before values at K times the heads' stride.
-        pages: the pool.
-        layer: which.
+        kv: [T, 2, K, D]; each head is contiguous, and values follow keys at a distance of K times the stride of heads.
+        pages: all pages of the pool, [pages, layers, 2, K, B, D].
+        layer: index of the layer.
         slots: [T] int64.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     if kv.ndim != 4:
-        raise check.fault("kv", "SHAPE", f"{tuple(kv.shape)} is not [T, 2, K, D]")
+        raise check.fault("kv", "SHAPE", f"its shape is {tuple(kv.shape)}, not [T, 2, K, D]")
     if kv.stride(1) != kv.shape[2] * kv.stride(2):
-        raise check.fault("kv", "STRIDES", "keys and values do not follow each other; call contiguous() on it first")
+        raise check.fault("kv", "STRIDES", "keys and values are not adjacent; call contiguous() on it first")
     _launch(kv.flatten(1, 2), None, None, pages, layer, slots)
 
 
@@ -180,11 +180,11 @@ def place_qkv(
     layer: int,
     slots: torch.Tensor,
 ) -> None:
-    """See `Ops.place_qkv`. Moves T (H + 2 K) D values in and out, and 8 T D bytes of angles. Between norm and rotation
-    nothing is rounded.
+    """See `Ops.place_qkv`. T (H + 2 K) D values are read and written, and 8 T D bytes of angles are read. Values are
+    not rounded between norm and rotation.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     _angles(qkv, cos, sin)
     if norms is not None:
@@ -198,7 +198,7 @@ def place_qkv(
 
 def _angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     if x.ndim != 3:
-        raise check.fault("x", "SHAPE", f"{tuple(x.shape)} is not [T, heads, D]")
+        raise check.fault("x", "SHAPE", f"its shape is {tuple(x.shape)}, not [T, heads, D]")
     check.head_dim("x", x.shape[2])
     for name, angles in (("cos", cos), ("sin", sin)):
         check.ready(name, angles, x)
@@ -225,7 +225,9 @@ def _launch(
     rows, all_heads, head_dim = qkv.shape
     kv_heads = pages.shape[3]
     if head_dim != pages.shape[5] or all_heads < 2 * kv_heads:
-        raise check.fault("qkv", "SHAPE", f"{tuple(qkv.shape)} does not go with pages of {tuple(pages.shape[1:])}")
+        raise check.fault(
+            "qkv", "SHAPE", f"its shape {tuple(qkv.shape)} does not match pages of shape {tuple(pages.shape[1:])}"
+        )
     at_layer = pages.select(1, layer)
     c = choose("place_qkv", qkv.device)
     tile = min(c.sizes["tile"], triton.next_power_of_2(all_heads))

@@ -1,8 +1,8 @@
-"""How kernels are launched, as data: block sizes, warps and stages by operation, device and class of shape.
+"""Launch configurations: block sizes, warps and stages, by operation, device and class of shapes.
 
-The rows are in launch.toml, each with the measurement or the reason behind it. A row for `any` device or shape stands
-in where there is none of its own; the device counts for more than the shape. `trial`, `merged` and `write` are for who
-measures.
+The rows are in launch.toml, each with a measurement or a reason. A row for `any` device or shape is the default if no
+specific row matches; a match of the device has precedence over a match of the shape. `trial`, `merged` and `write` are
+for tuning.
 """
 
 import tomllib
@@ -22,7 +22,7 @@ from kvferry.kernels.gpu.device import INTERPRETED, device_class
 TABLE = Path(__file__).with_name("launch.toml")
 ANY = "any"
 Key = tuple[str, str, str]
-"""Operation, device, class of shapes."""
+"""Key of a row in the table: operation, device, class of shapes."""
 _HEADER = """\
 # How kernels are launched. `device` and `shape` may be "any"; `why` is a measurement (GPU, shape, number) or a reason.
 """
@@ -30,28 +30,28 @@ _HEADER = """\
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One row of the table."""
+    """Launch configuration of an operation, which is one row of the table."""
 
     op: str
     device: str
-    """`any`, `interpreter`, or a GPU's generation, for example `sm90`."""
+    """`any`, `interpreter`, or a GPU generation such as `sm90`."""
     shape: str
-    """`any`, or a class of shapes that the operation's wrapper names."""
+    """`any`, or a class of shapes defined by the operation's wrapper."""
     sizes: Mapping[str, int]
-    """Block sizes by the kernel's own names for them."""
+    """Block sizes, by the names of the kernel's parameters."""
     warps: int
     stages: int
     why: str
 
     @property
     def key(self) -> Key:
-        """What a row is found by."""
+        """Key of the row: operation, device, class of shapes."""
         return self.op, self.device, self.shape
 
     def run(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """Launch a kernel; a grid without programs is no launch.
+        """Launch a kernel, unless the grid is empty.
 
-        Fused additions are asked for by name, because Triton's own default is about to change.
+        FMA fusion is set explicitly, since Triton's default will change.
         """
         if 0 in grid:
             return
@@ -60,14 +60,15 @@ class Choice:
 
 
 _TURN = Lock()
-"""The interpreter keeps the program that it runs in globals; engines of one process have threads of their own."""
+"""Lock that serializes Triton's interpreter, since it has global state and the engines of a process run on separate
+threads."""
 
 
 def choose(op: str, device: torch.device, shape: str = ANY) -> Choice:
-    """The row to launch by.
+    """Select the launch configuration of an operation.
 
     Raises:
-        InvariantBroken: the table has none.
+        InvariantBroken: the table has no matching row.
     """
     key = op, device_class(device), shape
     if _TRIALS:
@@ -83,10 +84,9 @@ _TRIALS: list[tuple[dict[Key, Choice], set[Key]]] = []
 
 @contextmanager
 def trial(rows: Iterable[Choice] = ()) -> Iterator[set[Key]]:
-    """While this lasts, these rows count before the table's, in every thread; plans keep what they were made by.
-    A trial within another begins with that one's rows.
-
-    Gives the keys that are asked for, each with its own device and class of shapes, never `any`.
+    """Override rows of the table within the `with` block, in every thread; existing plans keep their rows. Nested
+    trials inherit the rows of the outer trial. The context's value is the set of keys that operations requested, each
+    with a specific device and class of shapes, never `any`.
     """
     asked: set[Key] = set()
     outer = _TRIALS[-1][0] if _TRIALS else {}
@@ -108,31 +108,31 @@ def _chosen(op: str, device: str, shape: str) -> Choice:
 
 @cache
 def table() -> dict[Key, Choice]:
-    """All rows of the shipped table, read once."""
+    """Return all rows of the shipped table, which is read once."""
     return {row.key: row for row in read(TABLE)}
 
 
 def read(path: Path) -> list[Choice]:
-    """The rows of a table.
+    """Read the rows of a table.
 
     Raises:
-        UsageError: it is not one.
+        UsageError: the file is malformed.
     """
     try:
         rows = tomllib.loads(path.read_text("utf-8"))["choice"]
         return [Choice(**row) for row in rows]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"{path.name} is no table of launch choices: {error}", field="launch") from error
+        raise UsageError(f"{path.name} is not a table of launch choices: {error}", field="launch") from error
 
 
 def merged(rows: Iterable[Choice], measured: Iterable[Choice]) -> list[Choice]:
-    """The rows, those that were measured in place of theirs, sorted."""
+    """Replace rows with measured rows of equal keys; return all rows, sorted."""
     together = {row.key: row for row in rows} | {row.key: row for row in measured}
     return [together[key] for key in sorted(together)]
 
 
 def write(path: Path, rows: Iterable[Choice]) -> None:
-    """Make a table of these rows; `read` reads the same."""
+    """Write rows to a table file; this is the inverse of `read`."""
     path.write_text(_HEADER + "".join(f"\n{_section(row)}" for row in rows), "utf-8")
 
 

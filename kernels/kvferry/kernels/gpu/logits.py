@@ -1,7 +1,8 @@
-"""What requests wish of their logits, done where the logits are, and the log-probabilities of what was drawn.
+"""Logit kernels: bias, penalties, bans and grammar masks on the device, and log-probabilities of sampled tokens.
 
-Everything is float64, as in the sampler of the host (`engine/sampler.py`), so that a token is the same wherever it is
-drawn. Only rows that wish something pay for it: lists of tokens, not tables as wide as the vocabulary.
+All computations are in float64, as in the host's sampler (`engine/run/sampler.py`), so that a token does not depend on
+the device that samples it. Adjustments are lists of tokens, not tables over the vocabulary, so that rows without
+adjustments cost nothing.
 """
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.launch import choose
-from kvferry.kernels.rows_of_logits import Adjustments, TokenLists
+from kvferry.kernels.logit_rows import Adjustments, TokenLists
 
 _ADD, _REPEAT, _TAKE, _BAN = range(4)
 
@@ -58,19 +59,20 @@ def _adjust_allowed(
     tl.store(logits + row * vocabulary + token, never, mask=is_out & (token < vocabulary))
 
 
-def adjust_logits(logits: torch.Tensor, wishes: Adjustments) -> torch.Tensor:
-    """See `DeviceOps.adjust_logits`. Moves 12 R V bytes for the copy, 24 a listed token, V / 8 a row with a grammar and
-    8 a token that it forbids. The penalties are Keskar et al., CTRL, 2019, and OpenAI's.
+def adjust_logits(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
+    """See `DeviceOps.adjust_logits`. Memory traffic in bytes: 12 R V for the copy, 24 per listed token, V / 8 per row
+    with a grammar, and 8 per token that the grammar forbids. Penalties follow Keskar et al., CTRL, 2019, and OpenAI's
+    API.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     check.ready("logits", logits)
     check.typed("logits", logits, torch.float32)
     rows, vocabulary = logits.shape
     out = logits.to(torch.float64, memory_format=torch.contiguous_format)
     for name, what in (("bias", _ADD), ("seen", _REPEAT), ("generated", _TAKE), ("banned", _BAN)):
-        lists: TokenLists | None = getattr(wishes, name)
+        lists: TokenLists | None = getattr(adjustments, name)
         if lists is not None:
             _check_lists(name, lists, logits)
             c = choose("adjust_listed", logits.device)
@@ -79,16 +81,22 @@ def adjust_logits(logits: torch.Tensor, wishes: Adjustments) -> torch.Tensor:
                 _adjust_listed, grid, out, lists.starts, lists.ids, lists.values, vocabulary, what=what,
                 block=c.sizes["block"],
             )  # fmt: skip
-    if wishes.allowed is not None:
-        check.ready("allowed", wishes.allowed, logits)
-        check.typed("allowed", wishes.allowed, torch.int32)
-        check.contiguous("allowed", wishes.allowed)
-        words = wishes.allowed.shape[1]
-        check.shaped("allowed", wishes.allowed, rows, words)
+    if adjustments.allowed is not None:
+        check.ready("allowed", adjustments.allowed, logits)
+        check.typed("allowed", adjustments.allowed, torch.int32)
+        check.contiguous("allowed", adjustments.allowed)
+        words = adjustments.allowed.shape[1]
+        check.shaped("allowed", adjustments.allowed, rows, words)
         c = choose("adjust_allowed", logits.device)
         block = c.sizes["block"]
         c.run(
-            _adjust_allowed, (rows, triton.cdiv(vocabulary, block)), out, wishes.allowed, vocabulary, words, block=block
+            _adjust_allowed,
+            (rows, triton.cdiv(vocabulary, block)),
+            out,
+            adjustments.allowed,
+            vocabulary,
+            words,
+            block=block,
         )
     return out
 
@@ -126,7 +134,7 @@ def _log_probabilities(
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """See `DeviceOps.log_probabilities`. Reads the rows twice, 8 R V bytes, of which the second pass finds much in the
+    """See `DeviceOps.log_probabilities`. The rows are read twice, 8 R V bytes in total, the second time mostly from the
     cache.
 
     Args:
@@ -134,7 +142,7 @@ def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
         tokens: [R] int64, below V.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     check.ready("logits", logits, tokens)
     check.typed("logits", logits, torch.float32)

@@ -1,6 +1,6 @@
-"""RMSNorm (Zhang and Sennrich, 2019), alone and with the residual's addition: a row stays in registers, read once.
+"""RMSNorm kernels (Zhang and Sennrich, 2019), plain and fused with the residual addition; each row is read once.
 
-Rows may be the heads of a wider tensor: row r is `inner` of `outer`, each with its stride.
+Rows may be the heads of a wider tensor: row r has an outer and an inner index, each with its own stride.
 """
 
 import torch
@@ -11,7 +11,7 @@ from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.launch import choose
 
 MAX_COLUMNS = 65536
-"""Of one row; more do not fit into the registers of one program."""
+"""Maximum number of values per row; more values do not fit into the registers of a program."""
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _rms_norm(
     values = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if adds:
         sums = residual + row * residual_stride + column
-        # Rounded as it is kept, so that the norm is that of what the next layer adds to.
+        # The sum is rounded like the stored residual, so that the norm is computed from the stored values.
         rounded = (values + tl.load(sums, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(sums, rounded, mask=inside)
         values = rounded.to(tl.float32)
@@ -54,9 +54,9 @@ def _run(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, e
     check.shaped("weight", weight, columns)
     check.contiguous("weight", weight)
     if columns > MAX_COLUMNS:
-        raise check.fault("x", "SHAPE", f"rows of {columns} values; at most {MAX_COLUMNS} are supported")
+        raise check.fault("x", "SHAPE", f"rows have {columns} values; at most {MAX_COLUMNS} are supported")
     if x.ndim > 3:
-        raise check.fault("x", "SHAPE", f"{x.ndim} dimensions; 1 to 3 are supported")
+        raise check.fault("x", "SHAPE", f"it has {x.ndim} dimensions; 1 to 3 are supported")
     inner = x.shape[1] if x.ndim == 3 else 1
     inner_stride = x.stride(1) if x.ndim == 3 else 0
     outer_stride = x.stride(0) if x.ndim > 1 else 0
@@ -83,33 +83,34 @@ def _run(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, e
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See `Ops.rms_norm`. Moves as many values in as out; sums in float32, rounds once.
+    """See `Ops.rms_norm`. Every value is read and written once. Sums are in float32, and the result is rounded once.
 
     Args:
-        x: [n], [T, n] or [T, heads, n], its last dimension dense.
-        weight: [n] of the same type.
+        x: [n], [T, n] or [T, heads, n], with a contiguous last dimension.
+        weight: [n], with the dtype of `x`.
         epsilon: added to the mean square.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     return _run(x, None, weight, epsilon)
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See `Ops.add_rms_norm`. Moves 2 T n values in and 2 T n out; apart, the two steps would move half as many again.
+    """See `Ops.add_rms_norm`. 2 T n values are read and 2 T n are written; without fusion, memory traffic would be 50 %
+    higher.
 
     Args:
         x: [T, n].
-        residual: [T, n], becomes the sum.
+        residual: [T, n], replaced by the sum.
         weight: [n].
         epsilon: added to the mean square.
 
     Raises:
-        BadKernelInput: a type, a shape, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, shape, stride or device.
     """
     if x.ndim != 2:
-        raise check.fault("x", "SHAPE", f"{x.ndim} dimensions, not [T, n]")
+        raise check.fault("x", "SHAPE", f"it has {x.ndim} dimensions, not [T, n]")
     check.ready("residual", residual, x)
     check.shaped("residual", residual, *x.shape)
     check.floats("residual", residual, like=x)

@@ -1,18 +1,19 @@
-"""A step's attention cut into tiles: who attends together over which keys, worked out once for all layers.
+"""Attention plan: divides a step's attention into tiles and partitions of keys, once for all layers.
 
-A tile is up to `queries` rows of one sequence, each with the H / K heads that share a KV head, over keys of one table:
+A tile has up to `queries` rows of a sequence, each with the H / K heads that share a KV head, and a range of keys:
 
-    tile rows    row 0: heads 0..g-1 | row 1: heads 0..g-1 | ..      as rows of one small matrix, so that
-    keys         begin ........ full ........ end                    no key is read twice for them
-                 seen by all rows    seen by some
+    tile rows    row 0: heads 0..g-1 | row 1: heads 0..g-1 | ..      rows of one small matrix, so that
+    keys         begin ........ full ........ end                    each key is read once
+                 all rows            some rows (masked)
 
-Sequences with few rows (decoding) have small tiles, and their keys are cut into partitions counted from the beginning
-of the sequence, so that one long context keeps a whole GPU busy (Dao et al., Flash-Decoding, 2023); `merge` puts the
-parts together in order. Where a cut falls depends on the sequence alone, so a row's result does not depend on its
-batch. Sequences that begin with the same pages can have their whole shared partitions computed once, in tiles that
-hold rows of all of them: cascade attention (Ye et al., FlashInfer, 2025, section 3; Juravsky et al., Hydragen, 2024).
+Sequences with few rows (decode) have small tiles, and their keys are split into partitions, which are counted from the
+beginning of the sequence, so that one long context occupies a whole GPU (Dao et al., Flash-Decoding, 2023);
+`merge_parts` combines the partial results in order. The boundaries depend only on the sequence, so a row's result does
+not depend on its batch. The common partitions of sequences with a common prefix of pages can be computed once, in tiles
+with rows of all these sequences: cascade attention (Ye et al., FlashInfer, 2025, section 3; Juravsky et al., Hydragen,
+2024).
 
-All numbers reach the device in one copy.
+All arrays of a plan are sent to the device in one copy.
 """
 
 from collections.abc import Sequence
@@ -30,61 +31,63 @@ from kvferry.kernels.ops import AttentionPlan
 
 Ints = npt.NDArray[np.int64]
 _ALIGNED = 4
-"""Numbers that every part begins at a multiple of: Triton compiles a kernel anew for another alignment."""
+"""Alignment in elements of each array, since Triton recompiles a kernel if the alignment of a pointer changes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """Tiles of one size; one launch."""
+    """Tiles with the same number of rows, which one launch computes."""
 
     choice: Choice
     rows: int
-    """Of a tile's matrix: queries times heads, padded to a power of two."""
+    """Number of rows of a tile's matrix: queries times heads, padded to a power of two."""
     partition: int
-    """Keys; 0: not cut."""
+    """Keys per partition; 0 if the tiles are not partitioned."""
     count: int
     numbers: torch.Tensor
-    """[6, count] int32: table row, first listed row, listed rows, begin, full, end."""
+    """[6, count] int32, per tile: row of the block tables, index of its first row in `listed`, number of its rows
+    there, and the key positions begin, full, end."""
     listed: torch.Tensor
-    """[..] int32: the tiles' rows, as indices into `members`."""
+    """[..] int32: rows of all tiles, as indices into `members`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
-    """Rows of the batch that some tiles compute."""
+    """Rows of the batch that are computed by a set of tiles."""
 
     count: int
     rows: torch.Tensor
-    """[count] int32: where they are in the batch."""
+    """[count] int32: indices of the rows in the batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What every layer's launches share."""
+    """Attention plan of a step, shared by the launches of all layers."""
 
     num_rows: int
     num_heads: int
     shape: tuple[int, ...]
-    """Of one page."""
+    """Shape of a page, [layers, 2, K, B, D]."""
     tables: torch.Tensor
-    """[sequences, blocks] int32."""
+    """Block tables, [sequences, blocks] int32."""
     positions: torch.Tensor
-    """[T] int32."""
+    """Position of each row, [T] int32."""
     large: Tiles | None
     large_members: Members | None
     small: tuple[Tiles, ...]
-    """Those with partitions: one sequence's own, then those of shared prefixes."""
+    """Partitioned tiles: first those of single sequences, then those of shared prefixes."""
     small_members: Members | None
     num_partitions: int
-    """Of the longest context among the small members; at most, where the device alone knows lengths."""
+    """Number of partitions of the longest context among the small members; an upper bound if lengths are only on the
+    device."""
     has_shared: bool
     is_open: bool = False
-    """The device alone knows lengths, so a launch must not have a program for each partition that there could be."""
+    """Whether context lengths are only on the device. A launch then has fewer programs than possible partitions."""
 
 
 @dataclass(slots=True)
 class _Upload:
-    """Parts of one array on the host."""
+    """Collection of arrays that are sent to the device in one copy."""
 
     parts: list[Ints] = field(default_factory=list)
     used: int = 0
@@ -105,7 +108,7 @@ class _Upload:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Tiles before they are on the device."""
+    """Tiles on the host, before the copy to the device."""
 
     choice: Choice
     rows: int
@@ -118,7 +121,7 @@ def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -
     """See `Ops.plan_attention`.
 
     Raises:
-        BadKernelInput: the pages are not such as the kernels read, or a table is too short for its context.
+        BadKernelInput: the pages are not supported, or a block table is too short for its context.
     """
     return plan_cascade(batch, pages, num_heads, ())
 
@@ -129,13 +132,15 @@ def plan_cascade(
     """See `DeviceOps.plan_cascade`.
 
     Raises:
-        BadKernelInput: as `plan_attention`, or a shared prefix is none.
+        BadKernelInput: an error of `plan_attention`, or a shared prefix is invalid.
     """
     check.ready("pages", pages)
     check.pool("pages", pages)
     queries, contexts = batch.queries, batch.contexts
     if (len(queries) and int((contexts - queries).min()) < 0) or int(queries.min(initial=1)) < 1:
-        raise check.fault("queries", "SHAPE", "a sequence has no row, or more rows than context")
+        raise check.fault(
+            "queries", "SHAPE", "every sequence must have at least 1 row and at most as many rows as tokens of context"
+        )
     check.tables(batch.block_tables, contexts, pages)
     group = _group(num_heads, pages)
     starts = np.cumsum(queries) - queries
@@ -160,12 +165,12 @@ def plan_cascade(
         cuts.append(_Cut(small_choice, small_rows, partition, own, np.arange(len(small_members))))
         cuts += _shared_cuts([j for j in joint if j[0]], shared, group, pages)
     elif shared:
-        raise check.fault("shared", "SHAPE", "no sequence of the batch computes few rows; there is nothing to share")
+        raise check.fault("shared", "SHAPE", "no sequence of the batch has few enough rows to share a prefix")
     if len(large):
         choice = choose("attend_large", pages.device, _shape(pages))
         rows = max(choice.sizes["rows"], triton.next_power_of_2(group))
         numbers = _tiles(large, queries, contexts, rows // group, np.zeros(len(queries), np.int64))
-        heaviest = np.argsort(-numbers[5], kind="stable")  # first, so that none of them is left for the end
+        heaviest = np.argsort(-numbers[5], kind="stable")  # heaviest tiles first, to balance the load
         cuts.append(_Cut(choice, rows, 0, numbers[:, heaviest], np.arange(len(large_members))))
 
     upload = _Upload()
@@ -193,10 +198,10 @@ def plan_cascade(
 
 
 def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
-    """See `DeviceOps.plan_rows`. What it makes is made on the device, by launches that can be captured.
+    """See `DeviceOps.plan_rows`. The plan is computed on the device by launches that can be captured.
 
     Raises:
-        BadKernelInput: the pages are not such as the kernels read, or the rows are of other types or elsewhere.
+        BadKernelInput: the pages are not supported, or dtypes or devices of the rows are wrong.
     """
     check.ready("pages", pages, rows.tables, rows.places, rows.contexts)
     check.pool("pages", pages)
@@ -207,7 +212,7 @@ def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> Attentio
         check.shaped(name, part, len(rows.places))
     if not 1 <= rows.most_tokens <= rows.tables.shape[1] * pages.shape[4]:
         raise check.fault(
-            "most_tokens", "TABLE", f"{rows.most_tokens} tokens in tables of {rows.tables.shape[1]} blocks"
+            "most_tokens", "TABLE", f"{rows.most_tokens} tokens exceed tables of {rows.tables.shape[1]} blocks"
         )
     choice = choose("attend_small", pages.device, _shape(pages))
     count, partition = len(rows.places), choice.sizes["partition"]
@@ -239,18 +244,19 @@ def _group(num_heads: int, pages: torch.Tensor) -> int:
         raise check.fault("q", "SHAPE", f"{num_heads} query heads cannot share {kv_heads} KV heads evenly")
     group = num_heads // kv_heads
     if group > 128:
-        raise check.fault("q", "SHAPE", f"{group} query heads to a KV head; at most 128 are supported")
+        raise check.fault("q", "SHAPE", f"{group} query heads per KV head; at most 128 are supported")
     return group
 
 
 def _shape(pages: torch.Tensor) -> str:
-    """The class of shapes that launches go by: heads padded, and how wide a value is."""
+    """Return the class of shapes for launch choices: padded head dimension and bytes per value."""
     wide = "32bit" if pages.dtype == torch.float32 else "16bit"
     return f"d{max(16, triton.next_power_of_2(pages.shape[5]))}-{wide}"
 
 
 def _tiles(sequences: Ints, queries: Ints, contexts: Ints, most: int, begins: Ints) -> Ints:
-    """[6, tiles], each of at most `most` rows, of these sequences in order; their rows are listed in order too."""
+    """Split sequences into tiles of at most `most` rows; return [6, tiles], in order. The tiles' rows are listed in the
+    same order."""
     each = -(-queries[sequences] // most)
     owner = np.repeat(sequences, each)
     index = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
@@ -269,23 +275,28 @@ def _joint(
     partition: int,
     pages: torch.Tensor,
 ) -> tuple[int, Ints]:
-    """Tokens that are computed for all of a prefix's sequences at once, whole partitions, and the small members."""
+    """Return the number of tokens (in whole partitions) to compute jointly for all sequences of a prefix, and the small
+    members of these sequences."""
     members = np.array(prefix.members, np.int64)
     if len(set(prefix.members)) != len(members) or not np.isin(members, np.flatnonzero(is_small)).all():
-        raise check.fault("shared", "SHAPE", f"sequences {prefix.members} are not all different ones with few rows")
+        raise check.fault("shared", "SHAPE", f"members={prefix.members} must be distinct sequences with few rows")
     computed = batch.contexts[members] - batch.queries[members]
     if prefix.tokens > int(computed.min()):
-        raise check.fault("shared", "SHAPE", f"{prefix.tokens} shared tokens; a member had computed {computed.min()}")
+        raise check.fault(
+            "shared", "SHAPE", f"{prefix.tokens} shared tokens, but a member has only {computed.min()} computed tokens"
+        )
     blocks = batch.block_tables[members, : -(-prefix.tokens // pages.shape[4])]
     if (blocks != blocks[0]).any():
-        raise check.fault("shared", "TABLE", f"the first {prefix.tokens} tokens are not on the same pages for all")
+        raise check.fault(
+            "shared", "TABLE", f"the first {prefix.tokens} tokens are not on the same pages for all members"
+        )
     return prefix.tokens // partition * partition, np.flatnonzero(np.isin(owner[small_members], members))
 
 
 def _shared_cuts(
     joint: list[tuple[int, Ints]], shared: Sequence[SharedPrefix], group: int, pages: torch.Tensor
 ) -> list[_Cut]:
-    """The tiles of all prefixes that are worth one."""
+    """Build the tiles for all prefixes for which sharing reduces the work."""
     if not joint:
         return []
     small, choice = (choose(op, pages.device, _shape(pages)) for op in ("attend_small", "attend_shared"))

@@ -1,4 +1,4 @@
-"""Row by row: rows of a table by their numbers, and the gated unit of the MLP. Bound by memory alone."""
+"""Row kernels: gather of table rows (embedding, logit rows), and SiLU gating of the MLP. Both are memory bound."""
 
 import torch
 import triton
@@ -22,33 +22,33 @@ def _take_rows(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     number = tl.load(numbers + row).to(tl.int64)
-    # A number out of the table reads nothing and gives zeros.
+    # A row whose index is out of range is not read; the result is zeros.
     readable = tl.where((number >= 0) & (number < known), columns, 0)
     values = tl.load(table + number * row_stride + column, mask=column < readable, other=0.0)
     tl.store(out + row * out_stride + column, values, mask=column < columns)
 
 
 def take_rows(table: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Rows of a table: token embeddings, or the rows whose logits are wanted.
+    """Gather rows of a table: token embeddings, or the rows whose logits are needed.
 
-    Moves R * n values in and out, and 8 R bytes of numbers.
+    R * n values are read and written, and the row indices are read.
 
     Args:
-        table: [rows, n], rows dense.
-        numbers: [R] int64 or int32.
+        table: [rows, n], each row contiguous.
+        numbers: row indices, [R] int64 or int32.
 
     Returns:
-        [R, n]
+        The selected rows, [R, n].
 
     Raises:
-        BadKernelInput: a type, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, stride or device.
     """
     check.ready("table", table, numbers)
     check.floats("table", table)
     check.dense("table", table)
     check.contiguous("numbers", numbers)
     if numbers.dtype not in (torch.int64, torch.int32):
-        raise check.fault("numbers", "DTYPE", f"{numbers.dtype} are no row numbers; int64 or int32 are")
+        raise check.fault("numbers", "DTYPE", f"{numbers.dtype} is not supported; use int64 or int32")
     columns = table.shape[1]
     out = table.new_empty(len(numbers), columns)
     c = choose("take_rows", table.device)
@@ -73,16 +73,16 @@ def _silu_mul(
     source = gate_up + row * row_stride + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-    small = tl.exp(-tl.abs(gate))  # never overflows
+    small = tl.exp(-tl.abs(gate))  # the exponential cannot overflow
     share = tl.where(gate >= 0, 1.0, small) / (1.0 + small)
     tl.store(out + row * columns + column, (gate * share * up).to(out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `Ops.silu_mul` (Shazeer, GLU variants improve transformer, 2020). Moves 2 T n values in and T n out.
+    """See `Ops.silu_mul` (Shazeer, GLU variants improve transformer, 2020). 2 T n values are read and T n are written.
 
     Raises:
-        BadKernelInput: a type, a stride or a device that this does not take.
+        BadKernelInput: unsupported dtype, stride or device.
     """
     check.ready("gate_up", gate_up)
     check.floats("gate_up", gate_up)

@@ -1,11 +1,11 @@
-"""Attention of one tile of rows over pages: scores, running softmax and weighted values, tile of keys by tile of keys.
+"""Paged attention kernels: online softmax for a tile of rows over tiles of keys, and the merge of partitions.
 
-The online softmax is Dao et al., FlashAttention, 2022 (algorithm 1) in powers of two; reading keys through a table of
-pages is Kwon et al., PagedAttention, 2023. Keys that all rows of the tile see come first and need no mask at all. Only
-those from `full` to `end` are masked, and of their slots nothing beyond `end` is read: neither a table's unused places
-nor what stands in a page's unfilled slots, since zero times NaN is NaN.
+The online softmax is that of Dao et al., FlashAttention, 2022 (algorithm 1), in powers of two; keys are read through a
+block table as in Kwon et al., PagedAttention, 2023. Keys visible to all rows of the tile come first and need no mask.
+Only keys from `full` to `end` are masked. Unused table entries and unfilled slots of a page, which are beyond `end`,
+are not read, since zero times NaN is NaN.
 
-Sums are float32. Products of float32 inputs are true float32 (`ieee`), because that is what float32 was asked for.
+Sums are accumulated in float32. Products of float32 inputs use full float32 precision (`ieee`), not TF32.
 """
 
 import triton
@@ -16,7 +16,8 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _product(a: tl.tensor, b: tl.tensor, precision: tl.constexpr, widens: tl.constexpr) -> tl.tensor:
-    """Matrix product into float32. The interpreter cannot multiply bfloat16, hence `widens`."""
+    """Multiply matrices into float32; `widens` converts the inputs first, since the interpreter cannot multiply
+    bfloat16."""
     if widens:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -50,14 +51,14 @@ def _absorb(
     precision: tl.constexpr,
     widens: tl.constexpr,
 ) -> tl.tensor:
-    """One tile of keys more: (sum of weights, highest score, weighted values)."""
+    """Accumulate a tile of keys into (sum of weights, maximum score, weighted values)."""
     token = start + tl.arange(0, num_keys)
     at = tl.arange(0, dim)
     if is_masked:
         page = tl.load(table + token // block_tokens, mask=token < end, other=0)
     else:
         page = tl.load(table + token // block_tokens)
-    # 64 bits: a pool has more than 2^31 values.
+    # Offsets need 64 bits, since a pool may have more than 2^31 values.
     source = pages + page.to(tl.int64)[:, None] * page_stride
     source = source + (token % block_tokens)[:, None] * token_stride + at[None, :]
     if is_masked:
@@ -74,7 +75,7 @@ def _absorb(
     scores = _product(queries, tl.trans(keys), precision, widens)
     if is_capped:
         bounded = 2.0 * scores * scale / soft_cap
-        small = tl.exp2(-tl.abs(bounded) * _LOG2E)  # tanh(x / 2) without overflow
+        small = tl.exp2(-tl.abs(bounded) * _LOG2E)  # for tanh(x / 2) without overflow
         tangent = (1.0 - small) / (1.0 + small)
         scores = tl.where(bounded >= 0, tangent, -tangent) * soft_cap * _LOG2E
     else:
@@ -87,7 +88,7 @@ def _absorb(
     higher = tl.maximum(peak, tl.max(scores, axis=1))
     reached = higher
     if is_masked:
-        reached = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        reached = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: no visible key of the row so far
     weights = tl.exp2(scores - reached[:, None])
     shrink = tl.exp2(peak - reached)
     total = total * shrink + tl.sum(weights, axis=1)
@@ -120,7 +121,7 @@ def _over_keys(
     precision: tl.constexpr,
     widens: tl.constexpr,
 ) -> tl.tensor:
-    """All keys from `begin` to `end`: (sum of weights, highest score, weighted values)."""
+    """Accumulate all keys from `begin` to `end`; return (sum of weights, maximum score, weighted values)."""
     total = tl.zeros([num_rows], tl.float32)
     peak = tl.full([num_rows], float("-inf"), tl.float32)
     values_sum = tl.zeros([num_rows, dim], tl.float32)
@@ -177,12 +178,12 @@ def _one_part(
     precision: tl.constexpr,
     widens: tl.constexpr,
 ) -> None:
-    """One partition of a tile, into its place among the parts."""
+    """Compute one partition of a tile and store its partial result."""
     total, peak, values_sum = _over_keys(
         queries, position, begin, full, end, pages, tables, page_stride, value_stride, token_stride, scale, soft_cap,
         window, head_dim, dim, block_tokens, num_rows, num_keys, is_capped, is_windowed, precision, widens,
     )  # fmt: skip
-    nothing = total == 0.0  # a windowed row may see nothing of its tile's partition
+    nothing = total == 0.0  # true if no key of the partition is in the row's window
     some = tl.where(nothing, 1.0, total)
     place = (member.to(tl.int64) * heads + head) * num_partitions + cut
     tl.store(part_peaks + place, tl.where(nothing, float("-inf"), peak + tl.log2(some)), mask=is_row)
@@ -228,24 +229,27 @@ def attend_tiles(
     precision: tl.constexpr,
     widens: tl.constexpr,
 ) -> None:
-    """Grid: tiles, KV heads, programs that share a tile's partitions (1 where they are not cut). Reads of each KV
-    head's keys and values once what the tile sees, 4 D bytes a token at 16 bits; writes D values a row and head, or
-    D + 1 float32 a partition.
+    """Compute attention for tiles of rows. Grid: (tiles, KV heads, programs that share a tile's partitions, or 1 if
+    tiles are not partitioned).
+
+    The visible keys and values of each KV head are read once, 4 D bytes per token at 16 bits. D values are written per
+    row and head, or D + 1 float32 values per partition.
 
     Args:
-        out: [T, H * D], written where tiles are not cut.
-        parts: [members, H, partitions, D] float32, each divided by its own sum of weights, where they are.
-        part_peaks: [members, H, partitions] float32, the logarithm to base 2 of the sum of weights.
+        out: [T, H * D]; written if tiles are not partitioned.
+        parts: [members, H, partitions, D] float32; written if tiles are partitioned, each part divided by its sum of
+            weights.
+        part_peaks: [members, H, partitions] float32: logarithm to base 2 of each part's sum of weights.
         q: [T, H, D], strided.
-        pages: at the layer: [pages, 2, K, B, D], strided.
+        pages: the layer's part of the pages, [pages, 2, K, B, D], strided.
         tables: [sequences, blocks] int32.
-        tiles: [6, tiles] int32, `plan.Tiles.numbers`.
+        tiles: [6, tiles] int32; see `plan.Tiles.numbers`.
         listed: [..] int32.
         members: [..] int32.
         positions: [T] int32.
         sinks: [H] float32.
-        partition: keys; 0: not cut.
-        shares: whether a program computes several partitions of its tile, else one.
+        partition: keys per partition; 0 if not partitioned.
+        shares: whether a program computes several partitions of its tile instead of one.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -278,7 +282,7 @@ def attend_tiles(
     pages += kv_head * page_head_stride
     tables += table.to(tl.int64) * table_stride
     if partition:
-        if shares:  # a loop costs registers, so only those launches have one that must
+        if shares:  # a loop costs registers, so only launches that need it have it
             for start in range(begin_here, end, tl.num_programs(2) * partition):
                 _one_part(
                     parts, part_peaks, member, heads, head, num_partitions, is_row, is_value, at, queries, position,
@@ -326,17 +330,17 @@ def merge_parts(
     is_windowed: tl.constexpr,
     has_sinks: tl.constexpr,
 ) -> None:
-    """Grid: members, H. A row's partitions into its result, in their order whatever the batch; the same formula that
-    merges a shared prefix with what follows it: weights by log-sum-exp.
+    """Merge a row's partitions, weighted by log-sum-exp, in an order that does not depend on the batch; also merge a
+    shared prefix with the rest of a sequence. Grid: (members, H).
 
-    Reads (D + 1) * 4 bytes a partition, writes D values.
+    (D + 1) * 4 bytes are read per partition, and D values are written.
     """
     member = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     row = tl.load(members + member)
     position = tl.load(positions + row)
-    last = (position + partition) // partition  # of padding, at position -1, there is none
+    last = (position + partition) // partition  # 0 for padding rows, whose position is -1
     low = 0
     if is_windowed:
         low = tl.maximum(position - window + 1, 0) // partition
@@ -363,6 +367,6 @@ def merge_parts(
         higher = tl.maximum(peak, sink)
         total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
         values_sum = values_sum * tl.exp2(peak - higher)
-    total = tl.where(total > 0.0, total, 1.0)  # padding gives zeros
+    total = tl.where(total > 0.0, total, 1.0)  # padding rows become zeros
     target = out + (row.to(tl.int64) * heads + head) * head_dim + at
     tl.store(target, (values_sum / total).to(out.dtype.element_ty), mask=at < head_dim)

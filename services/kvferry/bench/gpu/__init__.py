@@ -1,1 +1,1 @@
-"""What `kvferry bench kernels` and `make bench-gpu` measure on a GPU, and how."""
+"""GPU benchmarks: kernels compared with other libraries, decode steps, and the kernel tuner."""

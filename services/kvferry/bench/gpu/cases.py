@@ -1,7 +1,7 @@
-"""One measured operation with its inputs on a device: what runs it, and what else is run beside it.
+"""Benchmark cases: an operation with inputs on a device, its action, and the actions of other libraries.
 
-An action is made anew for each trial of launch choices, because plans keep theirs, and because some operations change
-their inputs. Its first result tells whether two ways of computing are the same thing.
+A new action is created for each trial of a launch choice, because plans store their launch choice and some operations
+modify their inputs. The first results are compared to check that two implementations compute the same values.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,36 +12,36 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.bench.formulas.gpu_work import Spec
 from kvferry.bench.gpu import peers
 from kvferry.bench.gpu.timing import Action
-from kvferry.bench.gpu.work import Spec
 from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.logit_rows import Draws
 from kvferry.kernels.ops import DeviceOps, Ops, device_ops_for, ops_for
-from kvferry.kernels.rows_of_logits import Draws
 
 _SEED = 1
 _EPSILON = 1e-5
 _SPREAD_OF_LOGITS = 4.0
 _UNITS = 64
-"""In the last place, of the largest value, by which two good results may differ."""
+"""Maximum difference of two correct results, in units in the last place of the largest value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One spec's inputs."""
+    """The inputs and actions for a spec."""
 
     spec: Spec
     make: Callable[[], Action]
-    """An action over kvferry's own kernels, its inputs as they were."""
+    """Function that creates an action of kvferry's kernels with new inputs."""
     peers: Mapping[str, Callable[[], Action]] = field(default_factory=dict)
-    """Others, by name; making one raises ImportError where it is not installed."""
+    """Factories of other libraries' actions by name; a factory raises ImportError if the library is not installed."""
     is_comparable: bool = True
-    """Whether peers compute the same values; other random draws are as right."""
+    """Whether peers must compute the same values; results of random sampling may differ."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
-    """Where and with what."""
+class _Setup:
+    """Device, dtype and kernels of a case."""
 
     device: torch.device
     dtype: torch.dtype
@@ -62,30 +62,30 @@ class _Here:
 
 
 def make_case(spec: Spec, device: torch.device, dtype: torch.dtype) -> Case:
-    """Inputs of a spec, drawn.
+    """Create a case for a spec, with random inputs.
 
     Raises:
-        UsageError: the Triton family does not run there.
+        UsageError: the Triton family does not run on the device.
     """
-    here = _Here(device, dtype, ops_for(device, "triton"), device_ops_for(device, "triton"), ops_for(device, "torch"))
+    here = _Setup(device, dtype, ops_for(device, "triton"), device_ops_for(device, "triton"), ops_for(device, "torch"))
     return _CASES[spec.op](spec, here)
 
 
-def _decode(s: Spec, here: _Here) -> Case:
+def _decode(s: Spec, here: _Setup) -> Case:
     batch, context = s["batch"], s["context"]
     queries, contexts = np.ones(batch, np.int64), np.full(batch, context)
     return _attention(s, here, queries, contexts, peers.decode_attention)
 
 
-def _prefill(s: Spec, here: _Here) -> Case:
+def _prefill(s: Spec, here: _Setup) -> Case:
     queries, contexts = np.array([s["tokens"]]), np.array([s["tokens"] + s["history"]])
-    # A chunk over a history would need a mask from torch, and then it no longer takes its fast kernels.
+    # A chunk after a cached prefix needs a mask in torch, which then does not use its fast kernels.
     return _attention(s, here, queries, contexts, None if s["history"] else peers.prefill_attention)
 
 
 def _attention(
     s: Spec,
-    here: _Here,
+    here: _Setup,
     queries: npt.NDArray[np.int64],
     contexts: npt.NDArray[np.int64],
     others: Callable[[peers.Attention], Mapping[str, Callable[[], Action]]] | None,
@@ -105,9 +105,9 @@ def _attention(
     return Case(s, make, others(given) if others else {})
 
 
-def _add_rms_norm(s: Spec, here: _Here) -> Case:
+def _add_rms_norm(s: Spec, here: _Setup) -> Case:
     residual, weight = here.normal(s["rows"], s["columns"]), here.normal(s["columns"])
-    x = torch.zeros_like(residual)  # so that the sum stays the same from run to run
+    x = torch.zeros_like(residual)  # zeros, so that every run computes the same sum
 
     def make(ops: Ops) -> Callable[[], Action]:
         def made() -> Action:
@@ -120,13 +120,13 @@ def _add_rms_norm(s: Spec, here: _Here) -> Case:
     return Case(s, make(here.ops), others)
 
 
-def _silu_mul(s: Spec, here: _Here) -> Case:
+def _silu_mul(s: Spec, here: _Setup) -> Case:
     gate_up = here.normal(s["rows"], 2 * s["columns"])
     others = {"torch": lambda: lambda: here.plain.silu_mul(gate_up), **peers.silu_mul(gate_up)}
     return Case(s, lambda: lambda: here.ops.silu_mul(gate_up), others)
 
 
-def _place_qkv(s: Spec, here: _Here) -> Case:
+def _place_qkv(s: Spec, here: _Setup) -> Case:
     rows, tokens = s["rows"], s["block_tokens"]
     given = here.normal(rows, s["heads"] + 2 * s["kv_heads"], s["head_dim"])
     angles = here.normal(rows, s["head_dim"], dtype=torch.float32)
@@ -149,13 +149,13 @@ def _place_qkv(s: Spec, here: _Here) -> Case:
     return Case(s, make(here.ops), {"torch": make(here.plain)})
 
 
-def _embedding(s: Spec, here: _Here) -> Case:
+def _embedding(s: Spec, here: _Setup) -> Case:
     table, ids = here.normal(s["vocabulary"], s["columns"]), here.whole(s["vocabulary"], s["rows"])
     others = {"torch": lambda: lambda: table.index_select(0, ids)}
     return Case(s, lambda: lambda: here.ops.gather_rows(table, ids), others)
 
 
-def _sample(s: Spec, here: _Here) -> Case:
+def _sample(s: Spec, here: _Setup) -> Case:
     rows = s["rows"]
     logits = _SPREAD_OF_LOGITS * here.normal(rows, s["vocabulary"], dtype=torch.float32)
     ones = torch.ones(rows, dtype=torch.float64, device=here.device)
@@ -173,14 +173,14 @@ def _sample(s: Spec, here: _Here) -> Case:
     return Case(s, lambda: lambda: here.more.sample(logits, draws), others, is_comparable=False)
 
 
-def _log_probabilities(s: Spec, here: _Here) -> Case:
+def _log_probabilities(s: Spec, here: _Setup) -> Case:
     logits = _SPREAD_OF_LOGITS * here.normal(s["rows"], s["vocabulary"], dtype=torch.float32)
     tokens = here.whole(s["vocabulary"], s["rows"])
     others = {"torch": lambda: lambda: logits.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)}
     return Case(s, lambda: lambda: here.more.log_probabilities(logits, tokens), others)
 
 
-def _blocks(s: Spec, here: _Here) -> Case:
+def _blocks(s: Spec, here: _Setup) -> Case:
     count, more = s["blocks"], here.more
     pages = here.normal(2 * count, s["layers"], 2, s["kv_heads"], s["block_tokens"], s["head_dim"])
     order = torch.from_numpy(here.shuffled(2 * count)).to(here.device)
@@ -210,7 +210,7 @@ def _blocks(s: Spec, here: _Here) -> Case:
     return Case(s, lambda: ours[s.op], others)
 
 
-_CASES: Mapping[str, Callable[[Spec, _Here], Case]] = MappingProxyType(
+_CASES: Mapping[str, Callable[[Spec, _Setup], Case]] = MappingProxyType(
     {
         "decode_attention": _decode,
         "prefill_attention": _prefill,
@@ -230,7 +230,7 @@ _CASES: Mapping[str, Callable[[Spec, _Here], Case]] = MappingProxyType(
 
 
 def differs(got: torch.Tensor, expected: torch.Tensor) -> str | None:
-    """In what two results are not the same thing, beyond rounding; `None`: they are."""
+    """Describe the difference between two results; return `None` if they are equal up to rounding."""
     one, other = got.detach().reshape(-1), expected.detach().reshape(-1)
     if one.numel() != other.numel():
         return f"{tuple(got.shape)} instead of {tuple(expected.shape)}"

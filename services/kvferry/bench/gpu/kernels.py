@@ -1,7 +1,6 @@
-"""`kvferry bench kernels` on a GPU: every operation of the Triton family in each shape that matters, beside others.
+"""`kvferry bench kernels` on a GPU: operations of the Triton family by shape, compared with other libraries.
 
-Where a peer's result is not ours, or it cannot run, its row is left out and why is said: a time of something else is no
-comparison.
+If another library computes different results or cannot run, its row is omitted and the reason is reported.
 """
 
 import os
@@ -11,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from kvferry.bench.formulas.gpu_work import Row, Spec, Timing, row, work_of
+from kvferry.bench.formulas.launch_choice import TUNABLE
 from kvferry.bench.gpu import tuner
 from kvferry.bench.gpu.cases import Case, differs, make_case
-from kvferry.bench.gpu.choice import TUNABLE
 from kvferry.bench.gpu.session import Session
 from kvferry.bench.gpu.tuner import in_words
-from kvferry.bench.gpu.work import Row, Spec, Timing, row, work_of
 from kvferry.bench.rows import append_csv
 from kvferry.core.errors import UsageError
 from kvferry.kernels.gpu import launch
@@ -35,24 +34,24 @@ def run(
     csv_file: Path | None = None,
     table: Path = TABLE,
 ) -> list[Row]:
-    """Measure operations.
+    """Measure operations and return their rows.
 
     Args:
-        session: where.
-        ops: their names; all if empty.
-        show: told of every row.
-        tune: try launch choices first, write the winners into the table and measure with them.
-        csv_file: where to append rows as they come, so that a run that is cut short leaves what it has.
-        table: of launch choices.
+        session: the device and its rates.
+        ops: names of operations; empty selects all.
+        show: called with every row as text.
+        tune: whether to try launch choices first, write the fastest into the table and measure with them.
+        csv_file: file to which each row is appended, so that an interrupted run keeps its rows.
+        table: file of launch choices.
 
     Raises:
-        UsageError: there is no such operation, or the table cannot be written.
+        UsageError: an operation is unknown, or the table cannot be written.
     """
     known = list(dict.fromkeys(spec.op for spec in session.specs))
     if missing := [op for op in ops if op not in known]:
-        raise UsageError(f"no operation {missing[0]!r}; known: {', '.join(known)}", field="op")
+        raise UsageError(f"unknown operation {missing[0]!r}; expected one of {', '.join(known)}", field="op")
     specs = [spec for spec in session.specs if not ops or spec.op in ops]
-    if tune and not os.access(table, os.W_OK):  # before minutes of trials, not after them
+    if tune and not os.access(table, os.W_OK):  # check before the trials, which take minutes
         raise UsageError(f"--tune writes {table.name}, which is read-only here; run it in a checkout", field="tune")
     winners: list[Choice] = []
     if tune:
@@ -60,7 +59,7 @@ def run(
         tuner.rewrite(table, winners)
         session.say(f"{len(winners)} rows of {table.name} are new")
     found: list[Row] = []
-    with launch.trial(winners):  # the table was read before it was written
+    with launch.trial(winners):  # the table in memory was read before the file was written
         for each in measure(specs, session):
             show(line(each))
             if csv_file is not None:
@@ -70,7 +69,7 @@ def run(
 
 
 def measure(specs: Sequence[Spec], session: Session) -> Iterator[Row]:
-    """A row for each spec and for each of its peers that is installed and computes the same."""
+    """Measure each spec with kvferry's kernels and all comparable installed libraries; yield the rows."""
     about, device, dtype = session.about, session.device, session.dtype
     name = str(dtype).removeprefix("torch.")
     for spec in specs:
@@ -81,7 +80,7 @@ def measure(specs: Sequence[Spec], session: Session) -> Iterator[Row]:
         by = "; ".join(
             f"{op}: {in_words(launch.choose(op, device, shape))}"
             for op, _, shape in sorted(asked)
-            if spec.op in TUNABLE[op].ops  # a plan also asks for what it then has no use for
+            if spec.op in TUNABLE[op].ops  # a plan also looks up choices that it does not use
         )
         yield row(about, spec, work, session.timer(action), session.rates, dtype=name, kernels=OURS, launch=by)
         for peer in case.peers:
@@ -89,7 +88,7 @@ def measure(specs: Sequence[Spec], session: Session) -> Iterator[Row]:
             if timing is not None:
                 yield row(about, spec, work, timing, session.rates, dtype=name, kernels=peer, launch="")
         del case, action, expected
-        torch.cuda.empty_cache()  # the next one may need the room; without a GPU this does nothing
+        torch.cuda.empty_cache()  # frees memory for the next case; no effect without a GPU
 
 
 def _peer(case: Case, name: str, expected: torch.Tensor, session: Session) -> Timing | None:
@@ -98,16 +97,16 @@ def _peer(case: Case, name: str, expected: torch.Tensor, session: Session) -> Ti
         wrong = differs(action(), expected) if case.is_comparable else None
         if wrong is None:
             return session.timer(action)
-    except ImportError:  # not installed: nothing to say
+    except ImportError:  # not installed
         return None
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # whatever others raise
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # raised by other libraries
         wrong, *_ = str(error).splitlines() or [type(error).__name__]
     session.say(f"{case.spec.op} {case.spec.shape}: {name} left out: {wrong}")
     return None
 
 
 def line(found: Row) -> str:
-    """A row for a reader."""
+    """Format a row as one line of text."""
     return (
         f"{found.op:<18} {found.shape:<66} {found.kernels:<17} {found.ms:9.4f} ms  {found.gbps:7.0f} GB/s "
         f"{found.tflops:7.1f} TFLOP/s  {100 * found.share_of_bound:5.1f} % of the bound"

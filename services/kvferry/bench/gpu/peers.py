@@ -1,7 +1,7 @@
-"""What others offer for the same operations, where it is installed; each asked for only when it is made.
+"""Kernels of other libraries for comparison (torch, flash-attn, FlashInfer, Liger), imported only when used.
 
-Keys and values are laid out as each wants them before anything is timed, which is in their favour: torch and flash-attn
-get them without pages, FlashInfer reads kvferry's pages as they lie.
+Keys and values are converted to each library's layout before the measurement, to the libraries' advantage: torch and
+flash-attn get contiguous tensors; FlashInfer reads kvferry's pages in place.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F  # noqa: N812 - the customary name
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvferry.bench.gpu.timing import Action
@@ -24,26 +24,26 @@ _WORKSPACE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """Queries over paged sequences of one length."""
+    """Inputs of attention over paged sequences of equal length."""
 
     q: torch.Tensor
-    """[T, H, D]"""
+    """Queries [T, H, D]."""
     pages: torch.Tensor
-    """[pages, 1, 2, K, B, D]"""
+    """Pages with keys and values [pages, 1, 2, K, B, D]."""
     tables: npt.NDArray[np.int64]
-    """[sequences, blocks]"""
+    """Block tables [sequences, blocks]."""
     context: int
     scale: float
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values without pages, each [sequences, K, context, D]."""
+        """Copy keys and values to contiguous tensors, each [sequences, K, context, D]."""
         order = torch.from_numpy(self.tables).to(self.pages.device)
         keys, values = (self.pages[:, 0, part][order].transpose(1, 2).flatten(2, 3) for part in (0, 1))
         return keys[:, :, : self.context].contiguous(), values[:, :, : self.context].contiguous()
 
 
 def decode_attention(given: Attention) -> Peers:
-    """A row for each sequence."""
+    """Return factories of decode attention actions (one row per sequence), by library."""
 
     def flash_attn() -> Action:
         module: Any = importlib.import_module("flash_attn")
@@ -77,7 +77,7 @@ def decode_attention(given: Attention) -> Peers:
 
 
 def prefill_attention(given: Attention) -> Peers:
-    """All rows of one sequence, causal."""
+    """Return factories of prefill attention actions (all rows of a sequence, causal), by library."""
 
     def by_token() -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = (x[0].transpose(0, 1).contiguous() for x in given.dense())
@@ -99,7 +99,7 @@ def prefill_attention(given: Attention) -> Peers:
 
 
 def _sdpa(given: Attention, *, is_causal: bool) -> Peers:
-    """Torch's own, by each backend that a device has for it."""
+    """Return factories of actions with torch's scaled dot product attention, by backend."""
 
     def by(backend: SDPBackend | None) -> Callable[[], Action]:
         def made() -> Action:
@@ -127,7 +127,7 @@ def _sdpa(given: Attention, *, is_causal: bool) -> Peers:
 
 
 def add_rms_norm(residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Peers:
-    """With a residual."""
+    """Return factories of actions for RMSNorm fused with the residual addition, by library."""
 
     def flashinfer() -> Action:
         module: Any = importlib.import_module("flashinfer.norm")
@@ -143,7 +143,8 @@ def add_rms_norm(residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -
 
 
 def silu_mul(gate_up: torch.Tensor) -> Peers:
-    """Gates and ups in one tensor; Liger wants two."""
+    """Return factories of SiLU gating actions, by library. `gate_up` has gates and ups in one tensor; Liger needs two
+    tensors."""
 
     def flashinfer() -> Action:
         module: Any = importlib.import_module("flashinfer.activation")
@@ -158,7 +159,7 @@ def silu_mul(gate_up: torch.Tensor) -> Peers:
 
 
 def sample(logits: torch.Tensor, top_k: int, top_p: float) -> Peers:
-    """Draws by random numbers of their own."""
+    """Return factories of actions that sample from logits, by library; each library uses its own random numbers."""
 
     def plain() -> Action:
         if top_k or top_p < 1.0:
@@ -175,7 +176,7 @@ def sample(logits: torch.Tensor, top_k: int, top_p: float) -> Peers:
 
 
 def _sorted_draw(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Top k, then top p of what is left, then a draw."""
+    """Sample after filtering by top-k and then by top-p."""
     kept, ids = logits.topk(top_k or logits.shape[1], dim=1)
     weights = kept.softmax(1)
     weights = weights.masked_fill(weights.cumsum(1) - weights >= top_p, 0.0)

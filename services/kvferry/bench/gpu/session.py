@@ -1,4 +1,4 @@
-"""Where a GPU's kernels are measured and with what; the device's own bounds are measured first."""
+"""GPU benchmark session: device, timer, and the device's peak rates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from importlib.metadata import version
 import torch
 
 from kvferry.bench.commit import commit
+from kvferry.bench.formulas.gpu_work import SERVED, About, Rates, Spec
 from kvferry.bench.gpu.timing import CudaTimer, Timer, rates_of
-from kvferry.bench.gpu.work import SERVED, About, Rates, Spec
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.kernels.gpu.device import INTERPRETED
@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One device, ready to be measured; in tests it is Triton's interpreter."""
+    """The measured device (in tests, Triton's interpreter) with its timer and rates."""
 
     device: torch.device
     dtype: torch.dtype
@@ -28,28 +28,28 @@ class Session:
     about: About
     specs: tuple[Spec, ...]
     say: Say
-    """Told of what is no row."""
+    """Function that is called with messages other than rows."""
 
 
 def on_gpu(device: torch.device, clock: Clock, *, say: Say) -> Session:
-    """A session on a real GPU.
+    """Create a session on a GPU and measure its peak rates.
 
     Raises:
-        UsageError: Triton interprets in this process.
+        UsageError: Triton runs in interpreter mode in this process.
     """
     if INTERPRETED:
         raise UsageError(
-            "TRITON_INTERPRET is set, and interpreted kernels have no speed; take it out of the environment",
+            "TRITON_INTERPRET is set, and the speed of interpreted kernels is meaningless; unset it",
             field="device",
         )
     timer = CudaTimer(device)
     rates = rates_of(device, timer)
     about = about_now(torch.cuda.get_device_name(device), clock)
-    say(f"{about.gpu}: copies {rates.gbps:.0f} GB/s, multiplies {rates.tflops:.0f} TFLOP/s in bfloat16")
+    say(f"{about.gpu}: copy {rates.gbps:.0f} GB/s, matrix product {rates.tflops:.0f} TFLOP/s in bfloat16")
     return Session(device, torch.bfloat16, timer, rates, about, SERVED, say)
 
 
 def about_now(gpu: str, clock: Clock) -> About:
-    """What the rows of a run that begins now have in common."""
+    """Create the common columns of a run that starts now."""
     date = datetime.fromtimestamp(clock.wall(), UTC).isoformat(timespec="seconds")
     return About(date, commit(), gpu, torch.__version__, version("triton"))

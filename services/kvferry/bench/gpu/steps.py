@@ -1,21 +1,21 @@
-"""Decode steps of an engine over random weights of a large model's shape, against the bytes that a step must read.
+"""Decode step benchmark: an engine with random weights in the shape of a large model, compared with its memory bound.
 
-The whole step counts, as a client waits for it: scheduler, arrays, launches, draws. Beside it a row says what the host
-alone took of it, its waiting for the device left out. With captured steps and without, in one process.
+The whole step is measured: scheduling, input arrays, launches, sampling. A second row has the host time without waiting
+for the device. Both are measured with and without CUDA graphs, in the same process.
 """
 
 import statistics
 from collections.abc import Iterator, Sequence
 
+from kvferry.bench.formulas.gpu_work import Row, Spec, Timing, row
+from kvferry.bench.formulas.work import Work
 from kvferry.bench.gpu.session import Session
-from kvferry.bench.gpu.work import Row, Spec, Timing, row
 from kvferry.bench.inference import Bench
-from kvferry.bench.work import Work
 from kvferry.core.clock import Clock
-from kvferry.engine.cache import PageShape
 from kvferry.engine.gpu.runner import DeviceRunner
 from kvferry.engine.llm import LLM
-from kvferry.engine.room import SchedulerLimits
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.shapes import shape_of
 
 OP, HOST_OP = "decode_step", "decode_step_host"
@@ -27,22 +27,22 @@ _WARM_UP_STEPS = 4
 def decode_rows(
     session: Session, clock: Clock, *, model: str, batches: Sequence[int], context: int, steps: int
 ) -> Iterator[Row]:
-    """Rows of each batch, with graphs where there are any and without.
+    """Measure decode steps for each batch size, with and without CUDA graphs.
 
     Args:
-        session: where.
-        clock: what to measure with.
-        model: a name of `model.shapes.SHAPES`.
-        batches: requests together.
-        context: tokens of each prompt; while steps are timed they become more.
-        steps: that are timed.
+        session: the device and its rates.
+        clock: clock of the measurement.
+        model: a name in `model.shapes.SHAPES`.
+        batches: batch sizes.
+        context: tokens of each prompt; sequences grow during the measurement.
+        steps: number of measured steps.
 
     Raises:
-        UnknownModel: there is no such shape.
+        UnknownModel: `model` is unknown.
     """
     blocks = max(batches) * (2 + (context + steps) // _BLOCK_TOKENS)
     dtype = str(session.dtype).removeprefix("torch.")
-    shape = PageShape.of(shape_of(model), block_tokens=_BLOCK_TOKENS, dtype=dtype)
+    shape = KvLayout.of(shape_of(model), block_tokens=_BLOCK_TOKENS, dtype=dtype)
     llm = LLM(
         model,
         device=session.device.type,
@@ -51,7 +51,7 @@ def decode_rows(
         kernels="triton",
         kv_bytes=blocks * shape.block_bytes,
         block_tokens=_BLOCK_TOKENS,
-        limits=SchedulerLimits(max_mixed_tokens=2048, max_sequences=max(batches)),  # prompts are not what is measured
+        limits=SchedulerLimits(max_mixed_tokens=2048, max_sequences=max(batches)),  # prefill is not measured
     )
     bench, runner = Bench(llm, 1, clock), llm.runner
     launches: tuple[str, ...] = (PLAIN,)
@@ -63,7 +63,7 @@ def decode_rows(
             waits: list[float] = []
             if isinstance(runner, DeviceRunner):
                 runner.replays, runner.watch_waits = launch == GRAPHS, waits.append
-            bench.steps(batch, (context, _WARM_UP_STEPS))  # compiles
+            bench.steps(batch, (context, _WARM_UP_STEPS))  # compiles kernels
             timed = bench.steps(batch, (context, steps + 1))
             work = Work(
                 round(statistics.median(each.num_bytes for _, each in timed)),

@@ -1,7 +1,7 @@
-"""How long a device takes over an action, and how fast it copies and multiplies at most.
+"""Times actions on a device with cold caches, and measures peak copy and matrix product rates.
 
-Each run begins with a cold cache: as much as the largest cache holds is written before it. Events around a replay of
-a captured graph leave out the host, which a step whose launches are captured does not wait for either.
+Before each run, a buffer as large as the largest cache is written. CUDA events around the replay of a graph exclude
+host overhead, as in a captured step.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 
-from kvferry.bench.gpu.work import Rates, Timing
+from kvferry.bench.formulas.gpu_work import Rates, Timing
 from kvferry.core.clock import Clock
 
 Action = Callable[[], torch.Tensor]
-"""Something to time, with its result."""
+"""A function to be timed; its return value is its result."""
 _FLUSH_BYTES = 256 << 20
 _COPY_BYTES = 1 << 30
 _SIDE = 8192
@@ -21,21 +21,21 @@ _WARM_UPS = 3
 
 
 class Timer(Protocol):
-    """Runs an action often enough."""
+    """Measures the duration of an action."""
 
     def __call__(self, action: Action) -> Timing:
-        """How long it took."""
+        """Run `action` repeatedly and return statistics of its durations."""
         ...
 
 
 class HostTimer:
-    """By a clock of the host: for Triton's interpreter, whose speed says nothing."""
+    """Timer that uses the host's clock, for tests with Triton's interpreter."""
 
     def __init__(self, clock: Clock, rounds: int) -> None:
         self._clock, self._rounds = clock, rounds
 
     def __call__(self, action: Action) -> Timing:
-        """See `Timer`."""
+        """Run `action` repeatedly and return statistics of its durations."""
         action()
         seconds: list[float] = []
         for _ in range(self._rounds):
@@ -46,27 +46,27 @@ class HostTimer:
 
 
 class CudaTimer:
-    """By events of the device."""
+    """Timer that uses CUDA events."""
 
     def __init__(self, device: torch.device, *, seconds: float = 0.25, least: int = 10, most: int = 200) -> None:
         """
         Args:
             device: a GPU.
-            seconds: what one action's runs may take together, the writing between them left out.
-            least: runs, whatever they take.
-            most: runs.
+            seconds: total time of an action's runs in seconds, without the cache flushes.
+            least: minimum number of runs.
+            most: maximum number of runs.
         """
         self._device, self._seconds, self._least, self._most = device, seconds, least, most
         self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def __call__(self, action: Action) -> Timing:
-        """See `Timer`."""
+        """Run `action` repeatedly and return statistics of its durations."""
         run = self._captured(action)
         first = self._timed(run, 2)[-1]
         return Timing.of(self._timed(run, min(self._most, max(self._least, int(self._seconds / max(first, 1e-6))))))
 
     def _captured(self, action: Action) -> Callable[[], object]:
-        """A replay of the action's launches; the action itself where these cannot be captured."""
+        """Return a function that replays the action's CUDA graph, or the action itself if it cannot be captured."""
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
@@ -78,7 +78,7 @@ class CudaTimer:
         try:
             with torch.cuda.graph(graph):
                 action()
-        except RuntimeError:  # it asks the device for something on its way
+        except RuntimeError:  # the action synchronizes with the device
             torch.cuda.synchronize(self._device)
             return action
         return graph.replay
@@ -105,19 +105,21 @@ def rates_of(
     copy_bytes: int = _COPY_BYTES,
     side: int = _SIDE,
 ) -> Rates:
-    """What the device does at most: a copy and a square matrix product.
+    """Measure the peak rates of a device: a copy and a square matrix product.
 
     Args:
-        device: which.
-        timer: for it.
-        dtype: of the product.
-        copy_bytes: of the copy, each read and written.
-        side: of the matrices.
+        device: the device.
+        timer: timer for the device.
+        dtype: data type of the product.
+        copy_bytes: size of the copy; each byte is read and written.
+        side: rows and columns of the matrices.
     """
     source = torch.ones(copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = timer(lambda: target.copy_(source)).median
-    square = torch.randn(side, side, dtype=dtype, device=device)  # ones would cost less power, and so clock higher
+    square = torch.randn(
+        side, side, dtype=dtype, device=device
+    )  # random values, since constant matrices use less power and allow higher clocks
     out = torch.empty_like(square)
     multiplied = timer(lambda: torch.mm(square, square, out=out)).median
     return Rates(2 * copy_bytes / copied / 1e9, 2 * side**3 / multiplied / 1e12)

@@ -1,4 +1,4 @@
-"""`kvferry bench kernels --tune`: launch choices tried on this GPU, the winners as rows for launch.toml."""
+"""`kvferry bench kernels --tune`: measures launch choices on this GPU and writes the fastest to launch.toml."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from triton import TritonError
 
+from kvferry.bench.formulas.gpu_work import Spec
+from kvferry.bench.formulas.launch_choice import TUNABLE, Tunable, Values, gain, steps, winner
 from kvferry.bench.gpu.cases import Case, differs, make_case
-from kvferry.bench.gpu.choice import TUNABLE, Tunable, Values, gain, steps, winner
 from kvferry.bench.gpu.session import Session
-from kvferry.bench.gpu.work import Spec
 from kvferry.kernels.gpu import launch
 from kvferry.kernels.gpu.launch import Choice, Key
 
@@ -18,7 +18,7 @@ _PASSES = 2
 
 
 def tune(specs: Sequence[Spec], session: Session, tunable: Mapping[str, Tunable] = TUNABLE) -> list[Choice]:
-    """Rows that are faster than the table's, for this kind of device and the classes of shapes of these specs."""
+    """Find faster rows of the launch table for this type of device and the shape classes of these specs."""
     found: list[Choice] = []
     for op, how in tunable.items():
         cases = [make_case(spec, session.device, session.dtype) for spec in specs if spec.op in how.ops]
@@ -34,12 +34,12 @@ def tune(specs: Sequence[Spec], session: Session, tunable: Mapping[str, Tunable]
 
 
 def rewrite(path: Path, rows: Sequence[Choice]) -> None:
-    """Put the rows into a table's file, in the place of those that they replace."""
+    """Write rows to the file of a launch table; they replace rows with the same keys."""
     launch.write(path, launch.merged(launch.read(path), rows))
 
 
 def _by_key(op: str, cases: Sequence[Case]) -> dict[Key, list[Case]]:
-    """To each row of an operation that is asked for the cases that ask."""
+    """Group cases by the row that they use in the table of kernel launch parameters."""
     found: dict[Key, list[Case]] = {}
     for case in cases:
         with launch.trial() as asked:
@@ -57,7 +57,7 @@ def _tuned(
     others: Sequence[Choice],
     session: Session,
 ) -> Choice | None:
-    """The row that won against the one before, or `None`."""
+    """Return a row that is faster than the current row; `None` if no such row was found."""
     with launch.trial(others):
         expected = [case.make()().clone() for case in cases]
     tried: dict[Values, list[float]] = {}
@@ -72,7 +72,7 @@ def _tuned(
     start = best = _values(before)
     seconds(start)
     if start not in tried:
-        return None  # what the table says does not run here, so nothing says what is right
+        return None  # the current row does not run on this device: no reference result
     for _ in range(_PASSES):
         round_best = best
         for values in steps(best, grid):
@@ -92,7 +92,8 @@ def _tuned(
 
 
 def _seconds(cases: Sequence[Case], expected: Sequence[torch.Tensor], session: Session) -> list[float] | None:
-    """Medians of all cases; `None`: it does not fit this device, or computes something else."""
+    """Return the median duration of each case in seconds; `None` if the choice fails on this device or its result is
+    wrong."""
     found: list[float] = []
     for case, right in zip(cases, expected, strict=True):
         try:
@@ -100,13 +101,13 @@ def _seconds(cases: Sequence[Case], expected: Sequence[torch.Tensor], session: S
             if differs(action(), right) is not None:
                 return None
             found.append(session.timer(action).median)
-        except (TritonError, RuntimeError):  # too many registers or too much shared memory, mostly
+        except (TritonError, RuntimeError):  # usually too many registers or too much shared memory
             return None
     return found
 
 
 def in_words(choice: Choice) -> str:
-    """Block sizes, warps and stages of a row."""
+    """Format the block sizes, warps and stages of a row as text."""
     return " ".join(f"{name}={value}" for name, value in _values(choice))
 
 

@@ -1,1 +1,4 @@
-"""Steps on a GPU: captured, drawn there, and asked nothing on the way (docs/adr/0019-captured-steps.md)."""
+"""GPU execution of steps: CUDA graph capture, sampling on the device, no host synchronization.
+
+The design is described in docs/adr/0019-captured-steps.md.
+"""

@@ -1,47 +1,48 @@
-"""Tokens of rows that wish more than the most likely one, drawn where their logits are; nothing comes to the host."""
+"""Sampling on the device, for rows that are not purely greedy; logits are not copied to the host."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from kvferry.engine.device_batch import to_device
-from kvferry.engine.step import ScheduledSequence
-from kvferry.engine.wishes import Ragged, lists_of, seed_of
+from kvferry.engine.plan.sampling_plan import Ragged, lists_of, seed_of
+from kvferry.engine.plan.step import ScheduledSequence
+from kvferry.engine.tensors.device_batch import to_device
+from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 from kvferry.kernels.ops import DeviceOps
-from kvferry.kernels.rows_of_logits import Adjustments, Draws, TokenLists
 
 NOT_FINITE, NONE_LEFT = -1, -2
-"""In place of a token: a logit is not a finite number, or everything is banned."""
+"""Error codes returned instead of a token id: a logit is not finite; all tokens are banned."""
 
 
 def most_likely(logits: torch.Tensor) -> torch.Tensor:
-    """[R] int64: the highest of each row, the first among equals, or `NOT_FINITE`.
+    """Return the greedy tokens, [R] int64: the argmax of each row, the lowest id on a tie, or `NOT_FINITE`.
 
     Args:
         logits: [R, vocabulary] float32.
     """
-    low, high = torch.aminmax(logits, dim=1)  # NaN comes through as the extreme
+    low, high = torch.aminmax(logits, dim=1)  # NaN propagates to the extremes
     return logits.argmax(dim=1).masked_fill(~(low.isfinite() & high.isfinite()), NOT_FINITE)
 
 
 def draw(
     ops: DeviceOps, logits: torch.Tensor, best: torch.Tensor, sequences: Sequence[ScheduledSequence], rows: torch.Tensor
 ) -> torch.Tensor:
-    """[N] int64: tokens of some rows, or `NOT_FINITE`, or `NONE_LEFT`.
+    """Sample the tokens of some rows; return [N] int64 token ids, `NOT_FINITE` or `NONE_LEFT`.
 
     Args:
-        ops: of the device.
+        ops: the device's kernels.
         logits: [R, vocabulary] float32 of all rows.
-        best: [R], what `most_likely` says of them.
-        sequences: those that draw.
-        rows: [N] int64, theirs.
+        best: [R] int64, the result of `most_likely`.
+        sequences: the N sequences that sample.
+        rows: [N] int64, index of each sequence's row in `logits`.
 
     Raises:
-        InvariantBroken: one has no seed.
+        InvariantBroken: a sequence has no seed.
     """
     device, own, count = logits.device, logits.index_select(0, rows), len(sequences)
-    # A row for each wish, of an even length: Triton compiles a kernel anew where rows begin elsewhere than at 16 bytes.
+    # One row per parameter; the row length is even, since Triton recompiles a kernel for pointers that are not 16-byte
+    # aligned.
     numbers = np.zeros((7, count + count % 2), np.int64)
     numbers[:4, :count] = np.array(
         [(s.sampling.top_k, seed_of(s), s.sample_index, s.num_computed + s.num_scheduled) for s in sequences], np.int64

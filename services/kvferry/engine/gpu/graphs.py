@@ -1,7 +1,7 @@
-"""Launches that are recorded once and replayed at once: what can do that, and a GPU's own way.
+"""Graph capture, interface and CUDA implementation: records kernel launches once and replays them with one call.
 
-A recorded action launches the same kernels with the same addresses and sizes whenever it is replayed. So it takes its
-inputs from memory that stays where it is, and must not ask the device for anything while it is recorded.
+A replay launches the same kernels with the same addresses and sizes, so a captured action reads its inputs from static
+memory and must not synchronize with the device during capture.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,20 @@ import torch
 
 Launch = Callable[[], None]
 _WARM_UPS = 2
-"""What compiles kernels or asks for memory on first use cannot be recorded."""
+"""Number of runs before capture, since kernel compilation and first-use allocations cannot be captured."""
 
 
 class Graphs(Protocol):
-    """Records actions. Replays of one recorder must not overlap: their scratch memory is the same."""
+    """Interface that captures kernel launches. Replays of one instance must not overlap, since they share scratch
+    memory."""
 
     def capture(self, launch: Launch) -> Launch:
-        """Run an action at least once, and give what repeats its launches."""
+        """Run `launch` at least once and capture its kernel launches; return a function that replays them."""
         ...
 
 
 class CudaGraphs:
-    """Recorded by the driver, all in one pool of memory: take the largest first, and the others fit into its room."""
+    """CUDA graphs that share one memory pool. Capture the largest graph first, so that the others fit into the pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,7 +36,7 @@ class CudaGraphs:
         """See `Graphs`.
 
         Raises:
-            RuntimeError: there is no memory left, or the action asked the device for something.
+            RuntimeError: out of memory, or `launch` synchronized with the device.
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -44,15 +45,15 @@ class CudaGraphs:
                 launch()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Not by `torch.cuda.graph`, which collects garbage and empties torch's store of memory each time: captures go
-        # on between the tokens of running requests.
+        # `torch.cuda.graph` would run the garbage collector and empty torch's memory cache each time, which is too slow
+        # for captures between the steps of running requests.
         with torch.cuda.stream(self._stream):
-            # Other threads of the process may copy pages meanwhile; only this one must not.
+            # Thread-local mode: other threads of the process may copy pages during the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 launch()
             except BaseException:
-                with suppress(RuntimeError):  # of a recording that is void anyway; why it is, is the launch's to say
+                with suppress(RuntimeError):  # the capture has already failed; the launch's error is raised
                     graph.capture_end()
                 raise
             graph.capture_end()

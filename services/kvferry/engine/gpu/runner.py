@@ -1,10 +1,9 @@
-"""Runs step plans on a device without asking it for anything on the way: launches, draws there, tokens copied aside.
+"""The GPU runner: launches steps without host synchronization, samples on the device, copies tokens asynchronously.
 
-    begin   arrays ─► model ─► most likely token of each row ─► draws of the rows that wish more ─► copy to the host
-    result  waits for that copy; errors of the step come out here
+    begin   page copies ─► arrays ─► model ─► argmax of each row ─► sampling of other rows ─► copy of tokens
+    result  waits for that copy; raises the step's errors
 
-Steps in which everybody computes one token are replayed where they were captured (`steps`), small steps with
-prompts by pieces (`pieces`).
+Pure decode steps are replayed from captured graphs (`steps`), small steps with prefill piecewise (`piecewise_graphs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,56 +13,55 @@ import numpy as np
 import torch
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.core.errors import InvariantBroken
 from kvferry.core.sampling import SampledToken
-from kvferry.engine.batch import build_batch
-from kvferry.engine.cache import PagedKv
-from kvferry.engine.device_batch import DeviceBatch, to_device
+from kvferry.engine.blocks.allocation import PageCopy, copy_rounds
 from kvferry.engine.gpu.draws import NONE_LEFT, draw, most_likely
 from kvferry.engine.gpu.graphs import Graphs
-from kvferry.engine.gpu.outbox import Arrival, Outbox
-from kvferry.engine.gpu.pieces import CapturedPieces
-from kvferry.engine.gpu.places import Places
+from kvferry.engine.gpu.outbox import Outbox, PendingTokens
+from kvferry.engine.gpu.piecewise_graphs import PiecewiseGraphs
 from kvferry.engine.gpu.steps import CapturedSteps
 from kvferry.engine.models.transformer import Transformer, logits_of
-from kvferry.engine.runner import Runner
-from kvferry.engine.sampler import sample
-from kvferry.engine.step import ScheduledSequence, StepPlan, StepResult
-from kvferry.engine.wishes import Way, not_finite, way_of
+from kvferry.engine.plan.batch_slots import BatchSlots
+from kvferry.engine.plan.sampling_plan import SamplingPath, none_left, not_finite, sampling_path
+from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, drawn_rows
+from kvferry.engine.run.runner import Runner
+from kvferry.engine.run.sampler import sample
+from kvferry.engine.tensors.batch import build_batch
+from kvferry.engine.tensors.device_batch import DeviceBatch, sent_copies, to_device
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.ops import DeviceOps
 
 
 @dataclass(slots=True, eq=False)
-class UnderWay:
-    """A step that was launched."""
+class LaunchedStep:
+    """A launched step whose tokens have not been read."""
 
-    sampling: tuple[ScheduledSequence, ...]
-    """Those that draw, in the order of their rows."""
+    scheduled: tuple[ScheduledSequence, ...]
+    sampling: Sequence[ScheduledSequence]
+    """Sequence of each sampled row, in the order of rows (`step.drawn_rows`)."""
     read: Callable[[], list[int]]
-    """Waits for their tokens."""
-    by_host: dict[int, SampledToken]
-    """Drawn already, by row."""
+    """Waits for the sampled tokens and returns their ids."""
+    by_host: dict[int, Sampled]
+    """Results that were sampled on the host, by row."""
 
     def result(self) -> StepResult:
-        """Wait for the step's tokens.
-
-        Raises:
-            InvariantBroken: a logit is not finite, or a request banned every token.
-        """
+        """Wait for the step's tokens. A non-finite logit, or a row without a token to sample, fails only its own
+        sequence."""
         if not self.sampling:
             return StepResult({})
-        tokens = {}
+        sampled: list[Sampled] = []
         for row, (s, token) in enumerate(zip(self.sampling, self.read(), strict=True)):
             if token == NONE_LEFT:
-                raise InvariantBroken(f"request {s.request_id}: no token is left to draw")
-            if token < 0:
-                raise not_finite(s)
-            tokens[s.request_id] = self.by_host.get(row) or SampledToken(token)
-        return StepResult(tokens)
+                sampled.append(none_left(s))
+            elif token < 0:
+                sampled.append(not_finite(s))
+            else:
+                sampled.append(self.by_host.get(row) or SampledToken(token))
+        return StepResult.of(self.scheduled, sampled)
 
 
 class DeviceRunner(Runner):
-    """One model over one pool of pages, both on one device. Calls from one thread at a time."""
+    """Runner for one model and its pages on one device. Call it from one thread at a time."""
 
     def __init__(
         self,
@@ -78,48 +76,61 @@ class DeviceRunner(Runner):
     ) -> None:
         """
         Args:
-            model: of the family that `ops` is of.
-            kv: its pages.
-            ops: the device's.
-            max_sequences: in one step.
-            graphs: what captures steps of one token each; `None`: none are.
-            piece_rows: rows of steps with prompts that are captured between attentions, ascending; none if empty.
-            clock: tells `watch_waits` how long the host waited.
+            model: the model; its kernels are of the same family as `ops`.
+            kv: the model's KV pages.
+            ops: the device's kernels.
+            max_sequences: maximum number of sequences in a step.
+            graphs: captures decode steps; `None` disables capture.
+            piece_rows: batch sizes of prefill steps to capture piecewise, in rows, ascending; `()` disables it.
+            clock: measures the host's waits for `watch_waits`.
 
         Raises:
-            InvariantBroken: the pages are not of the model's shape and type, or not where it computes.
+            InvariantBroken: shape, dtype or device of the pages differ from the model's.
         """
         super().__init__(model, kv)
         self._transformer, self._ops, self._clock = model, ops, clock or SystemClock()
         self.watch_waits: Callable[[float], None] | None = None
-        """Told after each step for how many seconds the host waited for the device; for whoever measures."""
+        """Callback for measurements; called after each step with the number of seconds that the host waited for the
+        device."""
         self.replays = True
-        """Whether captured steps are replayed; for whoever measures."""
-        width = -(-model.config.max_model_tokens // kv.shape.block_tokens)
+        """Whether captured steps are replayed; set to `False` only for measurements."""
+        width = -(-model.config.max_model_tokens // kv.layout.block_tokens)
         with torch.inference_mode():
             self._last = torch.zeros(max_sequences + 1, dtype=torch.int64, device=model.torch_device)
             self._captured: CapturedSteps | None = None
-            self._pieces: CapturedPieces | None = None
+            self._pieces: PiecewiseGraphs | None = None
             if graphs is not None:
                 self._captured = CapturedSteps(
                     model, kv, ops, graphs, max_sequences=max_sequences, last=self._last, clock=clock
                 )
                 width = self._captured.width
-                self._pieces = CapturedPieces(model, kv, graphs, piece_rows) if piece_rows else None
-                self._captured.capture_next()  # the largest: from now on every batch has one
-        self._places = Places(max_sequences, width)
+                self._pieces = PiecewiseGraphs(model, kv, graphs, piece_rows) if piece_rows else None
+                self._captured.capture_next()  # the largest batch size, so that every batch can be replayed
+        self._places = BatchSlots(max_sequences, width)
         self._outbox = Outbox(model.torch_device, max_sequences)
+
+    @torch.inference_mode()
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Launch the copies (see `Runner.copy_pages`) on the stream on which the step is launched next, replayed or
+        not. The host does not wait.
+
+        Raises:
+            InvariantBroken: the source or target of a copy is not a page of the pool.
+        """
+        self.kv.check_copies(copies)
+        for group in copy_rounds(copies):
+            self._ops.copy_blocks(self.kv.pages, *sent_copies(group, self._transformer.torch_device))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step and wait for its tokens.
 
         Raises:
-            InvariantBroken: as `begin` and `UnderWay.result`.
+            InvariantBroken: see `begin` and `LaunchedStep.result`.
         """
         return self.begin(plan).result()
 
-    def begin(self, plan: StepPlan) -> UnderWay:
-        """Launch a step, and capture what is left to be captured behind it.
+    def begin(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step, then capture one of the remaining batch sizes.
 
         Raises:
             InvariantBroken: the plan does not fit its sequences.
@@ -129,51 +140,56 @@ class DeviceRunner(Runner):
         return step
 
     def may_follow(self, plan: StepPlan) -> bool:
-        """Whether a step could be launched before the tokens that it computes are known: it is replayed, and the device
-        has them."""
+        """Return whether a step can be launched before the host has its input tokens: a replay with inputs on the
+        device."""
         if self._captured is None or not self.replays or self._captured.size_for(plan.scheduled) is None:
             return False
         return all(map(self._places.is_drawn_here, plan.scheduled))
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> UnderWay:
-        """Launch a step; nothing waits for the device unless a sequence wants log-probabilities.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launch a step; the host waits for the device only if a sequence requests log-probabilities.
 
         Raises:
             InvariantBroken: the plan does not fit its sequences.
         """
         if not plan.scheduled:
-            return UnderWay((), list, {})
+            return LaunchedStep((), (), list, {})
         if self.watch is not None:
             self.watch(plan)
         try:
             return self._launch(plan)
         except BaseException:
-            self._places.forget()  # whatever of the step has reached the device, its places' books do not say
+            self._places.forget()  # after a failed launch the state of the batch slots on the device is unknown
             raise
 
-    def _launch(self, plan: StepPlan) -> UnderWay:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         self._outbox.before_next_step()
-        numbers = self._places.seat(plan.scheduled)
+        if plan.copies:  # not captured: each step has different copies
+            self.copy_pages(plan.copies)
+        numbers = self._places.assign(plan.scheduled)
         size = self._captured.size_for(plan.scheduled) if self._captured is not None and self.replays else None
         if self._captured is not None and size is not None:
             logits, best = self._captured.run(size, plan.scheduled, numbers, self._places)
-            rows = [row for row, s in enumerate(plan.scheduled) if s.samples]
+            rows = [row for row, s in enumerate(plan.scheduled) if s.num_sampled]
         else:
             logits, best = self._uncaptured(plan)
             rows = list(range(len(best)))
         for s in plan.scheduled:
-            if not s.samples:
+            if s.num_sampled != 1:  # which token is the last accepted one is known only after verification
                 self._places.drew(s, on_device=False)
-        sampling = tuple(s for s in plan.scheduled if s.samples)
+        sampling = drawn_rows(plan.scheduled)
         if not sampling:
-            return UnderWay((), list, {})
-        own = [number for number, s in zip(numbers, plan.scheduled, strict=True) if s.samples]
-        return self._drawn(logits, best, sampling, rows, own, keeps=size is not None)
+            return LaunchedStep(plan.scheduled, (), list, {})
+        own: list[int] = []
+        for number, s in zip(numbers, plan.scheduled, strict=True):
+            own += [number] if s.num_sampled == 1 else [self._places.spare] * s.num_sampled
+        by_host, read = self._drawn(logits, best, sampling, rows, own, keeps=size is not None)
+        return LaunchedStep(plan.scheduled, sampling, read, by_host)
 
     def _uncaptured(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the rows that sample, and the most likely token of each."""
-        plain = build_batch(plan, block_tokens=self.kv.shape.block_tokens)
+        """Run a step eagerly or piecewise; return the logits of the sampled rows and the argmax of each."""
+        plain = build_batch(plan, block_tokens=self.kv.layout.block_tokens)
         batch = DeviceBatch.of(plain, self._transformer.torch_device)
         size = self._pieces.size_for(len(batch.token_ids)) if self._pieces is not None and self.replays else None
         if self._pieces is not None and size is not None:
@@ -189,16 +205,19 @@ class DeviceRunner(Runner):
         self,
         logits: torch.Tensor,
         best: torch.Tensor,
-        sampling: tuple[ScheduledSequence, ...],
+        sampling: Sequence[ScheduledSequence],
         rows: Sequence[int],
         places: Sequence[int],
         *,
         keeps: bool,
-    ) -> UnderWay:
-        """Draw and send. `keeps`: the most likely tokens are at their places already."""
-        ways = [way_of(s) for s in sampling]
-        drawing = [i for i, way in enumerate(ways) if way is Way.DRAWN]
-        by_host = {i: self._by_host(logits, rows[i], sampling[i]) for i, way in enumerate(ways) if way is Way.HOST}
+    ) -> tuple[dict[int, Sampled], Callable[[], list[int]]]:
+        """Sample and start the copy to the host; return the tokens sampled on the host, by row, and a function that
+        waits for all tokens. `keeps` is whether greedy tokens are already in their batch slots."""
+        ways = [sampling_path(s) for s in sampling]
+        drawing = [i for i, way in enumerate(ways) if way is SamplingPath.DRAWN]
+        by_host = {
+            i: self._by_host(logits, rows[i], sampling[i]) for i, way in enumerate(ways) if way is SamplingPath.HOST
+        }
         if drawing:
             index = self._sent([[rows[i] for i in drawing], [places[i] for i in drawing]])
             tokens = draw(self._ops, logits, best, [sampling[i] for i in drawing], index[0])
@@ -207,19 +226,20 @@ class DeviceRunner(Runner):
         if not keeps:
             self._last.scatter_(0, self._sent([places])[0], best)
         for i, s in enumerate(sampling):
-            self._places.drew(s, on_device=i not in by_host)
+            if places[i] != self._places.spare:
+                self._places.drew(s, on_device=i not in by_host)
         sent = best[: len(rows)] if rows[-1] + 1 == len(rows) else best.index_select(0, self._sent([list(rows)])[0])
-        arrival = self._outbox.send(sent)
-        return UnderWay(sampling, lambda: self._read(arrival), by_host)
+        pending = self._outbox.send(sent)
+        return by_host, lambda: self._read(pending)
 
-    def _read(self, arrival: Arrival) -> list[int]:
+    def _read(self, pending: PendingTokens) -> list[int]:
         begun = self._clock.monotonic()
-        tokens = arrival.read()
+        tokens = pending.read()
         if self.watch_waits is not None:
             self.watch_waits(self._clock.monotonic() - begun)
         return tokens
 
-    def _by_host(self, logits: torch.Tensor, row: int, s: ScheduledSequence) -> SampledToken:
+    def _by_host(self, logits: torch.Tensor, row: int, s: ScheduledSequence) -> Sampled:
         return sample(logits_of(logits[row : row + 1]), [s])[0]
 
     def _sent(self, numbers: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -227,19 +247,19 @@ class DeviceRunner(Runner):
 
     @property
     def is_warming(self) -> bool:
-        """Whether something is still to be captured."""
+        """Whether batch sizes remain to be captured."""
         return any(part is not None and part.is_waiting for part in (self._captured, self._pieces))
 
     def capture_all(self) -> None:
-        """Capture now what would be captured behind the next steps; for whoever measures."""
+        """Capture all remaining batch sizes now instead of one per step; for measurements."""
         while self.is_warming:
             self._capture_next()
 
     @torch.inference_mode()
     def _capture_next(self) -> None:
-        """Behind a step that is under way, one recording more; after a number of steps there is none left."""
+        """Capture one more batch size while the device runs a step, so that no request waits for all captures."""
         for part in (self._captured, self._pieces):
             if part is not None and part.is_waiting:
-                self._outbox.before_next_step()  # a recording's first run writes where this step's tokens are
+                self._outbox.before_next_step()  # the capture's first run overwrites this step's tokens
                 part.capture_next()
                 return

@@ -1,11 +1,11 @@
-"""Decode steps whose launches are recorded: one recording for each size of batch, over inputs that stay in place.
+"""Full graph capture of decode steps: one captured graph per batch size, over static inputs.
 
-    host       [5, size] pinned ──one copy──► [5, size]     given token, place, position, context, slot of each row
-    changed blocks ──when there are any──────► tables       a row for each running sequence, as `places` says
-    replay     tokens = given, or what the place's last step drew ─► model ─► logits ─► most likely ─► last of place
+    host       [5, size] pinned ──one copy──► [5, size]     given token, batch slot, position, context, slot of each row
+    changed blocks ──if any──────────────────► tables       block tables of the running sequences, by batch slot
+    replay     tokens = given, or the batch slot's last token ─► model ─► logits ─► argmax ─► last token of batch slot
 
-Rows beyond the batch are padding: their place is the spare one, their context is 0, so attention gives them zeros, and
-their slot is -1, so nothing of them is written to a page.
+Rows beyond the batch are padding: they have the spare batch slot, context 0, so that attention returns zeros, and KV
+slot -1, so that they write no KV.
 """
 
 import logging
@@ -16,15 +16,15 @@ import numpy.typing as npt
 import torch
 
 from kvferry.core.clock import Clock, SystemClock
-from kvferry.engine.batch import check_room, slots_of
-from kvferry.engine.cache import PagedKv
-from kvferry.engine.device_batch import to_device
-from kvferry.engine.gpu import graph_sizes
 from kvferry.engine.gpu.draws import most_likely
 from kvferry.engine.gpu.graphs import Graphs, Launch
-from kvferry.engine.gpu.places import Places
 from kvferry.engine.models.transformer import Rows, Transformer
-from kvferry.engine.step import ScheduledSequence
+from kvferry.engine.plan import graph_sizes
+from kvferry.engine.plan.batch_slots import BatchSlots
+from kvferry.engine.plan.step import ScheduledSequence
+from kvferry.engine.tensors.batch import check_room, slots_of
+from kvferry.engine.tensors.device_batch import to_device
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.batch import SingleRows
 from kvferry.kernels.ops import DeviceOps
 
@@ -32,13 +32,14 @@ _log = logging.getLogger(__name__)
 
 _GIVEN, _PLACE, _POSITION, _CONTEXT, _SLOT = range(5)
 _FROM_PLACE = -1
-"""As a given token: take what the place's sequence drew last."""
+"""Value in the column of given tokens: the row's input is the last token sampled in its batch slot."""
 _TURNS = 2
-"""Host buffers of a size; a step is read before the one after the next is launched, so its copy is long over."""
+"""Number of host buffers per captured batch size. The result of a step is read before the second step after it is
+launched, so its buffer can then be reused."""
 
 
 class _Size:
-    """One size's inputs and its recording."""
+    """Static inputs and captured graph of one batch size."""
 
     def __init__(self, size: int, spare: int, device: torch.device) -> None:
         padding = np.zeros((5, size), np.int64)
@@ -50,7 +51,7 @@ class _Size:
         self.replay: Launch | None = None
 
     def send(self, columns: npt.NDArray[np.int64]) -> None:
-        """The rows of a batch; the others become padding."""
+        """Copy the columns of a batch's rows; the other rows become padding."""
         self._hosts.append(self._hosts.pop(0))
         host, count = self._hosts[0].numpy(), columns.shape[1]
         host[:, :count] = columns
@@ -59,7 +60,7 @@ class _Size:
 
 
 class CapturedSteps:
-    """All sizes over one model and one pool of pages. Calls from the thread that launches its steps."""
+    """Captured steps of all batch sizes for one model and its pages. Call it on the thread that launches steps."""
 
     def __init__(
         self,
@@ -74,20 +75,20 @@ class CapturedSteps:
     ) -> None:
         """
         Args:
-            model: of the family that `ops` is of.
-            kv: its pages.
-            ops: the device's.
-            graphs: what records.
-            max_sequences: in one step.
-            last: [max_sequences + 1] int64: each place's last token, the spare one's included.
-            clock: to say how long it all took.
+            model: the model; its kernels are of the same family as `ops`.
+            kv: the model's KV pages.
+            ops: the device's kernels.
+            graphs: captures launches.
+            max_sequences: maximum number of sequences in a step.
+            last: [max_sequences + 1] int64, last token of each batch slot including the spare slot.
+            clock: measures the duration of all captures.
         """
         self._model, self._kv, self._ops, self._graphs, self._last = model, kv, ops, graphs, last
         self._clock = clock or SystemClock()
-        block_tokens, device = kv.shape.block_tokens, model.torch_device
+        block_tokens, device = kv.layout.block_tokens, model.torch_device
         most = min(model.config.max_model_tokens, kv.num_blocks * block_tokens)
         self.width = -(-most // block_tokens)
-        """Blocks of a table."""
+        """Number of blocks per row of the block tables."""
         sizes = graph_sizes.sizes(max_sequences)
         self._most_tokens = {size: graph_sizes.most_tokens(size, most, kv.num_blocks * block_tokens) for size in sizes}
         self._spare = max_sequences
@@ -96,7 +97,8 @@ class CapturedSteps:
         self._drawn = torch.zeros(sizes[-1], dtype=torch.int64, device=device)
         self._sizes: dict[int, _Size] = {}
         self._waiting = list(sizes)
-        """Not recorded yet; the largest is next, since the others then fit into its memory."""
+        """Batch sizes not yet captured, in rows. The largest is captured first, so that the smaller ones fit into its
+        memory."""
         self._seconds = 0.0
         bound = graph_sizes.memory(
             model.config,
@@ -106,20 +108,20 @@ class CapturedSteps:
             width=self.width,
         )
         self.most_bytes = bound.most_bytes
-        """Memory that it takes at most, beside weights and pages."""
+        """Upper bound of the memory of all captured steps in bytes, without weights and pages."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether sizes are left to record."""
+        """Whether any batch size has not been captured yet."""
         return bool(self._waiting)
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Sizes that are recorded."""
+        """Captured batch sizes, in rows."""
         return tuple(sorted(self._sizes))
 
     def capture_next(self) -> None:
-        """Record one more size, the largest that is not yet, if any is left."""
+        """Capture the largest remaining batch size, if any."""
         if not self._waiting:
             return
         begun = self._clock.monotonic()
@@ -127,8 +129,8 @@ class CapturedSteps:
         made = _Size(size, self._spare, self._model.torch_device)
         try:
             made.replay = self._graphs.capture(lambda: self._launch(size, made.inputs))
-        except Exception as error:  # whatever the compiler or the driver say: the steps run as they are
-            _log.warning("decode steps of %d rows and fewer are not captured: %s", size, error)
+        except Exception as error:  # compiler or driver error: steps run eagerly
+            _log.warning("cannot capture decode steps of %d rows or fewer, they run eagerly: %s", size, error)
             self._waiting.clear()
             return
         self._sizes[size] = made
@@ -140,33 +142,36 @@ class CapturedSteps:
             )  # fmt: skip
 
     def size_for(self, scheduled: Sequence[ScheduledSequence]) -> int | None:
-        """The recorded size that a step can take; `None`: it must run as it is."""
+        """Return the captured batch size for a step; `None` if the step must run eagerly."""
         if any(s.num_scheduled != 1 for s in scheduled):
             return None
-        if not any(s.samples for s in scheduled):  # nobody would wait for it, and its inputs' buffers are few
+        if not any(
+            s.num_sampled for s in scheduled
+        ):  # without a sampled row the result is not read, so the step's buffers could be reused too early
             return None
         size = graph_sizes.fit(len(scheduled), self._sizes)
         longest = max(s.num_computed for s in scheduled) + 1
         return None if size is None or longest > self._most_tokens[size] else size
 
     def run(
-        self, size: int, scheduled: Sequence[ScheduledSequence], numbers: Sequence[int], places: Places
+        self, size: int, scheduled: Sequence[ScheduledSequence], numbers: Sequence[int], places: BatchSlots
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch a step of one token each.
 
         Args:
-            size: what `size_for` said.
-            scheduled: the step's.
-            numbers: their places.
-            places: whose these are.
+            size: captured batch size, from `size_for`.
+            scheduled: the step's sequences.
+            numbers: batch slot of each sequence.
+            places: the assignment of batch slots.
 
         Returns:
-            Logits [size, vocabulary] and [size] most likely tokens, the batch's first. They stand until the next step.
+            Logits [size, vocabulary] float32 and greedy tokens [size] int64, the batch's rows first; valid until the
+            next step.
 
         Raises:
             InvariantBroken: a sequence has fewer pages or tokens than the step needs.
         """
-        block_tokens = self._kv.shape.block_tokens
+        block_tokens = self._kv.layout.block_tokens
         positions = [s.num_computed for s in scheduled]
         needed = [position // block_tokens + 1 for position in positions]
         here = [places.is_drawn_here(s) for s in scheduled]
@@ -188,7 +193,7 @@ class CapturedSteps:
         return self._logits[:size], self._drawn[:size]
 
     def _launch(self, size: int, inputs: torch.Tensor) -> None:
-        """What is recorded: no number in it comes from the host but for sizes."""
+        """Launch the kernels of a captured step; the kernels read no host memory."""
         model, pages = self._model, self._kv.pages
         given, places, positions, contexts, slots = inputs.unbind()
         tokens = torch.where(given < 0, self._last.index_select(0, places).clamp_min(0), given)

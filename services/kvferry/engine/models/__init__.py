@@ -1,4 +1,4 @@
-"""Models as forward passes: token ids and positions to hidden states, through the table of kernels.
+"""Models: forward passes from token ids and positions to logits, with a selected kernel family.
 
-A model keeps its parameters and nothing of any request; pages and batch come with each call.
+A model holds its parameters and no request state; pages and batch are arguments of each call.
 """

@@ -1,10 +1,10 @@
-"""From a model's files to something that computes steps: which kernels, in which form, on how many threads."""
+"""Model construction from tensors: selection of kernels, weight format, numerics and threads."""
 
 import logging
 
-from kvferry.core.cores import usable_cores
 from kvferry.core.dtypes import BFLOAT16, FLOAT32, INT8
 from kvferry.core.errors import UsageError
+from kvferry.core.process.cores import usable_cores
 from kvferry.engine.models.compiled import CompiledTransformer
 from kvferry.engine.models.model import Model
 from kvferry.kernels import compiled
@@ -21,13 +21,14 @@ KERNELS = (
     *(f"{COMPILED}-{level}" for level in ("portable", "avx2", "avx512_bf16", "amx_bf16")),
     *FAMILIES,
 )
-"""What may be asked for: the best, the best compiled, one level of the compiled, or a family over torch's tensors."""
+"""Valid values of `kernels`: the fastest available, the best compiled level, a given compiled level, or a torch
+family."""
 SHIPPED = "shipped"
 WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-"""Names of weights' forms, to what the compiled kernels call them."""
+"""Weight formats, each with its name in the compiled kernels."""
 EXACT, FAST = "exact", "fast"
 NUMERICS = (EXACT, FAST)
-"""How inputs of products are kept: as the KV's type says, or, where weights are codes, rounded to 8 bits."""
+"""Precision of inputs of matrix products: the KV's dtype, or rounded to 8 bits where weights are quantized."""
 
 
 def build_model(
@@ -41,26 +42,27 @@ def build_model(
     kernels: str = AUTO,
     threads: int = 0,
 ) -> Model:
-    """Load a model's parameters and make it ready to run.
+    """Load a model's parameters into a runnable model.
 
     Args:
-        config: its shape.
-        tensors: its weights (`ModelSource.tensors`).
-        dtype: of the KV. With float32 no activation is rounded either; int8 needs compiled kernels.
-        weights: a name of `WEIGHTS`; torch's families keep them in `dtype`, and take no other.
-        numerics: a name of `NUMERICS`; `fast` needs compiled kernels, weights in codes and KV not in float32.
-        device: where it runs.
-        kernels: a name of `KERNELS`.
-        threads: that compute a step; 0: as many as there are cores for this process.
+        config: the model's shape.
+        tensors: the model's weights (`ModelSource.tensors`).
+        dtype: data type of the KV. With float32, activations are not rounded either; int8 needs compiled kernels.
+        weights: key of `WEIGHTS`; torch families keep weights in `dtype` and support no other format.
+        numerics: one of `NUMERICS`; `fast` needs compiled kernels, quantized weights, and KV in a dtype other than
+            float32.
+        device: device of the model, as a torch device string.
+        kernels: one of `KERNELS`.
+        threads: number of compute threads; 0: the number of cores available to this process.
 
     Raises:
-        ModelFileError: the weights do not fit the configuration.
-        UsageError: the kernels, the weights' form or the numerics cannot be had here.
+        ModelFileError: the weights do not match the configuration.
+        UsageError: this machine does not support the kernels, weight format or numerics.
     """
     if weights not in WEIGHTS:
-        raise UsageError(f"no weights {weights!r}; known: {', '.join(WEIGHTS)}", field="weights")
+        raise UsageError(f"unknown weights {weights!r}; expected one of {', '.join(WEIGHTS)}", field="weights")
     if numerics not in NUMERICS:
-        raise UsageError(f"no numerics {numerics!r}; known: {', '.join(NUMERICS)}", field="numerics")
+        raise UsageError(f"unknown numerics {numerics!r}; expected one of {', '.join(NUMERICS)}", field="numerics")
     chosen = resolve_kernels(kernels, config, dtype, device)
     level = level_of(chosen)
     if numerics == FAST:
@@ -77,23 +79,23 @@ def build_model(
             field="weights",
         )
     if kernels == AUTO and device_kind(device) == "cpu":
-        _log.warning("torch computes, several times slower: %s", why_not_compiled(config, dtype, device))
-    from kvferry.engine.models.transformer import load_transformer  # loads torch, which takes a second
+        _log.warning("falling back to torch kernels, several times slower: %s", why_not_compiled(config, dtype, device))
+    from kvferry.engine.models.transformer import load_transformer  # importing torch takes a second
 
     return load_transformer(config, tensors, dtype=dtype, device=device, family=chosen, threads=count)
 
 
 def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str = "cpu") -> str:
-    """What `auto` or `compiled` comes to: a level of the compiled kernels, or a family of torch.
+    """Resolve `auto` or `compiled` to a level of the compiled kernels or a torch family.
 
     Raises:
-        UsageError: there are no such kernels, or they cannot run here.
+        UsageError: the name is unknown, or the kernels cannot run on this machine.
     """
     if kernels not in KERNELS:
-        raise UsageError(f"no kernels {kernels!r}; known: {', '.join(KERNELS)}", field="kernels")
-    reason = "other kernels were asked for" if kernels in FAMILIES else why_not_compiled(config, dtype, device)
+        raise UsageError(f"unknown kernels {kernels!r}; expected one of {', '.join(KERNELS)}", field="kernels")
+    reason = "other kernels were requested" if kernels in FAMILIES else why_not_compiled(config, dtype, device)
     if reason and dtype == INT8:
-        raise UsageError(f"KV in int8 needs the compiled kernels, and {reason}; take bfloat16 (--dtype)", field="dtype")
+        raise UsageError(f"KV in int8 needs the compiled kernels, and {reason}; use bfloat16 (--dtype)", field="dtype")
     if kernels in FAMILIES:
         return kernels
     if reason is None:
@@ -106,25 +108,23 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
 
 def _check_fast(level: str, dtype: str) -> None:
     if not level:
-        raise UsageError("fast numerics need the compiled kernels; take exact", field="numerics")
+        raise UsageError("fast numerics need the compiled kernels; use exact", field="numerics")
     if dtype == FLOAT32:
-        raise UsageError(
-            f"fast numerics round activations, and {dtype} asks for none rounded (--dtype)", field="numerics"
-        )
+        raise UsageError(f"fast numerics round activations, which dtype {dtype} excludes (--dtype)", field="numerics")
 
 
 def level_of(kernels: str) -> str:
-    """The level that compiled kernels are named with; empty where none is, or torch computes."""
+    """Return the level of compiled kernels, such as "avx2" in "compiled-avx2"; empty for names without a level."""
     family, _, level = kernels.partition("-")
     return level if family == COMPILED else ""
 
 
 def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> str | None:
-    """What keeps a model from running on the compiled kernels; `None`: nothing."""
+    """Return the reason why a model cannot run on the compiled kernels; `None` if it can."""
     if device_kind(device) != "cpu":
         return f"they are for CPUs, not for {device} (--device cpu)"
     if not compiled.levels():
-        return "they were not built; a C++ compiler at installation builds them"
+        return "they were not built; installation needs a C++ compiler to build them"
     if dtype not in (FLOAT32, BFLOAT16, INT8):
         return f"their KV is float32, bfloat16 or int8, not {dtype}"
     if config.head_dim % 16 or config.head_dim > 256:

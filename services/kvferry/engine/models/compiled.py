@@ -1,6 +1,8 @@
-"""The decoder of the Llama line as one compiled call a step; the same mathematics as `transformer`.
+"""Llama-family decoder on the compiled CPU kernels, one native call per step; computes the same function as
+`transformer`.
 
-Gates and ups stand in alternating panels of 16, so that whoever computes a gate has its up beside it.
+Gate and up rows are interleaved in panels of 16, so that the thread that computes a gate value also has the
+corresponding up value.
 """
 
 import math
@@ -13,11 +15,11 @@ import numpy.typing as npt
 
 from kvferry.core.dtypes import FLOAT32
 from kvferry.core.errors import ModelFileError, UsageError
-from kvferry.engine.batch import StepBatch
-from kvferry.engine.cache import PagedKv
-from kvferry.engine.device import CPU
 from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
+from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.device import CPU
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
 from kvferry.kernels.compiled import Arena
 from kvferry.model.config import ModelConfig
@@ -34,7 +36,7 @@ LayerParts = dict[str, "Matrix | Floats | None"]
 
 
 class CompiledTransformer:
-    """A model on the CPU. Calls from several threads wait for each other: engines in one process may share it."""
+    """A model on the compiled CPU kernels. Thread-safe (calls are serialized): engines of one process can share it."""
 
     def __init__(
         self,
@@ -49,17 +51,17 @@ class CompiledTransformer:
     ) -> None:
         """
         Args:
-            config: its shape.
-            tensors: its weights.
-            dtype: of the pages: float32, bfloat16 or int8.
-            form: of the weights: `shipped`, `f32`, `f16` or `bf16`.
-            level: a name of `compiled.levels()`.
-            threads: that compute a step.
-            rounds_inputs: to 8 bits, wherever weights are codes.
+            config: the model's shape.
+            tensors: the model's weights.
+            dtype: data type of the pages: float32, bfloat16 or int8.
+            form: weight format: `shipped`, `f32`, `f16` or `bf16`.
+            level: kernel level, one of `compiled.levels()`.
+            threads: number of compute threads.
+            rounds_inputs: round inputs to 8 bits where weights are quantized.
 
         Raises:
-            ModelFileError: the weights do not fit the configuration, or are not finite.
-            UsageError: inputs are to be rounded for codes, and no weights are.
+            ModelFileError: the weights do not match the configuration, or are not finite.
+            UsageError: `rounds_inputs` without quantized weights.
         """
         check_shapes(config, tensors.shapes(), f"model {config.name!r}")
         self.config = config
@@ -68,10 +70,10 @@ class CompiledTransformer:
         self.kernels = f"compiled-{level}"
         loader = _Loader(config, tensors, form)
         parts, layers = loader.load()
-        tensors.release()  # all of it was copied; the file's own pages would count as this process's memory
+        tensors.release()  # all tensors were copied; mapped pages of the file would count as memory of this process
         if rounds_inputs and not loader.has_codes:
             raise UsageError(
-                "fast numerics are for weights in codes (4 to 8 bits), and here are none", field="numerics"
+                "fast numerics need quantized weights (4 to 8 bits); this model has none", field="numerics"
             )
         cos, sin = rotary_table(config)
         shape: dict[str, int | float] = {
@@ -88,7 +90,7 @@ class CompiledTransformer:
         }
         parts |= {"cos": cos, "sin": sin}
         self.weight_bytes = loader.num_bytes
-        """Of all packed matrices; a step reads nearly all of them."""
+        """Total bytes of all packed matrices, nearly all of which a step reads."""
         self.rounds_inputs = rounds_inputs
         self._own = threading.local()
         self._runner = compiled.make_runner(shape, parts, layers, level, compiled.make_pool(threads))
@@ -106,7 +108,7 @@ class CompiledTransformer:
             batch.sample_rows,
             kv.address,
             kv.num_blocks,
-            kv.shape.block_tokens,
+            kv.layout.block_tokens,
             self.dtype,
             room.values,
             room.greedy,
@@ -114,41 +116,43 @@ class CompiledTransformer:
         )
         return Logits(room.values, room.greedy.tolist(), room.finite.view(bool).tolist())
 
-    def _room_for(self, rows: int) -> "_Room":
-        """Of this thread, the same memory every time: fresh memory is a page fault each 4 KB."""
-        room: _Room | None = getattr(self._own, "room", None)
+    def _room_for(self, rows: int) -> "_Scratch":
+        """Return scratch memory for `rows` rows. Each thread reuses its memory in all steps, since new memory would
+        cause a page fault per 4 KiB."""
+        room: _Scratch | None = getattr(self._own, "room", None)
         if room is None or len(room.memory) < rows:
-            room = _Room.of(np.empty((rows, self.config.vocab_size), np.float32), rows)
+            room = _Scratch.of(np.empty((rows, self.config.vocab_size), np.float32), rows)
         elif len(room.values) != rows:
-            room = _Room.of(room.memory, rows)
+            room = _Scratch.of(room.memory, rows)
         self._own.room = room
         return room
 
     def phase_seconds(self) -> dict[str, float]:
-        """Seconds of all threads by phase since the last call; the first begins to count."""
+        """Return the seconds spent in each phase since the last call, summed over threads; the first call starts the
+        measurement."""
         return self._runner.phase_seconds()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Room:
-    """Where a step leaves what it found; its views are made once and serve every step of so many rows."""
+class _Scratch:
+    """Output buffers of a step; views of the memory are created once per number of rows."""
 
     memory: Floats
-    """[most rows so far, vocabulary]."""
+    """[largest number of rows so far, vocabulary]."""
     values: Floats
-    """[rows, vocabulary] of `memory`."""
+    """[rows, vocabulary], a view of `memory`: logits of the current step."""
     greedy: Ints
     finite: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, memory: Floats, rows: int) -> "_Room":
-        """The first rows of some memory."""
+    def of(cls, memory: Floats, rows: int) -> "_Scratch":
+        """Create views of the first `rows` rows of `memory`."""
         return cls(memory, memory[:rows], np.empty(rows, np.int64), np.empty(rows, np.uint8))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A matrix that has no memory yet."""
+    """A matrix that has not been packed yet."""
 
     matrix: "Matrix"
     names: tuple[str, ...]
@@ -158,7 +162,7 @@ class _Pending:
 
 
 class _Loader:
-    """Reads every tensor once, packs the matrices into one arena."""
+    """Loader that reads every tensor once and packs the matrices into one arena."""
 
     def __init__(self, config: ModelConfig, tensors: TensorSource, form: str) -> None:
         self._config = config
@@ -183,7 +187,9 @@ class _Loader:
             try:
                 pending.matrix.pack(types, data, pending.order, out)
             except ArithmeticError as error:
-                raise ModelFileError(f"tensor {pending.names[0]!r} or one beside it holds {error}") from error
+                raise ModelFileError(
+                    f"tensor {pending.names[0]!r}, or a tensor fused with it, holds {error}"
+                ) from error
             pending.matrix.attach(out, pending.bias)
         return parts, layers
 
@@ -213,13 +219,13 @@ class _Loader:
     def _matrix(
         self, names: tuple[str, ...], cols: int, *, bias: tuple[str, ...] = (), order: Ints | None = None
     ) -> "Matrix":
-        """Describe one matrix out of several tensors with the same inputs.
+        """Describe one matrix that fuses several tensors with the same inputs.
 
         Args:
-            names: the tensors, one after the other.
-            cols: inputs.
-            bias: of the tensors, in their order.
-            order: which row of all tensors each packed row is, -1 for zeros; `None`: as they come.
+            names: the tensors, in order of their rows.
+            cols: number of inputs.
+            bias: names of the tensors' biases, in the same order.
+            order: index of the source row for each packed row, -1 for a row of zeros; default: rows in order.
         """
         stored = [self._tensors.stored(name) for name in names]
         firsts = np.cumsum([0, *(len(s.order) for s in stored)])
@@ -239,7 +245,7 @@ class _Loader:
 
 
 def _alternate(intermediate: int) -> Ints:
-    """Rows of gates and ups, one after the other, to panels of 16 in turn; -1 fills the last panels."""
+    """Return the row order that interleaves gate and up rows in panels of 16; -1 pads the last panels."""
     panels = -(-intermediate // _PANEL)
     gates = np.full(panels * _PANEL, -1, np.int64)
     gates[:intermediate] = np.arange(intermediate)

@@ -1,4 +1,4 @@
-"""What the runner needs of a model, whatever computes it."""
+"""Interface between model and runner, independent of the kernels: `Model` and its `Logits`."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,13 +6,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.engine.batch import StepBatch
-from kvferry.engine.cache import PagedKv
+from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.model.config import ModelConfig
 
 
 class LogitRows(Protocol):
-    """[R, vocabulary] float32: an array, or something that brings a row from where it is when asked for it."""
+    """Logits [R, vocabulary] float32: a host array, or rows on a device that are copied to the host on access."""
 
     def __len__(self) -> int: ...
 
@@ -21,55 +21,55 @@ class LogitRows(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logits:
-    """Of the rows that sample, in their order."""
+    """Logits of the sampled rows, in order."""
 
     values: LogitRows
     greedy: list[int]
-    """[R]: each row's highest, the first among equals."""
+    """[R]: argmax of each row, the lowest id on a tie."""
     finite: list[bool]
-    """[R]: whether every logit of the row is a finite number."""
+    """[R]: whether all logits of the row are finite."""
 
 
 class Model(Protocol):
-    """Parameters on one device, and nothing of any request."""
+    """A model on one device: its parameters and its forward pass, without request state."""
 
     @property
     def config(self) -> ModelConfig:
-        """Its shape."""
+        """Configuration of the model."""
         ...
 
     @property
     def dtype(self) -> str:
-        """Of the pages that it reads and writes, a name of `core.dtypes`."""
+        """Data type of the KV pages, one of `core.dtypes.DTYPES`."""
         ...
 
     @property
     def device(self) -> str:
-        """Where pages must be, as torch names it."""
+        """Device of the KV pages, as a torch device string."""
         ...
 
     @property
     def kernels(self) -> str:
-        """What computes: a family of torch, or the compiled kernels with their level."""
+        """Kernels of the model: a torch family, or the compiled kernels with their level."""
         ...
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether inputs of products with codes are rounded to 8 bits."""
+        """Whether inputs of products with quantized weights are rounded to 8 bits."""
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """Of all matrices, as a step reads them."""
+        """Total bytes of all weight matrices, which a step reads."""
         ...
 
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
-        """One step: keys and values of every row into its page, logits of the rows that sample.
+        """Compute one step: write keys and values of every row to its page, and return the logits of the sampled rows.
 
-        The logits stand until the next call from the same thread, which may use their memory again.
+        The logits are valid until the next call from the same thread, which may reuse their memory.
 
         Args:
-            batch: rows, positions, which rows belong together and where their pages are.
-            kv: pages of the model's shape and type, where it computes.
+            batch: rows, positions, rows per sequence and block tables.
+            kv: pages of the model's shape and dtype, on its device.
         """
         ...

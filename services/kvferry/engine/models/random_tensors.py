@@ -1,7 +1,7 @@
-"""Random weights of a model's shape, drawn where they compute and in the type that they compute in: no file is read.
+"""Random weights for a model's shape, generated on the compute device in the compute dtype; no file is needed.
 
-Each tensor depends on the seed, its own name and the kind of device. Variances keep activations near one and logits
-apart, as the tiny model's do.
+Each tensor depends on the seed, its name and the kind of device. As in the tiny test model, variances are chosen so
+that activations stay near one and logits are distinct.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _GAIN_OF_LOGITS = 3.0
 
 
 class RandomTensors:
-    """A `TensorSource`, and one that whoever loads onto a device asks by `draw`."""
+    """`TensorSource` of random weights; loaders for a GPU use `draw` instead of `read`."""
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
@@ -33,14 +33,14 @@ class RandomTensors:
         self._seed = seed
 
     def shapes(self) -> Mapping[str, Shape]:
-        """Every tensor's shape."""
+        """Return the shape of every tensor, by name."""
         return self._shapes
 
     def draw(self, name: str) -> torch.Tensor:
-        """One tensor on its device.
+        """Generate one tensor on its device.
 
         Raises:
-            KeyError: there is no tensor of that name.
+            KeyError: unknown tensor name.
         """
         shape = self._shapes[name]
         key = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
@@ -50,7 +50,7 @@ class RandomTensors:
         return values.normal_(mean, spread, generator=generator)
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """See `TensorSource.read`: the values that were drawn, so those that the model computes with."""
+        """See `TensorSource.read`: the values of `draw`, as float32."""
         found: npt.NDArray[np.float32] = self.draw(name).to("cpu", torch.float32).numpy()
         return found
 
@@ -61,7 +61,7 @@ class RandomTensors:
         return Stored.plain(_TYPE_IDS[self._dtype], data, len(values))
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, since no tensor is kept."""
 
     def _spread(self, name: str, shape: Shape) -> float:
         if name == EMBEDDING and not self._is_tied:

@@ -1,7 +1,7 @@
 """Rotary position tables (Su et al., RoFormer, 2021), with Llama 3.1's frequency scaling.
 
-Frequencies are rounded to float32, and angles are products in float32, as every implementation has them; the functions
-are taken in float64 and rounded once, so that they are the same bits whatever instructions numpy finds.
+Frequencies are rounded to float32, and angles are float32 products, as in other implementations; sines and cosines are
+computed in float64 and rounded once, so that numpy gives bitwise equal results with all instruction sets.
 """
 
 import math
@@ -15,16 +15,16 @@ Floats = npt.NDArray[np.float32]
 
 
 def inverse_frequencies(config: ModelConfig) -> Floats:
-    """[head_dim / 2], radians per position."""
+    """Return the rotary frequencies, [head_dim / 2], in radians per position."""
     exponents = (i / config.head_dim for i in range(0, config.head_dim, 2))
     plain = np.array([config.rope_theta**-exponent for exponent in exponents], np.float32)
     return plain if config.rope_scaling is None else _scaled(plain, config.rope_scaling)
 
 
 def rotary_table(config: ModelConfig) -> tuple[Floats, Floats]:
-    """Cosines and signed sines of every position, each [max_model_tokens, head_dim].
+    """Return the cosines and signed sines of every position, each [max_model_tokens, head_dim].
 
-    Both halves of a row hold the same angles; the first half of the sines is negated, as `Ops.rotate` wants.
+    Both halves of a row hold the same angles; the first half of the sines is negated, as `Ops.rotate` expects.
     """
     positions = np.arange(config.max_model_tokens, dtype=np.float32)
     angles = np.outer(positions, inverse_frequencies(config)).astype(np.float64)
@@ -33,7 +33,7 @@ def rotary_table(config: ModelConfig) -> tuple[Floats, Floats]:
 
 
 def _scaled(plain: Floats, scaling: Llama3RopeScaling) -> Floats:
-    """Slow frequencies divided by `factor`, fast ones kept, those between blended by wavelength."""
+    """Apply Llama 3.1 scaling: divide low frequencies by `factor`, keep high frequencies, interpolate in between."""
     wavelength = np.float32(2 * math.pi) / plain
     turns = np.float32(scaling.original_max_position) / wavelength
     low, high, factor = (np.float32(x) for x in (scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor))

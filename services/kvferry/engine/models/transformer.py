@@ -1,4 +1,4 @@
-"""The decoder of the Llama line: Llama, SmolLM, Qwen 2 (biased projections) and Qwen 3 (normed heads).
+"""Llama-family decoder over torch tensors: Llama, SmolLM, Qwen 2 (projections with bias) and Qwen 3 (normalized heads).
 
 Per layer, with T rows of one step's ragged batch:
 
@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.engine.batch import StepBatch
-from kvferry.engine.cache import PagedKv
-from kvferry.engine.device_batch import DeviceBatch
 from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
 from kvferry.engine.models.weights import Weights, load_weights
+from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.device_batch import DeviceBatch
+from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.batch import AttentionBatch
 from kvferry.kernels.ops import AttentionPlan, Ops, ops_for
 from kvferry.model.config import ModelConfig
@@ -29,10 +29,10 @@ from kvferry.model.tensors import TensorSource, linear_weights
 def load_transformer(
     config: ModelConfig, tensors: TensorSource, *, dtype: str, device: str, family: str, threads: int
 ) -> "Transformer":
-    """A model whose operations are a family over torch's tensors; torch computes on so many threads from now on.
+    """Load a model for a torch kernel family; sets torch's number of threads.
 
     Raises:
-        ModelFileError: the weights do not fit the configuration.
+        ModelFileError: the weights do not match the configuration.
         UsageError: the family does not run on the device.
     """
     torch.set_num_threads(threads)
@@ -42,21 +42,21 @@ def load_transformer(
 
 
 def logits_of(values: torch.Tensor) -> Logits:
-    """What is to be known of these.
+    """Compute the argmax of each row, and whether all its values are finite.
 
     Args:
         values: [R, vocabulary] float32.
     """
-    rows = values.numpy() if values.device.type == "cpu" else _Elsewhere(values)
+    rows = values.numpy() if values.device.type == "cpu" else _DeviceRows(values)
     if not len(values):
         return Logits(rows, [], [])
-    low, high = torch.aminmax(values, dim=-1)  # NaN comes through as the extreme
+    low, high = torch.aminmax(values, dim=-1)  # NaN propagates to the extremes
     finite = (low.isfinite() & high.isfinite()).tolist()
-    return Logits(rows, values.argmax(dim=-1).tolist(), finite)  # the first among equals, as torch promises
+    return Logits(rows, values.argmax(dim=-1).tolist(), finite)  # the lowest id on a tie, as torch guarantees
 
 
-class _Elsewhere:
-    """Rows that stay on their device until one is asked for."""
+class _DeviceRows:
+    """Logits on a device; a row is copied to the host on access."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
@@ -71,30 +71,31 @@ class _Elsewhere:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """One step's rows on the device; their number is all that the host must know of them."""
+    """Input rows of one step on the device."""
 
     token_ids: torch.Tensor
-    """[T] int64."""
+    """[T] int64: input token of each row."""
     positions: torch.Tensor
-    """[T] int64, each below `max_model_tokens`."""
+    """[T] int64: position of each row, below `max_model_tokens`."""
     slots: torch.Tensor
-    """[T] int64, as `AttentionBatch.slots`."""
+    """[T] int64: KV slot of each row, like `AttentionBatch.slots`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Passage:
-    """What the pieces of one step hand on to each other beside their results."""
+class ForwardState:
+    """State shared by the separately launched pieces of a step's forward pass."""
 
     pages: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
     slots: torch.Tensor
     residual: torch.Tensor
-    """[T, hidden]: grows in place, and is the result once all layers have run."""
+    """[T, hidden]: residual stream, accumulated in place; after the last layer, the result of the forward pass."""
 
 
 class Transformer:
-    """A model on one device. Holds parameters only; calls from one thread at a time."""
+    """Model on one device with the kernels of a torch family. Contains only parameters; call it from one thread at a
+    time."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, *, dtype: torch.dtype) -> None:
         self.config = config
@@ -104,7 +105,7 @@ class Transformer:
         self.kernels = ops.name
         self.rounds_inputs = False
         self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)
-        """Of all matrices, as a step reads them."""
+        """Total bytes of all weight matrices, which a step reads."""
         self._weights = weights
         self._cos, self._sin = (torch.from_numpy(table).to(self.device) for table in rotary_table(config))
         self._scale = 1.0 / math.sqrt(config.head_dim)
@@ -119,31 +120,31 @@ class Transformer:
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        """Hidden states of every row; writes the rows' keys and values into `pages`.
+        """Compute the hidden states of all rows and write their keys and values to `pages`.
 
         Args:
             token_ids: [T] int64.
             positions: [T] int64, each below `max_model_tokens`.
             pages: [pages, layers, 2, K, B, D] of the model's dtype.
-            batch: which rows belong together and where their pages are.
+            batch: rows per sequence and block tables.
 
         Returns:
-            [T, hidden] before the final norm; `logits` takes them.
+            [T, hidden] before the final norm, as input of `logits`.
         """
         plan = self.ops.plan_attention(batch, pages, self.config.num_heads)
         return self.pass_through(Rows(token_ids, positions, batch.slots), pages, plan)
 
     def pass_through(self, rows: Rows, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """`forward` by a plan that is made already; launches alone, and nothing that asks the host or the device."""
+        """Run `forward` with a given attention plan, without host synchronization."""
         passage, qkv = self.enter(rows, pages)
         for index in range(self.config.num_layers):
             qkv = self.leave(index, self.attend(index, qkv, pages, plan), passage)
         return passage.residual
 
-    def enter(self, rows: Rows, pages: torch.Tensor) -> tuple[Passage, torch.Tensor]:
-        """Everything before the first attention; with its [T, H + 2 K, D], of which the queries count."""
+    def enter(self, rows: Rows, pages: torch.Tensor) -> tuple[ForwardState, torch.Tensor]:
+        """Launch everything before the first attention; return the forward state and qkv [T, H + 2 K, D]."""
         residual = self.ops.embedding(rows.token_ids, self._weights.embedding)
-        passage = Passage(
+        passage = ForwardState(
             pages=pages,
             cos=self._cos.index_select(0, rows.positions),
             sin=self._sin.index_select(0, rows.positions),
@@ -154,11 +155,12 @@ class Transformer:
         return passage, self._project(0, normed, passage)
 
     def attend(self, index: int, qkv: torch.Tensor, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """One layer's attention of the rows that `enter` or `leave` made: [T, H * D]."""
+        """Launch one layer's attention on the qkv returned by `enter` or `leave`; return [T, H * D]."""
         return self.ops.paged_attention(qkv[:, : self.config.num_heads], pages, index, plan, self._scale)
 
-    def leave(self, index: int, seen: torch.Tensor, passage: Passage) -> torch.Tensor:
-        """Everything between a layer's attention and the next one's, as `enter`; after the last, the residual."""
+    def leave(self, index: int, seen: torch.Tensor, passage: ForwardState) -> torch.Tensor:
+        """Launch everything between a layer's attention and the next layer's attention; return qkv [T, H + 2 K, D] of
+        the next layer, or, after the last layer, the residual."""
         ops, eps, layers = self.ops, self.config.rms_norm_eps, self._weights.layers
         layer, residual = layers[index], passage.residual
         x = ops.add_rms_norm(layer.output(seen), residual, layer.mlp_norm, eps)
@@ -168,22 +170,22 @@ class Transformer:
         return self._project(index + 1, ops.add_rms_norm(x, residual, layers[index + 1].attention_norm, eps), passage)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [R, vocabulary] of the named rows alone.
+        """Compute float32 logits [R, vocabulary] of the given rows.
 
         Args:
-            hidden: what `forward` returned.
+            hidden: result of `forward`.
             rows: [R] int64.
         """
         return self._head(self.ops.gather_rows(hidden, rows)).float()
 
     def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
-        """The logits of all rows into memory that stands already, [T, vocabulary] float32."""
+        """Write the logits of all rows to `out`, [T, vocabulary] float32."""
         out.copy_(self._head(hidden))
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._weights.head(self.ops.rms_norm(hidden, self._weights.final_norm, self.config.rms_norm_eps))
 
-    def _project(self, index: int, x: torch.Tensor, passage: Passage) -> torch.Tensor:
+    def _project(self, index: int, x: torch.Tensor, passage: ForwardState) -> torch.Tensor:
         config, layer = self.config, self._weights.layers[index]
         qkv = layer.qkv(x).view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         self.ops.place_qkv(qkv, layer.head_norms, passage.cos, passage.sin, passage.pages, index, passage.slots)

@@ -1,4 +1,4 @@
-"""Parameters from a model's tensors: one dtype, fused where layers read several matrices with the same input."""
+"""Weight loading for the torch decoder: parameters in one dtype; projections with the same input are fused."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, TensorSource, che
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One layer. Norm weights are [hidden]; projections take [T, in]."""
+    """Parameters of one layer. Norm weights are [hidden]; inputs of projections are [T, in]."""
 
     attention_norm: torch.Tensor
     qkv: Linear
@@ -29,7 +29,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """A model's parameters."""
+    """Parameters of a model on a torch device."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -40,14 +40,14 @@ class Weights:
 def load_weights(
     config: ModelConfig, tensors: TensorSource, ops: Ops, *, dtype: torch.dtype, device: torch.device
 ) -> Weights:
-    """Read every tensor once.
+    """Load all parameters, reading every tensor once.
 
     Raises:
-        ModelFileError: a tensor is missing, unexpected, of another shape, or not finite.
+        ModelFileError: a tensor is missing or unexpected, or has a wrong shape or non-finite values.
     """
     check_shapes(config, tensors.shapes(), f"model {config.name!r}")
-    # One after the other: torch's own threads share the work of each. A second thread of ours would bring a second
-    # set of them, and gained nothing on two cores.
+    # Tensors are read sequentially, since torch parallelizes each conversion. A second Python thread would start a
+    # second set of torch threads and was not faster on two cores.
     reader = _Reader(tensors, ops, dtype, device)
     embedding = reader.tensor(EMBEDDING)
     head = ops.pack_linear(embedding, None) if config.tie_word_embeddings else reader.linear(HEAD)
@@ -76,7 +76,7 @@ def _head_norms(reader: "_Reader", attention: str, epsilon: float) -> HeadNorms:
 
 
 class _Reader:
-    """Turns named arrays into parameters of one dtype on one device."""
+    """Reader that converts named tensors to parameters of one dtype on one device."""
 
     def __init__(self, tensors: TensorSource, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         self._tensors = tensors
@@ -85,8 +85,10 @@ class _Reader:
         self._device = device
 
     def tensor(self, *names: str) -> torch.Tensor:
-        """The tensors, one after the other along the first axis, in memory of their own."""
-        if isinstance(self._tensors, RandomTensors):  # drawn in place: billions of them would take minutes on a host
+        """Read tensors and concatenate them along the first axis, in newly allocated memory."""
+        if isinstance(
+            self._tensors, RandomTensors
+        ):  # generated on the device, since billions of values would take minutes on the host
             parts = [self._tensors.draw(name).to(self._device, self._dtype) for name in names]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         arrays = [self._tensors.read(name) for name in names]
@@ -95,7 +97,7 @@ class _Reader:
         at = 0
         for name, array in zip(names, arrays, strict=True):
             part = joined[at : at + array.shape[0]]
-            # A mapped file's view is read-only, which torch warns about although it only reads here.
+            # Views of a mapped file are read-only; torch warns about them, although `copy_` only reads.
             part.copy_(torch.from_numpy(array if array.flags.writeable else array.copy()))
             if not torch.isfinite(part.sum(dtype=torch.float32)):
                 raise ModelFileError(f"tensor {name!r} holds values that are not finite in {self._dtype}")
@@ -103,5 +105,5 @@ class _Reader:
         return joined.to(self._device)
 
     def linear(self, *names: str, bias: tuple[str, ...] = ()) -> Linear:
-        """One projection out of several with the same input."""
+        """Read and fuse projections that have the same input."""
         return self._ops.pack_linear(self.tensor(*names), self.tensor(*bias) if bias else None)

@@ -1,4 +1,5 @@
-"""Transports, one module each; they do not know each other. Each offers `open_transport(incarnation, setup)`.
+"""Transports: one module per connector, each with a function `open_transport(incarnation, setup)`. They do not depend
+on each other.
 
-All of them pass `kvferry.testing.connector_suite`, `memory` first: it is the definition of the others.
+All transports pass `kvferry.testing.connector_suite`; `memory` is the reference implementation.
 """

@@ -1,4 +1,4 @@
-"""Hand-off within one process: the living definition of what a transport does."""
+"""Connector `memory`: transport within one process; the reference implementation of `Transport`."""
 
 import secrets
 import threading
@@ -8,19 +8,19 @@ import msgspec
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
+from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 
 _exposed: dict[str, "MemoryTransport"] = {}
-_guard = threading.Lock()  # guards _exposed; nothing is called while it is held
+_guard = threading.Lock()  # guards _exposed; held only during dictionary accesses
 
 
 class MemoryTransport:
-    """Pages in this process's own memory; peers find each other by incarnation."""
+    """Transport within one process; peers look up each other's pages by incarnation."""
 
     name = "memory"
     domain = secrets.token_hex(8)
-    """This process."""
+    """Domain of this process, a random id."""
 
     def __init__(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
@@ -40,7 +40,7 @@ class MemoryTransport:
         return msgspec.msgpack.encode(self._incarnation)
 
     def attend(self, busy: bool) -> None:
-        """Peers read without our help."""
+        """Do nothing, since peers copy pages without using CPU time of this process."""
 
     def connect(self, peer: Peer, address: bytes) -> None:
         try:
@@ -48,7 +48,7 @@ class MemoryTransport:
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         if named != peer.incarnation:
-            raise ReadError("the peer's address names another incarnation")
+            raise ReadError("the peer's address belongs to a different incarnation")
         self._connected.add(peer.incarnation)
         self._find(peer)
 
@@ -94,5 +94,5 @@ class MemoryTransport:
 
 
 def open_transport(incarnation: Incarnation, _setup: TransportSetup) -> MemoryTransport:
-    """A transport for one worker's life in this process."""
+    """Create the transport of one incarnation in this process."""
     return MemoryTransport(incarnation)

@@ -1,16 +1,16 @@
-"""Hand-off through NIXL: RDMA where there is a fabric, TCP or shared memory through UCX where there is none.
+"""Connector `nixl`: transport through NIXL and UCX: RDMA on an RDMA fabric, otherwise TCP or shared memory.
 
-What was seen of NIXL 1.5 decides the form:
+The design follows from the observed behaviour of NIXL 1.5:
 
-- Releasing a transfer handle, removing an agent and deregistering memory are *not* fences: a frozen peer that
-  woke up later still wrote into a released buffer. So a read is kept and polled until its state is terminal,
-  whatever happened to the request, and its pages stay quarantined until then.
-- A stalled peer is never reported; deadlines are the fetcher's.
-- An agent's name cannot be used again after a restart: agents are named by incarnation.
-- Serialized descriptor lists are pickles: peers exchange plain numbers and build their own lists.
+- Releasing a transfer handle, removing an agent and deregistering memory are *not* fences: a frozen peer that resumed
+  later still wrote into a released buffer. A read is therefore polled until its state is terminal, even after the
+  request was cancelled, and its pages stay quarantined until then.
+- NIXL never reports a stalled peer; the fetcher enforces deadlines.
+- An agent's name cannot be reused after a restart, so agents are named by incarnation.
+- Serialized descriptor lists are pickles, so peers exchange plain numbers and build their own lists.
 - Descriptors are built once per peer; a transfer is two index arrays.
-- NIXL's own progress thread polls without pause and takes a whole core, idle or not. Ours looks often while somebody
-  reads or may read from us, and seldom otherwise.
+- NIXL's progress thread polls without pause and takes a whole core, even when idle. The thread in this module polls
+  often while this worker reads or peers may be reading from it, and rarely otherwise.
 """
 
 import logging
@@ -27,9 +27,9 @@ import numpy.typing as npt
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, TransportSetup
+from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 
-# Importing NIXL sends its log to standard output, where our programs print results: send it the common way.
+# On import, NIXL starts to log to standard output, where kvferry prints results; redirect its log to Python's logging.
 _log = logging.getLogger("nixl")
 _log.handlers.clear()
 _log.propagate = True
@@ -43,11 +43,11 @@ _IDLE_PROGRESS_SECONDS = 0.02
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker's registered pages are."""
+    """Addresses of a worker's registered pages."""
 
     incarnation: str
     metadata: bytes
-    """NIXL's own blob; it names the agent and its endpoints."""
+    """Opaque metadata of the NIXL agent: its name and endpoints."""
     pages: int
     epochs: int
     num_blocks: int
@@ -64,22 +64,22 @@ class _Remote:
         self.num_blocks = where.num_blocks
         self.block_bytes = where.block_bytes
         self.active = 0
-        """Reads not yet quiet; the agent is removed only at zero."""
+        """Number of reads that are not quiet yet; the peer's agent is removed only when it is zero."""
         self.forgotten = False
 
 
 class _Staging:
-    """Registered memory for pages of other sizes than ours."""
+    """Registered staging memory for pages of other sizes."""
 
     def __init__(self, memory: memoryview, registration: Any) -> None:
         self.memory = memory
         self.registration = registration
         self.lists: dict[int, Any] = {}
-        """Descriptor lists that cut it into pages, by their size."""
+        """Descriptor lists by page size; each list divides the memory into pages of that size."""
 
 
 class _NixlRead:
-    """One posted read. Quiet only when NIXL reports a terminal state."""
+    """One posted read; it is quiet only after NIXL has reported a terminal state."""
 
     def __init__(self, transport: "NixlTransport", peer: str, handle: Any) -> None:
         self._transport = transport
@@ -92,7 +92,7 @@ class _NixlRead:
     def poll(self) -> bool:
         self._advance()
         if self._failure is not None:
-            raise ReadError(f"NIXL gave up the read ({self._failure})") from self._failure
+            raise ReadError(f"NIXL reported a failed read ({self._failure})") from self._failure
         return self._quiet
 
     def is_quiet(self) -> bool:
@@ -100,7 +100,7 @@ class _NixlRead:
         return self._quiet
 
     def wait(self, seconds: float) -> None:
-        # NIXL has nothing to wait for; whoever looks drives the read on.
+        # NIXL offers no blocking wait; each state check drives progress.
         self._pause.wait(min(seconds, _LOOK_SECONDS))
 
     def _advance(self) -> None:
@@ -108,7 +108,7 @@ class _NixlRead:
             return
         try:
             state = self._transport.check(self._handle)
-        except Exception as error:  # NIXL has a class per status code; each is a terminal state of this handle
+        except Exception as error:  # NIXL raises one exception class per status code, all for terminal states
             state, self._failure = "ERR", error
         if state == "PROC":
             return
@@ -119,7 +119,7 @@ class _NixlRead:
 
 
 class NixlTransport:
-    """Pages in host memory registered with one NIXL agent."""
+    """Transport over one NIXL agent; pages are in registered host memory."""
 
     name = "nixl"
     domain = ""
@@ -127,7 +127,7 @@ class NixlTransport:
     def __init__(self, incarnation: Incarnation, clock: Clock) -> None:
         self._incarnation = incarnation
         self._clock = clock
-        # Serialises all calls into the agent, which is not safe to call from several threads at once.
+        # Serializes all calls to the agent, which is not thread-safe.
         self._lock = threading.Lock()
         settings = nixl_api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = nixl_api.nixl_agent(incarnation, settings)
@@ -135,22 +135,23 @@ class NixlTransport:
             raise ImportError("NIXL has no UCX backend on this machine", name="nixl")
         self._remotes: dict[str, _Remote] = {}
         self._own: _Address | None = None
-        self._landing_lock = threading.Lock()  # one epoch read at a time uses the landing place; taken before _lock
+        self._landing_lock = threading.Lock()  # for epoch reads, which share one receive buffer; taken before _lock
         self._readers_expected = False
         self._wake = threading.Event()
         self._closed = False
         self._helper: threading.Thread | None = None
         self._staging: dict[int, _Staging] = {}
-        """By the address of its first byte."""
+        """Staging memory areas, by the address of their first byte."""
         self._abandoned: list[object] = []
-        """Landing places that a stalled peer may still write, kept alive with their reads."""
+        """Reads with receive buffers to which a stalled peer may still write; both stay allocated."""
 
     def attend(self, busy: bool) -> None:
         self._readers_expected = busy
         self._wake.set()
 
     def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
-        # One anonymous mapping: pages | their epochs | a landing place for peers' epochs, one slot per own page.
+        # One anonymous mapping: pages | their epochs | receive buffer for peers' epochs, with one entry per page of
+        # this worker.
         split = num_blocks * block_bytes
         self._map = mmap.mmap(-1, split + 2 * num_blocks * _EPOCH_BYTES)
         whole = memoryview(self._map)
@@ -175,7 +176,7 @@ class NixlTransport:
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         if where.incarnation != peer.incarnation or self._own is None or min(where.num_blocks, where.block_bytes) < 1:
-            raise ReadError("the peer's address contradicts what is known of the peer")
+            raise ReadError("the peer's address does not match the peer")
         with self._lock:
             if peer.incarnation in self._remotes:
                 return
@@ -183,7 +184,7 @@ class NixlTransport:
                 name = self._agent.add_remote_agent(where.metadata)
                 name = name.decode() if isinstance(name, bytes) else name
                 if name != peer.incarnation:
-                    raise ReadError("the peer's NIXL metadata names another agent")
+                    raise ReadError("the peer's NIXL metadata is for a different agent than its incarnation")
                 pages = self._prepare(name, where.pages, where.num_blocks, where.block_bytes)
                 epochs = self._prepare(name, where.epochs, where.num_blocks, _EPOCH_BYTES)
             except _NIXL_ERRORS as error:
@@ -192,13 +193,15 @@ class NixlTransport:
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         if self._own is None or len(remote) != len(local):
-            raise ReadError(f"{len(remote)} pages into {len(local)}")
+            raise ReadError(f"cannot read {len(remote)} pages into {len(local)}")
         if local and (min(local) < 0 or max(local) >= self._own.num_blocks):
-            raise ReadError(f"a page id is outside our {self._own.num_blocks} pages")
+            raise ReadError(f"a page id is outside this worker's {self._own.num_blocks} pages")
         with self._lock:
             remote_pages = self._find(peer)
         if remote_pages.block_bytes != self._own.block_bytes:
-            raise ReadError(f"the peer's pages have {remote_pages.block_bytes} bytes, ours {self._own.block_bytes}")
+            raise ReadError(
+                f"the peer's pages have {remote_pages.block_bytes} bytes, this worker's {self._own.block_bytes}"
+            )
         return self._post(peer, "pages", remote, self._own_pages, local)
 
     def staging(self, num_bytes: int) -> memoryview:
@@ -216,7 +219,7 @@ class NixlTransport:
             place = self._staging.get(base)
             if place is None or len(into) != len(remote) * size or len(into) > len(place.memory):
                 raise ReadError(
-                    f"{len(remote)} pages of {size} B into {len(into)} B that are no staging or another size"
+                    f"cannot read {len(remote)} pages of {size} B into {len(into)} B: not staging memory or wrong size"
                 )
             if size not in place.lists:
                 place.lists[size] = self._prepare("", base, len(place.memory) // size, size)
@@ -227,10 +230,10 @@ class NixlTransport:
             raise ReadError("no pages are allocated")
         deadline = self._clock.monotonic() + timeout
         if not self._landing_lock.acquire(timeout=timeout):
-            raise ReadError(f"other epoch reads took longer than {timeout:.2f} s")
+            raise ReadError(f"earlier epoch reads took longer than {timeout:.2f} s")
         try:
             found: list[int] = []
-            most = self._own.num_blocks  # the peer's blocks may be smaller, and more of them make up one prompt
+            most = self._own.num_blocks  # a prompt has more pages than this if the peer's blocks are smaller
             for i in range(0, max(1, len(remote)), most):
                 found += self._read_epochs(peer, remote[i : i + most], deadline, timeout)
             return found
@@ -248,11 +251,11 @@ class NixlTransport:
         self._closed = True
         self._wake.set()
         if self._helper is not None:
-            self._helper.join()  # a step of it is short; left running, it would be inside NIXL when that is torn down
+            self._helper.join()  # the thread must not call NIXL during teardown; one iteration of it is short
         with self._lock:
             busy = any(r.active for r in self._remotes.values())
             if self._own is None or busy:
-                return  # a read may still land: the memory must live as long as the process
+                return  # a read may still write, so the memory must stay mapped until the process exits
             for incarnation, remote in list(self._remotes.items()):
                 remote.forgotten = True
                 self._remove_if_quiet(incarnation, remote)
@@ -267,12 +270,12 @@ class NixlTransport:
             self._own = None
 
     def check(self, handle: Any) -> str:
-        """NIXL's word on a posted read: DONE, PROC or ERR; raises for other terminal states."""
+        """Return NIXL's state of a posted read: DONE, PROC or ERR; raise NIXL's error for other terminal states."""
         with self._lock:
             return str(self._agent.check_xfer_state(handle))
 
     def retire(self, peer: str, handle: Any) -> None:
-        """A read reached a terminal state."""
+        """Release the handle of a read in a terminal state."""
         with self._lock:
             handle.release()
             remote = self._remotes.get(peer)
@@ -281,7 +284,7 @@ class NixlTransport:
                 self._remove_if_quiet(peer, remote)
 
     def _progress(self) -> None:
-        """Answers peers that connect to or read from us; UCX does nothing for them unless asked to."""
+        """Drive UCX progress for peers that connect or read, since UCX runs without a progress thread."""
         while not self._closed:
             with self._lock:
                 if self._own is not None:
@@ -302,36 +305,36 @@ class NixlTransport:
             handle: Any = None
             try:
                 handle = self._agent.make_prepped_xfer("READ", local, _ids(local_ids), theirs, _ids(remote_ids))
-                self._agent.transfer(handle)  # DONE, PROC and ERR all show at the first poll
+                self._agent.transfer(handle)  # its status is ignored: the first poll returns it
             except _NIXL_ERRORS as error:
-                # Posting failed outright (a dead peer is refused here): nothing is in flight.
+                # Posting failed, for example because the peer is gone: no transfer is in flight.
                 if handle is not None:
                     handle.release()
-                raise ReadError(f"NIXL refused to read from worker {peer.worker_id} ({error})") from error
+                raise ReadError(f"NIXL rejected a read from worker {peer.worker_id} ({error})") from error
             remote.active += 1
         return _NixlRead(self, peer.incarnation, handle)
 
     def _find(self, peer: Peer) -> _Remote:
-        """A connected peer; called with `_lock` held."""
+        """Return the state of a connected peer; called with `_lock` held."""
         remote = self._remotes.get(peer.incarnation)
         if remote is None or remote.forgotten:
             raise ReadError(f"worker {peer.worker_id} is not connected")
         return remote
 
     def _read_epochs(self, peer: Peer, remote: Sequence[int], deadline: float, timeout: float) -> list[int]:
-        """As many as the landing place, which is ours now, has room for."""
+        """Read epochs, at most as many as the receive buffer holds; called with `_landing_lock` held."""
         read = self._post(peer, "epochs", remote, self._own_landing, range(len(remote)))
         pause = threading.Event()
         while not read.poll():
             if self._clock.monotonic() >= deadline:
-                # The landing place may still be written: nobody may use it again before the read is quiet.
+                # The read may still write to the receive buffer, so the buffer must not be reused.
                 self._abandon_landing(read)
-                raise ReadError(f"the peer's epochs did not come within {timeout:.2f} s")
+                raise ReadError(f"the peer's epochs did not arrive within {timeout:.2f} s")
             pause.wait(_POLL_SECONDS)
         return list(self._landing[: len(remote)])
 
     def _abandon_landing(self, read: _NixlRead) -> None:
-        """Give later epoch reads a fresh landing place; the old one stays registered until the process ends."""
+        """Replace the receive buffer of epoch reads; the old buffer stays registered until the process exits."""
         if self._own is None:
             return
         self._abandoned.append((self._landing, self._own_landing, read))
@@ -373,9 +376,9 @@ _NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
 
 
 def open_transport(incarnation: Incarnation, _setup: TransportSetup) -> NixlTransport:
-    """A transport for one worker's life.
+    """Create the transport of one incarnation.
 
     Raises:
-        ImportError: NIXL lacks its UCX backend here.
+        ImportError: NIXL has no UCX backend on this machine.
     """
     return NixlTransport(incarnation, SystemClock())

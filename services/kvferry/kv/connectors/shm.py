@@ -1,9 +1,9 @@
-"""Hand-off between processes on one host, through memory that no death can leave behind.
+"""Connector `shm`: transport between processes on one host through sealed anonymous memory files.
 
-The pages live in an anonymous memory file (`memfd_create`): it has no name in any folder, so when the last
-process that maps it ends, by whatever signal, it is gone. A peer opens it read-only through
-/proc/<pid>/fd/<n>, which the kernel allows to the same user only, and checks that it is the file it was told:
-a sealed memory file of the right size. The seals forbid resizing, so a mapping can never fault.
+The pages are in a `memfd_create` file: it has no name in any file system, so the kernel frees it when the last process
+that maps it exits, even by SIGKILL. A peer opens it read-only through /proc/<pid>/fd/<n>, which the kernel allows only
+to the same user, and checks it: inode and size must match the address that the peer received, and the file must be
+sealed. The seals forbid resizing, so an access to the mapping can never fault.
 
     [ pages: num_blocks x block_bytes ][ epochs: num_blocks x u64 ]
 """
@@ -18,15 +18,15 @@ from pathlib import Path
 import msgspec
 
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
+from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _EPOCH_BYTES = 8
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker's memory file is."""
+    """Address of a worker's memory file."""
 
     incarnation: str
     pid: int
@@ -41,7 +41,7 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Window:
-    """A mapping of one memory file, ours to write or a peer's to read."""
+    """Mapping of a memory file: writable for this worker's file, read-only for a peer's file."""
 
     def __init__(self, fd: int, where: _Address, *, writable: bool) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -54,17 +54,17 @@ class _Window:
 
 
 class ShmTransport:
-    """Pages in a sealed memory file of this process."""
+    """Transport through sealed memory files; each worker's pages are in one file."""
 
     name = "shm"
 
     @property
     def domain(self) -> str:
-        """One boot of one host, as one user, in one space of process ids: where /proc/<pid>/fd means the same."""
+        """Boot id, PID namespace and user; within these, /proc/<pid>/fd/<n> refers to the same file."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
-        except OSError:  # no such files here: pairing is tried, and refused by `connect` if it cannot be
+        except OSError:  # unknown domain: workers are paired, and `connect` fails if the file cannot be opened
             return ""
 
     def __init__(self, incarnation: Incarnation) -> None:
@@ -87,7 +87,7 @@ class ShmTransport:
         return msgspec.msgpack.encode(self._where)
 
     def attend(self, busy: bool) -> None:
-        """Peers read without our help."""
+        """Do nothing, since peers copy pages without using CPU time of this process."""
 
     def connect(self, peer: Peer, address: bytes) -> None:
         if peer.incarnation in self._peers:
@@ -97,7 +97,7 @@ class ShmTransport:
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         if where.incarnation != peer.incarnation or where.num_blocks < 1 or where.block_bytes < 1:
-            raise ReadError("the peer's address contradicts what is known of the peer")
+            raise ReadError("the peer's address does not match the peer")
         self._peers[peer.incarnation] = _open_peer(where)
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
@@ -117,7 +117,7 @@ class ShmTransport:
         return epochs_of(self._find(peer).epochs, remote)
 
     def forget(self, peer: Peer) -> None:
-        # The mapping goes when the last read that uses it lets go of its window.
+        # The memory is unmapped when the last read drops its reference to the window.
         self._peers.pop(peer.incarnation, None)
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class ShmTransport:
 def _open_peer(where: _Address) -> _Window:
     path = f"/proc/{where.pid}/fd/{where.fd}"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not make us wait
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a named pipe must not block
     except OSError as error:
         raise ReadError(
             f"cannot open the peer's memory at {path}; connector 'shm' needs one host and one user"
@@ -145,7 +145,7 @@ def _open_peer(where: _Address) -> _Window:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_ino != where.inode or status.st_size != where.size:
-            raise ReadError(f"{path} is not the memory the peer spoke of; the peer may have restarted")
+            raise ReadError(f"{path} is not the memory in the peer's address; the peer may have restarted")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ReadError(f"{path} is not sealed against resizing")
         return _Window(fd, where, writable=False)
@@ -156,5 +156,5 @@ def _open_peer(where: _Address) -> _Window:
 
 
 def open_transport(incarnation: Incarnation, _setup: TransportSetup) -> ShmTransport:
-    """A transport for one worker's life."""
+    """Create the transport of one incarnation."""
     return ShmTransport(incarnation)

@@ -1,9 +1,9 @@
-"""Hand-off over plain TCP: for clusters without RDMA and without NIXL, with nothing to install.
+"""Connector `tcp`: transport over plain TCP, for clusters without RDMA and NIXL; needs no extra package.
 
-The reader asks for pages over a few connections to their owner and receives straight into its own pages; neighbouring
-pages are one piece on both sides. Both prove that they belong to the pool (`tcp_wire`). Only our own threads ever write
-our pages, so a read that is given up is quiet as soon as its thread has noticed; a peer that sends nothing for a while
-is cut off, which is what makes it notice.
+The reader requests pages over a few connections to their owner and receives them directly into its own pages; adjacent
+pages are one buffer on both sides. Both sides authenticate as members of the pool (`tcp_wire`). Only threads of the
+reader's process write to its pages, so an abandoned read is quiet once its thread ends; a stall time-out on the socket
+bounds that time.
 """
 
 import mmap
@@ -17,22 +17,22 @@ import msgspec
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation
-from kvferry.kv.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.connectors.tcp_server import PageServer, runs
+from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 
 _STALL_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
 _LEAST_BYTES_PER_SECOND = 1e6
-"""What is slower than this altogether is given up, though it never stalls."""
+"""Minimum average rate of a read in bytes per second; a slower read is abandoned even if it never stalls."""
 _LINKS_PER_PEER = 2
 _SPLIT_BYTES = 8 << 20
-"""A read of less is not worth a second connection."""
+"""Minimum size in bytes of a read that is split over several connections."""
 _MAX_THREADS = 16
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where a worker serves its pages."""
+    """Address of a worker's page server."""
 
     incarnation: str
     host: str
@@ -42,7 +42,7 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Owner:
-    """One connected peer: its address and the connections that nobody uses just now."""
+    """A connected peer that owns pages: its address and its idle connections."""
 
     def __init__(self, where: _Address, key: bytes) -> None:
         self.where = where
@@ -52,10 +52,10 @@ class _Owner:
         self._forgotten = False
 
     def take(self, timeout: float) -> socket.socket:
-        """A connection for one exchange; the caller gives it back or closes it.
+        """Take a connection for one exchange. The caller must return it with `give_back` or close it.
 
         Raises:
-            OSError: there is none and none can be made.
+            OSError: no connection is idle and a new connection cannot be opened.
         """
         with self._lock:
             if self._idle:
@@ -70,7 +70,7 @@ class _Owner:
         return link
 
     def give_back(self, link: socket.socket) -> None:
-        """The exchange is over, and the connection is at the beginning of another."""
+        """Return a connection after a complete exchange."""
         with self._lock:
             keep = not self._forgotten and len(self._idle) < _LINKS_PER_PEER
             if keep:
@@ -79,7 +79,7 @@ class _Owner:
             link.close()
 
     def forget(self) -> None:
-        """Close what is idle; what is in use closes when it comes back."""
+        """Close idle connections; connections in use are closed when they are returned."""
         with self._lock:
             self._forgotten = True
             idle, self._idle = self._idle, []
@@ -96,7 +96,7 @@ class _TcpRead:
     def poll(self) -> bool:
         for part in self._parts:
             if part.done() and (error := part.exception()) is not None:
-                raise ReadError(f"the read broke off ({error})") from error
+                raise ReadError(f"the read failed ({error})") from error
         return self.is_quiet()
 
     def is_quiet(self) -> bool:
@@ -107,7 +107,7 @@ class _TcpRead:
 
 
 class TcpTransport:
-    """Pages in this process's own memory, served to whoever belongs to the pool."""
+    """Transport over TCP; pages are in this process's memory and are sent to authenticated members of the pool."""
 
     name = "tcp"
     domain = ""
@@ -115,10 +115,10 @@ class TcpTransport:
     def __init__(self, incarnation: Incarnation, setup: TransportSetup, clock: Clock) -> None:
         """
         Raises:
-            UsageError: there is no secret; without one anybody could read the pages.
+            UsageError: `setup` has no secret with which to authenticate readers.
         """
         if not setup.secrets:
-            raise UsageError("connector 'tcp' needs the pool's ticket key: it proves who may read", field="ticket_key")
+            raise UsageError("connector 'tcp' needs the pool's ticket key to authenticate readers", field="ticket_key")
         self._incarnation = incarnation
         self._setup = setup
         self._clock = clock
@@ -143,7 +143,7 @@ class TcpTransport:
         return msgspec.msgpack.encode(self._where)
 
     def attend(self, busy: bool) -> None:
-        """The server's threads wait for whoever comes."""
+        """Do nothing: the page server's threads are always listening for requests."""
 
     def connect(self, peer: Peer, address: bytes) -> None:
         if peer.incarnation in self._owners:
@@ -154,7 +154,7 @@ class TcpTransport:
             raise ReadError("the peer's address is malformed") from error
         own = self._where
         if own is None or where.incarnation != peer.incarnation or min(where.num_blocks, where.block_bytes) < 1:
-            raise ReadError("the peer's address contradicts what is known of the peer")
+            raise ReadError("the peer's address does not match the peer")
         owner = _Owner(where, wire.connection_key(self._setup.secrets[0], Incarnation(where.incarnation)))
         try:
             owner.give_back(owner.take(_CONNECT_SECONDS))
@@ -162,18 +162,18 @@ class TcpTransport:
             raise ReadError(f"worker {peer.worker_id} cannot be reached over tcp ({error})") from error
         with self._connecting:
             kept = self._owners.setdefault(peer.incarnation, owner)
-        if kept is not owner:  # another thread was quicker
+        if kept is not owner:  # another thread connected first
             owner.forget()
 
     def read(self, peer: Peer, remote: Sequence[int], local: Sequence[BlockId]) -> Read:
         owner = self._find(peer)
         if self._memory is None or self._where is None or len(remote) != len(local):
-            raise ReadError(f"{len(remote)} pages into {len(local)}")
+            raise ReadError(f"cannot read {len(remote)} pages into {len(local)}")
         size = self._where.block_bytes
         if owner.where.block_bytes != size:
-            raise ReadError(f"the peer's pages have {owner.where.block_bytes} bytes, ours {size}")
+            raise ReadError(f"the peer's pages have {owner.where.block_bytes} bytes, this worker's {size}")
         if local and (min(local) < 0 or max(local) >= self._where.num_blocks):
-            raise ReadError(f"a page id is outside our {self._where.num_blocks} pages")
+            raise ReadError(f"a page id is outside this worker's {self._where.num_blocks} pages")
         pages = self._memory.pages
         return self._start(owner, remote, lambda i, j: [pages[a * size : b * size] for a, b in runs(local[i:j])])
 
@@ -184,11 +184,11 @@ class TcpTransport:
         owner = self._find(peer)
         size = owner.where.block_bytes
         if len(into) != len(remote) * size:
-            raise ReadError(f"{len(remote)} pages of {size} B into {len(into)} B")
+            raise ReadError(f"cannot read {len(remote)} pages of {size} B into {len(into)} B")
         return self._start(owner, remote, lambda i, j: [into[i * size : j * size]])
 
     def _start(self, owner: _Owner, remote: Sequence[int], places: Callable[[int, int], list[memoryview]]) -> _TcpRead:
-        """Ask for pages; `places(i, j)` says where those that were asked for i-th to before j-th go."""
+        """Start a read of the pages `remote`; `places(i, j)` returns the target buffers of `remote[i:j]`."""
         if remote and (min(remote) < 0 or max(remote) >= owner.where.num_blocks):
             raise ReadError(f"a page id is outside the peer's {owner.where.num_blocks} pages")
         num_parts = max(1, min(_LINKS_PER_PEER, len(remote) * owner.where.block_bytes // _SPLIT_BYTES))
@@ -215,7 +215,7 @@ class TcpTransport:
         try:
             _fetch(owner, wire.Op.EPOCHS, remote, [landing], timeout, self._clock)
         except OSError as error:
-            raise ReadError(f"the epochs of worker {peer.worker_id} did not come ({error})") from error
+            raise ReadError(f"the epochs of worker {peer.worker_id} did not arrive ({error})") from error
         return [int.from_bytes(landing[i : i + 8], "little") for i in range(0, len(landing), 8)]
 
     def forget(self, peer: Peer) -> None:
@@ -241,10 +241,10 @@ class TcpTransport:
 def _fetch(
     owner: _Owner, op: wire.Op, ids: Sequence[int], into: Sequence[memoryview], patience: float, clock: Clock
 ) -> None:
-    """One exchange. A connection that was idle may have been cut long ago: then once more over a new one.
+    """Request pages or epochs over one connection; retry once, since the peer may have closed an idle connection.
 
     Raises:
-        OSError: it failed; nothing writes `into` any more.
+        OSError: the exchange failed; `into` is no longer written to.
     """
     if not ids:
         return
@@ -270,9 +270,9 @@ def _fetch(
 
 
 def open_transport(incarnation: Incarnation, setup: TransportSetup) -> TcpTransport:
-    """A transport for one worker's life.
+    """Create the transport of one incarnation.
 
     Raises:
-        UsageError: the pool has no secret.
+        UsageError: `setup` has no secret.
     """
     return TcpTransport(incarnation, setup, SystemClock())

@@ -1,7 +1,7 @@
-"""The serving side of `tcp`: listens, checks who comes, sends pages and epochs straight from their memory.
+"""Page server of connector `tcp`: authenticates readers and sends pages and epochs directly from their memory.
 
-One thread a connection, each bounded by the other side's patience only where that side has begun something: a reader
-keeps its connections open between hand-offs.
+Each connection has a thread. Time-outs apply only within a request, because readers keep their connections open between
+hand-offs.
 """
 
 import logging
@@ -17,14 +17,14 @@ _log = logging.getLogger(__name__)
 
 _GREETING_SECONDS = 2.0
 _STALL_SECONDS = 5.0
-"""A reader that takes nothing for so long is cut off."""
+"""Time without accepted data after which a reader is disconnected."""
 _MAX_CONNECTIONS = 512
 _ACCEPT_PAUSE_SECONDS = 0.1
 _BACKLOG = 128
 
 
 class PageServer:
-    """Serves one worker's pages until closed."""
+    """Server for one worker's pages."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class PageServer:
     ) -> None:
         """
         Args:
-            host: address to listen on; the port is any free one.
-            keys: one of which a reader must prove to have.
+            host: address to listen on; the port is chosen by the kernel.
+            keys: keys of the pool; a reader authenticates with any of them.
 
         Raises:
             OSError: the address cannot be bound.
@@ -50,13 +50,14 @@ class PageServer:
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self._links: set[socket.socket] = set()
-        self._lock = threading.Lock()  # guards _links and _closed; nothing that waits is called inside
+        self._lock = threading.Lock()  # guards _links and _closed; not held during blocking calls
         self._closed = False
         self._ended = threading.Event()
         threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Cut every connection. Idempotent; does not wait for the threads, which only read pages."""
+        """Close the listener and all connections, without waiting for the threads, which only read pages.
+        Idempotent."""
         self._ended.set()
         with self._lock:
             self._closed = True
@@ -70,8 +71,8 @@ class PageServer:
             try:
                 link, _ = self._listener.accept()
             except OSError as error:
-                if not self._ended.is_set():  # too many files are open, say: readers that come later want to be served
-                    _log.warning("cannot take a reader's connection: %s", error)
+                if not self._ended.is_set():  # too many open files, for example: keep accepting readers
+                    _log.warning("cannot accept a reader's connection: %s", error)
                     self._ended.wait(_ACCEPT_PAUSE_SECONDS)
                 continue
             with self._lock:
@@ -100,7 +101,7 @@ class PageServer:
                 pass
         except OSError as error:  # includes time-outs and `WireError`
             if not self._closed:
-                _log.info("a reader was cut off: %s", error)
+                _log.info("disconnected a reader: %s", error)
         finally:
             with self._lock:
                 self._links.discard(link)
@@ -122,7 +123,7 @@ class PageServer:
 
 
 def runs(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours joined: [3, 4, 5, 9] is (3, 6), (9, 10)."""
+    """Merge consecutive ids into half-open ranges: [3, 4, 5, 9] becomes (3, 6), (9, 10)."""
     found: list[tuple[int, int]] = []
     for i in ids:
         if found and found[-1][1] == i:
@@ -135,5 +136,5 @@ def runs(ids: Sequence[int]) -> list[tuple[int, int]]:
 def _cut(link: socket.socket) -> None:
     try:
         link.shutdown(socket.SHUT_RDWR)
-    except OSError:  # not connected any more
+    except OSError:  # the socket is no longer connected
         return

@@ -1,4 +1,4 @@
-"""Copying pages between two byte ranges in one address space: what `memory` and `shm` have in common."""
+"""Page copies between two memory ranges in one address space; used by the connectors `memory` and `shm`."""
 
 from collections.abc import Sequence
 
@@ -7,31 +7,33 @@ import numpy.typing as npt
 
 from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId
-from kvferry.kv.connector import ReadError
+from kvferry.kv.interface.connector import ReadError
 
 Pages = npt.NDArray[np.uint8]
-"""[num_blocks, block_bytes]"""
+"""Page memory as an array [num_blocks, block_bytes]."""
 
 
 def as_pages(memory: memoryview, num_blocks: int, block_bytes: int) -> Pages:
-    """A view of page memory as one row a page."""
+    """View page memory as an array [num_blocks, block_bytes]."""
     return np.frombuffer(memory, dtype=np.uint8, count=num_blocks * block_bytes).reshape(num_blocks, block_bytes)
 
 
 def copy_pages(source: Pages, remote: Sequence[int], target: Pages, local: Sequence[BlockId]) -> None:
-    """Copy pages pairwise, neighbours in one piece; numpy gives up the interpreter lock while it copies.
+    """Copy pages pairwise, with one copy per run of consecutive pages; numpy releases the GIL while it copies.
 
     Raises:
         ReadError: the lists differ in length, a page id is out of range, or page sizes differ.
     """
     if len(remote) != len(local) or source.shape[1] != target.shape[1]:
-        raise ReadError(f"{len(remote)} pages of {source.shape[1]} B into {len(local)} pages of {target.shape[1]} B")
+        raise ReadError(
+            f"cannot copy {len(remote)} pages of {source.shape[1]} B into {len(local)} of {target.shape[1]} B"
+        )
     if not remote:
         return
     if min(remote) < 0 or max(remote) >= source.shape[0]:
         raise ReadError(f"a page id is outside the peer's {source.shape[0]} pages")
     if min(local) < 0 or max(local) >= target.shape[0]:
-        raise ReadError(f"a page id is outside our {target.shape[0]} pages")
+        raise ReadError(f"a page id is outside this worker's {target.shape[0]} pages")
     start = 0
     for end in range(1, len(remote) + 1):
         runs_on = end < len(remote) and remote[end] == remote[end - 1] + 1 and local[end] == local[end - 1] + 1
@@ -42,19 +44,19 @@ def copy_pages(source: Pages, remote: Sequence[int], target: Pages, local: Seque
 
 
 def copy_raw(source: Pages, remote: Sequence[int], into: memoryview) -> None:
-    """Copy pages side by side.
+    """Copy pages contiguously into `into`.
 
     Raises:
-        ReadError: `into` is not exactly as long as they are, or a page id is out of range.
+        ReadError: the length of `into` differs from that of the pages, or a page id is out of range.
     """
     size = source.shape[1]
     if len(into) != len(remote) * size:
-        raise ReadError(f"{len(remote)} pages of {size} B into {len(into)} B")
+        raise ReadError(f"cannot copy {len(remote)} pages of {size} B into {len(into)} B")
     copy_pages(source, remote, as_pages(into, len(remote), size), [BlockId(i) for i in range(len(remote))])
 
 
 def epochs_of(epochs: EpochTable, blocks: Sequence[int]) -> list[int]:
-    """The epochs of these pages now.
+    """Return the current epochs of pages.
 
     Raises:
         ReadError: a page id is out of range.
@@ -65,7 +67,7 @@ def epochs_of(epochs: EpochTable, blocks: Sequence[int]) -> list[int]:
 
 
 class CompletedRead:
-    """A read that was over when it returned."""
+    """A read that completed synchronously."""
 
     def poll(self) -> bool:
         return True
@@ -74,4 +76,4 @@ class CompletedRead:
         return True
 
     def wait(self, seconds: float) -> None:
-        """There is news already."""
+        """Return immediately, since the read is complete."""

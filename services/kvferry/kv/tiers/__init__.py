@@ -1,4 +1,4 @@
-"""Tiers keep named KV beyond an engine's pages: host DRAM, disk, Redis. One module each; they do not know each other.
+"""KV tiers beyond an engine's pages: host DRAM, disk and Redis. They do not depend on each other.
 
-All of them pass `kvferry.testing.tier_suite`, `dram` first: it is the definition of the others.
+All tiers pass `kvferry.testing.tier_suite`; `dram` is the reference implementation.
 """

@@ -1,7 +1,7 @@
-"""The DRAM tier: objects in one arena of host memory, `dram://?size=2GiB&tenant_share=50`.
+"""DRAM tier: storage objects in one arena of host memory, `dram://?size=2GiB&tenant_share=50`.
 
-The memory is anonymous and only backed as it is used. Beside what every tier does, it lends its slots: a slower tier
-reads straight into a reserved slot, and pages are copied straight out of a pinned one.
+The memory is anonymous and faulted in at first use. Beyond the `Tier` interface, the tier exposes its slots: slower
+tiers read directly into a reserved slot, and pages are copied directly from a pinned slot.
 """
 
 import mmap
@@ -15,46 +15,47 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockHash
 from kvferry.core.settings import size_bytes, whole
-from kvferry.kv.tiers.frame import flat
-from kvferry.kv.tiers.shelf import Shelf
-from kvferry.kv.tiers.spec import TierSpec
-from kvferry.kv.tiers.tier import ObjectKey, Presence, TierMiss
+from kvferry.kv.tiers.interface.frame import flat
+from kvferry.kv.tiers.interface.spec import TierSpec
+from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, TierMiss
+from kvferry.kv.tiers.policy.shelf import Shelf
 
 _DEFAULT_SIZE = 1 << 30
 
 
 class DramTier:
-    """Objects of `object_bytes` each in an arena."""
+    """`Tier` in host memory: objects of `object_bytes` bytes in one arena."""
 
     name = "dram"
 
     def __init__(self, size: int, object_bytes: int, *, tenant_share: int = 100) -> None:
         """
         Args:
-            size: bytes of the arena.
-            tenant_share: percent of it that one tenant may hold.
+            size: size of the arena in bytes.
+            tenant_share: percentage of the arena that one tenant may hold.
 
         Raises:
-            UsageError: not even one object fits.
+            UsageError: `size` is smaller than an object.
         """
         num_slots = size // object_bytes
         if num_slots < 1:
             raise UsageError(
-                f"tier dram: size={size} bytes holds no object of {object_bytes} bytes; give it more", field="tier"
+                f"tier dram: size={size} bytes is less than one object of {object_bytes} bytes; increase size=",
+                field="tier",
             )
         self.object_bytes = object_bytes
         self.capacity_bytes = num_slots * object_bytes
         self._arena = mmap.mmap(-1, self.capacity_bytes)
         self._memory = memoryview(self._arena)
         self._shelf = Shelf(num_slots, tenant_slots=max(1, num_slots * tenant_share // 100))
-        self._changed = threading.Condition()  # guards _shelf; nothing is copied while it is held
+        self._changed = threading.Condition()  # guards _shelf; not held during copies
 
     def lookup(self, keys: Sequence[ObjectKey], timeout: float) -> list[Presence]:
         with self._changed:
             return [self._shelf.find(key.name) for key in keys]
 
     def ask(self, keys: Sequence[ObjectKey]) -> list[Presence]:
-        """As `lookup`, for a request that wants these objects: it counts for what stays here."""
+        """Look up objects for a request; unlike `lookup`, count the access, which affects eviction."""
         with self._changed:
             self._shelf.ask([key.name for key in keys])
             return [self._shelf.find(key.name) for key in keys]
@@ -84,29 +85,30 @@ class DramTier:
         return True
 
     def reserve(self, key: ObjectKey) -> memoryview | None:
-        """A slot to write an object into, to be followed by `commit` or `abandon`; `None`: it is here or declined."""
+        """Reserve a slot for an object until `commit` or `abandon`; return `None` if the object is already stored or is
+        declined."""
         with self._changed:
             slot = self._shelf.reserve(key)
         return None if slot is None else self._slot(slot)
 
     def commit(self, name: BlockHash) -> None:
-        """The reserved object is whole."""
+        """Publish a reserved object after it has been written completely."""
         with self._changed:
             self._shelf.commit(name)
             self._changed.notify_all()
 
     def abandon(self, name: BlockHash) -> None:
-        """The reserved object does not come."""
+        """Free the slot of a reserved object that could not be written."""
         with self._changed:
             self._shelf.abandon(name)
             self._changed.notify_all()
 
     @contextmanager
     def reading(self, name: BlockHash) -> Iterator[memoryview]:
-        """An object's bytes, which stay as they are within the `with` block.
+        """Pin an object, so that its bytes do not change within the `with` block.
 
         Raises:
-            TierMiss: it is not here, or not whole.
+            TierMiss: the object is not stored, or not complete.
         """
         with self._changed:
             slot = self._shelf.pin(name)
@@ -119,7 +121,7 @@ class DramTier:
                 self._shelf.unpin(name)
 
     def wait_written(self, name: BlockHash, timeout: float) -> Presence:
-        """Wait while somebody writes an object, at most `timeout` seconds; where it stands then."""
+        """Wait while an object is being written, at most `timeout` seconds; return its presence afterwards."""
         with self._changed:
             self._changed.wait_for(lambda: self._shelf.find(name) is not Presence.NOT_YET, timeout)
             return self._shelf.find(name)
@@ -131,12 +133,12 @@ class DramTier:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody reads or writes here."""
+        """Whether no object is being read or written."""
         with self._changed:
             return self._shelf.is_idle
 
     def close(self) -> None:
-        """The memory goes when the last view of it does."""
+        """Do nothing, since the memory is freed with the last view of it."""
 
     def _slot(self, number: int) -> memoryview:
         start = number * self.object_bytes
@@ -144,15 +146,15 @@ class DramTier:
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """numpy gives up the interpreter lock while it copies; a memoryview does not."""
+    """Copy with numpy, which releases the GIL during the copy, unlike a memoryview."""
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def open_tier(spec: TierSpec, *, object_bytes: int, secret: bytes, clock: Clock) -> DramTier:
-    """The tier that a `dram://` URL describes.
+    """Create the tier of a `dram://` URL.
 
     Raises:
-        UsageError: an option is wrong, or no object fits.
+        UsageError: an option is invalid, or the size is smaller than an object.
     """
     spec.check_options(("size", "tenant_share"))
     if spec.host or spec.path not in {"", "/"}:

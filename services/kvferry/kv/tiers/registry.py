@@ -1,4 +1,4 @@
-"""Tiers by their URL's scheme, imported only when named; and all of a worker's tiers as one stack."""
+"""Registry of tiers by URL scheme; checks and opens a worker's list of tiers. Modules are imported on first use."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -6,41 +6,42 @@ from typing import Protocol, cast
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
-from kvferry.kv.tiers.spec import TierSpec, parse_tier
-from kvferry.kv.tiers.tier import Tier
+from kvferry.kv.tiers.interface.spec import TierSpec, parse_tier
+from kvferry.kv.tiers.interface.tier import Tier
 
 _MODULES = {
-    "disk": "kvferry.kv.tiers.disk",
+    "disk": "kvferry.kv.tiers.disk.disk_tier",
     "dram": "kvferry.kv.tiers.dram",
-    "redis": "kvferry.kv.tiers.redis_tier",
-    "rediss": "kvferry.kv.tiers.redis_tier",
-    "redis+unix": "kvferry.kv.tiers.redis_tier",
+    "redis": "kvferry.kv.tiers.redis.redis_tier",
+    "rediss": "kvferry.kv.tiers.redis.redis_tier",
+    "redis+unix": "kvferry.kv.tiers.redis.redis_tier",
 }
 
 
 class Opener(Protocol):
-    """A tier module's `open_tier`."""
+    """Signature of the function `open_tier` in a tier's module."""
 
     def __call__(self, spec: TierSpec, *, object_bytes: int, secret: bytes, clock: Clock) -> Tier:
-        """Raises UsageError: an option is wrong, a package is missing, or the tier cannot be reached."""
+        """Open a tier; raise `UsageError` if an option is invalid, a package is missing, or the tier cannot be
+        reached."""
         ...
 
 
 def schemes() -> list[str]:
-    """What a tier's URL can begin with."""
+    """Return the known URL schemes, sorted."""
     return sorted(_MODULES)
 
 
 def open_tiers(urls: Sequence[str], *, object_bytes: int, secret: bytes, clock: Clock) -> list[Tier]:
-    """The tiers of these URLs, in their order. Blocks until each was reached; those opened before one that fails are
-    closed.
+    """Open tiers by URL, in order, and block until each tier has been reached. If a tier fails, the tiers opened before
+    it are closed.
 
     Args:
         object_bytes: length of every object.
-        secret: the pool's; keys what proves an object to be its own.
+        secret: the pool's tier secret, from which the keys of frames are derived.
 
     Raises:
-        UsageError: a URL is wrong, names a tier twice or memory not first, or the tier cannot be opened.
+        UsageError: a URL is malformed, a kind of tier is repeated, `dram` is not first, or a tier cannot be opened.
     """
     specs = check_tiers(urls)
     opened: list[Tier] = []
@@ -56,17 +57,17 @@ def open_tiers(urls: Sequence[str], *, object_bytes: int, secret: bytes, clock: 
 
 
 def check_tiers(urls: Sequence[str]) -> list[TierSpec]:
-    """The URLs taken apart.
+    """Parse tier URLs and check their combination.
 
     Raises:
-        UsageError: one is wrong or unknown, names a kind twice, or memory not first.
+        UsageError: a URL is malformed or unknown, a kind of tier is repeated, or `dram` is not first.
     """
     specs = [parse_tier(url) for url in urls]
     for place, spec in enumerate(specs):
         if spec.scheme not in _MODULES:
-            raise UsageError(f"there is no tier {spec.scheme}://; known are {', '.join(schemes())}", field="tier")
+            raise UsageError(f"unknown tier {spec.scheme}://; known are {', '.join(schemes())}", field="tier")
         if spec.scheme == "dram" and place > 0:
-            raise UsageError("tier dram:// must be the first: everything slower goes through it", field="tier")
+            raise UsageError("tier dram:// must be the first: slower tiers go through it", field="tier")
     kinds = [_MODULES[spec.scheme] for spec in specs]
     if len(set(kinds)) < len(kinds):
         raise UsageError("a worker has at most one tier of each kind", field="tier")

@@ -1,17 +1,19 @@
-"""All tiers of one worker as one: asked in order, loaded from the nearest, stored to each.
+"""Tier stack: all tiers of one worker behind the interface `KvTiers`; looks up KV in order of the tiers, loads it from
+the nearest and stores it to each.
 
     pages <--copy--> DRAM arena <--read, write behind--> disk, Redis, in the order given
       ^ |                                                   ^ |
       | +------ copy to a buffer, write behind -------------+ |    without a DRAM tier
       +-------------------------------------------------------+
 
-With a DRAM tier everything passes through it: a load from a slower tier lands in a slot of the arena and is copied
-into the pages from there, so the next reader finds it near, and a prompt that still queues can have its objects fetched
-ahead. A slot that is being filled answers NOT YET: whoever needs it waits for the one read instead of making another.
+If there is a DRAM tier, all objects pass through it: a load from a slower tier goes to a slot of the arena and is
+copied from there to the pages, so that the next load hits DRAM, and objects of a queued prompt can be prefetched. A
+lookup of a slot that is being filled returns NOT_YET: other requests wait for that read instead of starting a second
+read.
 
-Small pools of threads, so that none waits for another of its own kind: `ask`, `fetch` (slow reads), `load` (copies, may
-wait for a fetch), and those of `write_behind`. Every wait ends with the deadline of the load
-it belongs to.
+Work is divided among small thread pools, so that no thread waits for another thread of the same pool: `ask` (lookups),
+`fetch` (slow reads), `load` (copies, may wait for a fetch), and the threads of `write_behind`. Every wait is bounded by
+the deadline of its load.
 """
 
 import logging
@@ -23,21 +25,22 @@ from dataclasses import dataclass, field
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId, RequestId
-from kvferry.kv.connector import LoadListener, LoadOutcome, LoadPart, PagesQuiet
-from kvferry.kv.tiering import TierAnswer, TierSource
+from kvferry.kv.interface.connector import LoadOutcome, LoadPart, PagesQuiet
+from kvferry.kv.interface.tiering import KvListener, TierAnswer, TierSource
 from kvferry.kv.tiers.dram import DramTier
+from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, Tier, TierError, TierMiss
 from kvferry.kv.tiers.stats import TierStats
-from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
 from kvferry.kv.tiers.write_behind import WriteBehind
 
 _log = logging.getLogger(__name__)
 
 _ASK_SECONDS = 0.1
-"""A tier that has not said by then what it has is treated as one that has nothing."""
+"""Time-out of a lookup in seconds; if a tier exceeds it, all objects count as missing from that tier."""
 _LATE_SECONDS = 0.2
 _ASKING_THREADS = 2
 _HELD_SHARE = 0.5
-"""Of the pages; a copy out of them takes a millisecond, unless everything waits for a slow tier."""
+"""Maximum share of the pages that stores may hold. A store holds its pages for about 1 ms, or longer if all buffers are
+in use."""
 
 
 @dataclass(slots=True)
@@ -46,10 +49,10 @@ class _Job:
     request_id: RequestId
     source: TierSource
     into: list[list[memoryview]]
-    """For each object the places of its blocks, in order; blocks that are not wanted have places of their own beside
-    the pages, since a tier may check what it has read where it put it."""
+    """For each object, the target buffers of its blocks, in order. Blocks that are not needed have scratch buffers,
+    since a tier may verify the whole object in its target buffers."""
     blocks: list[int]
-    """For each object how many of its blocks are wanted."""
+    """For each object, the number of its blocks that are needed."""
     started: float
     left: int
     arrived: list[bool] = field(default_factory=list)
@@ -59,7 +62,7 @@ class _Job:
 
 
 class TierStack:
-    """A `KvTiers` over one worker's tiers."""
+    """`KvTiers` implementation over one worker's tiers."""
 
     def __init__(
         self,
@@ -68,22 +71,24 @@ class TierStack:
         *,
         block_bytes: int,
         object_blocks: int,
-        listener: LoadListener,
+        listener: KvListener,
         clock: Clock,
         parallel: int = 4,
     ) -> None:
         """
         Args:
-            tiers: nearest first; a DRAM tier, if there is one, comes first.
-            pages: the engine's, block_bytes each.
-            listener: hears answers and outcomes, on one of the tiers' threads.
-            parallel: objects that are read from slow tiers at a time.
+            tiers: the tiers, nearest first; a DRAM tier, if any, must be the first.
+            pages: the engine's page memory.
+            block_bytes: bytes of one page.
+            object_blocks: number of blocks per storage object.
+            listener: called with answers and outcomes, on a thread of this stack.
+            parallel: number of objects that are read from slow tiers concurrently.
 
         Raises:
-            InvariantBroken: there is no tier, or a DRAM tier is not the first.
+            InvariantBroken: `tiers` is empty, or a DRAM tier is not the first.
         """
         if not tiers or any(isinstance(t, DramTier) for t in tiers[1:]):
-            raise InvariantBroken("a stack has a tier, and a DRAM tier is its first")
+            raise InvariantBroken("a stack needs at least one tier, and a DRAM tier must be the first")
         self.tiers = tuple(tiers)
         self.object_blocks = object_blocks
         self._memory = tiers[0] if isinstance(tiers[0], DramTier) else None
@@ -101,8 +106,8 @@ class TierStack:
         )
         self._jobs: dict[int, _Job] = {}
         self._wanted: dict[BlockHash, set[RequestId]] = {}
-        """Who waits for an object that is queued to be fetched ahead."""
-        self._lock = threading.Lock()  # guards the two above and `stats`; nothing that waits is called inside
+        """Requests that wait for an object whose prefetch is queued, by the object's name."""
+        self._lock = threading.Lock()  # guards the two fields above and `stats`; not held during blocking calls
         self._closing = threading.Event()
 
     # ------------------------------------------------------------------ the engine's thread
@@ -119,8 +124,8 @@ class TierStack:
             self._count("dram", hits=run, misses=len(keys) - run)
         if run == len(keys) or not self._slow or self._closing.is_set():
             return TierAnswer(request_id, tuple(sources))
-        # A lookup that hangs in the kernel (a dead mount) knows no deadline: then what memory has is the answer. Of two
-        # answers the second one finds nobody who waits.
+        # A lookup that blocks in the kernel (for example on a stale mount) ignores its deadline; the timer then answers
+        # with the DRAM result. If the engine receives two answers, it ignores the second.
         late = threading.Timer(_ASK_SECONDS + _LATE_SECONDS, self._listener, [TierAnswer(request_id, tuple(sources))])
         late.daemon = True
         late.start()
@@ -139,7 +144,7 @@ class TierStack:
                     waiting.add(request_id)
                     continue
                 self._wanted[key.name] = {request_id}
-            self._fetching.submit(self._fetch_ahead, key, where, source.seconds)
+            self._fetching.submit(self._prefetch_kv, key, where, source.seconds)
 
     def start(
         self, job: int, request_id: RequestId, source: object, first_block: int, targets: Sequence[BlockId]
@@ -148,11 +153,13 @@ class TierStack:
             raise InvariantBroken(f"a tier load needs keys, not {type(source).__name__}")
         size = self.object_blocks
         made = _Job(job, request_id, source, [], [], self._clock.monotonic(), 0)
-        here = first_block % size  # blocks of the first object that the sequence has; they are read all the same
+        here = first_block % size  # leading blocks of the first object that the sequence has; they are read too
         scratch = memoryview(bytearray(here * self._block_bytes))
-        first = first_block // size - source.first_object  # objects before it are in the local cache by now
+        first = first_block // size - source.first_object  # earlier objects are already in the prefix cache
         if first < 0:
-            raise InvariantBroken(f"block {first_block} is before object {source.first_object}, the first asked for")
+            raise InvariantBroken(
+                f"block {first_block} precedes object {source.first_object}, the first that was looked up"
+            )
         for index in range(first, len(source.keys)):
             start = (source.first_object + index) * size - first_block
             if start + size > len(targets):
@@ -192,7 +199,7 @@ class TierStack:
             return len(self._jobs) + self._behind.num_active
 
     def close(self) -> None:
-        """Every job gives up, queued stores are dropped, the tiers are closed. Does not wait for a read in flight."""
+        """Cancel all jobs, drop queued stores and close the tiers, without waiting for reads in flight."""
         self._closing.set()
         with self._lock:
             for job in self._jobs.values():
@@ -203,7 +210,7 @@ class TierStack:
         for tier in self.tiers:
             tier.close()
 
-    # ------------------------------------------------------------------ asking and fetching ahead
+    # ------------------------------------------------------------------ lookup and prefetch
 
     def _ask_slow(
         self,
@@ -213,7 +220,8 @@ class TierStack:
         since: float,
         late: threading.Timer,
     ) -> None:
-        """Extend the run tier by tier, then go back to the nearer ones: runs may alternate between tiers."""
+        """Extend a lookup to the slow tiers, object by object, each from the nearest tier that has it. A run may use
+        several tiers."""
         try:
             answers: dict[str, list[Presence]] = {}
             for name, tier in self._slow.items():
@@ -233,24 +241,25 @@ class TierStack:
                     break
                 sources.append(where)
         except Exception:
-            _log.exception("asking the tiers failed", extra={"request_id": request_id})
+            _log.exception("tier lookup failed", extra={"request_id": request_id})
         late.cancel()
         self._listener(TierAnswer(request_id, tuple(sources)))
 
-    def _fetch_ahead(self, key: ObjectKey, where: str, seconds: float) -> None:
+    def _prefetch_kv(self, key: ObjectKey, where: str, seconds: float) -> None:
         with self._lock:
             wanted = self._wanted.pop(key.name)
         if wanted and not self._closing.is_set():
             try:
                 self._into_memory(key, where, self._clock.monotonic() + seconds)
             except TierError as error:
-                _log.info("not fetched ahead: %s", error)
+                _log.info("prefetch failed: %s", error)
 
     def _into_memory(self, key: ObjectKey, where: str, deadline: float) -> bool:
-        """Read an object from a slow tier into the arena; `False`: the arena has no room for it, or has it.
+        """Read an object from a slow tier into the arena; return `False` if the arena declined the object or already
+        has it.
 
         Raises:
-            TierError: the tier did not deliver it.
+            TierError: the read failed.
         """
         memory = self._memory
         slot = None if memory is None else memory.reserve(key)
@@ -268,7 +277,7 @@ class TierStack:
         begun = self._clock.monotonic()
         left = deadline - begun
         if left <= 0:
-            raise TierError("no time was left to load it")
+            raise TierError("the deadline passed before the load started")
         try:
             self._slow[where].load(key, into, left)
         except TierError:
@@ -305,10 +314,10 @@ class TierStack:
             self._end(job)
 
     def _load_object(self, key: ObjectKey, where: str, into: Sequence[memoryview], deadline: float) -> str:
-        """Bring one object into the pages; which tier it really came from.
+        """Load one object into pages; return the tier from which it was read.
 
         Raises:
-            TierError: it does not come in time, or at all.
+            TierError: the load failed or took too long.
         """
         memory = self._memory
         if memory is None:
@@ -317,13 +326,13 @@ class TierStack:
         slow = where if where in self._slow else next(iter(self._slow), "")
         used = slow or "dram"
         if memory.lookup([key], 0.0)[0] is Presence.YES:
-            used = "dram"  # fetched ahead, perhaps: it costs what memory costs
+            used = "dram"  # the object may have been prefetched; the load is counted for DRAM
         elif self._when_written(key, deadline) is not Presence.YES:
             if not slow:
-                raise TierMiss("it was evicted before it was read")
+                raise TierMiss("the object was evicted before it was read")
             fetched = self._into_memory(key, slow, deadline)
             if not fetched and self._when_written(key, deadline) is not Presence.YES:
-                self._read(key, slow, into, deadline)  # the arena declined it: straight into the pages
+                self._read(key, slow, into, deadline)  # the arena declined the object: read it directly into the pages
                 return slow
         begun = self._clock.monotonic()
         memory.load(key, into, 0.0)
@@ -331,7 +340,7 @@ class TierStack:
         return used
 
     def _when_written(self, key: ObjectKey, deadline: float) -> Presence:
-        """Where an object stands in memory when nobody writes it any more, or time is up."""
+        """Wait until an object has been written or the deadline has passed; return the object's presence in DRAM."""
         if self._memory is None:
             return Presence.NO
         return self._memory.wait_written(key.name, max(0.0, deadline - self._clock.monotonic()))
@@ -359,7 +368,7 @@ class TierStack:
         )
         self._listener(PagesQuiet(job.number))
 
-    # ------------------------------------------------------------------ small things
+    # ------------------------------------------------------------------ helpers
 
     def _block(self, memory: memoryview, index: int) -> memoryview:
         return memory[index * self._block_bytes : (index + 1) * self._block_bytes]

@@ -1,30 +1,30 @@
-"""What a tier did since the worker started: counts for status, metrics and `kvferry doctor`."""
+"""Tier statistics since the start of the worker: counts for status, metrics and `kvferry doctor`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class TierStats:
-    """Totals of one tier."""
+    """Statistics of one tier since the start of the worker."""
 
     name: str
     hits: int = 0
-    """Objects asked for that were there."""
+    """Number of objects found by lookups."""
     misses: int = 0
     loads: int = 0
-    """Objects read."""
+    """Number of objects read."""
     bytes_loaded: int = 0
     seconds: float = 0.0
-    """Spent reading."""
+    """Total time spent reading, in seconds."""
     failures: int = 0
-    """Reads and writes that failed."""
+    """Number of reads and writes that failed."""
     stores: int = 0
-    """Objects written."""
+    """Number of objects written."""
     bytes_stored: int = 0
     dropped: int = 0
-    """Stores not made because too many waited."""
+    """Number of stores that were dropped because the queue was full."""
 
     def add(self, **more: float) -> None:
-        """Count; the names are the fields'."""
+        """Add to counters, which are given by field name."""
         for name, value in more.items():
             setattr(self, name, getattr(self, name) + value)

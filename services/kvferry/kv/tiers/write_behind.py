@@ -1,10 +1,10 @@
-"""The way down: objects leave the pages at once, and reach slow tiers when those have time.
+"""Write-behind stores: objects are copied out of the pages immediately and written to slow tiers in the background.
 
     store ──copy──► arena slot, or a buffer ──┬─► StoreDone: the pages are free
-                                              └─► each slow tier in turn, as many objects at a time as there are threads
+                                              └─► one slow tier after the other, one object per thread at a time
 
-Only committed blocks come here, and nobody waits for them: what does not fit the queue is dropped and counted, since a
-prompt computed once can be computed again.
+Only committed blocks are stored, and no request waits for a store: objects that do not fit in the queue are dropped
+and counted, since their tokens can be recomputed.
 """
 
 import logging
@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from kvferry.kv.connector import LoadListener
-from kvferry.kv.tiering import StoreDone
+from kvferry.kv.interface.tiering import KvListener, StoreDone
 from kvferry.kv.tiers.dram import DramTier
-from kvferry.kv.tiers.lately import Lately
-from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
+from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, Tier, TierError, TierMiss
+from kvferry.kv.tiers.policy.recent_stores import RecentStores
 
 _log = logging.getLogger(__name__)
 
 _STORE_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _MAX_STORES = 256
-"""Objects that wait or are written."""
+"""Maximum number of objects that are queued or being written."""
 _REMEMBERED = 4096
 _BUFFER_BYTES = 64 << 20
 _MAX_BUFFERS = 64
@@ -34,20 +33,23 @@ _THREADS = 2
 
 
 class WriteBehind:
-    """All stores of one worker's tiers."""
+    """Write-behind queue of one worker's tiers."""
 
     def __init__(
         self,
         memory: DramTier | None,
         slow: Sequence[Tier],
         object_bytes: int,
-        listener: LoadListener,
+        listener: KvListener,
         count: Callable[..., None],
     ) -> None:
         """
         Args:
-            listener: hears `StoreDone`.
-            count: adds to a tier's statistics, by its name.
+            memory: the DRAM tier, if any.
+            slow: the tiers other than DRAM.
+            object_bytes: length of every object.
+            listener: called with `StoreDone` for each store.
+            count: function (tier name, counters) that adds to a tier's statistics.
         """
         self._memory = memory
         self._slow = slow
@@ -56,32 +58,33 @@ class WriteBehind:
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="tier-copy")
         self._storing = ThreadPoolExecutor(_THREADS, thread_name_prefix="tier-store")
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        """Where objects wait to be written when no memory tier keeps them."""
+        """Buffers for objects that are written to slow tiers without a DRAM tier."""
         num_buffers = max(_THREADS, min(_MAX_BUFFERS, _BUFFER_BYTES // object_bytes)) if slow else 0
         for _ in range(num_buffers):
             self._buffers.put(memoryview(mmap.mmap(-1, object_bytes)))
-        self._lately = Lately(_REMEMBERED)
+        self._recent = RecentStores(_REMEMBERED)
         self._num_active = 0
-        self._lock = threading.Lock()  # guards the two above
+        self._lock = threading.Lock()  # guards the two fields above
         self._closing = threading.Event()
 
     def was_given(self, key: ObjectKey) -> bool:
-        """Whether an object was stored, or tried, a short while ago."""
+        """Return whether a store of this object was started recently."""
         with self._lock:
-            return key.name in self._lately
+            return key.name in self._recent
 
     def missed(self, keys: Iterable[ObjectKey]) -> None:
-        """These were asked for and are not there: whoever has them may store them again."""
+        """Remove objects that a lookup did not find from the set of recent stores, so that they can be stored in the
+        future."""
         with self._lock:
-            self._lately.miss(key.name for key in keys)
+            self._recent.miss(key.name for key in keys)
 
     def store(self, job: int, key: ObjectKey, parts: list[memoryview]) -> None:
-        """Keep one object; `parts` must stay as they are until `StoreDone`."""
+        """Store one object; `parts` must not change until `StoreDone`."""
         with self._lock:
             dropped = self._num_active >= _MAX_STORES or self._closing.is_set()
             if not dropped:
                 self._num_active += 1
-                self._lately.begin(key.name)
+                self._recent.begin(key.name)
         if dropped:
             self._count(self._first, dropped=1)
             self._listener(StoreDone(job))
@@ -90,12 +93,12 @@ class WriteBehind:
 
     @property
     def num_active(self) -> int:
-        """Objects that wait or are written."""
+        """Number of objects that are queued or being written."""
         with self._lock:
             return self._num_active
 
     def close(self) -> None:
-        """Drop what waits; does not wait for a write in flight."""
+        """Drop queued stores, without waiting for writes in flight."""
         self._closing.set()
         for pool in (self._copying, self._storing):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -117,7 +120,8 @@ class WriteBehind:
         self._ended(key, is_there=not self._slow)
 
     def _copied(self, key: ObjectKey, parts: list[memoryview]) -> DramTier | memoryview | None:
-        """Where the slow tiers can read it; `None`: they need not."""
+        """Copy an object out of the pages; return the copy for the slow tiers, or `None` if they need not store the
+        object."""
         memory = self._memory
         if memory is not None:
             if memory.store(key, parts, 0.0):
@@ -135,7 +139,7 @@ class WriteBehind:
         return buffer
 
     def _free_buffer(self) -> memoryview | None:
-        """One comes back within the time of a store; until then the pages are held."""
+        """Wait for a buffer, at most for the time-out of a store; the pages are held during the wait."""
         for _ in range(int(_STORE_SECONDS / _LOOK_SECONDS)):
             if self._closing.is_set():
                 return None
@@ -149,7 +153,7 @@ class WriteBehind:
             if isinstance(source, memoryview):
                 is_there = self._write_to_each(key, source)
             else:
-                with suppress(TierMiss), source.reading(key.name) as content:  # evicted already: it is too late
+                with suppress(TierMiss), source.reading(key.name) as content:  # TierMiss: the object was evicted
                     is_there = self._write_to_each(key, content)
         except Exception:
             _log.exception("a store failed")
@@ -159,7 +163,7 @@ class WriteBehind:
             self._ended(key, is_there=is_there)
 
     def _write_to_each(self, key: ObjectKey, content: memoryview) -> bool:
-        """Whether all of them have it now."""
+        """Write an object to each slow tier; return whether all slow tiers have it now."""
         kept = 0
         for tier in self._slow:
             try:
@@ -168,10 +172,10 @@ class WriteBehind:
                 kept += 1
             except TierError as error:
                 self._count(tier.name, failures=1)
-                _log.info("not stored in %s: %s", tier.name, error)
+                _log.info("object not stored in tier %s: %s", tier.name, error)
         return kept == len(self._slow)
 
     def _ended(self, key: ObjectKey, *, is_there: bool) -> None:
         with self._lock:
             self._num_active -= 1
-            self._lately.end(key.name, is_there=is_there)
+            self._recent.end(key.name, is_there=is_there)

@@ -37,7 +37,8 @@ def start(settings):
                 arrivals.rest()
                 continue
             for update in engine.step().updates:
-                arrivals.drew(int(update.request_id) - first)
+                for _ in update.tokens:
+                    arrivals.drew(int(update.request_id) - first)
         return arrivals.outcome()
 
     return serve, {"version": "this tree", "dtype": llm.dtype}

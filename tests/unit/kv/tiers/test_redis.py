@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+from harness.servers.redis_relay import scripted
+from harness.servers.redis_server import RedisServer, redis_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
-from kvferry.kv.tiers import redis_tier, resp
-from kvferry.kv.tiers.breaker import BreakerTimes
-from kvferry.kv.tiers.resp import ServerError, command
-from kvferry.kv.tiers.slots import key_slot
-from kvferry.kv.tiers.spec import parse_tier
-from kvferry.kv.tiers.tier import Presence, TierError, TierMiss
-from kvferry.testing.redis_relay import scripted
-from kvferry.testing.redis_server import RedisServer, redis_server
+from kvferry.kv.tiers.interface.spec import parse_tier
+from kvferry.kv.tiers.interface.tier import Presence, TierError, TierMiss
+from kvferry.kv.tiers.policy.breaker import BreakerTimes
+from kvferry.kv.tiers.policy.redis_slots import key_slot
+from kvferry.kv.tiers.redis import redis_client, redis_tier
+from kvferry.kv.tiers.redis.redis_client import ServerError, command
 from kvferry.testing.tier_suite import OBJECT_BYTES, SECRET, content, get, key, put
 
 CLOCK = SystemClock()
@@ -119,9 +119,9 @@ def test_after_a_timeout_a_connection_is_not_used_again() -> None:
     for patient in (False, True):
         near, far = socket.socketpair()
         with far:
-            wire = resp.Wire(near, CLOCK)
+            wire = redis_client.Wire(near, CLOCK)
             wire.is_patient = patient
-            with pytest.raises(resp.NotYet if patient else resp.TooLate):
+            with pytest.raises(redis_client.ReplyPending if patient else redis_client.ReplyTimeout):
                 wire.reply(CLOCK.monotonic() + 0.02)
             assert wire.is_closed != patient
             wire.close()
@@ -196,7 +196,7 @@ def test_commands_are_written_as_redis_reads_them() -> None:
 @given(st.lists(st.binary(max_size=20), max_size=6), st.integers(0, 120))
 def test_what_is_left_after_some_bytes(pieces: Sequence[bytes], count: int) -> None:
     whole = b"".join(pieces)
-    assert b"".join(resp.after([memoryview(p) for p in pieces], count)) == whole[count:]
+    assert b"".join(redis_client.after([memoryview(p) for p in pieces], count)) == whole[count:]
 
 
 # ---------------------------------------------------------------------- cluster
@@ -213,7 +213,7 @@ def test_being_sent_around_ends() -> None:
     with scripted(answer) as port:
         ports.append(port)
         with over(port, "&cluster=on") as tier:
-            with pytest.raises(TierError, match="sent around 3 times"):
+            with pytest.raises(TierError, match="redirected 3 times"):
                 get(tier, 1)
             assert tier.lookup([key(1)], SECONDS) == [Presence.NO]
 

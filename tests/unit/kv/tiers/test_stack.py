@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from harness.fakes.engines import ArithmeticRunner, a_request, an_engine, attach, expected_tokens
+from harness.idle import assert_idle
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.engine.engine import Engine
-from kvferry.engine.pipeline import Pipeline
-from kvferry.engine.step import StepPlan, StepResult
-from kvferry.kv.connector import LoadOutcome, PagesQuiet
-from kvferry.kv.tiering import TierSource
+from kvferry.engine.plan.pipeline import Pipeline
+from kvferry.engine.plan.step import StepPlan, StepResult
+from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
+from kvferry.kv.interface.tiering import TierAnswer, TierSource
 from kvferry.kv.tiers.dram import DramTier
+from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, Tier, TierError, TierMiss
 from kvferry.kv.tiers.stack import TierStack
-from kvferry.kv.tiers.tier import ObjectKey, Presence, Tier, TierError, TierMiss
-from kvferry.testing.engines import ArithmeticRunner, a_request, an_engine, expected_tokens
-from kvferry.testing.idle import assert_idle
 
 BLOCK_TOKENS = 4
 OBJECT_BLOCKS = 2
@@ -29,7 +29,7 @@ SECONDS = 20.0
 
 @dataclass
 class ScriptedTier:
-    """A slow tier that holds objects in a dictionary and fails as told."""
+    """A slow tier that holds objects in a dictionary and fails on request."""
 
     name: str = "disk"
     objects: dict[bytes, bytes] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class ScriptedTier:
 
 
 class BytesRunner:
-    """The runner of `testing.engines` over pages of real bytes: a token plus one in eight bytes, zero for none."""
+    """The runner of `harness.fakes.engines` over real bytes: a token plus one in eight bytes, zero for none."""
 
     def __init__(self, inner: ArithmeticRunner, pages: memoryview) -> None:
         self.inner = inner
@@ -101,9 +101,9 @@ class BytesRunner:
 class Bench:
     """An engine whose pages are real bytes, with tiers; messages come back through a queue as in a worker."""
 
-    def __init__(self, *tiers: Tier) -> None:
-        self.engine, self.runner = an_engine(num_blocks=32, block_tokens=BLOCK_TOKENS)
-        self.pages = memoryview(bytearray(32 * BLOCK_BYTES))
+    def __init__(self, *tiers: Tier, num_blocks: int = 32) -> None:
+        self.engine, self.runner = an_engine(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
+        self.pages = memoryview(bytearray(num_blocks * BLOCK_BYTES))
         self.engine._pipeline = Pipeline(BytesRunner(self.runner, self.pages))
         self.heard: list[object] = []
         self._arrived = threading.Condition()
@@ -115,7 +115,7 @@ class Bench:
             listener=self._listen,
             clock=SystemClock(),
         )
-        self.engine.attach_tiers(self.stack)
+        attach(self.engine, tiers=self.stack)
 
     def _listen(self, message: object) -> None:
         with self._arrived:
@@ -133,7 +133,7 @@ class Bench:
         for _ in range(10_000):
             output = self.engine.step()
             loads += output.loads
-            tokens += [u.token.token_id for u in output.updates if u.request_id == name]
+            tokens += [t.token_id for u in output.updates if u.request_id == name for t in u.tokens]
             self.engine.check_integrity()
             if self.engine.is_idle:
                 self._settle()
@@ -205,6 +205,35 @@ def test_a_prefix_that_left_the_pages_comes_back(bench: Bench) -> None:
     assert [(o.failure, o.num_blocks) for o in loads] == [(None, 4)]
     computed = [i.num_scheduled for step in bench.runner.steps[-4:] for i in step.scheduled]
     assert computed == [21 - 16, 1, 1, 1], "only what the tiers lack is computed"
+
+
+def test_a_preempted_sequence_comes_back_from_memory() -> None:
+    bench = Bench(dram(), num_blocks=12)
+    young = list(range(60, 80))
+    bench.engine.add(a_request("old", PROMPT, max_tokens=27))
+    bench.engine.add(a_request("young", young, max_tokens=8))
+    tokens: dict[str, list[int]] = {"old": [], "young": []}
+    loads: list[LoadOutcome] = []
+    for _ in range(1000):
+        output = bench.engine.step()
+        loads += output.loads
+        for update in output.updates:
+            tokens[update.request_id].extend(t.token_id for t in update.tokens)
+        bench.engine.check_integrity()
+        if bench.engine.is_idle:
+            break
+        if not output.ran:
+            bench._wait()
+        bench._settle()  # so that nothing depends on how fast the tier's threads are
+        bench._post()
+    assert tokens == {"old": expected_tokens(PROMPT, 27), "young": expected_tokens(young, 8)}
+    assert bench.engine.scheduler.num_preemptions == 1
+    assert [(o.request_id, o.failure, o.source) for o in loads] == [("young", None, "dram")]
+    (back,) = (
+        i for s in bench.runner.steps[1:] for i in s.scheduled if i.request_id == "young" and i.num_scheduled > 1
+    )
+    assert back.num_computed == loads[0].num_blocks * BLOCK_TOKENS > 0
+    bench.close()
 
 
 def test_what_is_generated_is_stored_too(bench: Bench) -> None:
@@ -346,7 +375,7 @@ def test_lookups_that_hang_hold_up_nobody_for_long(slow: ScriptedTier) -> None:
 
 
 def test_a_slow_object_is_given_up_at_the_deadline(slow: ScriptedTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.engine.tier_side._FORCED_SECONDS", 0.05)
+    monkeypatch.setattr("kvferry.engine.loads.tier_loads._FORCED_SECONDS", 0.05)
     bench = Bench(slow)
     bench.run("first", PROMPT)
     bench.forget_pages()
@@ -391,7 +420,7 @@ def test_two_requests_share_one_read(slow: ScriptedTier) -> None:
 
 def test_a_stack_of_nothing_or_upside_down_is_refused(slow: ScriptedTier) -> None:
     for wrong in ((), (slow, dram())):
-        with pytest.raises(InvariantBroken, match="DRAM tier is its first"):
+        with pytest.raises(InvariantBroken, match="DRAM tier must be the first"):
             Bench(*wrong)
 
 
@@ -414,9 +443,9 @@ def test_dram_waits_for_a_writer_only_so_long() -> None:
     assert tier.wait_written(key.name, SECONDS) is Presence.NO
 
 
-def test_an_engine_hears_no_nonsense() -> None:
+def test_a_tiers_message_to_an_engine_without_tiers_is_an_error() -> None:
     engine: Engine
     engine, _ = an_engine()
-    engine.post("what?")
-    with pytest.raises(InvariantBroken, match="unknown message"):
+    engine.post(TierAnswer(RequestId("r"), ()))
+    with pytest.raises(InvariantBroken, match="without tiers"):
         engine.step()

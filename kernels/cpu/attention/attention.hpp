@@ -1,0 +1,369 @@
+// Causal attention over KV pages; the arithmetic does not depend on the number of rows.
+//
+// A row's keys are split into partitions of 256 tokens, counted from the start of its sequence. Each partition computes
+// its maximum score, then the weights, their sum and the weighted values; partitions are merged in order (Milakov and
+// Gimelshein, Online normalizer calculation for softmax, 2018). For decode rows with long contexts, partitions are
+// distributed over threads and merged later, with the same operations as in sequential order, so the results are
+// bit-identical. Weights beyond a row's position are exactly zero, so the values that a tile computes there have no
+// effect.
+//
+// The transposed keys of 16 tokens form a panel like that of a weight matrix, and so do 16 values of all tokens. The
+// query heads that share a KV head are rows of the same tile, so each key and value is read once for all of them.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "data/batch.hpp"
+#include "data/kv_type.hpp"
+#include "simd/amx.hpp"
+#include "simd/math.hpp"
+#include "simd/simd.hpp"
+#include "products/amx_products.hpp"
+#include "products/tiles.hpp"
+#include "attention/item.hpp"
+#include "attention/pages.hpp"
+#include "attention/softmax.hpp"
+
+namespace kvferry::KVFERRY_LEVEL {
+
+// Bytes per panel of keys.
+template <KvType K>
+static inline constexpr size_t key_panel_bytes(int head_dim) {
+  return size_t(head_dim) * 16 * kPackedBytes<K>;
+}
+
+// Bytes per panel of values; the extra cache line avoids set conflicts between panels.
+template <KvType K>
+static inline constexpr size_t value_panel_bytes() {
+  return size_t(kPartition) * 16 * kPackedBytes<K> + 64;
+}
+
+constexpr float kMaxInt16 = 32767.0f;
+constexpr int kPaddingRows = 16;  // after the last row, because a tile may reach beyond it
+
+// Scratch memory of a thread; `attention_bytes` computes its size.
+struct AttentionScratch {
+  uint8_t* keys;                     // [16 panels][head_dim][16] in the level's packing
+  uint8_t* values;                   // [head_dim / 16 panels][256][16], `value_panel_bytes` apart
+  float* queries;                    // [rows][head_dim] as floats, bfloat16 or int16
+  float* query_scales;               // [rows], for int16 queries
+  float* totals;                     // [rows][head_dim]
+  float* max_score;                  // [rows]
+  float* sums;                       // [rows]
+  float *key_scales, *value_scales;  // [256], for int8 KV; scales of keys include kKeyCodeScale
+};
+static inline size_t attention_bytes(int group, int head_dim) {
+  const size_t rows = size_t(tile_queries(group)) * group + kPaddingRows;
+  return size_t(kPartition) * head_dim * 4 + value_panel_bytes<KvType::f32>() * (head_dim / 16) +
+         2 * rows * head_dim * 4 + 3 * rows * 4 + 2 * kPartition * 4 + 1024;
+}
+static inline AttentionScratch lay_out_scratch(uint8_t* at, int group, int head_dim) {
+  const size_t rows = size_t(tile_queries(group)) * group + kPaddingRows;
+  AttentionScratch s;
+  s.keys = at;
+  s.values = at + size_t(kPartition) * head_dim * 4;
+  s.queries = (float*)(s.values + value_panel_bytes<KvType::f32>() * (head_dim / 16));
+  s.totals = s.queries + rows * head_dim;
+  s.max_score = s.totals + rows * head_dim;
+  s.sums = s.max_score + rows;
+  s.query_scales = s.sums + rows;
+  s.key_scales = s.query_scales + rows;
+  s.value_scales = s.key_scales + kPartition;
+  return s;
+}
+
+// Mask for a partial group: a load from kTailMask + 16 - n is 0 in the first n lanes and kMaskedScore in the others.
+// The mask is finite, so that no intermediate result is NaN.
+constexpr float kMaskedScore = -1e30f;
+alignas(64) static const float kTailMask[32] = {0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                0,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore,
+                                                kMaskedScore};
+
+// out [R][panels * 16] = x [R][depth] times packed panels. Strides of x and out are in elements, those of panels in
+// bytes.
+template <KvType K, int R>
+static inline void multiply(const void* x, int x_stride, const uint8_t* w, size_t w_stride, int panels, int depth,
+                            float* out, int out_stride) {
+  for (int p = 0; p < panels;) {
+    const int columns = tile_columns(panels - p);
+    with_columns(columns, [&](auto width) {
+      constexpr int C = decltype(width)::value;
+      if constexpr (packing_of(K) == Packing::words) {
+        tile_int16<R, C>((const int16_t*)x, x_stride, w + p * w_stride, w_stride, depth / 2, out + p * 16, out_stride);
+      } else if constexpr (packing_of(K) == Packing::pairs) {
+#if KVFERRY_PAIRS
+        tile_bf16<R, C>((const uint16_t*)x, x_stride, w + p * w_stride, w_stride, depth / 2, out + p * 16, out_stride);
+#endif
+      } else {
+        tile_f32<R, C>((const float*)x, x_stride, (const float*)(w + p * w_stride), w_stride / 4, depth, out + p * 16,
+                       out_stride);
+      }
+    });
+    p += columns;
+  }
+}
+
+#if KVFERRY_AMX
+// Like `multiply`, but with AMX, for bf16 rows: 16 rows, or as many as the tiles are configured for.
+static inline void multiply_amx(const uint16_t* x, int x_stride, const uint8_t* w, size_t w_stride, int panels,
+                                int depth, float* out, int out_stride) {
+  for (int p = 0, columns; p < panels; p += columns) {
+    const auto run = [&](auto count) {
+      constexpr int C = decltype(count)::value;
+      amx_tile_bf16<1, C, false>(x, size_t(x_stride), w + size_t(p) * w_stride, w_stride, depth, out + p * 16,
+                                 out_stride);
+      columns = C;
+    };
+    const int left = panels - p;
+    left >= 4 ? run(Count<4>{}) : left >= 2 ? run(Count<2>{}) : run(Count<1>{});
+  }
+}
+#endif
+
+// Whether attention uses AMX, which reads 32 values of a head at a time.
+template <KvType K>
+static inline bool uses_amx(int head_dim) {
+  return KVFERRY_AMX && packing_of(K) == Packing::pairs && head_dim % 32 == 0;
+}
+
+// Converts a row's scores to softmax weights in place, for `panels` groups of 16 tokens; the row attends to the first
+// `seen` tokens. `step` is the scale of an int16 query. Returns the scale of the weights, which is 1 unless they are
+// int16. int16 weights are multiplied by the value scales and then quantized with the largest product as maximum: with
+// the largest value scale alone, a token with negligible weight would reduce the precision of all other tokens.
+template <KvType K>
+static inline float softmax_weights(const AttentionScratch& s, float* scores, uint16_t* narrow, int seen, int panels,
+                                    float scale, float step, float& max_score, float& sum) {
+  constexpr Packing packing = packing_of(K);
+  constexpr bool is_coded = K == KvType::int8;
+  const int full = seen / 16, used = (seen + 15) / 16;
+  if constexpr (is_coded)
+    for (int p = 0; p < used; ++p)
+      v_store(scores + p * 16, v_mul(v_load(scores + p * 16), v_mul(v_load(s.key_scales + p * 16), v_set(step))));
+  if (used > full)
+    v_store(scores + full * 16, v_add(v_load(scores + full * 16), v_load(kTailMask + 16 - (seen - full * 16))));
+  V top = v_load(scores);
+  for (int p = 1; p < used; ++p) top = v_max(top, v_load(scores + p * 16));
+  const float most = v_reduce_max(top);
+  max_score = most * scale;
+  V all = v_zero();
+  constexpr bool is_rough = KVFERRY_PAIRS && packing != Packing::floats;
+  const float in_octaves = scale * kLog2E;
+  const V by = v_set(is_rough ? in_octaves : scale), least = v_set(is_rough ? -most * in_octaves : -max_score);
+  const auto weight = [&](int at) {
+    V x = v_fma(v_load(scores + at * 16), by, least);
+    if constexpr (is_rough) {
+#if KVFERRY_PAIRS
+      x = v_exp2_approx(x);
+#endif
+    } else {
+      x = v_exp(x);
+    }
+    all = v_add(all, x);
+    return is_coded ? v_mul(x, v_load(s.value_scales + at * 16)) : x;
+  };
+  const auto store_weights = [&](int at, V x) {
+    if constexpr (packing == Packing::pairs) {
+      v_store_bf16(narrow + at * 16, x);
+    } else {
+      v_store(scores + at * 16, x);
+    }
+  };
+  int p = 0;
+#if KVFERRY_PAIRS
+  if constexpr (packing == Packing::pairs)
+    for (; p + 2 <= used; p += 2) {
+      const V first = weight(p), second = weight(p + 1);
+      p_store_bf16(narrow + p * 16, first, second);
+    }
+#endif
+  for (; p < used; ++p) store_weights(p, weight(p));
+  for (; p < panels; ++p) store_weights(p, v_zero());
+  sum = v_reduce_add(all);
+  if constexpr (packing != Packing::words) return 1.0f;
+  float inverse;
+  const float counts = quantization_scale(scores, panels * 16, kMaxInt16, inverse);
+  for (p = 0; p < panels; ++p)
+    v_store_int16((int16_t*)narrow + p * 16, v_round(v_mul(v_load(scores + p * 16), v_set(inverse))));
+  return counts;
+}
+
+// Computes softmax weights and weighted values of R rows for a partition whose keys and values are packed, and merges
+// them into `totals`. With AMX, `count` of the R rows are used.
+template <KvType K, int R, bool OnAmx = false>
+static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, int row, int first_position,
+                               int start, int count = R) {
+  const int rows = OnAmx ? count : R;
+  alignas(64) float scores[R * kPartition];
+  alignas(64) uint16_t narrow[R * kPartition];
+  alignas(64) float weighted[R * kMaxHeadDim];
+  const int D = g.head_dim;
+  // Rows are ordered by query; the heads of a group are adjacent.
+  const auto seen_by = [&](int r) {
+    const int seen = first_position + (row + r) / g.group + 1 - start;
+    return seen < 0 ? 0 : seen < kPartition ? seen : kPartition;
+  };
+  const int most = seen_by(rows - 1);
+  if (most == 0) return;
+  const int panels = (most + 15) / 16;
+  const uint8_t* queries = (const uint8_t*)s.queries + size_t(row) * D * kPackedBytes<K>;
+  if constexpr (OnAmx) {
+#if KVFERRY_AMX
+    multiply_amx((const uint16_t*)queries, D, s.keys, key_panel_bytes<K>(D), panels, D, scores, kPartition);
+#endif
+  } else {
+    multiply<K, R>(queries, D, s.keys, key_panel_bytes<K>(D), panels, D, scores, kPartition);
+  }
+  const int weight_panels = OnAmx ? (panels + 1) / 2 * 2 : panels;
+  Softmax before, here;
+  float counts[R];
+  for (int r = 0; r < rows; ++r) {
+    before.max_score[r] = s.max_score[row + r];
+    before.sums[r] = s.sums[row + r];
+    counts[r] = softmax_weights<K>(s, scores + r * kPartition, narrow + r * kPartition, seen_by(r), weight_panels,
+                                   g.scale, s.query_scales[row + r], here.max_score[r], here.sums[r]);
+  }
+  if constexpr (OnAmx) {
+#if KVFERRY_AMX
+    multiply_amx(narrow, kPartition, s.values, value_panel_bytes<K>(), D / 16, weight_panels * 16, weighted,
+                 kMaxHeadDim);
+#endif
+  } else {
+    multiply<K, R>(packing_of(K) == Packing::floats ? (const void*)scores : narrow, kPartition, s.values,
+                   value_panel_bytes<K>(), D / 16, panels * 16, weighted, kMaxHeadDim);
+  }
+  // The scale is applied before the merge, so that rounding does not depend on where the merge happens.
+  if constexpr (packing_of(K) == Packing::words)
+    for (int r = 0; r < rows; ++r)
+      for (int d = 0; d < D; d += 16)
+        v_store(weighted + r * kMaxHeadDim + d, v_mul(v_load(weighted + r * kMaxHeadDim + d), v_set(counts[r])));
+  alignas(64) float keep[16], take[16];
+  merge_sums(before, here, keep, take);
+  for (int r = 0; r < rows; ++r) {
+    if (seen_by(r) == 0) continue;
+    merge_values(s.totals + size_t(row + r) * D, weighted + r * kMaxHeadDim, keep[r], take[r], D);
+    s.max_score[row + r] = before.max_score[r];
+    s.sums[row + r] = before.sums[r];
+  }
+}
+
+// Stores a query in the packing of its keys; returns the scale of an int16 query, otherwise 1.
+template <KvType K>
+static inline float store_query(uint8_t* to, const float* from, int n) {
+  constexpr Packing packing = packing_of(K);
+  float inverse = 1.0f, step = 1.0f;
+  if constexpr (packing == Packing::words) step = quantization_scale(from, n, kMaxInt16, inverse);
+  for (int d = 0; d < n; d += 16) {
+    const V v = v_load(from + d);
+    if constexpr (packing == Packing::floats) v_store((float*)to + d, v);
+    if constexpr (packing == Packing::pairs) v_store_bf16((uint16_t*)to + d, v);
+    if constexpr (packing == Packing::words) v_store_int16_quads((int16_t*)to + d, v_round(v_mul(v, v_set(inverse))));
+  }
+  return step;
+}
+
+// Computes one KV head of an item. The rows' totals stay in the scratch memory, not yet divided by their sums.
+// `sharers` lists the item's sequences and is null for a single sequence. `next` is the item that the thread probably
+// runs next; its first keys are prefetched.
+template <KvType K>
+static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, const int* sharers,
+                   int kv_head, const AttentionItem* next, const float* queries, int query_stride,
+                   const AttentionScratch& s) {
+  const Sequence& sequence = batch.sequences[item.sequence];
+  const int D = g.head_dim, rows = item.queries * g.group;
+  // Sequences that share a partition attend to all its tokens, as if the queries directly followed the partition.
+  const int first_position = sharers ? item.end * kPartition : sequence.context - sequence.queries + item.first_query;
+  for (int q = 0; q < item.queries; ++q)
+    for (int h = 0; h < g.group; ++h) {
+      const int at = sharers ? batch.sequences[sharers[q]].first : sequence.first + item.first_query + q;
+      const float* from = queries + size_t(at) * query_stride + size_t(kv_head * g.group + h) * D;
+      const int row = q * g.group + h;
+      s.query_scales[row] = store_query<K>((uint8_t*)s.queries + size_t(row) * D * kPackedBytes<K>, from, D);
+      for (int d = 0; d < D; d += 16) v_store(s.totals + size_t(row) * D + d, v_zero());
+      s.max_score[row] = -__builtin_inff();
+      s.sums[row] = 0.0f;
+    }
+  const int last = sharers ? first_position : first_position + item.queries;  // tokens that the last row attends to
+  const int packed = last < item.end * kPartition ? last : item.end * kPartition, behind = (packed + 15) / 16 * 16;
+  // The key to pack kPrefetchGroups groups after the one at t: a key of this head, of the next head or of the next
+  // item.
+  const auto prefetch_target = [&](int t) -> Key {
+    const int then = t + 16 * kPrefetchGroups, further = then - behind;
+    if (further < 0) return key_at<K>(batch, g, sequence, kv_head, then);
+    const int own = item.begin * kPartition + further;
+    if (kv_head + 1 < item.kv_end) return own < packed ? key_at<K>(batch, g, sequence, kv_head + 1, own) : Key{};
+    if (!next) return {};
+    const Sequence& other = batch.sequences[next->sequence];
+    const int token = next->begin * kPartition + further;
+    return token < other.context ? key_at<K>(batch, g, other, next->kv_begin, token) : Key{};
+  };
+  TokenGroupCopy copy;
+  for (int part = item.begin; part < item.end; ++part) {
+    const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
+    for (int t = start; t < end; t += 16) {
+      const int p = (t - start) / 16;
+      const TokenGroup group = token_group_at<K>(batch, g, sequence, kv_head, t, end, copy);
+      const Key ahead = prefetch_target(t);
+      pack_keys<K>(g, group.keys, ahead.row ? ahead.row : group.keys, s.keys + p * key_panel_bytes<K>(D));
+      pack_values<K>(g, group.values, ahead.row ? ahead.row + value_offset<K>(g) : group.values,
+                     s.values + size_t(p) * 16 * 16 * kPackedBytes<K>, value_panel_bytes<K>());
+      if constexpr (K == KvType::int8) {
+        if (ahead.scale) {
+          prefetch_row(ahead.scale, 1);
+          prefetch_row(ahead.scale + value_offset<K>(g), 1);
+        }
+        v_store(s.key_scales + p * 16, v_mul(v_load((const float*)group.key_scales), v_set(1.0f / kKeyCodeScale<K>)));
+        v_store(s.value_scales + p * 16, v_load((const float*)group.value_scales));
+      }
+    }
+#if KVFERRY_AMX
+    if (uses_amx<K>(D)) {
+      // AMX reads 32 tokens at a time, so zeros follow an odd last group.
+      const int sixteens = (end - start + 15) / 16;
+      for (int d = 0; sixteens % 2 && d < D / 16; ++d)
+        std::memset(s.values + d * value_panel_bytes<K>() + size_t(sixteens) * 16 * 32, 0, 16 * 32);
+      const AmxTiles tiles(rows < kAmxRows ? rows : kAmxRows, kAmxRowBytes);
+      for (int row = 0; row < rows; row += kAmxRows)
+        attend_rows<K, kAmxRows, true>(g, s, row, first_position, start, rows - row < kAmxRows ? rows - row : kAmxRows);
+      continue;
+    }
+#endif
+    const int step = balanced_rows(rows, kTileRows);
+    for (int row = 0; row < rows; row += step) {
+      const int count = rows - row < step ? rows - row : step;
+      with_count<kTileRows>(
+          count, [&](auto number) { attend_rows<K, decltype(number)::value>(g, s, row, first_position, start); });
+    }
+  }
+}
+
+}  // namespace kvferry::KVFERRY_LEVEL

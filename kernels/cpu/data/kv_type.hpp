@@ -1,0 +1,20 @@
+// Element types of the KV cache and their sizes in a page.
+#pragma once
+#include <cstddef>
+
+namespace kvferry {
+
+// Element type of keys and values in a page. With int8, a head's codes in the page are followed by one float scale per
+// token; value = code * scale.
+enum class KvType : int { f32, bf16, int8 };
+constexpr int kScaleBytes = 4;
+constexpr float kMaxCode = 127.0f;
+
+constexpr size_t item_bytes(KvType type) { return type == KvType::f32 ? 4 : type == KvType::bf16 ? 2 : 1; }
+
+// Bytes of a head's keys (or values) in a page.
+constexpr size_t head_bytes(KvType type, int block_tokens, int head_dim) {
+  return size_t(block_tokens) * (size_t(head_dim) * item_bytes(type) + (type == KvType::int8 ? kScaleBytes : 0));
+}
+
+}  // namespace kvferry

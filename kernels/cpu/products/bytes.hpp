@@ -1,0 +1,116 @@
+// Quantized matrices, inputs quantized to int8 (`fast`): out = sum over blocks of
+//
+//   scale * x_scale * (q0 c0 + q1 c1 + ...) + minimum * x_scale * (q0 + q1 + ...)
+//
+// The sums in parentheses are integers, so they are exact in any order and identical on every level. The scale of each
+// group of 32 inputs is its largest magnitude / 127 (as in ggml's Q8_0 and Q8_1; Dettmers et al., LLM.int8(), 2022,
+// section 2). Codes are unpacked in registers, with three operations per 64 bytes of a panel. On levels without bf16
+// dot products, products of more than kByteRows rows use words.hpp.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "data/matrix.hpp"
+#include "data/rows.hpp"
+#include "simd/simd.hpp"
+#include "products/codes.hpp"
+#include "products/tiles.hpp"
+
+namespace kvferry::KVFERRY_LEVEL {
+
+#if KVFERRY_PAIRS
+constexpr int kByteRows = 6;
+#else
+constexpr int kByteRows = 3;
+#endif
+
+// Multiplies R rows by C panels, starting at `panel`.
+template <class Form, int R, int C>
+static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* out) {
+  constexpr int block = Form::block;
+  const bool has_min = adds_minimum(m);
+  const BlockSums inputs = block_sums<block>(x);
+  const size_t halves = size_t(x.stride / kSumWidth), groups = size_t(x.stride / kGroup);
+  V total[R][C];
+  clear(total);
+  const uint8_t* at[C];
+  for (int c = 0; c < C; ++c) at[c] = m.data + size_t(panel + c) * m.panel_bytes;
+  for (int b = 0, blocks = m.depth / block; b < blocks; ++b) {
+    S sum[R][C];
+    const int8_t* bytes = x.bytes + size_t(b) * block;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const int32_t* sums = x.byte_sums + r * halves + b * Form::halves;
+      const S start =
+          Form::format == Format::codes4 ? s_zero() : s_start8(Form::halves == 2 ? sums[0] + sums[1] : sums[0]);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sum[r][c] = start;
+    }
+    if constexpr (Form::format == Format::codes4) {
+#pragma GCC unroll 4
+      for (int g = 0; g < block / 8; ++g)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          B low, high;
+          b_codes4(at[c] + g * 64, low, high);
+          if constexpr (R <= kFusedRows) prefetch(at[c] + g * 64 + kPrefetchBytes);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r)
+            sum[r][c] = s_add4(sum[r][c], low, inputs_at(bytes + size_t(r) * x.stride + g * 8));
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r)
+            sum[r][c] = s_add4(sum[r][c], high, inputs_at(bytes + size_t(r) * x.stride + g * 8 + 4));
+        }
+    } else {
+#pragma GCC unroll 8
+      for (int g = 0; g < block / 4; ++g)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          const B codes = b_codes8(at[c] + g * 64);
+          if constexpr (R <= kFusedRows) prefetch(at[c] + g * 64 + kPrefetchBytes);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r)
+            sum[r][c] = s_add8(sum[r][c], codes, inputs_at(bytes + size_t(r) * x.stride + g * 4));
+        }
+    }
+    const float* scales = x.scales + b * block / kGroup;
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) {
+      V scale, minimum;
+      load_scales(m, at[c] + m.code_bytes(), scale, minimum);
+      add_column(total, sum, c, scale, minimum, has_min, inputs.sums + b, inputs.stride, [&](const S& whole, int r) {
+        return v_mul(Form::format == Format::codes4 ? s_float4(whole) : s_float8(whole), v_set(scales[r * groups]));
+      });
+      at[c] += m.block_bytes();
+    }
+  }
+  store(total, out);
+}
+
+// Multiplies any number of rows by panels [panel, panel + panels); see `product` for `epilogue`.
+template <class Epilogue>
+static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel, int panels, Epilogue&& epilogue) {
+  alignas(64) float out[kByteRows * 2 * kPanel];
+  const int step = balanced_rows(rows, kByteRows);
+  for (int p = 0; p < panels;) {
+    // A single row is bound by memory bandwidth, for which one stream is faster than several.
+    const int columns = KVFERRY_PAIRS && rows > 1 && panels - p >= 2 ? 2 : 1;
+    for (int row = 0; row < rows; row += step) {
+      const Rows at = x.from(row);
+      with_count<kByteRows>(rows - row < step ? rows - row : step, [&](auto count) {
+        constexpr int R = decltype(count)::value;
+        const auto run = [&](auto width) {
+          constexpr int C = decltype(width)::value;
+          with_codes(m, [&](auto form) { tile_bytes<decltype(form), R, C>(m, panel + p, at, out); });
+          epilogue(Tile{row, R, panel + p, C, out});
+        };
+        if constexpr (KVFERRY_PAIRS)
+          if (columns == 2) return run(Count<2>{});
+        run(Count<1>{});
+      });
+    }
+    p += columns;
+  }
+}
+
+}  // namespace kvferry::KVFERRY_LEVEL

@@ -1,0 +1,99 @@
+// Row-wise operations between the products of a step: RMSNorm, RoPE, SiLU, embedding rows.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "data/matrix.hpp"
+#include "simd/math.hpp"
+#include "simd/simd.hpp"
+
+namespace kvferry::KVFERRY_LEVEL {
+
+// to = x / rms(x) * weight (Zhang and Sennrich, RMSNorm, 2019).
+static inline void rms_norm(const float* x, const float* weight, int n, float epsilon, float* to) {
+  V squares = v_zero();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const V v = v_load(x + i);
+    squares = v_fma(v, v, squares);
+  }
+  float sum = v_reduce_add(squares);
+  for (; i < n; ++i) sum += x[i] * x[i];
+  const float scale = 1.0f / __builtin_sqrtf(sum / float(n) + epsilon);
+  const V s = v_set(scale);
+  for (i = 0; i + 16 <= n; i += 16) v_store(to + i, v_mul(v_mul(v_load(x + i), s), v_load(weight + i)));
+  for (; i < n; ++i) to[i] = x[i] * scale * weight[i];
+}
+
+// Dequantizes a row of a packed matrix.
+static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
+  const uint8_t* panel = m.data + size_t(row / kPanel) * m.panel_bytes;
+  const int lane = row % kPanel;
+  const auto half = [](const uint8_t* at) {
+    alignas(64) uint16_t lanes[16] = {};
+    alignas(64) float wide[16];
+    std::memcpy(lanes, at, 2);
+    v_store(wide, v_load_half(lanes));
+    return wide[0];
+  };
+  const auto scale_at = [&](const uint8_t* scales) {
+    if (m.half_scales) return half(scales + lane * 2);
+    float value;
+    std::memcpy(&value, scales + lane * 4, 4);
+    return value;
+  };
+  for (int k = 0; k < m.cols; ++k) {
+    switch (m.format) {
+      case Format::f32: std::memcpy(to + k, panel + (size_t(k) * kPanel + lane) * 4, 4); break;
+      case Format::f16: to[k] = half(panel + (size_t(k) * kPanel + lane) * 2); break;
+      case Format::bf16: {
+        uint16_t bits;
+        std::memcpy(&bits, panel + (size_t(k / 2) * 32 + lane * 2 + k % 2) * 2, 2);
+        const uint32_t wide = uint32_t(bits) << 16;
+        std::memcpy(to + k, &wide, 4);
+        break;
+      }
+      default: {
+        const uint8_t* block = panel + size_t(k / m.block) * m.block_bytes();
+        const int inner = k % m.block;
+        float code;
+        if (m.format == Format::codes4) {
+          uint16_t word;
+          std::memcpy(&word, block + (inner / 8) * 64 + (lane * 2 + inner % 2) * 2, 2);
+          code = float(word >> (4 * nibble_of_pair(inner % 8 / 2)) & 15);
+        } else {
+          code = float(int8_t(block[(inner / 2) * 32 + lane * 2 + inner % 2]));
+        }
+        const uint8_t* scales = block + m.code_bytes();
+        const float scale = scale_at(scales);
+        to[k] = scale * code + (m.has_min ? scale_at(scales + m.scale_bytes()) : scale * m.offset);
+      }
+    }
+  }
+}
+
+static inline void apply_rope(float* x, const float* cos, const float* sin, int n) {
+  const int half = n / 2;
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const V a = v_load(x + i), b = v_load(x + half + i);
+    v_store(x + i, v_fma(a, v_load(cos + i), v_mul(b, v_load(sin + i))));
+    v_store(x + half + i, v_fma(b, v_load(cos + half + i), v_mul(a, v_load(sin + half + i))));
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] + b * sin[i];
+    x[half + i] = b * cos[half + i] + a * sin[half + i];
+  }
+}
+
+// x / (1 + e^-x); if `rough`, approximately, because the result is rounded to bfloat16 or int8.
+static inline V silu(V x, bool rough) {
+#if KVFERRY_PAIRS
+  if (rough) return v_div_approx(x, v_add(v_set(1.0f), v_exp2_approx(v_mul(x, v_set(-kLog2E)))));
+#endif
+  return v_div(x, v_add(v_set(1.0f), v_exp(v_sub(v_zero(), x))));
+}
+
+}  // namespace kvferry::KVFERRY_LEVEL

@@ -1,0 +1,280 @@
+// Implementation of the phases of a step.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "data/batch.hpp"
+#include "data/kv_type.hpp"
+#include "data/matrix.hpp"
+#include "data/model.hpp"
+#include "data/rows.hpp"
+#include "simd/simd.hpp"
+#include "products/blocking.hpp"
+#include "products/inputs.hpp"
+#include "products/products.hpp"
+#include "products/tiles.hpp"
+#include "attention/attention.hpp"
+#include "attention/item.hpp"
+#include "attention/softmax.hpp"
+#include "attention/write_kv.hpp"
+#include "step/elementwise.hpp"
+#include "step/level.hpp"
+#include "step/step.hpp"
+
+namespace kvferry::KVFERRY_LEVEL {
+
+static inline void embed_rows(Step& step, int chunk) {
+  const Model& m = step.model;
+  const int end = step.batch.rows < (chunk + 1) * step.row_chunk ? step.batch.rows : (chunk + 1) * step.row_chunk;
+  for (int row = chunk * step.row_chunk; row < end; ++row) {
+    float* residual = step.residual + size_t(row) * step.x.stride;
+    dequantize_matrix_row(m.embedding, int(step.batch.tokens[row]), residual);
+    float* wide = step.x.f32 + size_t(row) * step.x.stride;
+    rms_norm(residual, m.layers[0].attention_norm, m.hidden, m.epsilon, wide);
+    write_input(step.x, row, m.hidden, wide);
+  }
+}
+
+// RMSNorm of rows [first, end) from the residual into x; `from(i)` is the residual row of row i.
+template <class From>
+static inline void norm_rows(Step& step, const float* weight, int first, int end, From&& from) {
+  const Model& m = step.model;
+  for (int i = first; i < end; ++i) {
+    float* wide = step.x.f32 + size_t(i) * step.x.stride;
+    rms_norm(step.residual + size_t(from(i)) * step.x.stride, weight, m.hidden, m.epsilon, wide);
+    write_input(step.x, i, m.hidden, wide);
+  }
+}
+
+static inline void rope_rows(Step& step, const Layer& layer, int layer_index, int chunk) {
+  const Model& m = step.model;
+  const Batch& b = step.batch;
+  const int D = m.head_dim, width = layer.qkv.panels * kPanel;
+  const int end = b.rows < (chunk + 1) * step.row_chunk ? b.rows : (chunk + 1) * step.row_chunk;
+  for (int row = chunk * step.row_chunk; row < end; ++row) {
+    float* qkv = step.qkv + size_t(row) * width;
+    const float* cos = m.cos + size_t(b.positions[row]) * D;
+    const float* sin = m.sin + size_t(b.positions[row]) * D;
+    for (int h = 0; h < m.heads + m.kv_heads; ++h) {
+      const float* norm = h < m.heads ? layer.q_norm : layer.k_norm;
+      if (norm) rms_norm(qkv + h * D, norm, D, m.epsilon, qkv + h * D);
+      apply_rope(qkv + h * D, cos, sin, D);
+    }
+    const size_t page = size_t(b.slots[row] / b.block_tokens), place = size_t(b.slots[row] % b.block_tokens);
+    for (int half = 0; half < 2; ++half)
+      for (int h = 0; h < m.kv_heads; ++h) {
+        const size_t head = ((page * m.num_layers + layer_index) * 2 + half) * m.kv_heads + h;
+        write_kv(b, b.pages + head * head_bytes(b.kv_type, b.block_tokens, D), place,
+                 qkv + (m.heads + half * m.kv_heads + h) * D, D);
+      }
+  }
+}
+
+static inline void attend_item(Step& step, const Layer& layer, int layer_index, int chunk, int thread) {
+  const Model& m = step.model;
+  const AttentionItem& item = step.items[size_t(chunk)];
+  const AttentionGeometry g{
+      layer_index, m.num_layers, m.kv_heads, m.heads / m.kv_heads, m.head_dim, step.batch.block_tokens, m.scale};
+  const AttentionScratch s = lay_out_scratch(step.scratch(thread), g.group, g.head_dim);
+  const int width = layer.qkv.panels * kPanel;
+  const size_t follower = size_t(chunk) + size_t(step.threads());
+  const AttentionItem* next = follower < step.items.size() ? &step.items[follower] : nullptr;
+  const Sequence& sequence = step.batch.sequences[item.sequence];
+  const int rows = item.queries * g.group, D = m.head_dim;
+  const int* sharers = item.first_sharer < 0 ? nullptr : step.sharers.data() + item.first_sharer;
+  const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
+  for (int kv_head = item.kv_begin; kv_head < item.kv_end; ++kv_head) {
+    switch (step.batch.kv_type) {
+      case KvType::f32: attend<KvType::f32>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
+      case KvType::bf16: attend<KvType::bf16>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
+      case KvType::int8: attend<KvType::int8>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
+    }
+    if (is_cut) {
+      for (int r = 0; r < rows; ++r) {
+        const int owner = sharers ? sharers[r / g.group] : item.sequence, at = sharers ? r % g.group : r;
+        const size_t partial = size_t(step.first_partial[size_t(owner)] + item.begin * m.kv_heads + kv_head);
+        float* to = step.partials + partial * step.partial_floats + size_t(at) * (D + 2);
+        for (int d = 0; d < D; d += 16) v_store(to + d, v_load(s.totals + size_t(r) * D + d));
+        to[D] = s.max_score[r];
+        to[D + 1] = s.sums[r];
+      }
+      continue;
+    }
+    for (int r = 0; r < rows; ++r) {
+      const int row = sequence.first + item.first_query + r / g.group, head = kv_head * g.group + r % g.group;
+      float* to = step.attended.f32 + size_t(row) * step.attended.stride + size_t(head) * D;
+      const V sum = v_set(s.sums[r]);
+      for (int d = 0; d < D; d += 16) v_store(to + d, v_div(v_load(s.totals + size_t(r) * D + d), sum));
+    }
+  }
+}
+
+// Merges the partial results of split sequences in the order of partitions, and writes the input rows of the output
+// projection.
+static inline void merge_partials(Step& step, int chunk) {
+  const Model& m = step.model;
+  const Batch& b = step.batch;
+  const int D = m.head_dim, group = m.heads / m.kv_heads;
+  const int begin = chunk * step.row_chunk, end = b.rows < begin + step.row_chunk ? b.rows : begin + step.row_chunk;
+  int s = 0;
+  for (int row = begin; row < end; ++row) {
+    while (b.sequences[s].first + b.sequences[s].queries <= row) ++s;
+    const Sequence& sequence = b.sequences[s];
+    float* attended = step.attended.f32 + size_t(row) * step.attended.stride;
+    const int first = step.first_partial[size_t(s)];
+    if (first >= 0) {
+      const int parts = (sequence.context + kPartition - 1) / kPartition, query = row - sequence.first;
+      const int position = sequence.context - sequence.queries + query;
+      for (int head = 0; head < m.heads; head += 16) {
+        const int heads = m.heads - head < 16 ? m.heads - head : 16;
+        alignas(64) float values[16 * kMaxHeadDim], keep[16], take[16];
+        for (int i = 0; i < heads * D; i += 16) v_store(values + i, v_zero());
+        Softmax all;
+        v_store(all.max_score, v_set(-__builtin_inff()));
+        for (int p = 0; p < parts && p * kPartition <= position; ++p) {
+          const float* from[16];
+          Softmax further;
+          for (int h = 0; h < heads; ++h) {
+            from[h] = step.partials + size_t(first + p * m.kv_heads + (head + h) / group) * step.partial_floats +
+                      size_t(query * group + (head + h) % group) * (D + 2);
+            further.max_score[h] = from[h][D];
+            further.sums[h] = from[h][D + 1];
+          }
+          merge_sums(all, further, keep, take);
+          for (int h = 0; h < heads; ++h) merge_values(values + h * D, from[h], keep[h], take[h], D);
+        }
+        for (int h = 0; h < heads; ++h) {
+          const V sum = v_set(all.sums[h]);
+          for (int d = 0; d < D; d += 16)
+            v_store(attended + (head + h) * D + d, v_div(v_load(values + h * D + d), sum));
+        }
+      }
+    }
+    write_input(step.attended, row, m.heads * D, attended);
+  }
+}
+
+static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thread) {
+  const Rows to = step.hidden_up;
+  const bool rough = !to.forms.f32 || to.forms.bytes;
+  const auto finish = [=, &m](int row, int pair, V gate, V up) {
+    const size_t at = size_t(row) * to.stride + size_t(pair) * kPanel;
+    if (to.forms.f32) prefetch_for_write(to.f32 + at, size_t(to.stride));
+    if (to.forms.bf16) prefetch_for_write(to.bf16 + at, size_t(to.stride));
+    store_input(to, row, pair * kPanel, v_mul(silu(gate, rough), up));
+    // Padding inputs are multiplied by zero weights, but stale memory there may contain non-finite values, so it is
+    // zeroed.
+    for (int i = (pair + 1) * kPanel; 2 * pair + 2 == m.panels && i < to.stride; i += kPanel)
+      store_input(to, row, i, v_zero());
+  };
+  product_chunk(m, step.x, step.batch.rows, step.gate_up_blocking, chunk, step.scratch(thread), [=](const Tile& tile) {
+    for (int r = 0; r < tile.rows; ++r) {
+      const int row = tile.row + r;
+      for (int c = 0; c + 1 < tile.columns; c += 2) finish(row, (tile.panel + c) / 2, tile.at(r, c), tile.at(r, c + 1));
+      if (tile.columns > 1) continue;
+      float* gate = to.f32 + size_t(row) * to.stride + size_t(tile.panel / 2) * kPanel;
+      if (tile.panel % 2 == 0) {  // stored until the up panel, the next panel of the same chunk, is computed
+        v_store(gate, tile.at(r, 0));
+      } else {
+        finish(row, tile.panel / 2, v_load(gate), tile.at(r, 0));
+      }
+    }
+  });
+}
+
+static inline void accumulate_chunk(Step& step, const Matrix& m, const Rows& from, const Blocking& blocking, int chunk,
+                                    int thread) {
+  const size_t stride = size_t(step.x.stride);
+  product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread),
+                [residual = step.residual, stride](const Tile& tile) {
+                  float* to = residual + size_t(tile.row) * stride + size_t(tile.panel) * kPanel;
+                  for (int r = 0; r < tile.rows; ++r, to += stride)
+                    for (int c = 0; c < tile.columns; ++c) {
+                      prefetch_for_write(to + c * kPanel, stride);
+                      v_store(to + c * kPanel, v_add(v_load(to + c * kPanel), tile.at(r, c)));
+                    }
+                });
+}
+
+static inline void head_chunk(Step& step, int chunk, int thread) {
+  product_chunk(
+      step.model.head, step.x, step.batch.num_sampled, step.head_blocking, chunk, step.scratch(thread),
+      [to = step.batch.logits, n = step.model.vocabulary](const Tile& tile) { store_tile(tile, to, size_t(n), n); });
+}
+
+// Computes the argmax of a row's logits (lowest index on ties), and whether all logits are finite.
+static inline void argmax_row(Step& step, int row) {
+  const int n = step.model.vocabulary;
+  const float* logits = step.batch.logits + size_t(row) * n;
+  V top = v_set(-__builtin_inff()), poison = v_zero();
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const V v = v_load(logits + i);
+    top = v_max(v, top);
+    poison = v_fma(v, v_zero(), poison);  // NaN once a logit is not finite
+  }
+  float best = v_reduce_max(top), bad = v_reduce_add(poison);
+  for (; i < n; ++i) {
+    best = logits[i] > best ? logits[i] : best;
+    bad += logits[i] * 0.0f;
+  }
+  step.batch.finite[row] = bad == 0.0f;
+  int64_t at = 0;
+  if (bad == 0.0f)
+    while (logits[at] != best) ++at;
+  step.batch.greedy[row] = at;
+}
+
+static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int thread) {
+  const Model& m = step.model;
+  const Layer& layer = m.layers[layer_index];
+  const int first = chunk * step.row_chunk;
+  const auto until = [&](int rows) { return rows < first + step.row_chunk ? rows : first + step.row_chunk; };
+  switch (phase) {
+    case Phase::embed: embed_rows(step, chunk); break;
+    case Phase::qkv: {
+      const int width = layer.qkv.panels * kPanel;
+      product_chunk(layer.qkv, step.x, step.batch.rows, step.qkv_blocking, chunk, step.scratch(thread),
+                    [to = step.qkv, width](const Tile& tile) { store_tile(tile, to, size_t(width), width); });
+      break;
+    }
+    case Phase::rotate: rope_rows(step, layer, layer_index, chunk); break;
+    case Phase::attend: attend_item(step, layer, layer_index, chunk, thread); break;
+    case Phase::merge: merge_partials(step, chunk); break;
+    case Phase::output: accumulate_chunk(step, layer.output, step.attended, step.output_blocking, chunk, thread); break;
+    case Phase::mlp_norm:
+      norm_rows(step, layer.mlp_norm, first, until(step.batch.rows), [](int i) { return i; });
+      break;
+    case Phase::gate_up: gate_up_chunk(step, layer.gate_up, chunk, thread); break;
+    case Phase::down: accumulate_chunk(step, layer.down, step.hidden_up, step.down_blocking, chunk, thread); break;
+    case Phase::next_norm:
+      if (layer_index + 1 < m.num_layers) {
+        norm_rows(step, m.layers[layer_index + 1].attention_norm, first, until(step.batch.rows),
+                  [](int i) { return i; });
+      } else {
+        norm_rows(step, m.final_norm, first, until(step.batch.num_sampled),
+                  [&](int i) { return int(step.batch.sampled[i]); });
+      }
+      break;
+    case Phase::head: head_chunk(step, chunk, thread); break;
+    case Phase::pick: argmax_row(step, chunk); break;
+  }
+}
+
+static size_t scratch_bytes(const Model& m) {
+  size_t most = attention_bytes(m.heads / m.kv_heads, m.head_dim);
+  const auto consider = [&](const Matrix& matrix) {
+    const size_t bytes = unpacked_bytes(matrix);
+    if (bytes > most) most = bytes;
+  };
+  consider(m.head);
+  for (int i = 0; i < m.num_layers; ++i) {
+    consider(m.layers[i].qkv);
+    consider(m.layers[i].output);
+    consider(m.layers[i].gate_up);
+    consider(m.layers[i].down);
+  }
+  return most;
+}
+
+}  // namespace kvferry::KVFERRY_LEVEL

@@ -1,0 +1,82 @@
+// A forward pass as a job for the pool: its phases, the blocking of each phase into chunks, and the buffers between
+// phases. phases.hpp implements the chunks, once per level.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "data/batch.hpp"
+#include "data/model.hpp"
+#include "data/rows.hpp"
+#include "runtime/buffer.hpp"
+#include "runtime/pool.hpp"
+#include "products/blocking.hpp"
+#include "attention/item.hpp"
+#include "step/level.hpp"
+
+namespace kvferry {
+
+// `least`: minimum panels per chunk, 2 or 4.
+Blocking choose_blocking(const Level& level, const Matrix& matrix, int rows, int threads, int least = 2);
+
+class Step final : public Job {
+ public:
+  Step(const Model& model, const Level& level, int threads);
+
+  // Plans a batch; pool.run(step) computes it.
+  void prepare(const Batch& batch);
+
+  int phases() const override;
+  int chunks(int phase) const override;
+  void run(int phase, int chunk, int thread) override;
+
+  const Model& model;
+  const Level& level;
+  Batch batch;
+  Rows x, attended, hidden_up;  // inputs of qkv, gate_up and head; of output; of down
+  float* residual = nullptr;    // [rows][stride of x]
+  float* qkv = nullptr;         // [rows][panels * 16]
+  float* partials = nullptr;    // for split sequences: [head_dim values, max score, sum] per row, partition and head
+  Blocking qkv_blocking, output_blocking, gate_up_blocking, down_blocking, head_blocking;
+  int row_chunk = 0;  // rows per chunk in row-wise phases
+  std::vector<AttentionItem> items;
+  std::vector<int> sharers;        // sequence indices; see AttentionItem
+  std::vector<int> first_partial;  // per sequence: index of its first partial, -1 if not split
+  int partial_floats = 0;          // floats per partial
+  // Accumulated seconds per thread and phase, while `is_timed` is set.
+  bool is_timed = false;
+  std::vector<std::array<double, kPhases>> seconds;
+  int threads() const { return threads_; }
+  uint8_t* scratch(int thread) const { return scratches_[thread].data(); }
+
+ private:
+  // Returns the next chunk of a thread under row affinity: first from its own rows, then from other threads' rows. It
+  // is called once per chunk, so a chunk always remains.
+  int claim_chunk(int index, int thread);
+  void plan_attention();
+  void plan_partition(int partition, int heads_at_once, int most_sharers);
+  static Rows allocate_rows(Buffer& buffer, int rows, int width, InputForms forms);
+
+  // Sequences with the same pages in a partition: last page of the partition, first and last sequence, number of
+  // sequences.
+  struct SharedPartition {
+    int64_t page;
+    int first, last, count;
+  };
+
+  int threads_;
+  InputForms x_forms_, attended_forms_, up_forms_;
+  // Number of chunks claimed from a thread's rows; each counter has its own cache line.
+  struct alignas(64) Cursor {
+    std::atomic<int> taken{0};
+  };
+  bool row_affinity_ = false;    // whether this step has row affinity; see has_row_affinity
+  std::vector<Cursor> cursors_;  // [phases][threads] under row affinity
+  std::vector<SharedPartition> shared_partitions_;
+  std::vector<int> next_sharer_;  // per sequence: the next sequence in its SharedPartition
+  Buffer x_, attended_, up_, residual_, qkv_, partials_;
+  std::vector<Buffer> scratches_;
+};
+
+}  // namespace kvferry

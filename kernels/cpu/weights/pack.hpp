@@ -1,0 +1,61 @@
+// Conversion of weights from file formats to packed matrices.
+//
+// A packed matrix is a sequence of panels. A panel holds 16 outputs with all their inputs, padded with zeros to a
+// multiple of 32:
+//
+//   f32, f16   [input][16 outputs]
+//   bf16       [input / 2][16 outputs][2 inputs]
+//   codes4     per block: [8 inputs][16 outputs][2 words of 4 bits x 4], scales [16], minima [16]
+//   codes8     per block: [input / 2][16 outputs][2 inputs], scales [16], minima [16]
+//
+// In a group of 8 inputs of codes4, input 2 p + j of output o is nibble `nibble_of_pair(p)` of 16-bit word 2 o + j. A
+// shift and a mask of 4 bits extract two adjacent inputs, as bf16 and int16 dot products read them; a mask of every
+// other nibble extracts four inputs in the order 0 2 1 3, as int8 dot products read them. The block formats are defined
+// in ggml-common.h of the ggml project. Codes, scales and minima keep their bits; nothing is requantized.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "data/matrix.hpp"
+
+namespace kvferry {
+
+// Type numbers of GGUF.
+enum class GgufType : int {
+  f32 = 0,
+  f16 = 1,
+  q4_0 = 2,
+  q4_1 = 3,
+  q5_0 = 6,
+  q5_1 = 7,
+  q8_0 = 8,
+  q2_k = 10,
+  q3_k = 11,
+  q4_k = 12,
+  q5_k = 13,
+  q6_k = 14,
+  bf16 = 30
+};
+
+// Bytes of a row of `cols` values; 0 if `cols` is not a multiple of the type's block.
+size_t row_bytes(GgufType type, int cols);
+
+// Returns the packed format for rows of these types. `wanted` is "shipped", "f32", "f16" or "bf16". "shipped" keeps a
+// common type; mixed quantized types become 8-bit codes with float32 scales, other mixtures become f32. `data` is null.
+Matrix packed_layout(const std::string& wanted, const std::vector<GgufType>& types, int rows, int cols);
+
+struct Part {
+  GgufType type;
+  const uint8_t* data;  // [rows][row_bytes]
+  int rows;
+};
+
+// Packs panel by panel. Output row r is source row `order[r]`, counted over all parts; -1 makes a row of zeros.
+void pack(const Matrix& matrix, const std::vector<Part>& parts, const int64_t* order, uint8_t* out);
+
+// Dequantizes a row of a file.
+void dequantize_row(GgufType type, const uint8_t* data, int cols, float* out);
+
+}  // namespace kvferry

@@ -1,0 +1,148 @@
+"""Reference model operations in plain torch: norms, rotary embedding, KV writes, paged attention, projections.
+
+Each operation computes in the precision of its inputs, so the difference between float64 and a low precision gives the
+error tolerance of tests. The modules `sampling` and `blocks` contain the other operations of `DeviceOps`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix, SingleRows
+from kvferry.kernels.ops import AttentionPlan, DeviceOps, Linear, Ops
+from kvferry.kernels.reference import blocks, sampling
+from kvferry.kernels.unfused import place_qkv_of
+
+
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def project(x: torch.Tensor) -> torch.Tensor:
+        y = x @ weight.T
+        return y if bias is None else y + bias
+
+    return project
+
+
+def embedding(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return table[token_ids]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return (normed * weight).to(x.dtype)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    residual.copy_(residual + x)
+    return rms_norm(residual, weight, epsilon)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    x.copy_(x * cos[:, None, :] + swapped * sin[:, None, :])
+
+
+def write_kv(kv: torch.Tensor, pages: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
+    block_tokens = pages.shape[4]
+    for row, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        pages[slot // block_tokens, layer, :, :, slot % block_tokens] = kv[row]
+
+
+def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
+    return batch
+
+
+def plan_cascade(
+    batch: AttentionBatch, pages: torch.Tensor, num_heads: int, shared: Sequence[SharedPrefix]
+) -> AttentionPlan:
+    return batch
+
+
+def plan_rows(rows: SingleRows, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
+    return rows
+
+
+def paged_attention(
+    q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    return attend(q, pages, layer, plan, AttentionRules(scale))
+
+
+def attend(
+    q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, rules: AttentionRules
+) -> torch.Tensor:
+    if isinstance(plan, SingleRows):
+        listed = zip([1] * len(q), plan.contexts.tolist(), plan.tables[plan.places].tolist(), strict=True)
+    else:
+        assert isinstance(plan, AttentionBatch)
+        listed = zip(plan.queries.tolist(), plan.contexts.tolist(), plan.block_tables.tolist(), strict=True)
+    block_tokens, outputs, first = pages.shape[4], [], 0
+    for queries, context, table in listed:
+        if context == 0:  # padding row
+            outputs.append(torch.zeros_like(q[first : first + queries].flatten(1)))
+            first += queries
+            continue
+        places = torch.arange(context, device=q.device)
+        page = torch.as_tensor(table, device=q.device)[places // block_tokens]
+        kv = pages[page, layer, :, :, places % block_tokens]  # [context, 2, K, D]
+        rows = q[first : first + queries]
+        group = q.shape[1] // kv.shape[2]
+        keys, values = kv[:, 0].repeat_interleave(group, dim=1), kv[:, 1].repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,chd->hqc", rows, keys) * rules.scale
+        if rules.soft_cap is not None:
+            scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
+        position = torch.arange(context - queries, context, device=q.device)[:, None]
+        seen = places[None, :] <= position
+        if rules.window is not None:
+            seen &= places[None, :] > position - rules.window
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if rules.sinks is not None:
+            sinks = rules.sinks.to(scores.dtype)[:, None, None].expand(-1, queries, 1)
+            weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, dim=-1)
+        outputs.append(torch.einsum("hqc,chd->qhd", weights, values).flatten(1))
+        first += queries
+    return torch.cat(outputs)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return x[rows]
+
+
+OPS = Ops(
+    name="reference",
+    pack_linear=pack_linear,
+    embedding=embedding,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rotate=rotate,
+    write_kv=write_kv,
+    place_qkv=place_qkv_of(rms_norm, rotate, write_kv),
+    plan_attention=plan_attention,
+    paged_attention=paged_attention,
+    silu_mul=silu_mul,
+    gather_rows=gather_rows,
+)
+
+DEVICE_OPS = DeviceOps(
+    attend=attend,
+    plan_cascade=plan_cascade,
+    plan_rows=plan_rows,
+    adjust_logits=sampling.adjust_logits,
+    sample=sampling.sample,
+    log_probabilities=sampling.log_probabilities,
+    copy_blocks=blocks.copy_blocks,
+    gather_blocks=blocks.gather_blocks,
+    scatter_blocks=blocks.scatter_blocks,
+    relayout_blocks=blocks.relayout_blocks,
+    digest_blocks=blocks.digest_blocks,
+)

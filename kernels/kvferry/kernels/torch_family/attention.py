@@ -1,0 +1,169 @@
+"""Paged attention in torch: gathers the pages of sequences into contiguous memory, then calls fused attention.
+
+Sequences with one row (decode) and similar lengths share a call. Their pages,
+
+    [sequences, 2, K, blocks]  ->  [2, sequences, K, blocks * B, D]
+
+are gathered by one `index_select` over rows of B * D values, so that keys and values are contiguous. The H / K query
+heads that share a KV head are rows of one small matrix, without repeating keys. Shorter members of a group are masked,
+and gathered values beyond their contexts are first set to zero, because a weight of zero times NaN is NaN. Sequences
+with more rows (prefill) have separate calls.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.ops import AttentionPlan
+
+_MAX_STRETCH = 2
+"""Maximum ratio between the numbers of blocks of the longest and the shortest member of a group; bounds the padding."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Sequences with one row each that share an attention call."""
+
+    rows: torch.Tensor | None
+    """[sequences]: indices of the sequences' rows; `None` for the whole batch, in order."""
+    page_rows: torch.Tensor
+    """[2 * sequences * K * blocks]: indices of rows to gather from the pages viewed as [.., B * D], for layer 0."""
+    shape: tuple[int, int]
+    """(number of sequences, blocks of the longest sequence)."""
+    context: int | None
+    """Context length of all members; `None` if the lengths differ, in which case `mask` and `beyond` are set."""
+    mask: torch.Tensor | None
+    """[sequences, 1, 1, blocks * B]: 0, or minus infinity beyond a context."""
+    beyond: torch.Tensor | None
+    """Indices of the gathered rows of D values that are beyond the contexts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """A sequence with several rows."""
+
+    first: int
+    queries: int
+    context: int
+    page_rows: torch.Tensor
+    mask: torch.Tensor | None
+    """[queries, context]; `None` if the rows are the whole context, so that a plain causal mask suffices."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    groups: tuple[_Group, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
+    """See `Ops.plan_attention`. Gathers and masks are planned once for all layers."""
+    firsts = np.concatenate(([0], np.cumsum(batch.queries)[:-1]))
+    single = np.flatnonzero(batch.queries == 1)
+    blocks = -(-batch.contexts // pages.shape[4])
+    groups = tuple(
+        _plan_group(batch, pages, members, firsts, blocks)
+        for members in _alike(single[np.argsort(blocks[single], kind="stable")], blocks)
+    )
+    chunks = tuple(
+        _plan_chunk(batch, pages, int(index), int(firsts[index]), int(blocks[index]))
+        for index in np.flatnonzero(batch.queries > 1)
+    )
+    return _Plan(groups, chunks)
+
+
+def _alike(by_length: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Split a list of sequences, sorted by length, into groups of similar length."""
+    cut: list[npt.NDArray[np.int64]] = []
+    start = 0
+    for end in range(1, len(by_length) + 1):
+        if end == len(by_length) or blocks[by_length[end]] > _MAX_STRETCH * blocks[by_length[start]]:
+            cut.append(np.sort(by_length[start:end]))
+            start = end
+    return cut
+
+
+def _plan_group(
+    batch: AttentionBatch,
+    pages: torch.Tensor,
+    members: npt.NDArray[np.int64],
+    firsts: npt.NDArray[np.int64],
+    blocks: npt.NDArray[np.int64],
+) -> _Group:
+    block_tokens, heads = pages.shape[4], pages.shape[3]
+    contexts = batch.contexts[members]
+    longest = int(blocks[members].max())
+    rows = _page_rows(batch.block_tables[members, :longest], pages)
+    is_all = len(members) == batch.num_rows
+    where = None if is_all else torch.from_numpy(firsts[members])
+    shape = (len(members), longest)
+    if int(contexts.min()) == int(contexts.max()):
+        return _Group(where, rows, shape, int(contexts[0]), None, None)
+    outside = np.arange(longest * block_tokens) >= contexts[:, None]  # [sequences, blocks * B]
+    mask = torch.zeros(outside.shape, dtype=pages.dtype).masked_fill_(torch.from_numpy(outside), -math.inf)
+    gathered = np.broadcast_to(outside[None, :, None, :], (2, len(members), heads, outside.shape[1]))
+    beyond = torch.from_numpy(np.flatnonzero(gathered))
+    return _Group(where, rows, shape, None, mask[:, None, None, :], beyond)
+
+
+def _plan_chunk(batch: AttentionBatch, pages: torch.Tensor, index: int, first: int, blocks: int) -> _Chunk:
+    queries, context = int(batch.queries[index]), int(batch.contexts[index])
+    rows = _page_rows(batch.block_tables[index : index + 1, :blocks], pages)
+    mask = None
+    if queries < context:
+        seen = torch.ones(queries, context, dtype=torch.bool).tril_(context - queries)
+        mask = torch.zeros(queries, context, dtype=pages.dtype).masked_fill_(~seen, -math.inf)
+    return _Chunk(first, queries, context, rows, mask)
+
+
+def _page_rows(table: npt.NDArray[np.int64], pages: torch.Tensor) -> torch.Tensor:
+    """Return the row indices into pages viewed as [pages * layers * 2 * K, B * D], in the order [2, sequences, K,
+    blocks], layer 0."""
+    _, layers, _, heads, _, _ = pages.shape
+    halves = np.arange(2)[:, None, None, None] * heads + np.arange(heads)[None, None, :, None]
+    return torch.from_numpy((table[None, :, None, :] * (layers * 2 * heads) + halves).reshape(-1))
+
+
+def paged_attention(
+    q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    """See `Ops.paged_attention`."""
+    assert isinstance(plan, _Plan)
+    num_rows, num_heads, head_dim = q.shape
+    _, _, _, kv_heads, block_tokens, _ = pages.shape
+    # The view starts at `layer`, so that row indices for layer 0 select rows of this layer.
+    stretch = pages.view(-1, block_tokens * head_dim)[layer * 2 * kv_heads :]
+    if len(plan.groups) == 1 and plan.groups[0].rows is None:
+        return _attend_group(q, stretch, plan.groups[0], kv_heads, scale)
+    out = q.new_empty(num_rows, num_heads * head_dim)
+    for group in plan.groups:
+        assert group.rows is not None
+        out[group.rows] = _attend_group(q.index_select(0, group.rows), stretch, group, kv_heads, scale)
+    for chunk in plan.chunks:
+        span = slice(chunk.first, chunk.first + chunk.queries)
+        kv = stretch.index_select(0, chunk.page_rows).view(2, 1, kv_heads, -1, head_dim)[:, :, :, : chunk.context]
+        rows = q[span].transpose(0, 1).unsqueeze(0)  # [1, H, queries, D]
+        seen = F.scaled_dot_product_attention(
+            rows, kv[0], kv[1], attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale, enable_gqa=True
+        )
+        out[span] = seen.squeeze(0).transpose(0, 1).flatten(1)
+    return out
+
+
+def _attend_group(q: torch.Tensor, stretch: torch.Tensor, group: _Group, kv_heads: int, scale: float) -> torch.Tensor:
+    """Compute the attention of a group: q [sequences, H, D] -> [sequences, H * D]."""
+    sequences, num_heads, head_dim = q.shape
+    gathered = stretch.index_select(0, group.page_rows)
+    if group.beyond is not None:
+        gathered.view(-1, head_dim).index_fill_(0, group.beyond, 0)
+    kv = gathered.view(2, sequences, kv_heads, -1, head_dim)
+    if group.context is not None:
+        kv = kv[:, :, :, : group.context]
+    rows = q.reshape(sequences, kv_heads, num_heads // kv_heads, head_dim)
+    seen = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask, scale=scale)
+    return seen.reshape(sequences, num_heads * head_dim)

@@ -1,0 +1,38 @@
+"""Reads of the ControllerRevisions that a plan needs: those of the target revision and of running revisions."""
+
+from collections.abc import Mapping
+
+from kvferry.operator.api import KubeApi
+from kvferry.operator.plan.context import revisions_to_read
+from kvferry.operator.plan.revisions import next_number, recorded
+from kvferry.operator.pool import names
+from kvferry.operator.pool.facts import PoolFacts, owner_of
+from kvferry.operator.pool.spec import Json, Pool
+
+Records = Mapping[str, Mapping[str, Json]]
+"""Recorded Deployments, by revision and role."""
+
+
+def read_records(
+    api: KubeApi, pool: Pool, facts: PoolFacts, known: Records, default_image: str
+) -> tuple[dict[str, Mapping[str, Json]], int]:
+    """Return the known records plus those that the plan needs, and the number of the next ControllerRevision.
+
+    The number is determined (by listing the records) only if the target revision has no record. Records never change,
+    so known records are not read again.
+
+    Raises:
+        KvferryError: the records cannot be read.
+    """
+    records = dict(known)
+    needed = revisions_to_read(pool, facts, default_image)
+    for revision in needed:
+        if revision not in records:
+            name = names.revision_object(pool.name, revision)
+            found = api.get("apps/v1", "ControllerRevision", pool.namespace, name)
+            if found is not None and owner_of(found) == pool.uid:
+                records[revision] = recorded(pool, revision, found)
+    if pool.spec.rollout.rollback_to or records.get(needed[0]):
+        return records, 0
+    listed = api.list("apps/v1", "ControllerRevision", pool.namespace, {names.LABEL_POOL: pool.name})
+    return records, next_number(listed)

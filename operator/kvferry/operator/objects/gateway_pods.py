@@ -1,0 +1,149 @@
+"""Gateway Deployment of a pool. Kubernetes itself rolls it out, since every gateway can use every worker."""
+
+from kvferry.operator.objects.pods import (
+    KEYS_FOLDER,
+    child,
+    confined,
+    environment,
+    keys_secret_of,
+    model_of,
+    model_volume,
+    pod_template,
+    scratch,
+)
+from kvferry.operator.pool import names
+from kvferry.operator.pool.spec import Json, Pool
+
+_DRAIN_MARGIN_SECONDS = 15
+_API_KEYS_FOLDER = "/etc/kvferry/api-keys"
+_TLS_FOLDER = "/etc/kvferry/tls"
+_START_SECONDS = 600
+
+
+def gateway_deployment(pool: Pool, default_image: str) -> Json:
+    """Build the Deployment of the gateway pods."""
+    marks = {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}
+    labels = names.pool_labels(pool.name, names.ROLE_GATEWAY)
+    template = pod_template(pool, labels, _pod(pool, default_image), pool.spec.gateway.template)
+    return child(
+        pool,
+        "apps/v1",
+        "Deployment",
+        names.role_object(pool.name, names.ROLE_GATEWAY),
+        names.ROLE_GATEWAY,
+        spec={
+            "replicas": pool.spec.gateway.replicas,
+            "selector": {"matchLabels": marks},
+            "revisionHistoryLimit": 2,
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "template": template,
+        },
+    )
+
+
+def _pod(pool: Pool, default_image: str) -> Json:
+    volumes, mounts = scratch()
+    model_volumes, model_mounts = model_volume(pool.spec.model.cache)
+    volumes += model_volumes
+    mounts += model_mounts
+    if pool.spec.gateway.api_keys_secret:
+        volumes.append({"name": "api-keys", "secret": {"secretName": pool.spec.gateway.api_keys_secret}})
+        mounts.append({"name": "api-keys", "mountPath": _API_KEYS_FOLDER, "readOnly": True})
+    if pool.spec.gateway.tls_secret:
+        volumes.append({"name": "tls", "secret": {"secretName": pool.spec.gateway.tls_secret}})
+        mounts.append({"name": "tls", "mountPath": _TLS_FOLDER, "readOnly": True})
+    # Gateways get only the key for block names, which they compute; the key for tickets is needed only by workers.
+    keys = {"secretName": keys_secret_of(pool), "items": [{"key": "tenant-key", "path": "tenant-key"}]}
+    volumes.append({"name": "keys", "secret": keys})
+    mounts.append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
+    drain = pool.spec.drain
+    return {
+        "serviceAccountName": f"{pool.name}-gateway",
+        "terminationGracePeriodSeconds": drain.linger_seconds + drain.seconds + _DRAIN_MARGIN_SECONDS,
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}},
+            }
+        ],
+        "containers": [
+            confined(
+                {
+                    "name": "gateway",
+                    "image": pool.spec.image or default_image,
+                    "imagePullPolicy": pool.spec.image_pull_policy,
+                    "args": _arguments(pool),
+                    "env": environment(pool),
+                    "ports": [
+                        {"name": "http", "containerPort": names.GATEWAY_HTTP},
+                        {"name": "grpc", "containerPort": names.GATEWAY_GRPC},
+                        {"name": "admin", "containerPort": names.GATEWAY_ADMIN},
+                    ],
+                    "resources": pool.spec.gateway.resources or {"requests": {"cpu": "100m", "memory": "256Mi"}},
+                    "volumeMounts": mounts,
+                    **_probes(pool),
+                }
+            )
+        ],
+        "volumes": volumes,
+    }
+
+
+def _arguments(pool: Pool) -> list[str]:
+    spec = pool.spec
+    flags: dict[str, object] = {
+        "pool": f"{pool.namespace}/{pool.name}",
+        "model": model_of(pool),
+        "served-name": spec.model.name,
+        "http": f"0.0.0.0:{names.GATEWAY_HTTP}",
+        "grpc": f"0.0.0.0:{names.GATEWAY_GRPC}",
+        "admin": f"0.0.0.0:{names.GATEWAY_ADMIN}",
+        "tenant-key-file": f"{KEYS_FOLDER}/tenant-key",
+        "prefix-blocks": spec.routing.prefix_blocks,
+        "skip-prefill-below": spec.routing.skip_prefill_below_tokens,
+        "kv-prefetch-tokens": spec.routing.kv_prefetch_tokens,
+        "max-streams": spec.flow_control.max_streams,
+        "max-held": spec.flow_control.max_held,
+        "hold-seconds": spec.flow_control.hold_seconds,
+        "request-timeout": spec.flow_control.request_timeout_seconds,
+        "linger-seconds": spec.drain.linger_seconds,
+        "drain-seconds": spec.drain.seconds,
+    }
+    if spec.gateway.api_keys_secret:
+        flags["api-keys-file"] = f"{_API_KEYS_FOLDER}/keys"
+    if spec.gateway.tls_secret:
+        flags |= {"tls-cert-file": f"{_TLS_FOLDER}/tls.crt", "tls-key-file": f"{_TLS_FOLDER}/tls.key"}
+    return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def can_scale_to_zero(pool: Pool) -> bool:
+    """Return whether a role may be scaled to zero, so that the gateway must hold requests."""
+    return any(role.scaling.mode != "Static" and role.scaling.min_replicas == 0 for role in pool.spec.roles)
+
+
+def _probes(pool: Pool) -> Json:
+    def get(path: str) -> Json:
+        scheme = {"scheme": "HTTPS"} if pool.spec.gateway.tls_secret else {}
+        return {"path": path, "port": "http", **scheme}
+
+    return {
+        "startupProbe": {
+            "httpGet": get("/health"),
+            "periodSeconds": 1,
+            "failureThreshold": _START_SECONDS,
+        },
+        "readinessProbe": {
+            "httpGet": get("/ready"),
+            "periodSeconds": 2,
+            "timeoutSeconds": 5,
+            "failureThreshold": 2,
+        },
+        "livenessProbe": {
+            "httpGet": get("/health"),
+            "periodSeconds": 10,
+            "timeoutSeconds": 10,
+            "failureThreshold": 6,
+        },
+    }

@@ -1,0 +1,226 @@
+"""Objects of a pool besides Deployments: Services, ServiceAccounts, Roles, PodDisruptionBudgets, policies, monitors,
+scalers."""
+
+from kvferry.operator.objects.gateway_pods import can_scale_to_zero
+from kvferry.operator.objects.pods import child
+from kvferry.operator.pool import names
+from kvferry.operator.pool.spec import Json, Pool, Role
+
+POD_MONITOR = ("monitoring.coreos.com/v1", "podmonitors")
+EXTENSION_POOL = ("inference.networking.k8s.io/v1", "inferencepools")
+
+
+def surroundings(pool: Pool, installed: frozenset[tuple[str, str]]) -> list[Json]:
+    """Build the objects that do not depend on the revision, in the order in which they are applied.
+
+    Args:
+        installed: optional kinds that the cluster serves, as (apiVersion, plural).
+    """
+    made = [*_accounts(pool), *_services(pool), *_budgets(pool)]
+    if pool.spec.network_policy == "Restricted":
+        made.append(_network_policy(pool))
+    if pool.spec.observability.pod_monitor == "Auto" and POD_MONITOR in installed:
+        made.append(_pod_monitor(pool))
+    if pool.spec.gateway.inference_extension == "Auto" and EXTENSION_POOL in installed:
+        made.append(_extension_pool(pool))
+    return made
+
+
+def scaler(pool: Pool, role: Role, replicas: int | None) -> Json:
+    """Build the PoolRoleScaler of a role. If `replicas` is `None`, the field keeps its owner and value."""
+    made = child(
+        pool,
+        names.API_VERSION,
+        "PoolRoleScaler",
+        names.role_object(pool.name, role.name),
+        role.name,
+        spec={"pool": pool.name, "role": role.name},
+    )
+    can_wake = role.scaling.mode != "Static" and role.scaling.min_replicas == 0
+    made["metadata"]["annotations"] = {names.ANNOTATION_WAKE: "true" if can_wake else "false"}
+    if replicas is not None:
+        made["spec"]["replicas"] = replicas
+    return made
+
+
+def _accounts(pool: Pool) -> list[Json]:
+    rules: list[Json] = [
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+    ]
+    if can_scale_to_zero(pool):
+        scalers = [names.role_object(pool.name, role.name) for role in pool.spec.roles]
+        rules += [
+            {"apiGroups": [names.GROUP], "resources": [names.SCALERS], "resourceNames": scalers, "verbs": ["get"]},
+            {
+                "apiGroups": [names.GROUP],
+                "resources": [f"{names.SCALERS}/scale"],
+                "resourceNames": scalers,
+                "verbs": ["get", "patch"],
+            },
+        ]
+    gateway = f"{pool.name}-gateway"
+    rbac = "rbac.authorization.k8s.io/v1"
+    return [
+        child(pool, "v1", "ServiceAccount", f"{pool.name}-worker", automountServiceAccountToken=False),
+        child(pool, "v1", "ServiceAccount", gateway),
+        child(pool, rbac, "Role", gateway, rules=rules),
+        child(
+            pool,
+            rbac,
+            "RoleBinding",
+            gateway,
+            roleRef={"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": gateway},
+            subjects=[{"kind": "ServiceAccount", "name": gateway, "namespace": pool.namespace}],
+        ),
+    ]
+
+
+def _services(pool: Pool) -> list[Json]:
+    service = pool.spec.gateway.service
+    http, grpc = ("https", "grpcs") if pool.spec.gateway.tls_secret else ("http", "kubernetes.io/h2c")
+    made = [
+        child(
+            pool,
+            "v1",
+            "Service",
+            pool.name,
+            names.ROLE_GATEWAY,
+            spec={
+                "type": service.type,
+                "selector": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY},
+                "ports": [
+                    {"name": "http", "port": service.http_port, "targetPort": "http", "appProtocol": http},
+                    {
+                        "name": "grpc",
+                        "port": service.grpc_port,
+                        "targetPort": "grpc",
+                        "appProtocol": grpc,
+                    },
+                ],
+            },
+        )
+    ]
+    if service.annotations:
+        made[0]["metadata"]["annotations"] = dict(service.annotations)
+    made.append(
+        child(
+            pool,
+            "v1",
+            "Service",
+            names.role_object(pool.name, names.ROLE_GATEWAY),
+            names.ROLE_GATEWAY,
+            # The admin port has no authentication, so it is not in the client Service, whose type may be LoadBalancer.
+            spec={
+                "type": "ClusterIP",
+                "selector": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY},
+                "ports": [{"name": "admin", "port": names.GATEWAY_ADMIN, "targetPort": "admin"}],
+            },
+        )
+    )
+    return [*made, *(_role_service(pool, role) for role in pool.spec.roles)]
+
+
+def _role_service(pool: Pool, role: Role) -> Json:
+    return child(
+        pool,
+        "v1",
+        "Service",
+        names.role_object(pool.name, role.name),
+        role.name,
+        spec={
+            # Headless: the gateway reads the endpoints and connects to each pod.
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: role.name},
+            "ports": [
+                {"name": "grpc", "port": names.PORT_GRPC, "targetPort": "grpc"},
+                {"name": "admin", "port": names.PORT_ADMIN, "targetPort": "admin"},
+            ],
+        },
+    )
+
+
+def _budgets(pool: Pool) -> list[Json]:
+    amount = pool.spec.disruption.max_unavailable
+    value: int | str = amount if amount.endswith("%") else int(amount)
+    return [
+        child(
+            pool,
+            "policy/v1",
+            "PodDisruptionBudget",
+            names.role_object(pool.name, role),
+            role,
+            spec={
+                "maxUnavailable": value,
+                "selector": {"matchLabels": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: role}},
+            },
+        )
+        for role in (*(role.name for role in pool.spec.roles), names.ROLE_GATEWAY)
+    ]
+
+
+def _network_policy(pool: Pool) -> Json:
+    return child(
+        pool,
+        "networking.k8s.io/v1",
+        "NetworkPolicy",
+        f"{pool.name}-workers",
+        spec={
+            "podSelector": {
+                "matchLabels": {names.LABEL_POOL: pool.name},
+                "matchExpressions": [
+                    {"key": names.LABEL_ROLE, "operator": "In", "values": [role.name for role in pool.spec.roles]}
+                ],
+            },
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                # Gateways connect to workers, and workers connect to each other on ports chosen by the transport.
+                {"from": [{"podSelector": {"matchLabels": {names.LABEL_POOL: pool.name}}}]},
+                {"ports": [{"port": names.PORT_METRICS, "protocol": "TCP"}]},
+            ],
+        },
+    )
+
+
+def _pod_monitor(pool: Pool) -> Json:
+    made = child(
+        pool,
+        POD_MONITOR[0],
+        "PodMonitor",
+        pool.name,
+        spec={
+            "selector": {"matchLabels": {names.LABEL_POOL: pool.name}},
+            "podTargetLabels": [names.LABEL_POOL, names.LABEL_ROLE, names.LABEL_REVISION],
+            "podMetricsEndpoints": [
+                {"port": "metrics", "interval": "5s"},
+                {"port": "admin", "interval": "5s"},
+            ],
+        },
+    )
+    made["metadata"]["labels"] |= pool.spec.observability.pod_monitor_labels
+    return made
+
+
+def _extension_pool(pool: Pool) -> Json:
+    """Build the inference extension's InferencePool, which selects the gateway pods. Every gateway accepts every
+    request.
+
+    The schema requires an endpoint picker. The reference points to the pool's Service, which does not implement an
+    endpoint picker, so FailOpen routes requests to any pod. The protocol keeps its default, HTTP/1.1, since releases
+    before 1.4 do not have the field.
+    """
+    return child(
+        pool,
+        EXTENSION_POOL[0],
+        "InferencePool",
+        pool.name,
+        spec={
+            "selector": {"matchLabels": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}},
+            "targetPorts": [{"number": names.GATEWAY_HTTP}],
+            "endpointPickerRef": {
+                "name": pool.name,
+                "port": {"number": pool.spec.gateway.service.grpc_port},
+                "failureMode": "FailOpen",
+            },
+        },
+    )

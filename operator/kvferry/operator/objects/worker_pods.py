@@ -1,0 +1,207 @@
+"""Worker pods: the Deployment of each role at a revision.
+
+A Deployment's template never changes: a different template is a different revision with its own Deployments, so that
+the operator controls the rollout of all roles and an upgrade of the operator restarts no pod.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from kvferry.core.settings import size_bytes
+from kvferry.operator.objects.pods import (
+    KEYS_FOLDER,
+    confined,
+    environment,
+    keys_secret_of,
+    model_of,
+    model_volume,
+    pod_template,
+    scratch,
+    size,
+)
+from kvferry.operator.objects.pods import child as pool_child
+from kvferry.operator.pool import names
+from kvferry.operator.pool.spec import Json, Pool, Role, Tier
+
+_DISK_TIER = "/var/cache/tier"
+_DRAIN_MARGIN_SECONDS = 15
+"""Time in seconds after the drain for closing files and notifying peers."""
+_LEASE_SECONDS = 30
+"""Maximum duration in seconds of a read by a decode worker (the worker's `--lease-seconds`)."""
+_BESIDE_KV_BYTES = 1 << 30
+"""Memory in bytes besides KV: interpreter, libraries and a small model. For a large model, users must set
+`roles[].resources`."""
+_START_SECONDS = 1800
+
+
+def revision_of(pool: Pool, default_image: str) -> str:
+    """Compute the revision of the worker pods: a digest of their inputs, eight hexadecimal digits."""
+    return blake3(msgspec.json.encode(_inputs(pool, default_image), order="sorted")).hexdigest(4)
+
+
+def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
+    spec = pool.spec
+    return {
+        "model": spec.model,
+        "connector": spec.connector,
+        "tiers": spec.tiers,
+        "block_tokens": spec.routing.block_tokens,
+        "drain": spec.drain.seconds,
+        "tenancy": spec.tenancy,
+        "image": [spec.image or default_image, spec.image_pull_policy, spec.image_pull_secrets],
+        "roles": sorted(
+            ([role.name, role.engine, role.resources, role.template] for role in spec.roles),
+            key=lambda part: str(part[0]),
+        ),
+    }
+
+
+def deployments(pool: Pool, revision: str, default_image: str) -> dict[str, Json]:
+    """Build the Deployment of each role at `revision`, without `spec.replicas`."""
+    return {role.name: _deployment(pool, role, revision, default_image) for role in pool.spec.roles}
+
+
+def with_replicas(deployment: Mapping[str, Any], replicas: int) -> Json:
+    """Return a copy of `deployment` with `spec.replicas`."""
+    return {**deployment, "spec": {**deployment["spec"], "replicas": replicas}}
+
+
+def _deployment(pool: Pool, role: Role, revision: str, default_image: str) -> Json:
+    marks = {names.LABEL_POOL: pool.name, names.LABEL_ROLE: role.name, names.LABEL_REVISION: revision}
+    labels = names.pool_labels(pool.name, role.name) | marks
+    # These labels are read by the endpoint picker of the Gateway API Inference Extension.
+    labels |= {"llm-d.ai/role": role.name, "llm-d.ai/engine-type": "vllm"}
+    made = pool_child(pool, "apps/v1", "Deployment", names.deployment_name(pool.name, role.name, revision), role.name)
+    made["metadata"]["labels"] |= {names.LABEL_REVISION: revision}
+    made["spec"] = {
+        "selector": {"matchLabels": marks},
+        "revisionHistoryLimit": 1,
+        "progressDeadlineSeconds": pool.spec.rollout.progress_deadline_seconds,
+        "template": pod_template(pool, labels, _pod(pool, role, default_image), role.template),
+    }
+    return made
+
+
+def _pod(pool: Pool, role: Role, default_image: str) -> Json:
+    volumes, mounts = scratch()
+    model_volumes, model_mounts = model_volume(pool.spec.model.cache)
+    volumes += [
+        *model_volumes,
+        {"name": "keys", "secret": {"secretName": keys_secret_of(pool)}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts += [
+        *model_mounts,
+        {"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  the default of 64 MiB is too small for UCX
+    ]
+    if any(tier.type == "disk" for tier in pool.spec.tiers):
+        disk: Json = {"name": "tier", "emptyDir": {}}
+        volumes.append(disk)
+        mounts.append({"name": "tier", "mountPath": _DISK_TIER})
+    drain = pool.spec.drain.seconds
+    return {
+        "serviceAccountName": f"{pool.name}-worker",
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": max(drain, _LEASE_SECONDS) + _DRAIN_MARGIN_SECONDS,
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {names.LABEL_POOL: pool.name, names.LABEL_ROLE: role.name}},
+            }
+        ],
+        "containers": [
+            confined(
+                {
+                    "name": "worker",
+                    "image": pool.spec.image or default_image,
+                    "imagePullPolicy": pool.spec.image_pull_policy,
+                    "args": _arguments(pool, role),
+                    "env": [*environment(pool), *_tier_environment(pool.spec.tiers)],
+                    "ports": [
+                        {"name": "grpc", "containerPort": names.PORT_GRPC},
+                        {"name": "admin", "containerPort": names.PORT_ADMIN},
+                        {"name": "metrics", "containerPort": names.PORT_METRICS},
+                    ],
+                    "resources": role.resources or _default_resources(role),
+                    "volumeMounts": mounts,
+                    **_probes(),
+                }
+            )
+        ],
+        "volumes": volumes,
+    }
+
+
+def _arguments(pool: Pool, role: Role) -> list[str]:
+    spec = pool.spec
+    flags = {
+        "role": role.name,
+        "model": model_of(pool),
+        "served-name": spec.model.name,
+        "connector": spec.connector.type,
+        "listen": f"0.0.0.0:{names.PORT_GRPC}",
+        "admin": f"0.0.0.0:{names.PORT_ADMIN}",
+        "metrics": f"0.0.0.0:{names.PORT_METRICS}",
+        "advertise-host": "$(POD_IP)",
+        "worker-id": "$(POD_NAME)",
+        "dtype": spec.model.dtype,
+        "max-model-tokens": spec.model.max_tokens,
+        "block-tokens": spec.routing.block_tokens,
+        "kv-memory": role.engine.kv_memory,
+        "threads": role.engine.threads,
+        "token-budget": role.engine.token_budget,
+        "max-sequences": role.engine.max_sequences,
+        "ticket-key-file": f"{KEYS_FOLDER}/ticket-key",
+        "tenant-key-file": f"{KEYS_FOLDER}/tenant-key",
+        "lease-seconds": _LEASE_SECONDS,
+        "drain-seconds": spec.drain.seconds,
+    }
+    return ["worker", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def _tier_environment(tiers: tuple[Tier, ...]) -> list[Json]:
+    """Return the environment variable with the tier URLs, since process arguments would expose passwords in URLs."""
+    if not tiers:
+        return []
+    variables: list[Json] = []
+    urls = []
+    for i, tier in enumerate(tiers):
+        if tier.url_secret is not None:
+            name = f"TIER_{i}_URL"
+            secret = {"name": tier.url_secret.name, "key": tier.url_secret.key}
+            variables.append({"name": name, "valueFrom": {"secretKeyRef": secret}})
+            urls.append(f"$({name})")
+        elif tier.type == "redis":
+            urls.append(tier.url)
+        elif tier.type == "disk":
+            urls.append(f"disk://{_DISK_TIER}/{i}?size={size(tier.size)}")
+        else:
+            urls.append(f"dram://?size={size(tier.size)}")
+    return [*variables, {"name": "KVFERRY_TIER", "value": ",".join(urls)}]
+
+
+def _default_resources(role: Role) -> Json:
+    memory = int(str(size_bytes(role.engine.kv_memory))) + _BESIDE_KV_BYTES
+    return {"requests": {"cpu": "100m", "memory": str(memory)}}
+
+
+def _probes() -> Json:
+    """Build the probes: readiness on the work port, after the first generated token; liveness on the admin port, which
+    responds even if the engine is busy."""
+    ready = {"grpc": {"port": names.PORT_GRPC}, "timeoutSeconds": 5}
+    return {
+        "startupProbe": {**ready, "periodSeconds": 1, "failureThreshold": _START_SECONDS},
+        "readinessProbe": {**ready, "periodSeconds": 2, "failureThreshold": 2},
+        "livenessProbe": {
+            "grpc": {"port": names.PORT_ADMIN},
+            "timeoutSeconds": 10,
+            "periodSeconds": 10,
+            "failureThreshold": 6,
+        },
+    }

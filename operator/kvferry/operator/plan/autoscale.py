@@ -1,0 +1,106 @@
+"""Autoscaler of mode Auto: computes the desired number of replicas of a role from the load of its pods. Pure.
+
+The recommendation is the larger of two numbers: requests divided by `requestsTarget`, and ready pods times the ratio
+of KV use to `kvTarget`. KV use is the 90th percentile over pods, not the mean, because a full pod delays its requests
+even if other pods are idle. Stabilization works as in Kubernetes' HorizontalPodAutoscaler: scale up to the lowest
+recommendation in the last `upSeconds`, down to the highest in the last `downSeconds`. The number changes only if
+metrics of every ready pod are available. A predictive autoscaler would replace only the recommendation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvferry.operator.pool.facts import FleetReport, WorkerReport
+from kvferry.operator.pool.spec import Role, Scaling
+
+_FRESH_SECONDS = 15.0
+_TOLERANCE = 0.1
+"""Relative deviation of the KV use from its target up to which it is ignored."""
+_MAX_GROWTH = 2
+"""Maximum factor by which one decision increases the number of pods; four additional pods are always allowed."""
+_MIN_STRIDE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Earlier recommendations for a role, with their times."""
+
+    recommendations: tuple[tuple[float, int], ...] = ()
+    busy_at: float = 0.0
+    """Time when the role last held a request, or was first observed."""
+    began_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Number of replicas to write, and the reason."""
+
+    replicas: int
+    reason: str
+    history: History
+
+
+def decide(
+    role: Role, current: int, ready: int, report: FleetReport | None, history: History | None, now: float
+) -> Decision:
+    """Decide the number of replicas of a role.
+
+    Args:
+        current: `spec.replicas` of the role's scaler.
+        ready: number of ready pods.
+        report: the gateway's report, if available.
+        history: result of the last decision; `None` for the first decision.
+        now: time in seconds, of the same clock as `report.at`.
+    """
+    scaling = role.scaling
+    before = history or History(busy_at=now, began_at=now)
+    if report is None or now - report.at > _FRESH_SECONDS:
+        # While its load is unknown, a role does not count as idle.
+        return Decision(current, "no current report from the gateway: unchanged", replace(before, busy_at=now))
+    workers = [worker for worker in report.of_role(role.name) if worker.takes_work]
+    # Pods that accept no new requests are included, since they still run requests.
+    load = sum(worker.num_requests + worker.load.num_tickets for worker in report.of_role(role.name)) + report.held
+    if load or len(workers) < ready or ready == 0:
+        before = replace(before, busy_at=now)
+    if len(workers) < ready or ready == 0:
+        return Decision(current, f"{len(workers)} of {ready} ready pods have reported: unchanged", before)
+    recommended, reason = _recommend(scaling, workers, load, ready)
+    after = replace(before, recommendations=(*_kept(before.recommendations, scaling, now), (now, recommended)))
+    number = _settle(scaling, after, current, now)
+    if scaling.min_replicas == 0 and now - after.busy_at >= scaling.idle_seconds:
+        return Decision(0, f"no request for {scaling.idle_seconds} s", after)
+    number = role.bounded(max(1, number))
+    return Decision(number, reason if number != current else f"{reason}: unchanged", after)
+
+
+def _recommend(scaling: Scaling, workers: Sequence[WorkerReport], load: int, ready: int) -> tuple[int, str]:
+    by_requests = math.ceil(load / scaling.requests_target)
+    use = _percentile_90([worker.load.kv_usage for worker in workers])
+    ratio = use / (scaling.kv_target / 100)
+    by_kv = ready if abs(ratio - 1) <= _TOLERANCE else math.ceil(ready * ratio)
+    if by_kv > by_requests:
+        return by_kv, f"KV use {use:.0%} at the 90th percentile of pods, target {scaling.kv_target} %"
+    return by_requests, f"{load} requests, target {scaling.requests_target} per pod"
+
+
+def _percentile_90(uses: Sequence[float]) -> float:
+    ordered = sorted(uses)
+    return ordered[min(len(ordered) - 1, math.floor(len(ordered) * 0.9))]
+
+
+def _kept(entries: tuple[tuple[float, int], ...], scaling: Scaling, now: float) -> tuple[tuple[float, int], ...]:
+    longest = max(scaling.up_seconds, scaling.down_seconds)
+    return tuple((at, recommended) for at, recommended in entries if now - at <= longest)
+
+
+def _settle(scaling: Scaling, history: History, current: int, now: float) -> int:
+    """Stabilize the number of replicas with the recommendations in both windows. While the history does not cover a
+    window, because the operator has just started, that window does not change the number."""
+    up = min(recommended for at, recommended in history.recommendations if now - at <= scaling.up_seconds)
+    down = max(recommended for at, recommended in history.recommendations if now - at <= scaling.down_seconds)
+    if up > current and now - history.began_at >= scaling.up_seconds:
+        return min(up, max(current * _MAX_GROWTH, current + _MIN_STRIDE))
+    if down < current and now - history.began_at >= scaling.down_seconds:
+        return down
+    return current

@@ -1,0 +1,180 @@
+"""State that is kept in memory between the reconciles of a pool, as an immutable value.
+
+The state saves API calls, and keeps the autoscaler's history and the times of the last changes. It is not persisted; a
+restarted operator reads and applies everything once and then makes the same decisions.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
+from kvferry.operator.plan.actions import (
+    ApplyObject,
+    Autoscale,
+    CreateKeys,
+    CreateRecord,
+    DeleteObject,
+    Done,
+    PruneRecords,
+    SeedScaler,
+    WriteStatus,
+)
+from kvferry.operator.plan.autoscale import History
+from kvferry.operator.plan.revisions import recorded
+from kvferry.operator.pool.spec import Json, Pool
+
+_RESYNC_SECONDS = 600.0
+_SCALING_LOG_ENTRIES = 5
+_YOUNG_SECONDS = 60.0
+_KEYS_RECHECK_YOUNG_SECONDS, _KEYS_RECHECK_SECONDS = 5.0, 590.0
+"""Intervals, in seconds, at which the operator checks that the Secret with the keys exists, since Secrets are not
+watched: the first one applies in a pool's first minute, the second one later."""
+
+_OPTIONAL_KINDS = {POD_MONITOR: "PodMonitor", EXTENSION_POOL: "InferencePool"}
+
+Place = tuple[str, str]
+"""Kind and name of an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """Digest and version of an object at its last apply."""
+
+    digest: bytes
+    """Digest of the applied manifest."""
+    version: str
+    """Generation of the stored object, or its resourceVersion if it has no generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Results of earlier reconcile passes over one pool."""
+
+    uid: str
+    """Uid of the pool; a pool of the same name with a different uid starts with an empty memory."""
+    created_at: float
+    resynced_at: float
+    """Time of the last resync, in which all objects are applied even if they appear unchanged."""
+    moved_at: float
+    """Time when `progress` last changed."""
+    progress: tuple[object, ...] = ()
+    """Numbers of pods by role and revision in the last pass."""
+    applied: Mapping[Place, Applied] = field(default_factory=dict)
+    removed: frozenset[Place] = frozenset()
+    """Unwanted objects that are known to be deleted or to have a different owner."""
+    records: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
+    """Recorded Deployments, by revision and role."""
+    keys_until: float = float("-inf")
+    """Time until which the Secret with the keys is assumed to exist."""
+    verified_generation: int = -1
+    """Latest generation of the spec whose manifests were built without an error."""
+    histories: Mapping[str, History] = field(default_factory=dict)
+    """History of the autoscaler, by role."""
+    seeded: Mapping[str, str] = field(default_factory=dict)
+    """Scaling mode in which `spec.replicas` of a role's scaler got an owner, by role."""
+    scaling_log: tuple[Json, ...] = ()
+    settled_at: float | None = None
+    """Time when the rollout completed; `None` while the rollout waits for pods."""
+    pruned_for: tuple[frozenset[str], int] | None = None
+    """Needed revisions and history limit of the last `PruneRecords`."""
+    status: Json | None = None
+    """Status of the pool as last written."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Reason by condition type, from the last event, or, after a restart, from the stored status."""
+
+
+def begin_pass(
+    memory: Memory | None,
+    body: Mapping[str, Any],
+    installed: frozenset[tuple[str, str]],
+    now: float,
+) -> Memory:
+    """Return the memory for a pass: empty if the pool's uid has changed, and without applied objects if a resync is
+    due.
+
+    Args:
+        installed: optional kinds that the cluster serves, as (apiVersion, plural). Objects of other kinds are dropped.
+    """
+    uid = body["metadata"]["uid"]
+    if memory is None or memory.uid != uid:
+        memory = Memory(uid, now, now, now)
+    if now - memory.resynced_at > _RESYNC_SECONDS:
+        memory = replace(memory, applied={}, removed=frozenset(), resynced_at=now)
+    missing = {kind for resource, kind in _OPTIONAL_KINDS.items() if resource not in installed}
+    if any(kind in missing for kind, _ in (*memory.applied, *memory.removed)):
+        memory = replace(
+            memory,
+            applied={place: applied for place, applied in memory.applied.items() if place[0] not in missing},
+            removed=frozenset(place for place in memory.removed if place[0] not in missing),
+        )
+    if not memory.reasons:
+        conditions = (body.get("status") or {}).get("conditions") or ()
+        memory = replace(memory, reasons={entry["type"]: entry["reason"] for entry in conditions})
+    return memory
+
+
+def remember(memory: Memory, done: Iterable[Done], pool: Pool, now: float, stamp: str) -> Memory:
+    """Return `memory` updated with completed actions."""
+    for one in done:
+        memory = _remember(memory, one, pool, now, stamp)
+    return memory
+
+
+def _remember(memory: Memory, done: Done, pool: Pool, now: float, stamp: str) -> Memory:
+    match done.action:
+        case ApplyObject(manifest=manifest):
+            place = place_of(manifest)
+            applied = Applied(digest_of(manifest), version_of(done.stored or {}))
+            return replace(memory, applied={**memory.applied, place: applied}, removed=memory.removed - {place})
+        case CreateKeys():
+            existed = done.stored is None
+            # In a pool's first minute, the Secret may belong to an earlier pool and be about to be garbage-collected.
+            young = existed and now - memory.created_at < _YOUNG_SECONDS
+            return replace(memory, keys_until=now + (_KEYS_RECHECK_YOUNG_SECONDS if young else _KEYS_RECHECK_SECONDS))
+        case CreateRecord(revision=revision):
+            kept = recorded(pool, revision, done.stored or {})
+            return replace(memory, records={**memory.records, revision: kept})
+        case SeedScaler(role=role, mode=mode):
+            return replace(memory, seeded={**memory.seeded, role: mode})
+        case Autoscale() as scaled:
+            entry = {
+                "role": scaled.role,
+                "from": scaled.previous,
+                "to": scaled.replicas,
+                "at": stamp,
+                "reason": scaled.reason,
+            }
+            return replace(memory, scaling_log=(entry, *memory.scaling_log)[:_SCALING_LOG_ENTRIES])
+        case DeleteObject(kind=kind, name=name, uid=uid):
+            place = (kind, name)
+            left = {other: applied for other, applied in memory.applied.items() if other != place}
+            return replace(memory, applied=left, removed=memory.removed if uid else memory.removed | {place})
+        case PruneRecords(needed=needed, limit=limit):
+            gone = {name.removeprefix(f"{pool.name}-") for name in done.deleted}
+            kept_records = {revision: made for revision, made in memory.records.items() if revision not in gone}
+            return replace(memory, records=kept_records, pruned_for=(needed, limit))
+        case WriteStatus(manifest=manifest) if manifest["kind"] == "InferencePool":
+            return replace(memory, status=manifest["status"])
+        case _:
+            return memory
+
+
+def place_of(manifest: Mapping[str, Any]) -> Place:
+    """Return the kind and name of an object."""
+    return str(manifest["kind"]), str(manifest["metadata"]["name"])
+
+
+def digest_of(manifest: Mapping[str, Any]) -> bytes:
+    """Compute the digest of a manifest; equal manifests have equal digests."""
+    return blake3(msgspec.json.encode(manifest, order="sorted")).digest(16)
+
+
+def version_of(body: Mapping[str, Any]) -> str:
+    """Return the version of an object, for detecting changes: its generation, or its resourceVersion if it has no
+    generation."""
+    meta = body.get("metadata") or {}
+    return str(meta.get("generation") or meta.get("resourceVersion") or "")

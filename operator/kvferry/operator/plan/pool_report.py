@@ -1,0 +1,163 @@
+"""Report of a pass: the pool's status, its events and the time of the next pass, planned from the outcome. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvferry.operator.objects.support_objects import EXTENSION_POOL
+from kvferry.operator.plan.actions import Action, EmitEvent, Outcome, Problem, WriteStatus
+from kvferry.operator.plan.context import PlanContext
+from kvferry.operator.plan.memory import Memory
+from kvferry.operator.plan.pool_plan import DIAGNOSE_SECONDS, Plan, pool_status
+from kvferry.operator.plan.status import Observed, status_of
+from kvferry.operator.pool.facts import FleetReport
+from kvferry.operator.pool.names import Condition
+from kvferry.operator.pool.spec import Json
+
+_RESYNC_SECONDS = 600.0
+_AUTOSCALE_SECONDS = 2.0
+_REFUSED_SECONDS = 5.0
+
+_WARNING_STATUS: Mapping[Condition, str] = {
+    Condition.PROGRESSING: "",
+    Condition.CHILDREN_APPLIED: "False",
+    Condition.MODEL_AVAILABLE: "False",
+    Condition.PAIRING_COMPATIBLE: "False",
+    Condition.REPLICAS_CONTESTED: "True",
+    Condition.TRANSPORT_DEGRADED: "True",
+    Condition.READY: "",
+}
+"""Conditions that emit events on both transitions, with the status for which the event is a warning."""
+_WARNING_REASONS = frozenset({"DeadlineExceeded", "RevisionNotFound"})
+_QUIET_REASONS = frozenset(
+    {"Observing", "GatewayReportMissing", "InsufficientSamples", "NoPairYet", "NoWorkerServes", "ScaledToZero"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Status and event writes at the end of a pass."""
+
+    actions: tuple[Action, ...]
+    memory: Memory
+    again_seconds: float
+    """Seconds until the next pass; a change of an object triggers an earlier pass."""
+
+
+def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: Memory) -> Report:
+    """Plan the status and events after a pass.
+
+    Args:
+        outcome: outcome of all actions of the pass.
+        memory: memory updated with these actions.
+    """
+    problems = dict(outcome.problems)
+    extension = _extension(ctx, problems)
+    contested = _last(problem for problem in problems.values() if problem.reason == "OtherManager")
+    refused = _last(problem for problem in problems.values() if problem.reason != "OtherManager")
+    deadline = ctx.pool.spec.rollout.progress_deadline_seconds
+    stuck = ""
+    if ctx.now - memory.moved_at >= deadline:
+        stuck = f"no progress for {deadline} s: {outcome.diagnosis or plan.waiting_for}"
+    report = _fresh_report(ctx, memory)
+    waiting_for = f"{plan.waiting_for} ({outcome.diagnosis})" if outcome.diagnosis else plan.waiting_for
+    status = status_of(
+        Observed(
+            pool=ctx.pool,
+            revision=plan.revision,
+            roles=plan.roles,
+            waiting_for=waiting_for,
+            gateway_desired=ctx.pool.spec.gateway.replicas,
+            gateway_ready=plan.gateway_ready,
+            report=report,
+            handoffs=ctx.report.handoffs if ctx.report is not None else {},
+            stuck=stuck,
+            contested=contested,
+            refused=refused,
+            rollback=plan.rollback,
+            extension=extension,
+        ),
+        ctx.status,
+        ctx.stamp,
+    )
+    log = memory.scaling_log or ctx.status.get("scaling")
+    if log:
+        status["scaling"] = list(log)
+    events, reasons = new_events(status, memory.reasons)
+    actions: list[Action] = [*events, *status_change(ctx.pool.namespace, ctx.pool.name, status, memory)]
+    again = again_seconds(ctx, memory, plan.waiting_for, is_refused=refused is not None or contested is not None)
+    return Report(tuple(actions), replace(memory, reasons=reasons), again)
+
+
+def status_change(namespace: str, name: str, status: Json, memory: Memory | None) -> tuple[WriteStatus, ...]:
+    """Return the action that writes `status`, or no action if it was already written."""
+    if memory is not None and status == memory.status:
+        return ()
+    return (WriteStatus(pool_status(namespace, name, status)),)
+
+
+def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[list[EmitEvent], dict[str, str]]:
+    """Return an event for each condition whose reason changed, and the new reasons by condition type.
+
+    Args:
+        reasons: reasons by condition type at the last events.
+    """
+    events, after = [], dict(reasons)
+    for entry in status["conditions"]:
+        condition, reason = Condition(entry["type"]), entry["reason"]
+        if condition not in _WARNING_STATUS or reason in _QUIET_REASONS or reasons.get(condition) == reason:
+            continue
+        is_warning = entry["status"] == _WARNING_STATUS[condition] or reason in _WARNING_REASONS
+        if condition not in reasons and not is_warning and condition not in (Condition.READY, Condition.PROGRESSING):
+            continue  # no event for a new pool without problems
+        after[condition.value] = reason
+        events.append(EmitEvent("Warning" if is_warning else "Normal", reason, entry["message"]))
+    return events, after
+
+
+def again_seconds(ctx: PlanContext, memory: Memory, waiting_for: str, *, is_refused: bool) -> float:
+    """Return the seconds until the next pass, for changes that no watch reports."""
+    waits = []
+    if memory.keys_until > ctx.now:  # otherwise the spec has its own Secret, or creating one was rejected
+        waits.append(memory.keys_until - ctx.now)
+    if any(role.scaling.mode == "Auto" for role in ctx.pool.spec.roles):
+        waits.append(_AUTOSCALE_SECONDS)
+    if ctx.report is not None and _fresh_report(ctx, memory) is None:
+        waits.append(_AUTOSCALE_SECONDS)
+    if is_refused:
+        waits.append(_REFUSED_SECONDS)
+    if waiting_for:
+        waits.append(DIAGNOSE_SECONDS)
+    return min(waits, default=_RESYNC_SECONDS)
+
+
+def _fresh_report(ctx: PlanContext, memory: Memory) -> FleetReport | None:
+    """Return the gateway's report; after the end of a rollout, only if it was read since then."""
+    report = ctx.report
+    stale = report is not None and memory.settled_at is not None and report.at < memory.settled_at
+    return None if stale else report
+
+
+def _extension(ctx: PlanContext, problems: dict[str, Problem]) -> Problem | None:
+    """Return the state of the inference extension's InferencePool; its rejection is not a problem of the pool
+    itself."""
+    if ctx.pool.spec.gateway.inference_extension == "Off":
+        return None
+    refused = problems.pop(f"InferencePool {ctx.pool.name}", None)
+    if EXTENSION_POOL not in ctx.installed:
+        return Problem(
+            "KindNotInstalled",
+            f"the cluster does not serve InferencePool of {EXTENSION_POOL[0]}; install the Gateway API Inference "
+            "Extension, or set spec.gateway.inferenceExtension to Off",
+        )
+    if refused is not None:
+        return Problem("Refused", refused.message)
+    return Problem(
+        "Emitted",
+        f"{EXTENSION_POOL[0]} InferencePool {ctx.pool.name} selects the gateway pods. Every gateway pod accepts every "
+        "request, so there is no endpoint picker: its failureMode is FailOpen",
+    )
+
+
+def _last(problems: Iterable[Problem]) -> Problem | None:
+    return next(reversed(list(problems)), None)

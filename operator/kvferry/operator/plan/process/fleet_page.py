@@ -1,0 +1,86 @@
+"""Parser of a gateway's response to `GET /fleet`. Responses are untrusted, since users choose the gateway image.
+Pure."""
+
+from typing import Annotated
+
+import msgspec
+
+from kvferry.core.load import WorkerLoad
+from kvferry.operator.pool.facts import FleetReport, WorkerReport
+
+MAX_BYTES = 4 << 20
+_MOST_WORKERS = 5000
+_OUTCOMES = ("fetched", "failed")
+
+_Text = Annotated[str, msgspec.Meta(max_length=512)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+
+
+class _Load(msgspec.Struct):
+    running: _Count = 0
+    waiting: _Count = 0
+    loading: _Count = 0
+    blocks_total: _Count = 0
+    blocks_free: _Count = 0
+    tickets_offered: _Count = 0
+    tickets_claimed: _Count = 0
+
+
+class _Worker(msgspec.Struct):
+    name: _Text
+    role: _Text
+    takes_work: bool = False
+    why_not: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    fingerprint: _Text = ""
+    family: _Text = ""
+    connector: _Text = ""
+    model_digest: _Text = ""
+    in_flight: _Count = 0
+    load: _Load = msgspec.field(default_factory=_Load)
+
+
+class _Page(msgspec.Struct):
+    workers: Annotated[list[_Worker], msgspec.Meta(max_length=_MOST_WORKERS)]
+    gateway: _Text = ""
+    held: _Count = 0
+    handoffs: Annotated[dict[_Text, _Count], msgspec.Meta(max_length=64)] = {}
+
+
+_DECODER = msgspec.json.Decoder(_Page)
+
+
+def read_fleet(raw: bytes, at: float) -> FleetReport:
+    """Parse a response of at most `MAX_BYTES`, read at time `at`.
+
+    Raises:
+        ValueError: the response is not a fleet report.
+    """
+    try:
+        page = _DECODER.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"not a fleet report: {error}") from error
+    handoffs = {outcome: page.handoffs[outcome] for outcome in _OUTCOMES if outcome in page.handoffs}
+    return FleetReport(at, tuple(_report(worker) for worker in page.workers), page.held, handoffs, page.gateway)
+
+
+def _report(worker: _Worker) -> WorkerReport:
+    return WorkerReport(
+        name=worker.name,
+        role=worker.role,
+        takes_work=worker.takes_work,
+        why_not=worker.why_not,
+        fingerprint=worker.fingerprint,
+        family=worker.family,
+        connector=worker.connector,
+        model_digest=worker.model_digest,
+        in_flight=worker.in_flight,
+        load=WorkerLoad(
+            running=worker.load.running,
+            waiting=worker.load.waiting,
+            loading=worker.load.loading,
+            blocks_total=worker.load.blocks_total,
+            blocks_free=min(worker.load.blocks_free, worker.load.blocks_total),
+            tickets_offered=worker.load.tickets_offered,
+            tickets_claimed=worker.load.tickets_claimed,
+        ),
+    )

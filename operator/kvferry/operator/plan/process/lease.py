@@ -1,0 +1,77 @@
+"""Leader election with a Lease of coordination.k8s.io, as pure functions of the observed lease.
+
+As in client-go, a lease expires if it has not changed for `leaseDurationSeconds` by the candidate's own clock, so that
+the clocks of different machines need not agree.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.operator.pool.spec import Json
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """Durations of leader election, in seconds."""
+
+    duration: float = 15.0
+    """Time without renewal after which a candidate may take the lease."""
+    renew: float = 3.0
+    """Period of renewals."""
+    deadline: float = 10.0
+    """Time without a successful renewal after which the leader stops; must be shorter than `duration`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """The last observed change of a lease."""
+
+    version: str
+    since: float
+    """Time when this version was first observed, by the local clock."""
+
+
+def sighted(before: Sighting | None, version: str, now: float) -> Sighting:
+    """Return the sighting to keep after the lease was read at `version`."""
+    return before if before is not None and before.version == version else Sighting(version, now)
+
+
+def may_take(lease: Mapping[str, Any] | None, me: str, seen: Sighting | None, now: float) -> bool:
+    """Return whether `me` may take the lease because it is free, held by `me`, released or expired."""
+    if lease is None:
+        return True
+    spec = lease.get("spec") or {}
+    holder = spec.get("holderIdentity")
+    if not holder or holder == me:
+        return True
+    return seen is not None and now - seen.since > float(spec.get("leaseDurationSeconds") or 0)
+
+
+def taken(
+    lease: Mapping[str, Any] | None, me: str, times: LeaseTimes, stamp: str, *, name: str, namespace: str
+) -> Json:
+    """Return the lease with `me` as its holder. A change of the holder increments `leaseTransitions`."""
+    spec: Json = dict((lease or {}).get("spec") or {})
+    changed = spec.get("holderIdentity") != me
+    transitions = int(spec.get("leaseTransitions") or 0) + (1 if changed and lease is not None else 0)
+    return {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": (lease or {}).get("metadata") or {"name": name, "namespace": namespace},
+        "spec": {
+            "holderIdentity": me,
+            "leaseDurationSeconds": max(1, round(times.duration)),
+            "acquireTime": stamp if changed else spec.get("acquireTime", stamp),
+            "renewTime": stamp,
+            "leaseTransitions": transitions,
+        },
+    }
+
+
+def released(lease: Mapping[str, Any], stamp: str) -> Json:
+    """Return the lease without a holder, so that a candidate can take it immediately."""
+    return {
+        **lease,
+        "spec": {**(lease.get("spec") or {}), "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": stamp},
+    }

@@ -1,0 +1,304 @@
+"""A pool's status, computed from observations: conditions with messages that include a remedy. Pure.
+
+Each condition is computed by one function of `Observed`. Its transition time changes only with its status, it has the
+observed generation, and it is `Unknown` if it cannot be determined.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.operator.plan.actions import Problem
+from kvferry.operator.plan.rollout import PAIRED, RoleState
+from kvferry.operator.pool.facts import FleetReport
+from kvferry.operator.pool.names import Condition
+from kvferry.operator.pool.spec import Json, Pool
+
+_MIN_HANDOFFS = 20
+"""Minimum number of recent hand-offs for evaluating the transport."""
+_MAX_RECOMPUTED = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Observations from which a pool's status is computed."""
+
+    pool: Pool
+    revision: str
+    roles: Sequence[RoleState]
+    waiting_for: str
+    """Reason why the rollout of roles and gateway is not complete; empty if it is complete."""
+    gateway_desired: int
+    gateway_ready: int
+    report: FleetReport | None
+    handoffs: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of recent hand-offs, by outcome."""
+    stuck: str = ""
+    """Reason why the rollout exceeded its progress deadline; empty if it did not."""
+    contested: Problem | None = None
+    refused: Problem | None = None
+    """First rejected write of the pass, if any."""
+    rollback: Problem | None = None
+    extension: Problem | None = None
+    """State of the inference extension's InferencePool: reason `Emitted` if it was applied, `None` if it is
+    disabled."""
+
+
+Verdict = tuple[str, str, str]
+"""Status, reason and message of a condition."""
+
+
+def status_of(seen: Observed, before: Mapping[str, Any], now: str) -> Json:
+    """Build the status to apply.
+
+    Args:
+        before: the stored status, for transition times.
+        now: wall-clock time, RFC 3339.
+    """
+    pool = seen.pool
+    verdicts: dict[Condition, Verdict] = {}
+    for condition, judge in _JUDGES.items():
+        verdict = judge(seen)
+        if verdict is not None:
+            verdicts[condition] = verdict
+    verdicts[Condition.READY] = _ready(seen, verdicts)
+    earlier = {entry["type"]: entry for entry in before.get("conditions") or ()}
+    conditions = []
+    for condition in Condition:
+        if condition not in verdicts:
+            continue
+        status, reason, message = verdicts[condition]
+        was = earlier.get(condition.value)
+        conditions.append(
+            {
+                "type": condition.value,
+                "status": status,
+                "reason": reason,
+                "message": message[:32768],
+                "lastTransitionTime": was["lastTransitionTime"] if was and was["status"] == status else now,
+                "observedGeneration": pool.generation,
+            }
+        )
+    return {
+        "observedGeneration": pool.generation,
+        "revision": seen.revision,
+        "url": f"{'https' if pool.spec.gateway.tls_secret else 'http'}://{pool.name}.{pool.namespace}.svc:{pool.spec.gateway.service.http_port}/v1",
+        "roles": [_role(seen, role) for role in seen.roles if pool.spec.role(role.name) is not None],
+        "gateway": {"desired": seen.gateway_desired, "ready": seen.gateway_ready},
+        "conditions": conditions,
+    }
+
+
+def first_status(pool: Pool, now: str) -> Json:
+    """Build the status of a new pool."""
+    return {
+        "conditions": [
+            {
+                "type": condition.value,
+                "status": "Unknown",
+                "reason": "Observing",
+                "message": "the operator has not reconciled this pool yet",
+                "lastTransitionTime": now,
+                "observedGeneration": pool.generation,
+            }
+            for condition in (Condition.READY, Condition.PROGRESSING)
+        ]
+    }
+
+
+def unreadable_status(body: Mapping[str, Any], message: str, now: str) -> Json:
+    """Build the status of a pool whose spec cannot be parsed; its pods are not changed."""
+    generation, before = int(body["metadata"]["generation"]), body.get("status") or {}
+    was = next((c for c in before.get("conditions") or () if c["type"] == Condition.READY), None)
+    return {
+        "observedGeneration": generation,
+        "conditions": [
+            {
+                "type": Condition.READY.value,
+                "status": "False",
+                "reason": "InvalidSpec",
+                "message": f"{message}; pods are not changed. Check that the operator is as new as its definitions",
+                "lastTransitionTime": was["lastTransitionTime"] if was and was["status"] == "False" else now,
+                "observedGeneration": generation,
+            }
+        ],
+    }
+
+
+def _role(seen: Observed, role: RoleState) -> Json:
+    return {
+        "name": role.name,
+        "summary": f"{role.ready}/{role.wanted}",
+        "desired": role.wanted,
+        "ready": role.ready,
+        "updated": role.of(seen.revision).ready,
+        "revisions": [
+            {"revision": revision, "desired": count.desired, "ready": count.ready}
+            for revision, count in sorted(role.revisions.items())
+            if count.desired or count.ready
+        ],
+    }
+
+
+# -- one function for each condition ---------------------------------------------------------------------------------
+
+
+def _is_scaled_to_zero(seen: Observed) -> bool:
+    wanted = [role for role in seen.roles if seen.pool.spec.role(role.name) is not None]
+    return not any(role.wanted for role in wanted)
+
+
+def _ready(seen: Observed, verdicts: Mapping[Condition, Verdict]) -> Verdict:
+    needed = (
+        Condition.CHILDREN_APPLIED,
+        Condition.GATEWAY_READY,
+        Condition.ROLES_READY,
+        Condition.MODEL_AVAILABLE,
+        Condition.PAIRING_COMPATIBLE,
+    )
+    for condition in needed:
+        status, reason, message = verdicts[condition]
+        if status == "False":
+            return "False", reason, message
+    unknown = [c for c in needed if verdicts[c][0] == "Unknown" and not _is_scaled_to_zero(seen)]
+    if unknown:
+        return "Unknown", verdicts[unknown[0]][1], verdicts[unknown[0]][2]
+    if _is_scaled_to_zero(seen):
+        return "True", "ScaledToZero", "all roles are scaled to zero; a request scales up roles with minReplicas 0"
+    return "True", "Serving", "the desired pods serve requests"
+
+
+def _progressing(seen: Observed) -> Verdict:
+    if seen.rollback is not None:
+        return "False", seen.rollback.reason, seen.rollback.message
+    if not seen.waiting_for:
+        return "False", "Complete", f"all pods run revision {seen.revision}"
+    if seen.pool.spec.rollout.paused:
+        return "False", "Paused", f"{seen.waiting_for}; set spec.rollout.paused to false to continue"
+    if seen.stuck:
+        return "False", "DeadlineExceeded", seen.stuck
+    return "True", "RollingOut", seen.waiting_for
+
+
+def _gateway(seen: Observed) -> Verdict:
+    if seen.gateway_desired == 0:
+        return "False", "NoGateway", "spec.gateway.replicas is 0, so requests are not served"
+    if seen.gateway_ready < 1:
+        return "False", "NoGatewayPodReady", f"0 of {seen.gateway_desired} gateway pods are ready"
+    return "True", "GatewayPodsReady", f"{seen.gateway_ready} of {seen.gateway_desired} gateway pods are ready"
+
+
+def _roles(seen: Observed) -> Verdict:
+    if seen.rollback is not None:
+        return "False", seen.rollback.reason, seen.rollback.message
+    if not seen.waiting_for:
+        return "True", "AllReady", "; ".join(f"{role.name}: {role.ready}/{role.wanted}" for role in seen.roles)
+    if seen.stuck:
+        return "False", "DeadlineExceeded", seen.stuck
+    return "False", "Paused" if seen.pool.spec.rollout.paused else "NotAllReady", seen.waiting_for
+
+
+def _model(seen: Observed) -> Verdict:
+    if seen.report is None:
+        return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
+    serving = [worker for worker in seen.report.workers if worker.takes_work]
+    if not serving:
+        why = "; ".join(f"{w.name}: {w.why_not}" for w in seen.report.workers[:3])
+        reason = "ScaledToZero" if _is_scaled_to_zero(seen) else "NoWorkerServes"
+        return "Unknown", reason, f"no worker accepts requests{': ' if why else ''}{why}"
+    expected = seen.pool.spec.model.digest
+    wrong = sorted(w.name for w in serving if expected and w.model_digest and not w.model_digest.startswith(expected))
+    if wrong:
+        found = next(w.model_digest for w in serving if w.name == wrong[0])
+        return (
+            "False",
+            "DigestMismatch",
+            (
+                f"{', '.join(wrong[:3])} serve a model with digest {found}, spec.model.digest is {expected}; "
+                "correct the digest, or the files in the cache"
+            ),
+        )
+    return "True", "Serving", f"{len(serving)} workers serve {seen.pool.spec.model.name}"
+
+
+def _pairing(seen: Observed) -> Verdict:
+    names = {role.name for role in seen.roles if role.wanted}
+    if not names & PAIRED:
+        return "True", "NotNeeded", "no role needs a pair of pods"
+    if seen.report is None:
+        return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
+    prefill = [w for w in seen.report.of_role("prefill") if w.takes_work]
+    decode = [w for w in seen.report.of_role("decode") if w.takes_work]
+    if not prefill or not decode:
+        return "Unknown", "NoPairYet", f"{len(prefill)} prefill and {len(decode)} decode pods accept requests"
+    shared = {w.fingerprint for w in prefill} & {w.fingerprint for w in decode}
+    if shared:
+        return "True", "EqualLayouts", f"{len(shared)} KV layouts are common to prefill and decode pods"
+    families = {w.family for w in prefill if w.family} & {w.family for w in decode if w.family}
+    if families:
+        return (
+            "True",
+            "Converted",
+            (
+                "prefill and decode pods have different KV layouts; blocks are converted on transfer, which is slower. "
+                "Set spec.model.dtype instead of auto"
+            ),
+        )
+    return (
+        "False",
+        "NoCommonLayout",
+        (
+            "no decode pod can use the KV of any prefill pod: model files, connector or domain differ. "
+            "Compare spec.model.source and the images of both roles"
+        ),
+    )
+
+
+def _transport(seen: Observed) -> Verdict:
+    total = sum(seen.handoffs.values())
+    if total < _MIN_HANDOFFS:
+        return "Unknown", "InsufficientSamples", f"{total} recent hand-offs are too few to judge"
+    lost = seen.handoffs.get("failed", 0)
+    summary = f"{lost} of the last {total} hand-offs failed and were recomputed"
+    if lost / total > _MAX_RECOMPUTED:
+        return (
+            "True",
+            "HandoffsFail",
+            (
+                f"{summary}: peers restart or the network is slow. `kvferry explain REQUEST_ID` shows the reason of "
+                "a request; spec.connector.type tcp rules out the fabric"
+            ),
+        )
+    return "False", "HandoffsFetched", summary
+
+
+def _contested(seen: Observed) -> Verdict:
+    if seen.contested is None:
+        return "False", "SingleWriter", "no other field manager owns the numbers of replicas"
+    return "True", seen.contested.reason, seen.contested.message
+
+
+def _children(seen: Observed) -> Verdict:
+    if seen.refused is None:
+        return "True", "Applied", "all objects of this pool are applied"
+    return "False", seen.refused.reason, seen.refused.message
+
+
+def _extension(seen: Observed) -> Verdict | None:
+    if seen.extension is None:
+        return None
+    is_applied = seen.extension.reason == "Emitted"
+    return "True" if is_applied else "False", seen.extension.reason, seen.extension.message
+
+
+_JUDGES: Mapping[Condition, Callable[[Observed], Verdict | None]] = {
+    Condition.PROGRESSING: _progressing,
+    Condition.GATEWAY_READY: _gateway,
+    Condition.ROLES_READY: _roles,
+    Condition.MODEL_AVAILABLE: _model,
+    Condition.PAIRING_COMPATIBLE: _pairing,
+    Condition.TRANSPORT_DEGRADED: _transport,
+    Condition.REPLICAS_CONTESTED: _contested,
+    Condition.CHILDREN_APPLIED: _children,
+    Condition.GATEWAY_INTEGRATION: _extension,
+}

@@ -1,0 +1,310 @@
+"""Facts: the fields of watched objects that the operator keeps in memory.
+
+Keeping only these fields bounds the memory for thousands of Deployments and shows on which fields decisions depend.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.load import WorkerLoad
+from kvferry.operator.pool import names
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Namespace and name of a pool."""
+
+    namespace: str
+    pool: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.pool}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentFacts:
+    """Facts about a pool's Deployment."""
+
+    name: str
+    uid: str
+    owner: str
+    """Uid of the owning pool."""
+    role: str
+    revision: str
+    """Revision of the worker pods; empty for the gateway."""
+    generation: int
+    settled: bool
+    """Whether the Deployment controller has observed the latest generation, so that the status is current."""
+    desired: int
+    pods: int
+    """Number of existing pods, not counting terminating pods."""
+    ready: int
+    updated: int
+    stuck: str
+    """Failure reported by the Deployment controller; empty if none."""
+    deleting: bool = False
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> "DeploymentFacts":
+        """Extract the facts from a Deployment object."""
+        meta, spec, status = body["metadata"], body["spec"], body.get("status") or {}
+        labels = meta.get("labels") or {}
+        stuck = ""
+        for condition in status.get("conditions") or ():
+            failed = condition["type"] == "ReplicaFailure" and condition["status"] == "True"
+            late = condition["type"] == "Progressing" and condition["status"] == "False"
+            if failed or late:
+                stuck = str(condition.get("message") or condition.get("reason") or "")
+        return cls(
+            name=meta["name"],
+            uid=meta["uid"],
+            owner=owner_of(body),
+            role=labels.get(names.LABEL_ROLE, ""),
+            revision=labels.get(names.LABEL_REVISION, ""),
+            generation=meta.get("generation", 0),
+            settled=status.get("observedGeneration", 0) >= meta.get("generation", 0),
+            desired=spec.get("replicas", 1),
+            pods=status.get("replicas", 0),
+            ready=status.get("readyReplicas", 0),
+            updated=status.get("updatedReplicas", 0),
+            stuck=stuck,
+            deleting="deletionTimestamp" in meta,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScalerFacts:
+    """Facts about a role's PoolRoleScaler."""
+
+    role: str
+    uid: str
+    owner: str
+    replicas: int
+    generation: int
+    shown: tuple[int, str]
+    """Status of the scaler: replicas and selector."""
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> "ScalerFacts":
+        """Extract the facts from a PoolRoleScaler object."""
+        status = body.get("status") or {}
+        spec = body["spec"]
+        shown = (status.get("replicas", -1), status.get("selector", ""))
+        meta = body["metadata"]
+        return cls(spec["role"], meta["uid"], owner_of(body), spec.get("replicas", 1), meta.get("generation", 0), shown)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceFacts:
+    """Facts about a pool's Service."""
+
+    name: str
+    version: str
+    """resourceVersion of the Service, since Services have no generation."""
+    address: str
+    """Cluster IP of the Service; empty if there is none."""
+    admin_port: int = 0
+    """Port number of the port named `admin`; 0 if there is none."""
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> "ServiceFacts":
+        """Extract the facts from a Service object."""
+        address = body["spec"].get("clusterIP") or ""
+        ports = {port.get("name"): port["port"] for port in body["spec"].get("ports") or ()}
+        return cls(
+            body["metadata"]["name"],
+            body["metadata"]["resourceVersion"],
+            "" if address == "None" else address,
+            ports.get("admin", 0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """State of one worker, as reported by a gateway."""
+
+    name: str
+    role: str
+    takes_work: bool
+    why_not: str = ""
+    fingerprint: str = ""
+    family: str = ""
+    connector: str = ""
+    model_digest: str = ""
+    in_flight: int = 0
+    load: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests in progress on the worker, as counted by the worker or by the gateway."""
+        return max(self.in_flight, self.load.num_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetReport:
+    """A gateway's report about its workers."""
+
+    at: float
+    """Time when the report was read, in seconds by the operator's monotonic clock."""
+    workers: tuple[WorkerReport, ...]
+    held: int = 0
+    """Number of requests that wait at the gateway for the pool's first worker."""
+    handoffs: Mapping[str, int] = field(default_factory=dict)
+    """Number of hand-offs by outcome, since the gateway started."""
+    gateway: str = ""
+    """Name of the gateway process."""
+
+    def of_role(self, role: str) -> tuple[WorkerReport, ...]:
+        """Return the workers of one role."""
+        return tuple(worker for worker in self.workers if worker.role == role)
+
+
+@dataclass(slots=True)
+class PoolFacts:
+    """Observed objects of a pool."""
+
+    body: Mapping[str, Any] | None = None
+    """The InferencePool object; `None` if it does not exist or has not been observed yet."""
+    deployments: dict[str, DeploymentFacts] = field(default_factory=dict)
+    scalers: dict[str, ScalerFacts] = field(default_factory=dict)
+    """Scalers by role."""
+    services: dict[str, ServiceFacts] = field(default_factory=dict)
+    report: FleetReport | None = None
+
+    def take(self, kind: str, body: Mapping[str, Any], *, gone: bool) -> bool:
+        """Add, update or remove one object; return whether the facts changed."""
+        name = body["metadata"]["name"]
+        match kind:
+            case "InferencePool":
+                before, self.body = self.body, None if gone else body
+                return _matters(before) != _matters(self.body)
+            case "Deployment":
+                known = self.deployments.get(name)
+                # The response to a write may arrive before watch events of earlier changes.
+                if known and known.uid == body["metadata"]["uid"] and not gone and _is_older(body, known.generation):
+                    return False
+                return _put(self.deployments, name, None if gone else DeploymentFacts.of(body))
+            case "PoolRoleScaler":
+                role = body["spec"]["role"]
+                scaler = self.scalers.get(role)
+                if scaler and not gone and scaler.uid == body["metadata"]["uid"] and _is_older(body, scaler.generation):
+                    return False
+                return _put(self.scalers, role, None if gone else ScalerFacts.of(body))
+            case "Service":
+                return _put(self.services, name, None if gone else ServiceFacts.of(body))
+        raise InvariantBroken(f"{kind} is not watched")
+
+    def owned_by(self, uid: str) -> "PoolFacts":
+        """Return the facts without objects of an earlier pool of the same name, which are being garbage collected."""
+        return replace(
+            self,
+            deployments={name: d for name, d in self.deployments.items() if d.owner == uid},
+            scalers={role: s for role, s in self.scalers.items() if s.owner == uid},
+        )
+
+    def drop(self, kind: str, pool: str, name: str) -> bool:
+        """Remove an object by its name; return whether it was known."""
+        match kind:
+            case "InferencePool":
+                known, self.body = self.body is not None and name == pool, None if name == pool else self.body
+                return known
+            case "Deployment":
+                return self.deployments.pop(name, None) is not None
+            case "PoolRoleScaler":
+                return self.scalers.pop(name.removeprefix(f"{pool}-"), None) is not None
+            case _:
+                return self.services.pop(name, None) is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no object of the pool has been observed."""
+        return self.body is None and not (self.deployments or self.scalers or self.services)
+
+
+class Store:
+    """Facts about all pools, updated by the watches on the event loop. Reconciles work on copies."""
+
+    def __init__(self) -> None:
+        self._pools: dict[Key, PoolFacts] = {}
+
+    def facts(self, key: Key) -> PoolFacts:
+        """Return a copy of the facts about a pool."""
+        found = self._pools.get(key, PoolFacts())
+        return PoolFacts(found.body, dict(found.deployments), dict(found.scalers), dict(found.services), found.report)
+
+    def pools(self) -> list[Key]:
+        """Return the keys of the existing pools."""
+        return [key for key, facts in self._pools.items() if facts.body is not None]
+
+    def names(self, kind: str) -> set[tuple[str, str]]:
+        """Return the namespace and name of every known object of a kind."""
+        found: set[tuple[str, str]] = set()
+        for key, facts in self._pools.items():
+            place = key.namespace
+            match kind:
+                case "InferencePool":
+                    found |= {(place, key.pool)} if facts.body is not None else set()
+                case "Deployment":
+                    found |= {(place, name) for name in facts.deployments}
+                case "PoolRoleScaler":
+                    found |= {(place, names.role_object(key.pool, role)) for role in facts.scalers}
+                case "Service":
+                    found |= {(place, name) for name in facts.services}
+        return found
+
+    def drop(self, kind: str, namespace: str, name: str) -> Key | None:
+        """Remove an object that no longer exists; return its pool if the object was known."""
+        for key, facts in list(self._pools.items()):
+            if key.namespace == namespace and facts.drop(kind, key.pool, name):
+                if facts.is_empty:
+                    del self._pools[key]
+                return key
+        return None
+
+    def take_report(self, key: Key, report: FleetReport | None) -> None:
+        """Store the latest report from a pool's gateway."""
+        if key in self._pools:
+            self._pools[key].report = report
+
+    def take(self, kind: str, body: Mapping[str, Any], *, gone: bool) -> tuple[Key | None, bool]:
+        """Store an object from a watch event; return the affected pool, if any, and whether its facts changed."""
+        meta = body["metadata"]
+        pool = meta["name"] if kind == "InferencePool" else (meta.get("labels") or {}).get(names.LABEL_POOL)
+        if not pool:
+            return None, False
+        key = Key(meta["namespace"], pool)
+        facts = self._pools.setdefault(key, PoolFacts())
+        changed = facts.take(kind, body, gone=gone)
+        if facts.is_empty:
+            del self._pools[key]
+        return key, changed
+
+
+def owner_of(body: Mapping[str, Any]) -> str:
+    """Return the uid of the controller that owns an object; empty if there is none."""
+    owners = body["metadata"].get("ownerReferences") or ()
+    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
+
+
+def _matters(body: Mapping[str, Any] | None) -> tuple[object, ...]:
+    """Return the fields of a pool whose changes trigger a reconcile. The status is not included, since the operator
+    writes it."""
+    if body is None:
+        return ()
+    meta = body["metadata"]
+    return meta["uid"], meta.get("generation"), "deletionTimestamp" in meta
+
+
+def _is_older(body: Mapping[str, Any], generation: int) -> bool:
+    return bool(body["metadata"].get("generation", 0) < generation)
+
+
+def _put(table: dict[str, Any], name: str, value: object | None) -> bool:
+    before = table.get(name)
+    if value is None:
+        table.pop(name, None)
+    else:
+        table[name] = value
+    return before != value

@@ -1,0 +1,99 @@
+"""Names in the Kubernetes API: kinds, labels, annotations, conditions, field managers."""
+
+from enum import StrEnum
+
+GROUP = "kvferry.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+POOLS = "inferencepools"
+SCALERS = "poolrolescalers"
+
+FIELD_MANAGER = "kvferry-operator"
+SEED_MANAGER = "kvferry-operator-seed"
+"""Field manager of the initial `spec.replicas` of a scaler, until a different field manager writes it."""
+AUTOSCALER_MANAGER = "kvferry-autoscaler"
+GATEWAY_MANAGER = "kvferry-gateway"
+"""Field manager of gateways, which scale a role from 0 to 1 when they receive a request."""
+PROBE_MANAGER = "kvferry-operator-watch-probe"
+"""Field manager of the watch probe, which marks a pool's status to verify the watch of pools."""
+OWN_MANAGERS = frozenset({FIELD_MANAGER, SEED_MANAGER, AUTOSCALER_MANAGER, GATEWAY_MANAGER})
+"""Field managers of kvferry; conflicts between them are forced."""
+
+LABEL_POOL = f"{GROUP}/pool"
+LABEL_ROLE = f"{GROUP}/role"
+LABEL_REVISION = f"{GROUP}/revision"
+LABEL_SEEN = f"{GROUP}/seen-at"
+"""Label written by the watch probe. It is not an annotation, since that would increment the generation of a Deployment,
+whose status would be stale until its controller has observed the change."""
+ANNOTATION_WAKE = f"{GROUP}/wake"
+"""Annotation of a scaler; `true` allows the gateway to scale the role from 0 to 1."""
+ANNOTATION_DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+
+ROLE_GATEWAY = "gateway"
+WORKER_ROLES = ("prefill", "decode", "both")
+"""Roles of worker pods, the values of `kvferry worker --role`."""
+
+PORT_GRPC = 9100
+PORT_ADMIN = 9101
+PORT_METRICS = 9102
+GATEWAY_HTTP = 8000
+GATEWAY_GRPC = 9000
+GATEWAY_ADMIN = 8001
+
+NON_ROOT_UID = 65532
+
+
+class Condition(StrEnum):
+    """Condition types of a pool. `Ready` summarizes the others."""
+
+    READY = "Ready"
+    PROGRESSING = "Progressing"
+    """True while a rollout is in progress."""
+    GATEWAY_READY = "GatewayReady"
+    ROLES_READY = "RolesReady"
+    """True if all desired pods of every role are ready and run the target revision."""
+    MODEL_AVAILABLE = "ModelAvailable"
+    """True if workers serve the model with the required digest."""
+    PAIRING_COMPATIBLE = "PairingCompatible"
+    """True if the gateway reports at least one prefill pod that can hand off KV to a decode pod."""
+    TRANSPORT_DEGRADED = "TransportDegraded"
+    """True if many hand-offs fail and are recomputed."""
+    REPLICAS_CONTESTED = "ReplicasContested"
+    """True if a different field manager owns a number of replicas that the operator should write."""
+    CHILDREN_APPLIED = "ChildrenApplied"
+    """True if all objects of the pool were applied."""
+    GATEWAY_INTEGRATION = "GatewayIntegration"
+    """True if an InferencePool of the Gateway API Inference Extension selects the gateway pods."""
+
+
+def role_object(pool: str, role: str) -> str:
+    """Return the name that a role's Service, scaler and disruption budget share."""
+    return f"{pool}-{role}"
+
+
+def deployment_name(pool: str, role: str, revision: str) -> str:
+    """Return the name of the Deployment of a role at a revision."""
+    return f"{pool}-{role}-{revision}"
+
+
+def keys_secret(pool: str) -> str:
+    """Return the name of the Secret that the operator creates for a pool without `spec.tenancy.keysSecret`."""
+    return f"{pool}-keys"
+
+
+def revision_object(pool: str, revision: str) -> str:
+    """Return the name of a revision's ControllerRevision."""
+    return f"{pool}-{revision}"
+
+
+def pool_labels(pool: str, role: str | None = None) -> dict[str, str]:
+    """Return the labels common to all objects of a pool, or of one of its roles."""
+    labels = {
+        "app.kubernetes.io/name": "kvferry",
+        "app.kubernetes.io/instance": pool,
+        "app.kubernetes.io/managed-by": FIELD_MANAGER,
+        LABEL_POOL: pool,
+    }
+    if role is not None:
+        labels |= {"app.kubernetes.io/component": role, LABEL_ROLE: role}
+    return labels

@@ -1,0 +1,1 @@
+"""Previews of changes to a pool: the operator's planner runs against a simulated cluster."""

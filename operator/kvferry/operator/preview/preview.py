@@ -1,0 +1,141 @@
+"""Preview of a change to a pool, computed with the operator's planner. Pure, except `read_pool`, which reads a file."""
+
+import json
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from kvferry.core.errors import UsageError
+from kvferry.operator.objects.worker_pods import revision_of
+from kvferry.operator.plan.actions import Action, as_json
+from kvferry.operator.plan.pool_plan import Plan
+from kvferry.operator.plan.rollout import PAIRED, Count, capacity
+from kvferry.operator.pool.spec import Pool, parse_pool
+from kvferry.operator.preview.simulation import SimulatedCluster
+
+_MAX_BYTES = 4 << 20
+_MAX_STEPS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """One step of a previewed rollout."""
+
+    pods: dict[str, dict[str, int]]
+    """Number of pods by role, then by revision."""
+    capacity: Fraction
+    """Share of the wanted pairs that can serve until the step's new pods are ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """Preview of a change to a pool."""
+
+    name_differs: bool
+    old: str
+    new: str
+    """Revision after the change; `old` is the revision before it."""
+    steps: tuple[PlannedStep, ...]
+    passes: tuple[tuple[Action, ...], ...]
+    """Actions of each reconcile, without status and events, which depend on the outcome."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether pods are replaced, rather than only added or removed."""
+        return self.old != self.new
+
+    def as_text(self) -> str:
+        """Format the preview as text."""
+        head = (
+            f"revision {self.old} -> {self.new}: every worker pod is replaced"
+            if self.restarts
+            else (f"revision {self.old} stays: no pod is replaced")
+        )
+        lines = [head]
+        for i, step in enumerate(self.steps, 1):
+            roles = "   ".join(
+                f"{role} " + (" + ".join(f"{n} {rev}" for rev, n in revisions.items()) or "0")
+                for role, revisions in step.pods.items()
+            )
+            lines.append(f"{i:>3}. {roles}   serving at least {float(step.capacity):.0%}")
+        lines += [] if self.steps else ["no pod is added or removed"]
+        lines.append("writes, by reconcile:" if self.passes else "nothing to do")
+        for i, actions in enumerate(self.passes, 1):
+            lines += [f"{i if j == 0 else '':>3}{'.' if j == 0 else ' '} {a.summary}" for j, a in enumerate(actions)]
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        """Format the preview as one JSON object."""
+        return json.dumps(
+            {
+                "old": self.old,
+                "new": self.new,
+                "restarts": self.restarts,
+                "steps": [{"pods": step.pods, "capacity": float(step.capacity)} for step in self.steps],
+                "passes": [[as_json(action) for action in actions] for actions in self.passes],
+            }
+        )
+
+
+def read_pool(path: Path) -> Pool:
+    """Read an InferencePool from a YAML file.
+
+    Raises:
+        UsageError: the file does not contain exactly one pool, or the pool's spec does not match the schema.
+    """
+    try:
+        documents = list(yaml.safe_load_all(path.read_bytes()[:_MAX_BYTES]))
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: {error}", field="pool") from error
+    found = [d for d in documents if isinstance(d, dict) and d.get("kind") == "InferencePool"]
+    if len(found) != 1:
+        raise UsageError(
+            f"{path} has {len(found)} objects of kind InferencePool; it must have exactly one", field="pool"
+        )
+    return parse_pool(found[0])
+
+
+def preview(old: Pool, new: Pool, default_image: str) -> Preview:
+    """Compute the steps and writes from `old`, completely rolled out, to `new`, if all pods become ready and all writes
+    succeed.
+
+    The optional kinds (PodMonitor, InferencePool of the inference extension) are assumed to be installed.
+    """
+    before = revision_of(old, default_image)
+    after = new.spec.rollout.rollback_to or revision_of(new, default_image)
+    plain = msgspec.structs.replace(old.spec.rollout, rollback_to="", paused=False)
+    settled = msgspec.structs.replace(old, spec=msgspec.structs.replace(old.spec, rollout=plain))
+    cluster = SimulatedCluster(default_image)
+    cluster.settle(settled, _MAX_STEPS)
+    cluster.add_record(new, after)
+    plans = cluster.settle(new, _MAX_STEPS)
+    steps = [step for plan in plans if (step := _planned_step(plan)) is not None]
+    return Preview(old.name != new.name, before, after, tuple(steps), tuple(plan.actions for plan in plans))
+
+
+def _planned_step(plan: Plan) -> PlannedStep | None:
+    """Return the rollout step of a pass; `None` if the pass does not change numbers of pods."""
+    desired = {key: pods for key, pods in plan.step.desired.items() if pods}
+    current = {(role.name, revision): pods for role in plan.roles for revision, pods in role.pods.items()}
+    if plan.rollback is not None or desired == current:
+        return None
+    shrunk = [
+        replace(
+            role,
+            revisions={
+                revision: Count(pods, min(pods, role.of(revision).ready))
+                for (name, revision), pods in desired.items()
+                if name == role.name
+            },
+        )
+        for role in plan.roles
+    ]
+    serving = [role for role in shrunk if role.is_leaving] or shrunk
+    paired = [role for role in serving if role.name in PAIRED] or serving
+    return PlannedStep(
+        {role.name: {revision: c.desired for revision, c in sorted(role.revisions.items())} for role in shrunk},
+        min(Fraction(1), capacity(paired)),
+    )

@@ -1,0 +1,128 @@
+"""Simulated cluster for previews: every write succeeds, and every pod is ready immediately. Pure, without an API
+server."""
+
+from dataclasses import replace
+
+from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
+from kvferry.operator.objects.worker_pods import deployments
+from kvferry.operator.plan.actions import (
+    Action,
+    ApplyObject,
+    Autoscale,
+    DeleteObject,
+    Done,
+    SeedScaler,
+    SetReplicas,
+    WriteStatus,
+)
+from kvferry.operator.plan.context import PlanContext
+from kvferry.operator.plan.memory import Memory, begin_pass, remember
+from kvferry.operator.plan.pool_plan import Plan, plan_pool
+from kvferry.operator.pool import names
+from kvferry.operator.pool.facts import DeploymentFacts, PoolFacts, ScalerFacts, ServiceFacts
+from kvferry.operator.pool.spec import Json, Pool
+
+_INSTALLED = frozenset({POD_MONITOR, EXTENSION_POOL})
+_REPORTED = {"conditions": [{"type": "Ready", "reason": "Serving"}]}
+_VERSION = "1"
+
+
+class SimulatedCluster:
+    """Objects of a pool in a simulated cluster."""
+
+    def __init__(self, default_image: str) -> None:
+        self._default_image = default_image
+        self._facts = PoolFacts()
+        self._memory: Memory | None = None
+
+    def add_record(self, pool: Pool, revision: str) -> None:
+        """Add the record of a revision to roll back to, if it is missing."""
+        memory = self._begin(pool)
+        if pool.spec.rollout.rollback_to == revision and revision not in memory.records:
+            made = deployments(pool, revision, self._default_image)
+            self._memory = replace(memory, records={**memory.records, revision: made})
+
+    def settle(self, pool: Pool, max_passes: int) -> list[Plan]:
+        """Reconcile until a plan has no actions; return the plans with actions."""
+        plans: list[Plan] = []
+        while len(plans) < max_passes:
+            memory = self._begin(pool)
+            plan = plan_pool(
+                PlanContext(
+                    pool=pool,
+                    facts=self._facts,
+                    memory=memory,
+                    next_record=len(memory.records) + 1,
+                    status=_REPORTED,
+                    default_image=self._default_image,
+                    installed=_INSTALLED,
+                    now=0.0,
+                    stamp="",
+                )
+            )
+            self._memory = remember(plan.memory, [self._execute(action) for action in plan.actions], pool, 0.0, "")
+            if not plan.actions:
+                return plans
+            plans.append(plan)
+        return plans
+
+    def _begin(self, pool: Pool) -> Memory:
+        return begin_pass(self._memory, {"metadata": {"uid": pool.uid}, "status": _REPORTED}, _INSTALLED, 0.0)
+
+    def _execute(self, action: Action) -> Done:
+        facts = self._facts
+        match action:
+            case ApplyObject(manifest=manifest) | SeedScaler(manifest=manifest) | Autoscale(manifest=manifest):
+                self._apply(manifest)
+                stored = {**manifest, "metadata": {**manifest["metadata"], "generation": int(_VERSION)}}
+                return Done(action, stored)
+            case SetReplicas(name=name, replicas=replicas):
+                facts.deployments[name] = _with_pods(facts.deployments[name], replicas)
+            case DeleteObject(kind="Deployment", name=name):
+                facts.deployments.pop(name, None)
+            case DeleteObject(kind="PoolRoleScaler", name=name):
+                gone = [role for role, scaler in facts.scalers.items() if scaler.uid == name]
+                for role in gone:
+                    del facts.scalers[role]
+            case DeleteObject(kind="Service", name=name):
+                facts.services.pop(name, None)
+            case WriteStatus(manifest=manifest) if manifest["kind"] == "PoolRoleScaler":
+                shown = manifest["status"]["replicas"], manifest["status"]["selector"]
+                for role, scaler in facts.scalers.items():
+                    if scaler.uid == manifest["metadata"]["name"]:
+                        facts.scalers[role] = replace(scaler, shown=shown)
+            case _:
+                pass
+        return Done(action, getattr(action, "manifest", None))
+
+    def _apply(self, manifest: Json) -> None:
+        name, labels = manifest["metadata"]["name"], manifest["metadata"].get("labels") or {}
+        match manifest["kind"]:
+            case "Deployment":
+                plain = DeploymentFacts(
+                    name=name,
+                    uid=name,
+                    owner="",
+                    role=labels[names.LABEL_ROLE],
+                    revision=labels.get(names.LABEL_REVISION, ""),
+                    generation=int(_VERSION),
+                    settled=True,
+                    desired=0,
+                    pods=0,
+                    ready=0,
+                    updated=0,
+                    stuck="",
+                )
+                self._facts.deployments[name] = _with_pods(plain, manifest["spec"]["replicas"])
+            case "PoolRoleScaler":
+                role = manifest["spec"]["role"]
+                known = self._facts.scalers.get(role)
+                replicas = manifest["spec"].get("replicas", known.replicas if known else 1)
+                shown = known.shown if known else (-1, "")
+                self._facts.scalers[role] = ScalerFacts(role, name, "", replicas, int(_VERSION), shown)
+            case "Service":
+                self._facts.services[name] = ServiceFacts(name, _VERSION, "")
+
+
+def _with_pods(facts: DeploymentFacts, pods: int) -> DeploymentFacts:
+    return replace(facts, desired=pods, pods=pods, ready=pods, updated=pods)

@@ -1,0 +1,111 @@
+"""Checks of a cluster for `kvferry doctor --cluster`: version, definitions, operator, nodes, pools. Read-only."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvferry.operator.api import KubeApi
+from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
+from kvferry.operator.pool import names
+from kvferry.operator.pool.names import Condition
+
+_OLDEST = (1, 29)
+_SPECIAL = re.compile(r"(gpu|rdma|hca|roce)", re.IGNORECASE)
+
+Verdict = Literal["ok", "note", "bad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one check."""
+
+    verdict: Verdict
+    about: str
+    told: str
+    """Description of the result, with a remedy if there is a problem."""
+
+
+def check_cluster(api: KubeApi, leader: str) -> list[Finding]:
+    """Check that a cluster meets the requirements of pools.
+
+    Args:
+        leader: holder of the operator's lease; empty if no holder renews the lease.
+
+    Raises:
+        Unavailable: the API server is unavailable.
+        ApiRefusal: the account has no permission to read.
+    """
+    found = [judge_version(api.raw("/version"))]
+    missing = [plural for plural in (names.POOLS, names.SCALERS) if not api.serves(names.API_VERSION, plural)]
+    found.append(judge_definitions(missing))
+    found.append(
+        Finding("ok", "operator", f"{leader} leads")
+        if leader
+        else Finding(
+            "bad", "operator", "its lease is not renewed; install the chart, or check the logs of the operator pods"
+        )
+    )
+    for kind, use in (
+        (POD_MONITOR, "served; pools get PodMonitors"),
+        (EXTENSION_POOL, "served; pools can get an InferencePool of the inference extension"),
+    ):
+        there = api.serves(*kind)
+        found.append(
+            Finding("ok" if there else "note", kind[1], use if there else f"{kind[0]} is not served; optional")
+        )
+    found.append(judge_nodes(api.list("v1", "Node", None)))
+    if not missing:
+        found += [judge_pool(pool) for pool in api.list(names.API_VERSION, "InferencePool", None)]
+    return found
+
+
+def judge_version(version: Mapping[str, Any]) -> Finding:
+    """Check the version of the API server."""
+    said = str(version.get("gitVersion", "?"))
+    number = tuple(int(re.sub(r"\D", "", str(version.get(part, "0"))) or 0) for part in ("major", "minor"))
+    if number < _OLDEST:
+        return Finding("bad", "Kubernetes", f"{said}; the CustomResourceDefinitions require 1.29 or newer")
+    return Finding("ok", "Kubernetes", said)
+
+
+def judge_definitions(missing: Iterable[str]) -> Finding:
+    """Check that the CustomResourceDefinitions are installed."""
+    absent = ", ".join(missing)
+    if absent:
+        remedy = "kubectl apply --server-side -f charts/kvferry/files/crds"
+        return Finding("bad", "definitions", f"no {absent} of {names.API_VERSION}; {remedy}")
+    return Finding("ok", "definitions", names.API_VERSION)
+
+
+def judge_nodes(nodes: Iterable[Mapping[str, Any]]) -> Finding:
+    """Report the nodes and devices that pods can use."""
+    ready, special = 0, dict[str, int]()
+    for node in nodes:
+        status = node.get("status") or {}
+        if any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ()):
+            ready += 1
+            for resource, amount in (status.get("allocatable") or {}).items():
+                if _SPECIAL.search(resource) and str(amount).isdecimal():
+                    special[resource] = special.get(resource, 0) + int(amount)
+    if not ready:
+        return Finding("bad", "nodes", "no node is ready, so no pod can run")
+    devices = ", ".join(f"{n} {resource}" for resource, n in sorted(special.items()))
+    return Finding("ok", "nodes", f"{ready} ready, {devices or 'without GPUs or RDMA devices: pods compute on CPUs'}")
+
+
+def judge_pool(pool: Mapping[str, Any]) -> Finding:
+    """Report the conditions of a pool."""
+    meta, status = pool["metadata"], pool.get("status") or {}
+    about = f"pool {meta['namespace']}/{meta['name']}"
+    told = {c["type"]: c for c in status.get("conditions") or ()}
+    ready = told.get(Condition.READY)
+    if ready is None or status.get("observedGeneration", 0) < meta.get("generation", 0):
+        return Finding("bad", about, "the operator has not reconciled its current spec; see `operator` above")
+    if ready["status"] != "True":
+        return Finding("bad", about, f"{ready['reason']}: {ready['message']}")
+    warned = [told[c] for c in (Condition.TRANSPORT_DEGRADED, Condition.REPLICAS_CONTESTED) if c in told]
+    for condition in warned:
+        if condition["status"] == "True":
+            return Finding("note", about, f"serves, but {condition['reason']}: {condition['message']}")
+    return Finding("ok", about, ready["message"])

@@ -1,0 +1,28 @@
+"""Settings of the operator's process."""
+
+from dataclasses import dataclass, field
+
+from kvferry.operator.plan.process.lease import LeaseTimes
+
+LEASE = "kvferry-operator"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorConfig:
+    """Settings of an operator process."""
+
+    default_image: str
+    """Image for pools without `spec.image`."""
+    namespaces: tuple[str, ...] = ()
+    """Namespaces whose pools are reconciled; all namespaces if empty."""
+    own_namespace: str = "default"
+    """Namespace of the Lease for leader election."""
+    lease_name: str = LEASE
+    identity: str = ""
+    lease: LeaseTimes = field(default_factory=LeaseTimes)
+    health_address: str = "0.0.0.0:8080"
+    watch_probe_seconds: float = 10.0
+    discovery_seconds: float = 30.0
+    """Seconds between discoveries of optional kinds."""
+    workers: int = 4
+    """Maximum number of pools reconciled in parallel."""

@@ -1,0 +1,92 @@
+"""Watches, which kopf runs: the watched kinds, and forwarding of their events.
+
+Only `on.event` handlers are used. They need no finalizer and no annotation, so that a pool can be deleted while no
+operator runs and kopf stores no state in objects.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import kopf
+
+from kvferry.operator.api import KubeApi
+from kvferry.operator.pool import names
+from kvferry.operator.pool.spec import Json
+
+Saw = Callable[[str, Mapping[str, Any], bool], None]
+"""Callback for watch events: kind, object, and whether the object was deleted."""
+
+WATCHED: Mapping[str, tuple[str, str, str]] = {
+    "InferencePool": (names.GROUP, names.VERSION, names.POOLS),
+    "PoolRoleScaler": (names.GROUP, names.VERSION, names.SCALERS),
+    "Deployment": ("apps", "v1", "deployments"),
+    "Service": ("", "v1", "services"),
+}
+"""Watched kinds with group, version and plural."""
+
+_SERVER_TIMEOUT_SECONDS = 300
+"""Maximum duration of a watch request in seconds, after which kopf lists the objects and restarts the watch."""
+
+
+def registry(saw: Saw, api: KubeApi) -> kopf.OperatorRegistry:
+    """Build kopf's registry, with handlers for all watched kinds and for the login to the API server."""
+    handlers = kopf.OperatorRegistry()
+
+    def login(**_: Any) -> kopf.ConnectionInfo:
+        connection = api.configuration
+        scheme, __, value = api.authorization.rpartition(" ")
+        return kopf.ConnectionInfo(
+            server=connection.host,
+            ca_path=connection.ssl_ca_cert,
+            insecure=not connection.verify_ssl,
+            certificate_path=connection.cert_file,
+            private_key_path=connection.key_file,
+            scheme=scheme or None,
+            token=value or None,
+        )
+
+    kopf.on.login(registry=handlers, id="login")(login)
+    for kind, (group, version, plural) in WATCHED.items():
+        # Handlers are asynchronous, since kopf runs plain functions in threads and the store belongs to the event loop.
+        # The kind is bound as a default value, since the handler is called after the loop.
+        async def on_event(body: kopf.Body, watched: str = kind, **event: Any) -> None:
+            saw(watched, dict(body), event["type"] == "DELETED")
+
+        kopf.on.event(*resource(group, version, plural), registry=handlers, id=f"saw-{plural}")(on_event)
+    return handlers
+
+
+def settings(workers: int) -> kopf.OperatorSettings:
+    """Return settings for kopf in which everything but watching is disabled."""
+    made = kopf.OperatorSettings()
+    made.posting.enabled = False
+    made.scanning.disabled = True
+    made.watching.server_timeout = _SERVER_TIMEOUT_SECONDS
+    made.watching.client_timeout = _SERVER_TIMEOUT_SECONDS + 30
+    made.watching.connect_timeout = 10
+    made.networking.request_timeout = 30
+    made.queueing.worker_limit = workers
+    made.queueing.idle_timeout = 1.0
+    for kind, (group, version, plural) in WATCHED.items():
+        if kind != "InferencePool":  # only Deployments and Services of kvferry are listed
+            made.watching.label_selectors[resource(group, version, plural)] = names.LABEL_POOL
+    made.persistence.finalizer = f"{names.GROUP}/finalizer"
+    # This logger would write "succeeded" for every event of every object.
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+    return made
+
+
+def resource(group: str, version: str, plural: str) -> tuple[str, str]:
+    """Convert a kind to kopf's notation."""
+    return f"{group}/{version}" if group else version, plural
+
+
+def list_all(api: KubeApi, kind: str, namespaces: Sequence[str]) -> list[Json]:
+    """List all objects of a kind that its watch would deliver. Blocking."""
+    group, version, _ = WATCHED[kind]
+    labels = {} if kind == "InferencePool" else {names.LABEL_POOL: ""}
+    found: list[Json] = []
+    for namespace in namespaces or (None,):
+        found += api.list(f"{group}/{version}" if group else version, kind, namespace, labels)
+    return found

@@ -1,0 +1,90 @@
+"""`kvferry explain`: the route, the source of the KV and the timing of an ended request."""
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+import click
+
+from kvferry.cli.options import Values, print_json, with_settings
+from kvferry.cli.settings import EXPLAIN
+from kvferry.core.errors import InvalidRequest, Unavailable
+
+_SECONDS = 10.0
+_MOST_BYTES = 1 << 20
+
+
+@click.command("explain")
+@click.argument("request_id")
+@click.option("--json", "as_json", is_flag=True, help="Print the gateway's report as one JSON object.")
+@with_settings(EXPLAIN)
+def command(values: Values, *, request_id: str, as_json: bool) -> None:
+    """Explain a request that ended recently: its route, the source of its KV, its timing.
+
+    \b
+      kvferry explain req-5f0c...                       the id is in the x-request-id header of every response
+      KVFERRY_API_KEY=... kvferry explain req-5f0c... --http gateway:8000
+
+    A gateway keeps its last 1,024 requests; each tenant can read only its own.
+    """
+    found = _ask(values["http"], request_id, values["api_key"])
+    if as_json:
+        print_json(found)
+        return
+    for sample in found["samples"]:
+        click.echo("\n".join(report_lines(request_id, sample)))
+
+
+def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
+    """Format the report of a sample: route, source of the KV, timing."""
+    timing = sample["timing"]
+    error = f"  ({sample['error']})" if sample["error"] else ""
+    lines = [f"{request_id}  sample {sample['sample_index']}  {sample['outcome']}{error}"]
+    counts = f"{sample['prompt_tokens']} prompt ({sample['cached_tokens']} cached), {sample['output_tokens']} generated"
+    lines.append(f"  tokens     {counts}")
+    for note in sample["routes"]:
+        home = "its prefix's own" if note["worker"] == note["preferred"] else f"{note['preferred']} was full"
+        lines.append(
+            f"  {note['role']:<9}  {note['worker']}: {note['reason']}, {home}; "
+            f"load {note['load']} of {note['capacity']}, {note['num_candidates']} candidates"
+        )
+    for kv in timing["kv"]:
+        way = "loaded" if kv["num_chosen"] else "computed"
+        why = "by policy or to measure" if kv["is_forced"] else "cheaper"
+        load, compute = 1e3 * kv["expected_load_seconds"], 1e3 * kv["expected_compute_seconds"]
+        lines.append(
+            f"  kv         {way} {kv['num_chosen'] or kv['num_tokens']} tokens from position {kv['first_token']} "
+            f"({why}); expected: {kv['source']} {load:.1f} ms, computing {compute:.1f} ms"
+        )
+        if kv["num_chosen"]:
+            failure = f"; then {kv['failure']}" if kv["failure"] else ""
+            took = f"{kv['bytes_loaded'] / 1e6:.1f} MB in {1e3 * kv['load_seconds']:.1f} ms"
+            lines.append(f"             {kv['blocks_loaded']} blocks, {took}{failure}")
+    lines.append(
+        f"  time       first token {1e3 * timing['first_token_seconds']:.1f} ms (queue "
+        f"{1e3 * timing['queue_seconds']:.1f}, prefill {1e3 * timing['prefill_seconds']:.1f}), hand-off "
+        f"{timing['handoff_outcome'] or 'none'} {1e3 * timing['handoff_seconds']:.1f} ms, "
+        f"all {1e3 * timing['total_seconds']:.1f} ms, moved {timing['resumed']} times"
+    )
+    return lines
+
+
+def _ask(http: str, request_id: str, api_key: str) -> Any:
+    """Fetch a request's report from the gateway.
+
+    Raises:
+        InvalidRequest: the gateway has no ended request with this id and tenant.
+        Unavailable: the gateway cannot be reached.
+    """
+    url = f"http://{http}/v1/requests/{urllib.parse.quote(request_id, safe='')}"
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:  # noqa: S310  the scheme is always http
+            return json.loads(answer.read(_MOST_BYTES))
+    except urllib.error.HTTPError as error:
+        body = json.loads(error.read(_MOST_BYTES))
+        raise InvalidRequest(body["error"]["message"], field="request_id") from error
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"the gateway at {http} does not answer ({error}); set --http HOST:PORT") from error

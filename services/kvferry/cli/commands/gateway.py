@@ -1,0 +1,99 @@
+"""`kvferry gateway`: runs one gateway process."""
+
+import asyncio
+import functools
+from pathlib import Path
+
+import click
+
+from kvferry.cli import settings
+from kvferry.cli.options import Values, read_key, with_settings
+from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
+from kvferry.core.errors import UsageError
+from kvferry.core.process.memory import return_freed_memory
+from kvferry.core.process.open_files import raise_open_files
+
+
+@click.command("gateway")
+@with_settings(settings.GATEWAY)
+def command(values: Values) -> None:
+    """Run one gateway process: OpenAI-compatible HTTP and gRPC in front of workers.
+
+    \b
+      kvferry gateway --prefill 10.0.0.5:9100/9101 --decode 10.0.0.6:9100/9101 --http 0.0.0.0:8000
+      kvferry gateway --both 127.0.0.1:9100/9101
+      kvferry gateway --pool chat/smollm --http 0.0.0.0:8000 --linger-seconds 5
+
+    With --pool the gateway watches the pool's EndpointSlices. While the pool has no worker, requests are held, and
+    roles that were scaled to zero are scaled from 0 replicas to 1.
+    """
+    leave_on_signals()
+    raise_open_files()
+    return_freed_memory()
+    follow_parent()
+    from kvferry.gateway.config import (
+        Endpoint,
+        FleetConfig,
+        GatewayConfig,
+        HoldConfig,
+        HttpConfig,
+        PoolName,
+        RetryConfig,
+        RoutingConfig,
+    )
+    from kvferry.gateway.gateway import Listening
+    from kvferry.gateway.serve import run_gateway
+    from kvferry.rpc.text.model_text import open_text_model
+    from kvferry.rpc.text.text_process import TextProcess
+
+    def endpoints(role: str) -> tuple[Endpoint, ...]:
+        return tuple(Endpoint.parse(text) for text in values[role])
+
+    listed = [f"--{role}" for role in ("prefill", "decode", "both") if values[role]]
+    if values["pool"] and listed:
+        raise UsageError(
+            f"--pool and {', '.join(listed)} are mutually exclusive: list workers or give their pool, not both",
+            field="pool",
+        )
+    config = GatewayConfig(
+        fleet=FleetConfig(
+            pool=PoolName.parse(values["pool"]) if values["pool"] else None,
+            prefill=endpoints("prefill"),
+            decode=endpoints("decode"),
+            both=endpoints("both"),
+        ),
+        hold=HoldConfig(max_held=values["max_held"], seconds=values["hold_seconds"]),
+        linger_seconds=values["linger_seconds"],
+        http=HttpConfig(
+            address=values["http"],
+            api_keys_file=Path(values["api_keys_file"]) if values["api_keys_file"] else None,
+        ),
+        grpc_address=values["grpc"],
+        admin_address=values["admin"],
+        tls=_tls(values),
+        tenant_key=next(iter(read_key(values, "tenant_key")), b""),
+        routing=RoutingConfig(
+            prefix_blocks=values["prefix_blocks"],
+            skip_prefill_below_tokens=values["skip_prefill_below"],
+            kv_prefetch_tokens=values["kv_prefetch_tokens"],
+        ),
+        retry=RetryConfig(request_timeout_seconds=values["request_timeout"]),
+        max_streams=values["max_streams"],
+        drain_seconds=values["drain_seconds"],
+    )
+
+    def listening(bound: Listening) -> None:
+        announce({"event": "listening", "http": bound.http, "grpc": bound.grpc, "admin": bound.admin})
+
+    open_model = functools.partial(open_text_model, values["model"], values["served_name"])
+    asyncio.run(run_gateway(config, open_model(), text_process=TextProcess(open_model), announce=listening))
+
+
+def _tls(values: Values) -> tuple[Path, Path] | None:
+    from kvferry.core.errors import UsageError
+
+    chain, key = values["tls_cert_file"], values["tls_key_file"]
+    if bool(chain) != bool(key):
+        missing = "tls_key_file" if chain else "tls_cert_file"
+        raise UsageError(f"TLS needs a certificate and its key; {missing} is not set", field=missing)
+    return (Path(chain), Path(key)) if chain else None

@@ -1,0 +1,118 @@
+"""`kvferry up`: runs the whole stack on this machine."""
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from kvferry.cli import settings
+from kvferry.cli.options import Values, print_json, with_settings
+from kvferry.core.clock import SystemClock
+from kvferry.core.errors import UsageError
+from kvferry.core.process.cores import usable_cores
+from kvferry.gateway.http.api_keys import read_keys
+from kvferry.kv.tiers.registry import check_tiers
+from kvferry.stack.local_stack import LocalStack
+from kvferry.stack.plan.processes import StackConfig
+
+
+def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackConfig:
+    """Convert a command's settings to the configuration of a local stack."""
+    worker_flags = ["--log-level", values["log_level"]]
+    for setting in (*settings.ENGINE, *settings.TIERS[1:], settings.VERIFY_KV):
+        if values.is_given(setting.name) and setting.name != "threads":
+            worker_flags += [setting.flag, str(values[setting.name])]
+    gateway_flags = ["--log-level", values["log_level"]]
+    has = values.resolved
+    if "drain_seconds" in has:
+        worker_flags += ["--drain-seconds", str(values["drain_seconds"])]
+        gateway_flags += ["--drain-seconds", str(values["drain_seconds"])]
+    if "kv_prefetch_tokens" in has:
+        gateway_flags += ["--kv-prefetch-tokens", str(values["kv_prefetch_tokens"])]
+    api_key: str | None = None
+    if "api_keys_file" in has and values["api_keys_file"]:
+        gateway_flags += ["--api-keys-file", values["api_keys_file"]]
+        api_key = _first_key(Path(values["api_keys_file"]))
+    counts = {name: values[name] for name in ("prefill", "decode", "both") if name in has}
+    return StackConfig(
+        model=values["model"],
+        connector=values["connector"],
+        http=http,
+        grpc=grpc,
+        admin=admin,
+        cores=usable_cores(),
+        threads=values["threads"],
+        tiers=tuple(values["tier"]),
+        worker_flags=tuple(worker_flags),
+        gateway_flags=tuple(gateway_flags),
+        api_key=api_key,
+        **counts,
+    )
+
+
+def _first_key(path: Path) -> str:
+    keys = read_keys(path)
+    if not keys:
+        raise UsageError(
+            f"{path} has no key, so that no request could be served; write a line `key tenant`", field="api_keys_file"
+        )
+    return next(iter(keys))
+
+
+@click.command("up")
+@click.option("--json", "as_json", is_flag=True, help="When ready, print the addresses as one JSON object.")
+@with_settings(settings.UP)
+def command(values: Values, *, as_json: bool) -> None:
+    """Start gateway, prefill and decode workers on this machine and keep them running; Ctrl-C drains.
+
+    \b
+      kvferry up
+      kvferry up --prefill 2 --decode 2 --connector nixl --http 127.0.0.1:0
+      kvferry up --both 1 --prefill 0 --decode 0          one aggregated worker, no hand-off
+      kvferry up --tier "dram://?size=4GiB" --tier redis://127.0.0.1:6379/0
+    """
+    check_tiers(values["tier"])
+    config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=values["admin"])
+    raise SystemExit(asyncio.run(_up(config, values["drain_seconds"], as_json=as_json)))
+
+
+async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+
+    def say(text: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"  {text} ...", err=True)
+
+    def report_death(name: str, status: int, pause: float) -> None:
+        click.echo(f"{name} exited with status {status}; restarting in {pause:.1f} s", err=True)
+
+    stack = LocalStack(config, clock=SystemClock(), on_progress=say, on_death=report_death)
+    try:
+        starting = asyncio.create_task(stack.start())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return 0
+        addresses = starting.result()
+        if as_json:
+            ready = {"event": "ready", "http": addresses.http, "grpc": addresses.grpc, "admin": addresses.admin}
+            print_json({**ready, "workers": stack.worker_admin})
+        else:
+            click.echo(f"ready  http://{addresses.http}/v1  grpc {addresses.grpc}  admin http://{addresses.admin}")
+        sys.stdout.flush()
+        await stopping
+        if sys.stderr.isatty():
+            click.echo("draining; press Ctrl-C again to exit immediately", err=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+        return 0
+    finally:
+        await stack.stop(drain_seconds + 5.0)
+        signal.set_wakeup_fd(-1)  # later signals must not write to the closing loop

@@ -1,0 +1,56 @@
+"""`kvferry worker`: runs one worker process."""
+
+import asyncio
+import secrets
+
+import click
+
+from kvferry.cli import settings
+from kvferry.cli.engine_settings import engine_settings
+from kvferry.cli.options import Values, read_key, with_settings
+from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
+from kvferry.core.process.open_files import raise_open_files
+
+
+@click.command("worker")
+@with_settings(settings.WORKER)
+def command(values: Values) -> None:
+    """Run one worker process; prints its addresses as JSON when it listens and when it is ready.
+
+    \b
+      kvferry worker --role both --listen 127.0.0.1:9100
+      KVFERRY_TICKET_KEY=... kvferry worker --role prefill --connector nixl --listen 10.0.0.5:9100
+    """
+    leave_on_signals()
+    raise_open_files()
+    follow_parent()
+    # Imported here: these load gRPC and the kernels, which would delay `--help` and errors in flags.
+    from kvferry.kv.handoff.offers import OfferTimes
+    from kvferry.workers.config import WorkerConfig
+    from kvferry.workers.main import run_worker
+    from kvferry.workers.unit import UnitEndpoint
+
+    role = values["role"]
+    tickets = read_key(values, "ticket_key")
+    if not tickets and role == "both":
+        tickets = [secrets.token_bytes(32)]  # a single worker of role both needs no hand-offs
+    tenants = read_key(values, "tenant_key") or [secrets.token_bytes(32)]
+    worker = WorkerConfig(
+        role=role,
+        engine=engine_settings(values),
+        advertise_host=values["advertise_host"],
+        connector=values["connector"],
+        worker_id=values["worker_id"],
+        metrics=values["metrics"],
+        ticket_secrets=tuple(tickets),
+        tenant_key=tenants[0],
+        offers=OfferTimes(offer_seconds=values["offer_seconds"], lease_seconds=values["lease_seconds"]),
+        tiers=tuple(values["tier"]),
+        tier_object_tokens=values["tier_object_tokens"],
+        verify_kv=values["verify_kv"],
+        drain_seconds=values["drain_seconds"],
+    )
+    places = [UnitEndpoint("prefill" if role == "split" else role, values["listen"], values["admin"])]
+    if role == "split":
+        places.append(UnitEndpoint("decode", values["decode_listen"], values["decode_admin"]))
+    raise SystemExit(asyncio.run(run_worker(worker, places, announce)))

@@ -1,0 +1,88 @@
+"""Reads environment variables, the settings file and the cache folder; no other module reads them."""
+
+import os
+import secrets
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from kvferry.core.errors import UsageError
+from kvferry.core.settings import ENVIRONMENT_PREFIX
+
+_MAX_FILE_BYTES = 1 << 20
+
+
+def environment() -> Mapping[str, str]:
+    """Return this process's environment variables."""
+    return os.environ
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables for a child process: those of this process without kvferry's settings, updated by
+    `changes`.
+
+    Settings are passed to children as flags, since a variable may have a different meaning for the child's command.
+    """
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)}
+    return {**inherited, **changes}
+
+
+def cache_dir() -> Path:
+    """Return the folder for downloaded files: `$XDG_CACHE_HOME/kvferry`, or `~/.cache/kvferry`.
+
+    A relative `XDG_CACHE_HOME` is ignored, as the XDG base directory specification requires.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "kvferry"
+
+
+def read_settings_file(path: Path | None) -> dict[str, object]:
+    """Read the settings in a TOML file; return an empty mapping if `path` is `None`.
+
+    Raises:
+        UsageError: the file cannot be read, or is not TOML.
+    """
+    if path is None:
+        return {}
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes; is it the settings file?", field="config")
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read the settings file {path}: {error}", field="config") from error
+
+
+def read_secret_file(path: Path, field: str) -> bytes:
+    """Read a secret from a file, without a trailing newline.
+
+    Raises:
+        UsageError: the file cannot be read, or is empty.
+    """
+    try:
+        secret = path.read_bytes()[:_MAX_FILE_BYTES].strip()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", field=field) from error
+    if not secret:
+        raise UsageError(f"{path} is empty; write a secret of at least 16 bytes into it", field=field)
+    return secret
+
+
+def lasting_secret(name: str) -> str:
+    """Return a secret of this user on this machine; the first call generates it and stores it in the cache folder.
+
+    Raises:
+        UsageError: the secret's file can be neither read nor created.
+    """
+    path = cache_dir() / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):
+            os.link(fresh, path)  # atomic: the first process wins
+        fresh.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot store a secret in {path}: {error.strerror}", field=name) from error
+    return read_secret_file(path, name).decode()

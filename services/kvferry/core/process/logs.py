@@ -1,0 +1,53 @@
+"""Structured logs on standard error: one JSON object per line, with the request id if the record has one.
+
+Errors are logged once, by the outermost handler; inner layers raise.
+"""
+
+import json
+import logging
+import re
+import sys
+from datetime import UTC, datetime
+
+_NOT_PRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_EXTRA_FIELDS = ("request_id", "worker", "ticket", "peer")
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a log record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name in _EXTRA_FIELDS:
+            if hasattr(record, name):
+                entry[name] = getattr(record, name)
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, ensure_ascii=False)
+
+
+class TextFormatter(logging.Formatter):
+    """Formats records for people; control characters of the message are escaped, so that input cannot forge a line."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's name
+        record.message = _NOT_PRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), record.message)
+        return super().formatMessage(record)
+
+
+def setup(level: str, *, as_json: bool) -> None:
+    """Configure the root logger to write to standard error; replaces earlier handlers."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("asyncio", "grpc", "httpx", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel("WARNING")

@@ -1,0 +1,92 @@
+"""Prefix index: maps block hashes to pages.
+
+A name is a hash of the keyed chain of `core.hashing`, so equal names mean equal prefixes unless hashes collide; a hit
+is therefore confirmed by comparing the block's tokens. Comparing one block is enough, since its parents in the chain
+were confirmed before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import BlockHash, BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A cached block, identified by its name, without its tokens; for reports to other components."""
+
+    name: BlockHash
+    parent: BlockHash | None
+    """Name of the preceding block; `None` for the first block of a prompt."""
+    depth: int
+    """Number of preceding blocks in the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """A change of the prefix index: a block was added, or, if `stored` is `None`, removed."""
+
+    name: BlockHash
+    stored: CachedBlock | None
+
+
+class PrefixIndex:
+    """Names of full, computed blocks and their pages. The index holds no references: its pages may be free and
+    reusable."""
+
+    def __init__(self) -> None:
+        self._changes: list[CacheChange] = []
+        self._block_of: dict[BlockHash, BlockId] = {}
+        self._content_of: dict[BlockId, tuple[BlockHash, tuple[int, ...]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def find(self, name: BlockHash, tokens: Sequence[int]) -> BlockId | None:
+        """Return the page of a block, or `None` if the block is not cached. The result is stale after the next
+        allocation."""
+        block = self._block_of.get(name)
+        if block is None or self._content_of[block][1] != tuple(tokens):
+            return None
+        return block
+
+    def add(
+        self,
+        name: BlockHash,
+        tokens: Sequence[int],
+        block: BlockId,
+        *,
+        parent: BlockHash | None = None,
+        depth: int = 0,
+    ) -> bool:
+        """Add a page that contains a completely computed block; return `False` if the index already has a page for this
+        name.
+
+        Raises:
+            InvariantBroken: the page already has another name.
+        """
+        if name in self._block_of:
+            return False
+        if block in self._content_of:
+            raise InvariantBroken(f"block {block} already has a name; a page is named once per epoch")
+        self._block_of[name] = block
+        self._content_of[block] = (name, tuple(tokens))
+        self._changes.append(CacheChange(name, CachedBlock(name, parent, depth)))
+        return True
+
+    def forget(self, block: BlockId) -> None:
+        """Remove a page whose content is about to be overwritten; do nothing if it is not in the index."""
+        content = self._content_of.pop(block, None)
+        if content is not None:
+            del self._block_of[content[0]]
+            self._changes.append(CacheChange(content[0], None))
+
+    def take_changes(self) -> list[CacheChange]:
+        """Return the blocks added and removed since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def blocks(self) -> set[BlockId]:
+        """Return the set of pages in the index."""
+        return set(self._content_of)

@@ -1,0 +1,190 @@
+"""Composition root of the engine: loads the model from settings and builds its runner and engine.
+
+`LLM`, workers and benchmarks build their engines here. Calls block for seconds; do not call them on an event loop.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from kvferry.core.clock import Clock
+from kvferry.core.dtypes import BFLOAT16, INT8
+from kvferry.core.epochs import EpochTable
+from kvferry.core.errors import UsageError
+from kvferry.core.hashing import BlockNamers
+from kvferry.engine.engine import Engine
+from kvferry.engine.models.build import build_model
+from kvferry.engine.models.model import Model
+from kvferry.engine.run.build_runner import build_runner
+from kvferry.engine.run.runner import Runner
+from kvferry.engine.settings import LOAD_FORMATS, EngineSettings
+from kvferry.engine.tensors.compute_dtype import choose_dtype
+from kvferry.engine.tensors.device import CPU, choose_device
+from kvferry.engine.tensors.dtype_record import recorded_dtype
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kv.interface.connector import KvLoader, PageMemory
+from kvferry.kv.interface.tiering import KvTiers
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.kv.pricing.price import PriceBook
+from kvferry.model.config import ModelConfig
+from kvferry.model.shapes import shape_of
+from kvferry.model.source import ModelSource, open_model
+from kvferry.model.tensors import TensorSource
+
+_log = logging.getLogger(__name__)
+_MIN_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A loaded model, which several engines of this process can share."""
+
+    settings: EngineSettings
+    config: ModelConfig
+    source: ModelSource | None
+    """The model's files; `None` if the weights are random."""
+    model: Model
+    dtype: str
+    """Data type of the KV."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """Layout of the model's KV pages. Its model digest covers weight format and numerics, since both change the
+        KV."""
+        defaults = EngineSettings("")
+        settings = self.settings
+        changes = [
+            value
+            for value, default in ((settings.weights, defaults.weights), (settings.numerics, defaults.numerics))
+            if value != default
+        ]
+        digest = "" if self.source is None else "-".join((self.source.digest, *changes))
+        return KvLayout.of(self.config, block_tokens=settings.block_tokens, dtype=self.dtype, model_digest=digest)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of pages that fit into the memory for KV.
+
+        Raises:
+            UsageError: fewer than two pages fit.
+        """
+        block_bytes = self.layout.block_bytes
+        count = self.settings.kv_bytes // block_bytes
+        if count < _MIN_BLOCKS:
+            raise UsageError(
+                f"kv_memory of {self.settings.kv_bytes} bytes is too small: a page takes {block_bytes} bytes, and at "
+                f"least {_MIN_BLOCKS} are needed",
+                field="kv_memory",
+            )
+        return count
+
+
+def load_model(settings: EngineSettings, *, device: str | None = None) -> LoadedModel:
+    """Open and load a model.
+
+    Args:
+        settings: the engine's settings.
+        device: overrides `settings.device`; workers keep their pages in host memory.
+
+    Raises:
+        KvferryError: the model is unknown or damaged, or a setting is not valid for it.
+    """
+    if settings.load_format not in LOAD_FORMATS:
+        raise UsageError(
+            f"unknown load format {settings.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}",
+            field="load_format",
+        )
+    where = choose_device(device or settings.device, kernels=settings.kernels)
+    source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)
+    config = shape_of(settings.model) if source is None else source.config
+    dtype = _dtype(settings, config, where)
+    tensors = _random_tensors(config, dtype, where, settings.seed) if source is None else source.tensors
+    model = build_model(
+        config,
+        tensors,
+        dtype=dtype,
+        weights=settings.weights,
+        numerics=settings.numerics,
+        device=where,
+        kernels=settings.kernels,
+        threads=settings.threads,
+    )
+    return LoadedModel(settings, config, source, model, dtype)
+
+
+def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
+    """Build a model's runner with its KV pages.
+
+    Args:
+        loaded: the model.
+        memory: memory for the pages that a transport has allocated; default: memory allocated on the model's device.
+
+    Raises:
+        UsageError: the memory for KV is too small.
+    """
+    settings = loaded.settings
+    # A runner checks only the shape of its pages, so the digest may be empty.
+    layout = KvLayout.of(loaded.config, block_tokens=settings.block_tokens, dtype=loaded.dtype)
+    if memory is None:
+        pages = PagedKv.allocate(layout, loaded.num_blocks, loaded.model.device)
+    else:
+        pages = PagedKv.over(layout, memory.pages)
+    return build_runner(
+        loaded.model, pages, max_sequences=settings.limits.max_sequences, cuda_graphs=settings.cuda_graphs
+    )
+
+
+def build_engine(
+    loaded: LoadedModel,
+    runner: Runner,
+    *,
+    namers: BlockNamers,
+    epochs: EpochTable | None = None,
+    loader: KvLoader | None = None,
+    tiers: KvTiers | None = None,
+    clock: Clock | None = None,
+) -> Engine:
+    """Build an engine for a loaded model.
+
+    Args:
+        loaded: the model.
+        runner: the model's runner (`runner_for`).
+        namers: factory of block names.
+        epochs: the transport's epoch table; default: a private table.
+        loader: fetches KV from peers; without it, prompts are computed.
+        tiers: KV tiers to load from and store to.
+        clock: measures the steps; default: the system's clock.
+    """
+    settings, config, layout = loaded.settings, loaded.config, loaded.layout
+    return Engine(
+        runner,
+        num_blocks=runner.kv.num_blocks,
+        block_tokens=settings.block_tokens,
+        max_model_tokens=min(settings.max_model_tokens or config.max_model_tokens, config.max_model_tokens),
+        vocab_size=config.vocab_size,
+        eos_token_ids=config.eos_token_ids,
+        fingerprint=layout.fingerprint,
+        limits=settings.limits,
+        namers=namers,
+        loader=loader,
+        tiers=tiers,
+        epochs=epochs,
+        block_bytes=layout.block_bytes,
+        prices=PriceBook(settings.load_policy),
+        clock=clock,
+    )
+
+
+def _dtype(settings: EngineSettings, config: ModelConfig, device: str) -> str:
+    """Choose the data type of the KV. A choice by measurement is recorded, so that all processes of a machine agree."""
+    if device != CPU or settings.load_format == "dummy":
+        return choose_dtype(settings.dtype, config, kernels=settings.kernels, device=device)
+    return recorded_dtype(settings.dtype, config, kernels=settings.kernels)
+
+
+def _random_tensors(config: ModelConfig, dtype: str, device: str, seed: int) -> TensorSource:
+    import torch  # importing torch takes a second
+
+    from kvferry.engine.models.random_tensors import RandomTensors
+
+    drawn = BFLOAT16 if dtype == INT8 else dtype
+    return RandomTensors(config, dtype=getattr(torch, drawn), device=device, seed=seed)

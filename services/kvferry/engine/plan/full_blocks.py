@@ -1,0 +1,79 @@
+"""Full blocks of sequences: added to the prefix index, stored in tiers, and reported to the reader of a hand-off.
+Pure."""
+
+from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.plan.kv_jobs import Export, Progress, StoreJob
+from kvferry.engine.plan.sequence import Sequence
+from kvferry.kv.interface.tiering import ObjectKey
+
+
+class FullBlocks:
+    """Processing of full blocks: each is added to the prefix index, stored and reported once its KV is completely
+    computed."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
+        self.object_blocks = 0
+        """Blocks per storage object; 0 disables stores."""
+        self._stores: list[StoreJob] = []
+        self._progress: list[Progress] = []
+
+    def take_stores(self) -> list[StoreJob]:
+        """Return the storage objects completed since the last call. Take references to their pages before the next
+        `schedule`."""
+        stores, self._stores = self._stores, []
+        return stores
+
+    def take_progress(self) -> list[Progress]:
+        """Return the blocks completed since the last call, for prompts whose KV will be handed off."""
+        progress, self._progress = self._progress, []
+        return progress
+
+    def forget(self, sequence: Sequence) -> None:
+        """Remove the blocks of a sequence from the prefix index."""
+        for block in sequence.table.blocks:
+            self.allocator.index.forget(block)
+
+    def list_full(self, sequence: Sequence) -> None:
+        """Add all newly full and computed blocks to the prefix index, plan their stores, and report those that will be
+        handed off."""
+        size = self.allocator.block_tokens
+        full = sequence.num_computed // size
+        if full <= sequence.num_listed:
+            return
+        full = min(full, sequence.num_tokens // size)  # blocks with draft tokens are named once these are accepted
+        names = sequence.name_blocks()
+        for i in range(sequence.num_listed, full):
+            self.allocator.index.add(
+                names[i],
+                sequence.tokens[i * size : (i + 1) * size],
+                sequence.table.blocks[i],
+                parent=names[i - 1] if i else None,
+                depth=i,
+            )
+        sequence.num_listed = full
+        self._plan_stores(sequence, full)
+        if sequence.exports and sequence.num_computed < sequence.num_tokens:
+            new = slice(sequence.num_told, full)
+            pages = tuple(sequence.table.blocks[new])
+            epochs = tuple(self.allocator.pool.epochs[b] for b in pages)
+            self._progress.append(Progress(sequence.request_id, pages, epochs, tuple(names[new])))
+            sequence.num_told = full
+
+    def _plan_stores(self, sequence: Sequence, full: int) -> None:
+        """Plan the stores of complete objects among the first `full` blocks, each only once."""
+        size = self.object_blocks
+        if not size:
+            return
+        for end in range((sequence.num_stored // size + 1) * size, full + 1, size):
+            key = ObjectKey(sequence.names[end - 1], sequence.tenant)
+            self._stores.append(StoreJob(key, tuple(sequence.table.blocks[end - size : end])))
+            sequence.num_stored = end
+
+    def export_full(self, sequence: Sequence) -> Export | None:
+        """Return the pages of the full blocks, without references; `None` if no block is full."""
+        full = sequence.num_computed // self.allocator.block_tokens
+        pages = tuple(sequence.table.blocks[:full])
+        if not pages:
+            return None
+        return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), full * self.allocator.block_tokens)

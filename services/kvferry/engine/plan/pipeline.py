@@ -1,0 +1,100 @@
+"""Step pipeline (asynchronous scheduling): the next step is launched before the tokens of the current step are read.
+
+    host     begin 1 │ begin 2   result 1 │ begin 3   result 2 │ ..      plans and updates while the device computes
+    device           └── step 1 ──┴── step 2 ──┴── step 3 ──┴ ..         never waits for the host
+
+If a sequence ends while a step ahead is in flight, its results of that step are discarded. Its pages may already belong
+to other sequences, but these write to them only in later steps, and the device runs steps in order.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, runtime_checkable
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import RequestId
+from kvferry.engine.plan.step import ScheduledSequence, StepPlan, StepResult
+
+
+class StepRunner(Protocol):
+    """Part of the interface of `engine.run.runner.Runner` that the engine uses."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute one step."""
+        ...
+
+
+class Launched(Protocol):
+    """A step that has been launched."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its result."""
+        ...
+
+
+@runtime_checkable
+class PipelinedRunner(Protocol):
+    """A runner that can launch a step before the previous step's result is read; at most two steps are in flight."""
+
+    def begin(self, plan: StepPlan) -> Launched:
+        """Launch a step."""
+        ...
+
+    def may_follow(self, plan: StepPlan) -> bool:
+        """Return whether a step can be launched before its input tokens are on the host."""
+        ...
+
+
+class Pipeline:
+    """Pipeline of an engine's steps. Not thread-safe."""
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._next: tuple[StepPlan, Launched] | None = None
+
+    def take(self, is_wanted: Callable[[ScheduledSequence], bool]) -> StepPlan | None:
+        """Return the plan that was launched ahead and must run next; `None` if no plan was launched ahead or all its
+        sequences have ended."""
+        if self._next is not None and not any(map(is_wanted, self._next[0].scheduled)):
+            self.drop()
+        return None if self._next is None else self._next[0]
+
+    def run(self, plan: StepPlan, follow: Callable[[], StepPlan | None]) -> StepResult:
+        """Run a step; launch the next step before this step's tokens are read.
+
+        Args:
+            plan: the result of `take`, or a new plan if `take` returned `None`.
+            follow: plans the next step, if that is possible before the results of this step are known.
+
+        Raises:
+            InvariantBroken: raised by the runner; no step remains in flight.
+        """
+        if not isinstance(self._runner, PipelinedRunner):
+            return self._runner.run(plan)
+        launched = self._runner.begin(plan) if self._next is None else self._next[1]
+        self._next = None
+        following = follow()
+        try:
+            if following is not None and self._runner.may_follow(following):
+                self._next = following, self._runner.begin(following)
+            return launched.result()
+        except InvariantBroken:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Wait for the step ahead, if any, and discard its results."""
+        if self._next is not None:
+            with suppress(InvariantBroken):  # errors are discarded like the results
+                self._next[1].result()
+            self._next = None
+
+    def in_flight(self, plan: StepPlan) -> set[RequestId]:
+        """Return the requests in a running step and in the step launched after it."""
+        plans = (plan,) if self._next is None else (plan, self._next[0])
+        return {item.request_id for each in plans for item in each.scheduled}
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step was launched ahead and its result has not been read."""
+        return self._next is not None

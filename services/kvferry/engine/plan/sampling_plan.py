@@ -1,0 +1,163 @@
+"""Sampling plan of a step: the sampling path of each row (greedy, device or host), and arrays of logit adjustments.
+
+Models return the argmax of every row, so greedy rows need no further work. `sampler` samples the other rows on the
+host. A GPU runner samples them on the device by the same rules, from the arrays built here; rows that need
+log-probabilities are copied to the host.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import GenerationFailed, InvalidRequest, InvariantBroken
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.plan.step import ScheduledSequence
+
+Entries = Mapping[int, float]
+
+
+class SamplingPath(Enum):
+    """Method by which a row's token is sampled."""
+
+    BEST = "best"
+    """Argmax of the unmodified logits."""
+    DRAWN = "drawn"
+    """Drawn on the device."""
+    HOST = "host"
+    """Drawn by the host's sampler."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Ragged lists of (token id, value), one list per row; row r has the entries `starts[r] .. starts[r + 1] - 1`."""
+
+    starts: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]
+    values: npt.NDArray[np.float64]
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lists:
+    """Adjustments of logits before the draw, applied in the order of the fields; a field is `None` if no row uses
+    it."""
+
+    bias: Ragged | None
+    seen: Ragged | None
+    generated: Ragged | None
+    banned: Ragged | None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row's logits are adjusted."""
+        return self.bias is self.seen is self.generated is self.banned is None
+
+
+def alters(s: ScheduledSequence) -> bool:
+    """Return whether the sequence's logits are adjusted before the draw."""
+    p = s.sampling
+    penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
+    return bool(p.logit_bias or penalties or s.banned_token_ids)
+
+
+def sampling_path(s: ScheduledSequence) -> SamplingPath:
+    """Select the sampling path of a sequence's token."""
+    if s.sampling.logprobs is not None:
+        return SamplingPath.HOST
+    return SamplingPath.BEST if s.sampling.is_greedy and not alters(s) else SamplingPath.DRAWN
+
+
+def reads_tokens(s: ScheduledSequence) -> bool:
+    """Return whether the draw depends on the values of earlier tokens, which must then be on the host first."""
+    p = s.sampling
+    return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+
+
+def seed_of(s: ScheduledSequence) -> int:
+    """Return the low 64 bits of the seed as a signed integer; for a greedy sequence the value is arbitrary.
+
+    Raises:
+        InvariantBroken: the sequence samples and has no seed.
+    """
+    if s.sampling.is_greedy:
+        return 0
+    return (drawn_seed(s) + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def drawn_seed(s: ScheduledSequence) -> int:
+    """Return the seed of a sequence that is not greedy.
+
+    Raises:
+        InvariantBroken: the request has no seed.
+    """
+    if s.sampling.seed is None:
+        raise InvariantBroken(f"request {s.request_id} has no seed; the gateway must set one")
+    return s.sampling.seed
+
+
+def not_finite(s: ScheduledSequence) -> GenerationFailed:
+    """Return the error for a sequence with a non-finite logit; other sequences of the step are not affected."""
+    return GenerationFailed(
+        f"request {s.request_id}: a logit at position {s.num_computed + s.num_scheduled} is not finite;"
+        " the weights or the pages are damaged"
+    )
+
+
+def none_left(s: ScheduledSequence) -> InvalidRequest:
+    """Return the error for a sequence whose sampling parameters leave no token to sample."""
+    return InvalidRequest(
+        f"request {s.request_id}: logit_bias, penalties and min_tokens leave no token that can be sampled",
+        field="logit_bias",
+        reason="NO_TOKEN_LEFT",
+    )
+
+
+def lists_of(sequences: Sequence[ScheduledSequence], vocabulary: int) -> Lists:
+    """Build the logit adjustments of a step, one row per sequence."""
+
+    def each(entries: Callable[[ScheduledSequence], Entries]) -> Ragged | None:
+        return _ragged([entries(s) for s in sequences], vocabulary)
+
+    return Lists(each(_bias), each(_seen), each(_generated), each(_banned))
+
+
+def _bias(s: ScheduledSequence) -> Entries:
+    return s.sampling.logit_bias
+
+
+def _seen(s: ScheduledSequence) -> Entries:
+    penalty = s.sampling.repetition_penalty
+    return dict.fromkeys(sorted(set(s.token_ids)), penalty) if penalty != 1.0 else {}
+
+
+def _generated(s: ScheduledSequence) -> Entries:
+    p: SamplingParams = s.sampling
+    if not (p.presence_penalty or p.frequency_penalty):
+        return {}
+    counts = Counter(s.token_ids[s.num_prompt :])
+    return {token: p.frequency_penalty * times + p.presence_penalty for token, times in counts.items()}
+
+
+def _banned(s: ScheduledSequence) -> Entries:
+    return dict.fromkeys(s.banned_token_ids, 0.0)
+
+
+def _ragged(rows: Sequence[Entries], vocabulary: int) -> Ragged | None:
+    known = [{token: value for token, value in row.items() if token < vocabulary} for row in rows]
+    lengths = [len(row) for row in known]
+    if not any(lengths):
+        return None
+    return Ragged(
+        np.cumsum([0, *lengths], dtype=np.int32),
+        np.fromiter(_flat(known), np.int32),
+        np.fromiter((value for row in known for value in row.values()), np.float64),
+        max(lengths),
+    )
+
+
+def _flat(rows: Iterable[Entries]) -> Iterable[int]:
+    return (token for row in rows for token in row)

@@ -1,0 +1,366 @@
+"""Scheduler with continuous batching, chunked prefill and preemption: plans the next step over a token budget. Pure.
+
+One step, in order:
+
+1. *Running* sequences, oldest first, each get min(N - C, chunk limit, remaining budget) tokens; if any of them decodes,
+   all prompts together get at most `max_mixed_tokens`, which bounds the inter-token latency. If pages are short, the
+   youngest running sequence is preempted: its pages are freed, C is reset to 0, its tokens are kept, and it waits at
+   the front of the queue to be recomputed, or loaded if a tier has its KV (Kwon et al., PagedAttention, section 4.5).
+2. *Waiting* sequences, in order of arrival, start from their longest cached prefix (C = hit, at most N - 1) while
+   budget, sequence limit and pages last; admission stops at the first sequence that does not fit, so that none
+   starves. Pages that admitted prompts still need, and a small reserve, are left to running sequences (`admission`). A
+   sequence whose KV is at a peer or in a tier gets its pages and a `LoadJob`; it runs when its KV is loaded. A sequence
+   whose tier lookup is pending is skipped.
+
+Prefill and decode are not separate phases; both are given by N - C (see `sequence`). `schedule` changes tables and
+queues; `update` must be called with its result before the next `schedule`.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from kvferry.core.errors import InvariantBroken, KvferryError
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason
+from kvferry.engine.blocks.allocation import Allocator, BlockTable, PageCopy
+from kvferry.engine.plan.admission import Headroom, num_lacking
+from kvferry.engine.plan.full_blocks import FullBlocks
+from kvferry.engine.plan.kv_jobs import Export, LoadJob, SequenceUpdate
+from kvferry.engine.plan.lookahead import is_same, one_ahead, share
+from kvferry.engine.plan.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
+from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, check_output
+from kvferry.engine.plan.step_budget import SchedulerLimits, StepBudget
+
+
+class Scheduler:
+    """Scheduler of one engine; owns every sequence from `add` to its end. Not thread-safe."""
+
+    def __init__(self, limits: SchedulerLimits, allocator: Allocator) -> None:
+        self.limits = limits
+        self.allocator = allocator
+        self.blocks = FullBlocks(allocator)
+        """Processing of full blocks: prefix index, stores and reports."""
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._loading: dict[RequestId, Sequence] = {}
+        self._known: dict[RequestId, Sequence] = {}
+        self._loads: list[LoadJob] = []
+        self._started: list[RequestId] = []
+        self._preempted: list[Sequence] = []
+        self._next_arrival = 0
+        self.num_preemptions = 0
+
+    # ------------------------------------------------------------------ adding and aborting sequences
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a new sequence.
+
+        Raises:
+            InvariantBroken: the request id is in use, or the sequence can never fit; callers check both.
+        """
+        if sequence.request_id in self._known:
+            raise InvariantBroken(f"request {sequence.request_id} was added twice")
+        if self.allocator.blocks_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
+            raise InvariantBroken(f"request {sequence.request_id} needs more blocks than the pool has")
+        sequence.arrival = self._next_arrival
+        self._next_arrival += 1
+        self._known[sequence.request_id] = sequence
+        self._waiting.append(sequence)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Abort a sequence and free its pages; return whether it existed. Idempotent."""
+        sequence = self._known.pop(request_id, None)
+        if sequence is None:
+            return False
+        if sequence.state is SequenceState.WAITING:
+            self._waiting.remove(sequence)
+        elif sequence.state is SequenceState.LOADING:
+            del self._loading[request_id]
+        else:
+            self._running.remove(sequence)
+        sequence.move(SequenceEvent.ABORT)
+        sequence.finish_reason = FinishReason.CANCELLED
+        self.allocator.free(sequence.table)
+        self._loads = [job for job in self._loads if job.request_id != request_id]
+        return True
+
+    # ------------------------------------------------------------------ the step
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step; empty if no sequence can run now."""
+        room = StepBudget(self.limits, self._running, len(self._waiting))
+        planned: list[ScheduledSequence] = []
+        copies: list[PageCopy] = []
+        preempted_before = self.num_preemptions
+        for sequence in list(self._running):
+            if room.tokens == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted earlier in this loop
+            wanted = sequence.num_tokens - sequence.num_computed
+            count = room.fit(wanted)
+            if count == 0:
+                continue  # no budget for this prompt; decoding sequences still fit
+            made = self._grow_or_preempt(sequence, count)
+            if made is None:
+                continue
+            copies += made
+            planned.append(share(sequence, count))
+            room.take(wanted, count)
+        if (
+            self.num_preemptions == preempted_before
+        ):  # no sequence is admitted while pages are so scarce that sequences are preempted
+            self._admit(room, planned)
+        return StepPlan(tuple(planned), tuple(copies))
+
+    def follow(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step after a launched step that was not passed to `update`; return `None` if `update` must be called
+        first.
+
+        If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`.
+        """
+        if self._waiting or self._loading or len(plan.scheduled) != len(self._running):
+            return None
+        return one_ahead(plan, self._known, self.allocator)
+
+    def is_wanted(self, item: ScheduledSequence) -> bool:
+        """Return whether the sequence of a scheduled item still exists."""
+        sequence = self._known.get(item.request_id)
+        return sequence is not None and is_same(sequence, item)
+
+    def is_waiting(self, request_id: RequestId) -> bool:
+        """Return whether a sequence is waiting for admission and holds no pages."""
+        sequence = self._known.get(request_id)
+        return sequence is not None and sequence.state is SequenceState.WAITING
+
+    def take_loads(self) -> list[LoadJob]:
+        """Return the loads planned by `schedule` since the last call."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def take_preempted(self) -> list[Sequence]:
+        """Return the waiting sequences that were preempted since the last call, for tier lookups. Their admission does
+        not wait for the lookup (`answered`)."""
+        preempted, self._preempted = self._preempted, []
+        return [s for s in preempted if s.state is SequenceState.WAITING]
+
+    def take_started(self) -> list[RequestId]:
+        """Return the requests whose sequences were admitted or loaded since the last call; the next step is their
+        first."""
+        started, self._started = self._started, []
+        return started
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
+        """Record the results of a step. Sequences that ended after its launch are skipped; failed sequences end now.
+
+        Raises:
+            InvariantBroken: tokens are missing, belong to a sequence without sampled rows, or do not match the number
+                of accepted tokens.
+        """
+        updates: list[SequenceUpdate] = []
+        for item in plan.scheduled:
+            sequence = self._known.get(item.request_id)
+            if sequence is None or not is_same(sequence, item):
+                continue
+            error = result.failures.get(item.request_id)
+            if error is not None:
+                updates.append(self._fail(sequence, error))
+                continue
+            output = result.outputs.get(item.request_id)
+            if output is None and not item.num_sampled:
+                sequence.num_computed += item.num_scheduled
+                self.blocks.list_full(sequence)
+            else:
+                updates.append(self._append(sequence, item, output))
+        return updates
+
+    # ------------------------------------------------------------------ loads
+
+    def answered(self, request_id: RequestId, remote: RemoteKv | None) -> bool:
+        """Record the result of a tier lookup; return whether the sequence is still waiting and can load the KV."""
+        if not self.is_waiting(request_id):
+            return False
+        sequence = self._known[request_id]
+        sequence.is_asking = False
+        sequence.remote = remote
+        return True
+
+    def loaded(self, request_id: RequestId, num_tokens: int, *, is_stored: bool = False) -> bool:
+        """Record that KV is loaded and verified up to `num_tokens`; return whether the sequence is still waiting.
+
+        Args:
+            is_stored: whether the KV was loaded from a tier and need not be stored.
+        """
+        sequence = self._loading.pop(request_id, None)
+        if sequence is None:
+            return False
+        sequence.num_computed = max(sequence.num_computed, num_tokens)
+        if is_stored:
+            sequence.num_stored = max(sequence.num_stored, num_tokens // self.allocator.block_tokens)
+        sequence.remote = None
+        sequence.move(SequenceEvent.LOADED)
+        self.blocks.list_full(sequence)
+        self._running.append(sequence)
+        self._running.sort(key=lambda s: s.arrival)
+        self._started.append(request_id)
+        return True
+
+    def load_failed(self, request_id: RequestId) -> Sequence | None:
+        """Move the sequence of a failed load to the front of the queue, so that its tokens are computed; return it, or
+        `None` if it has ended.
+
+        Its pages are freed now; pages that a transport may still write to are quarantined.
+        """
+        sequence = self._loading.pop(request_id, None)
+        if sequence is None:
+            return None
+        self.allocator.free(sequence.table)
+        sequence.num_computed = sequence.num_listed = 0
+        sequence.remote = None
+        sequence.move(SequenceEvent.LOAD_FAILED)
+        self._waiting.appendleft(sequence)
+        return sequence
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that wait for admission."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Number of sequences that take part in steps."""
+        return len(self._running)
+
+    @property
+    def num_loading(self) -> int:
+        """Number of sequences whose KV is being loaded."""
+        return len(self._loading)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the scheduler has no sequence; exports may still hold pages."""
+        return not self._known
+
+    @property
+    def num_promised(self) -> int:
+        """Number of free pages that are reserved for the current tokens of admitted sequences."""
+        return num_lacking(self.allocator, (*self._running, *self._loading.values()))
+
+    def tables(self) -> Iterable[BlockTable]:
+        """Return all block tables in use, for integrity checks."""
+        return (s.table for s in self._known.values())
+
+    # ------------------------------------------------------------------ inside
+
+    def _grow_or_preempt(self, sequence: Sequence, count: int) -> list[PageCopy] | None:
+        while True:
+            copies = self.allocator.grow(
+                sequence.table, num_computed=sequence.num_computed, num_tokens=sequence.num_computed + count
+            )
+            if copies is not None:
+                return copies
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._running.remove(victim)
+        self.allocator.free(victim.table)
+        victim.num_computed = victim.num_listed = victim.num_told = 0
+        victim.num_preemptions += 1
+        victim.move(SequenceEvent.PREEMPT)
+        self._preempted.append(victim)
+        self._waiting.appendleft(victim)
+        self.num_preemptions += 1
+
+    def _admit(self, room: StepBudget, planned: list[ScheduledSequence]) -> None:
+        if not self._waiting:
+            return
+        asking: list[Sequence] = []
+        reserve = int(self.allocator.pool.num_blocks * self.limits.reserve_share)
+        pages = Headroom(self.allocator, (*self._running, *self._loading.values()), reserve=reserve)
+        while self._waiting and room.tokens > 0:
+            sequence = self._waiting[0]
+            if sequence.is_asking:
+                asking.append(self._waiting.popleft())
+                continue
+            if len(self._running) + len(self._loading) >= self.limits.max_sequences:
+                break
+            hit = self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_tokens - 1)
+            hit_tokens = len(hit) * self.allocator.block_tokens
+            remote = sequence.remote
+            # Blocks that were cached at the time of the lookup may have been evicted since, which leaves a gap.
+            fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
+            wanted = sequence.num_tokens - hit_tokens
+            count = room.fit(wanted)
+            if count == 0 and not fetches:
+                break
+            upto = sequence.num_tokens if fetches else hit_tokens + count
+            if not pages.fits(hit, sequence.num_tokens):  # counts all its tokens, not only the first chunk
+                break
+            self.allocator.hold(sequence.table, hit)
+            if self.allocator.grow(sequence.table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is None:
+                raise InvariantBroken("admitted pages could not be allocated")  # full blocks need no copy
+            pages.admit(sequence)
+            self._waiting.popleft()
+            sequence.num_computed = hit_tokens
+            sequence.num_listed = len(hit)
+            sequence.num_stored = max(sequence.num_stored, len(hit))
+            if not sequence.num_preemptions:
+                sequence.num_cached = hit_tokens
+            if fetches:
+                self._start_load(sequence, len(hit))
+                continue
+            sequence.remote = None
+            sequence.move(SequenceEvent.ADMIT)
+            self._running.append(sequence)
+            self._started.append(sequence.request_id)
+            planned.append(share(sequence, count))
+            room.take(wanted, count)
+        self._waiting.extendleft(reversed(asking))
+        self._running.sort(key=lambda s: s.arrival)
+
+    def _start_load(self, sequence: Sequence, first_block: int) -> None:
+        remote = sequence.remote
+        if remote is None:
+            raise InvariantBroken(f"request {sequence.request_id} has nothing to load")
+        last = self.allocator.blocks_for(remote.num_tokens)
+        targets = tuple(sequence.table.blocks[first_block:last])
+        sequence.move(SequenceEvent.LOAD)
+        self._loading[sequence.request_id] = sequence
+        is_return = sequence.num_preemptions > 0
+        self._loads.append(LoadJob(sequence.request_id, remote, first_block, targets, is_return=is_return))
+
+    def _append(self, sequence: Sequence, item: ScheduledSequence, given: SequenceOutput | None) -> SequenceUpdate:
+        exported_tokens = sequence.num_tokens
+        drawn, accepted = check_output(item, given, sequence.num_computed, exported_tokens)
+        sequence.num_computed += accepted
+        self.blocks.list_full(sequence)
+        drawn, reason = sequence.extend(drawn)
+        if accepted > item.num_scheduled - item.num_sampled + 1:  # several rows: accepted draft tokens are now named
+            sequence.num_computed = sequence.num_tokens - 1  # fewer than accepted if the sequence ended before
+            self.blocks.list_full(sequence)
+        if reason is None and not sequence.exports:
+            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached)
+        self._running.remove(sequence)
+        del self._known[sequence.request_id]
+        sequence.move(SequenceEvent.FINISH)
+        sequence.finish_reason = reason
+        if reason is None:  # the sequence continues on another worker: its pages go to the export and are not freed
+            pages = tuple(sequence.table.blocks)
+            export = Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), exported_tokens)
+            sequence.table.blocks.clear()
+            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, export)
+        kept = self.blocks.export_full(sequence) if sequence.keeps else None
+        self.allocator.free(sequence.table)
+        return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, kept=kept)
+
+    def _fail(self, sequence: Sequence, error: KvferryError) -> SequenceUpdate:
+        """End a failed sequence and remove its blocks from the prefix cache, since one of them may be damaged."""
+        self.blocks.forget(sequence)
+        num_cached = sequence.num_cached
+        self.abort(sequence.request_id)
+        return SequenceUpdate(sequence.request_id, (), None, num_cached, error=error)

@@ -1,0 +1,180 @@
+"""Sequence state: tokens, progress counters C and N, and the state machine of the scheduler.
+
+Progress consists of two numbers, 0 <= C <= N: C = `num_computed` is the number of tokens whose KV is stored, N =
+`num_tokens` the number of all tokens, prompt and output. A step computes 0 < d <= N - C tokens, then C += d; a token is
+sampled only when C reaches N, and then N += 1; a step that verifies draft tokens adds the number of accepted tokens to
+both. Prefill, chunked prefill, decode, a prefix hit (start with C > 0), preemption (C back to 0, N kept) and the decode
+side of a hand-off (start with C = prompt, N = prompt + 1) are all changes of these two numbers (Kwon, "vLLM: an
+efficient inference engine for large language models", dissertation 2025, section 4.4).
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvferry.core.hashing import BlockNamer
+from kvferry.core.ids import BlockHash, RequestId
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.states import Machine
+from kvferry.engine.blocks.allocation import BlockTable
+
+
+class SequenceState(StrEnum):
+    """Scheduler state of a sequence."""
+
+    WAITING = "waiting"
+    """The sequence waits for admission and holds no pages."""
+    LOADING = "loading"
+    """The sequence waits for a load and holds the pages that a loader is filling."""
+    RUNNING = "running"
+    """The sequence takes part in steps and holds pages."""
+    FINISHED = "finished"
+    """The sequence has ended and holds no pages (they may have passed to an offer)."""
+
+
+class SequenceEvent(StrEnum):
+    """Event in a sequence's state machine."""
+
+    ADMIT = "admit"
+    LOAD = "load"
+    LOADED = "loaded"
+    LOAD_FAILED = "load_failed"
+    PREEMPT = "preempt"
+    FINISH = "finish"
+    ABORT = "abort"
+
+
+SEQUENCE_MACHINE = Machine(
+    name="sequence",
+    initial=SequenceState.WAITING,
+    final=frozenset({SequenceState.FINISHED}),
+    table={
+        (SequenceState.WAITING, SequenceEvent.ADMIT): SequenceState.RUNNING,
+        (SequenceState.WAITING, SequenceEvent.LOAD): SequenceState.LOADING,
+        (SequenceState.WAITING, SequenceEvent.ABORT): SequenceState.FINISHED,
+        (SequenceState.LOADING, SequenceEvent.LOADED): SequenceState.RUNNING,
+        (SequenceState.LOADING, SequenceEvent.LOAD_FAILED): SequenceState.WAITING,
+        (SequenceState.LOADING, SequenceEvent.ABORT): SequenceState.FINISHED,
+        (SequenceState.RUNNING, SequenceEvent.PREEMPT): SequenceState.WAITING,
+        (SequenceState.RUNNING, SequenceEvent.FINISH): SequenceState.FINISHED,
+        (SequenceState.RUNNING, SequenceEvent.ABORT): SequenceState.FINISHED,
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteKv:
+    """KV of a prefix of a sequence at a peer or in a tier. The scheduler reads only its token range."""
+
+    num_tokens: int
+    """Positions first_token .. num_tokens-1 can be loaded."""
+    source: object
+    """Input of the loader: an opened ticket, or keys of storage objects."""
+    label: str = "peer"
+    """Kind of the source, for reports and cost estimates."""
+    place: str = ""
+    """Instance of the source, such as a peer's worker id; costs are estimated separately for each instance."""
+    first_token: int = 0
+    """First position that can be loaded; earlier ones were in the prefix cache at the time of the lookup."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence in the engine. Owned by the scheduler."""
+
+    request_id: RequestId
+    tokens: list[int]
+    """Token ids: prompt, then generated tokens."""
+    num_prompt: int
+    sampling: SamplingParams
+    namer: BlockNamer
+    max_tokens_total: int
+    """Limit on N: the smaller of the context length and the number of prompt tokens plus max_tokens."""
+    eos_token_ids: frozenset[int]
+    arrival: int = 0
+    """Order of arrival: the earliest is scheduled first, the latest is preempted first."""
+    sample_index: int = 0
+    tenant: str = ""
+    exports: bool = False
+    """Whether to stop after one token and export the pages (on a prefill worker)."""
+    keeps: bool = False
+    """Whether to report the pages of the full blocks at the end, so that peers can read them while they are cached."""
+    remote: RemoteKv | None = None
+    is_asking: bool = False
+    """Whether a tier lookup is pending; admission skips the sequence until it completes."""
+    state: SequenceState = SEQUENCE_MACHINE.initial
+    num_computed: int = 0
+    table: BlockTable = field(default_factory=BlockTable)
+    names: list[BlockHash] = field(default_factory=list)
+    """Names of the full blocks hashed so far; a prefix of the hash chain."""
+    num_listed: int = 0
+    """Number of leading blocks that are in the prefix index."""
+    num_stored: int = 0
+    """Number of leading blocks that were stored in the tiers or loaded from them."""
+    num_told: int = 0
+    """Number of leading blocks that were reported as `Progress`."""
+    num_cached: int = 0
+    """Number of tokens found in the prefix cache at the first admission."""
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """N: tokens so far, prompt and output."""
+        return len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Number of generated tokens, including those generated by other workers."""
+        return len(self.tokens) - self.num_prompt
+
+    def move(self, event: SequenceEvent) -> None:
+        """Apply a state transition.
+
+        Raises:
+            InvariantBroken: the event is not allowed in the current state.
+        """
+        self.state = SEQUENCE_MACHINE.next(self.state, event)
+
+    def name_blocks(self) -> list[BlockHash]:
+        """Return the names of all full blocks of the current tokens; only new blocks are hashed."""
+        size = self.namer.block_tokens
+        while (len(self.names) + 1) * size <= len(self.tokens):
+            start = len(self.names) * size
+            parent = self.names[-1] if self.names else None
+            self.names.append(self.namer.name(parent, self.tokens[start : start + size]))
+        return self.names
+
+    def banned_now(self) -> tuple[int, ...]:
+        """Return the token ids banned for the next token: the end tokens, until `min_tokens` were generated."""
+        return self.banned_after(0)
+
+    def banned_after(self, count: int) -> tuple[int, ...]:
+        """Return the token ids banned after `count` more tokens; see `banned_now`."""
+        if self.num_generated + count >= self.sampling.min_tokens:
+            return ()
+        return (*sorted(self.eos_token_ids), *self.sampling.stop_token_ids)
+
+    def extend(self, drawn: tuple[SampledToken, ...]) -> tuple[tuple[SampledToken, ...], FinishReason | None]:
+        """Append sampled tokens up to the one that ends the sequence; return these tokens and the finish reason."""
+        if len(drawn) == 1:  # the most frequent case
+            return drawn, self.append(drawn[0].token_id)
+        for index, token in enumerate(drawn):
+            reason = self.append(token.token_id)
+            if reason is not None:
+                return drawn[: index + 1], reason
+        return drawn, None
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Append a sampled token; return the finish reason, or `None` if the sequence continues.
+
+        Stop conditions, in order: end of sequence or a stop token id (the token stays in the output), then length.
+        Stop strings are matched on detokenized text, outside the engine.
+        """
+        self.tokens.append(token_id)
+        if token_id in self.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if token_id in self.eos_token_ids and not self.sampling.ignore_eos:
+            return FinishReason.STOP
+        if self.num_tokens >= self.max_tokens_total:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,165 @@
+"""Step plan and step result: the interface between scheduler and runner.
+
+token_ids   [ p0 p1 p2 p3 | g0 g1 ]     all N tokens so far, prompt then generated
+positions     0  1  2  3    4  5
+              ^ num_computed = C          KV of positions < C is in the pages
+              [=======)                   this step computes positions C .. C+num_scheduled-1
+num_sampled   of the last scheduled rows are sampled; 0 unless C + num_scheduled >= N
+
+One token per step needs one sampled row. With speculative decoding, each draft token is a scheduled token and each row
+from the last known token on is sampled; the result has the number of accepted tokens (Leviathan et al., Fast Inference
+from Transformers via Speculative Decoding, 2023, algorithm 1).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from kvferry.core.errors import InvariantBroken, KvferryError
+from kvferry.core.ids import BlockId, RequestId
+from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.engine.blocks.allocation import PageCopy
+
+
+def is_decode(num_uncomputed: int) -> bool:
+    """Return whether a sequence with this number of uncomputed tokens decodes rather than prefills.
+
+    A sequence decodes if a single token remains to be computed: the last sampled token, or the last token of a prompt
+    whose other tokens are cached. Budgets, batches and cost estimates treat both alike.
+    """
+    return num_uncomputed == 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Part of a step that belongs to one sequence. The scheduler owns the lists; do not change or keep them."""
+
+    request_id: RequestId
+    token_ids: Sequence[int]
+    """All tokens so far, prompt then generated."""
+    num_prompt: int
+    """Number of prompt tokens in `token_ids`; presence and frequency penalties count only the generated tokens."""
+    num_computed: int
+    num_scheduled: int
+    """Number of tokens to compute in this step, at least 1."""
+    block_ids: Sequence[BlockId]
+    """Pages in order of position, at least for num_computed + num_scheduled tokens."""
+    num_sampled: int
+    """Number of sampled rows, which are the last of the scheduled rows; 0 if the prefill continues in the next step."""
+    sampling: SamplingParams
+    sample_index: int
+    """Index of the sequence among the request's `n` samples; selects the random stream."""
+    banned_token_ids: Sequence[int] = ()
+    """Tokens banned in this step (end tokens before `min_tokens`)."""
+    table_version: int = 0
+    """Version of the block table, 0 if unknown; while it is unchanged, blocks were only appended."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the sequence decodes in this step (see the function `is_decode`)."""
+        return is_decode(self.num_scheduled)
+
+    @property
+    def samples(self) -> bool:
+        """Whether any row of the sequence is sampled in this step."""
+        return self.num_sampled > 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Plan of one step; empty if no sequence can run."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    copies: tuple[PageCopy, ...] = ()
+    """Pages to copy, in this order, before the step writes any KV."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes, over all sequences."""
+        return sum(s.num_scheduled for s in self.scheduled)
+
+
+Sampled = SampledToken | KvferryError
+"""Result of sampling one row: its token, or the error of its sequence."""
+
+
+class SequenceOutput(NamedTuple):  # a tuple for speed, since one is created per sequence and step
+    """Result of a step for one sampled sequence. C grows by `accepted`, N by the number of tokens; then C = N - 1."""
+
+    tokens: tuple[SampledToken, ...]
+    """Accepted draft tokens in order of position, then the token sampled after them; not empty."""
+    accepted: int
+    """Number of leading scheduled tokens that were accepted; the KV of rejected tokens is overwritten later."""
+
+
+def check_output(
+    item: ScheduledSequence, output: SequenceOutput | None, num_computed: int, num_tokens: int
+) -> SequenceOutput:
+    """Check that an output matches its part of the step and the counters C and N that the sequence had before the step.
+
+    Raises:
+        InvariantBroken: an output has no sampled rows, sampled rows have no output, or the numbers of tokens and
+            accepted tokens do not lead to C = N - 1.
+    """
+    if output is None or not item.num_sampled:
+        raise InvariantBroken(f"request {item.request_id}: num_sampled={item.num_sampled} but output={output}")
+    tokens, accepted = len(output.tokens), output.accepted
+    is_bounded = 0 < accepted <= item.num_scheduled and 0 < tokens <= item.num_sampled
+    if not is_bounded or num_computed + accepted != num_tokens + tokens - 1:
+        raise InvariantBroken(
+            f"request {item.request_id}: {tokens} tokens from {item.num_sampled} rows, and {accepted} of"
+            f" {item.num_scheduled} scheduled tokens accepted, after C={num_computed} and N={num_tokens}"
+        )
+    return output
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Result of a step: one output per sampled sequence."""
+
+    outputs: Mapping[RequestId, SequenceOutput]
+    failures: Mapping[RequestId, KvferryError] = field(default_factory=dict)
+    """Errors of the sequences for which no token could be sampled; these sequences must end."""
+
+    @classmethod
+    def of(cls, scheduled: Sequence[ScheduledSequence], sampled: Sequence[Sampled]) -> "StepResult":
+        """Build a result in which all scheduled tokens are accepted; a sequence with an error in any row fails.
+
+        Args:
+            scheduled: the plan's sequences.
+            sampled: results of all sampled rows, in the order of the plan, then of position.
+        """
+        outputs: dict[RequestId, SequenceOutput] = {}
+        failures: dict[RequestId, KvferryError] = {}
+        row = 0
+        for s in scheduled:
+            tokens: list[SampledToken] = []
+            for one in sampled[row : row + s.num_sampled]:
+                if isinstance(one, KvferryError):
+                    failures.setdefault(s.request_id, one)
+                else:
+                    tokens.append(one)
+            if s.num_sampled and s.request_id not in failures:
+                outputs[s.request_id] = SequenceOutput(tuple(tokens), s.num_scheduled)
+            row += s.num_sampled
+        return cls(outputs, failures)
+
+
+def drawn_rows(scheduled: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
+    """Return the scheduled sequence of each sampled row, in the order of rows.
+
+    A sequence with several rows appears once per row, truncated after the row's token: a draw depends on the tokens up
+    to its row, on their number and on the request, and not on draft tokens after it.
+    """
+    rows: list[ScheduledSequence] = []
+    for s in scheduled:
+        if s.num_sampled == 1:
+            rows.append(s)
+        elif s.num_sampled:
+            last = s.num_computed + s.num_scheduled
+            rows += [_cut(s, end) for end in range(last - s.num_sampled + 1, last + 1)]
+    return rows
+
+
+def _cut(s: ScheduledSequence, end: int) -> ScheduledSequence:
+    return replace(s, token_ids=s.token_ids[:end], num_scheduled=end - s.num_computed, num_sampled=1)

@@ -1,0 +1,54 @@
+"""Step limits (tokens, sequences, chunks), and the remaining budget while a step is being planned."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.plan.step import is_decode
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Limits of one step."""
+
+    token_budget: int = 2048
+    """Maximum number of tokens in a step, over all sequences; bounds the step's time and activation memory."""
+    max_chunk_tokens: int = 512
+    """Maximum number of tokens of one sequence in a step, so that a long prompt does not stall other streams."""
+    max_mixed_tokens: int = 256
+    """Maximum number of prompt tokens, over all prompts, in a step in which other sequences decode; bounds their
+    inter-token latency (Agrawal et al., Sarathi-Serve, 2024, section 4.2)."""
+    max_sequences: int = 64
+    """Maximum number of sequences that hold pages."""
+    reserve_share: float = 0.01
+    """Share of pages that admission leaves free; without it, new sequences would take the last page and cause
+    preemptions."""
+
+
+class StepBudget:
+    """Remaining budget of a step while it is being planned."""
+
+    def __init__(self, limits: SchedulerLimits, running: Collection[Sequence], num_waiting: int) -> None:
+        prompts = sum(not is_decode(s.num_tokens - s.num_computed) for s in running)
+        self._chunk = limits.max_chunk_tokens
+        self.tokens = limits.token_budget
+        self._is_mixed = prompts < len(running)
+        self._of_prompts = min(self.tokens, limits.max_mixed_tokens) if self._is_mixed else self.tokens
+        self._in_line = prompts + num_waiting
+
+    def fit(self, wanted: int) -> int:
+        """Return how many of a sequence's `wanted` tokens fit. If other sequences decode, every prompt but the last
+        takes at most half of the remaining budget, so that a short prompt does not wait for the end of a long
+        prompt."""
+        most = min(wanted, self._chunk, self.tokens)
+        if is_decode(wanted):
+            return most
+        share = -(-self._of_prompts // 2) if self._is_mixed and self._in_line > 1 else self._of_prompts
+        return min(most, share)
+
+    def take(self, wanted: int, count: int) -> None:
+        """Consume budget for `count` of a sequence's `wanted` tokens."""
+        self.tokens -= count
+        if not is_decode(wanted):
+            self._of_prompts -= count
+            self._in_line -= 1

@@ -1,0 +1,44 @@
+"""Runner selection: the device runner on a GPU, otherwise the runner that samples on the host."""
+
+from kvferry.core.errors import UsageError
+from kvferry.engine.models.model import Model
+from kvferry.engine.run.runner import Runner
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kernels.families import device_kind
+
+AUTO, OFF = "auto", "off"
+CUDA_GRAPHS = (AUTO, OFF)
+"""Valid values of `cuda_graphs`: capture where possible, or never."""
+_FAMILY = "triton"
+
+
+def build_runner(model: Model, kv: PagedKv, *, max_sequences: int, cuda_graphs: str = AUTO) -> Runner:
+    """Build the runner for a model and its pages.
+
+    Args:
+        model: the model.
+        kv: the model's KV pages.
+        max_sequences: maximum number of sequences in a step.
+        cuda_graphs: one of `CUDA_GRAPHS`; only the GPU kernel family on a GPU can be captured.
+
+    Raises:
+        UsageError: `cuda_graphs` is unknown.
+        InvariantBroken: shape, dtype or device of the pages differ from the model's.
+    """
+    if cuda_graphs not in CUDA_GRAPHS:
+        raise UsageError(
+            f"unknown cuda_graphs {cuda_graphs!r}; expected one of {', '.join(CUDA_GRAPHS)}", field="cuda_graphs"
+        )
+    if device_kind(model.device) != "cuda" or model.kernels != _FAMILY:
+        return Runner(model, kv)
+    # Imported here because they import torch, which the compiled kernels do not need.
+    from kvferry.engine.gpu.graphs import CudaGraphs
+    from kvferry.engine.gpu.runner import DeviceRunner
+    from kvferry.engine.models.transformer import Transformer
+    from kvferry.engine.plan.graph_sizes import token_sizes
+    from kvferry.kernels.ops import device_ops_for
+
+    assert isinstance(model, Transformer)
+    ops = device_ops_for(model.device, model.kernels)
+    graphs = CudaGraphs(model.torch_device) if cuda_graphs == AUTO else None
+    return DeviceRunner(model, kv, ops, max_sequences=max_sequences, graphs=graphs, piece_rows=token_sizes())

@@ -1,0 +1,168 @@
+"""The host's sampler: samples each row with its request's parameters, independently of the batch.
+
+    logits ─ bias, bans ─ penalties ─ / temperature ─ softmax ─ top k ─ top p ─ min p ─ draw
+       └─ log-probabilities are taken here, from the unmodified logits
+
+A draw takes one uniform number u from the counter-based generator, keyed by (seed, sample, position), and walks the
+kept tokens, most probable first and lowest id first on ties, until the sum of their probabilities exceeds u times the
+sum over all kept tokens. All computations are in float64, row by row, so that the same logits give the same token in
+any batch. Greedy sampling takes the first token of that order.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import InvalidRequest, InvariantBroken
+from kvferry.core.philox import uniform
+from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.engine.models.model import Logits
+from kvferry.engine.plan.sampling_plan import SamplingPath, alters, drawn_seed, none_left, not_finite, sampling_path
+from kvferry.engine.plan.step import Sampled, ScheduledSequence
+
+Floats = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+
+_HEAD_TOKENS = (512, 8192)
+"""Numbers of most likely tokens that a draw sorts first. Most draws select one of these tokens; sorting a whole
+vocabulary of 49,152 tokens takes ten times as long."""
+
+
+def sample(logits: Logits, sequences: Sequence[ScheduledSequence]) -> list[Sampled]:
+    """Sample one token for each row. The result of a row with a non-finite logit, or without a token to sample, is an
+    error; other rows are not affected.
+
+    Args:
+        logits: logits of R rows.
+        sequences: the R sequences, in the order of rows.
+
+    Raises:
+        InvariantBroken: a sequence that samples has no seed.
+    """
+    return [
+        not_finite(s)
+        if not logits.finite[row]
+        else SampledToken(logits.greedy[row])
+        if sampling_path(s) is SamplingPath.BEST
+        else _sample_row(logits.values[row], s)
+        for row, s in enumerate(sequences)
+    ]
+
+
+def _sample_row(row: npt.NDArray[np.float32], s: ScheduledSequence) -> Sampled:
+    raw = row.astype(np.float64)
+    try:
+        adjusted = adjust(raw, s) if alters(s) else raw
+    except InvalidRequest as error:
+        return error
+    if s.sampling.is_greedy:
+        token = int(adjusted.argmax())
+    else:
+        token = draw(adjusted, s.sampling, uniform(drawn_seed(s), s.sample_index, len(s.token_ids)))
+    if s.sampling.logprobs is None:
+        return SampledToken(token)
+    return _with_logprobs(raw, token, s.sampling.logprobs)
+
+
+def adjust(logits: Floats, s: ScheduledSequence) -> Floats:
+    """Apply bias, bans and penalties to one row of logits; return a new array.
+
+    Presence and frequency count generated tokens, as OpenAI defines them. Repetition divides positive and multiplies
+    negative logits of every token in prompt or output (Keskar et al., CTRL, 2019).
+
+    Raises:
+        InvalidRequest: every token is banned.
+    """
+    p, out = s.sampling, logits.copy()
+    known = {token: bias for token, bias in p.logit_bias.items() if token < len(out)}
+    if known:
+        out[list(known)] += list(known.values())
+    if p.repetition_penalty != 1.0:
+        seen = np.array(sorted(set(s.token_ids)), dtype=np.int64)
+        out[seen] = np.where(out[seen] > 0, out[seen] / p.repetition_penalty, out[seen] * p.repetition_penalty)
+    if p.presence_penalty or p.frequency_penalty:
+        counts = Counter(s.token_ids[s.num_prompt :])
+        if counts:
+            times = np.array(list(counts.values()), dtype=np.float64)
+            out[list(counts)] -= p.frequency_penalty * times + p.presence_penalty
+    if s.banned_token_ids:
+        out[[token for token in s.banned_token_ids if token < len(out)]] = -np.inf
+    if not np.isfinite(out.max()):
+        raise none_left(s)
+    return out
+
+
+def draw(logits: Floats, params: SamplingParams, u: float) -> int:
+    """Return the token id selected by the random number `u`.
+
+    Args:
+        logits: [vocabulary] float64; minus infinity for banned tokens.
+        params: parameters of the draw; the temperature must be above 0.
+        u: random number in [0, 1).
+    """
+    with np.errstate(over="ignore", under="ignore"):  # with a tiny temperature all weights except the largest underflow
+        weights = np.exp((logits - logits.max()) / params.temperature)
+    for count in (*_HEAD_TOKENS, len(weights)):
+        head = _head(weights, max(count, params.top_k))
+        ids = _by_weight(weights, head)
+        token = _walk(weights[ids], weights, params, u, is_all=head is None)
+        if token is not None:
+            return int(ids[token])
+    raise InvariantBroken("a draw selected no token")
+
+
+def _head(weights: Floats, count: int) -> Ids | None:
+    """Return the ids of the `count` tokens with the largest weights and of all tokens that tie with the last of them;
+    `None` if these are all tokens."""
+    if count >= len(weights):
+        return None
+    least = np.partition(weights, len(weights) - count)[len(weights) - count]
+    return np.flatnonzero(weights >= least)
+
+
+def _by_weight(weights: Floats, ids: Ids | None) -> Ids:
+    """Sort ids by descending weight, lowest id first on ties; `None` sorts all tokens."""
+    if ids is None:
+        return np.argsort(-weights, kind="stable")
+    return ids[np.argsort(-weights[ids], kind="stable")]
+
+
+def _walk(head: Floats, weights: Floats, params: SamplingParams, u: float, *, is_all: bool) -> int | None:
+    """Return the index in `head` of the selected token; `None` if the head is too short.
+
+    Args:
+        head: the largest weights in descending order; all weights if `is_all`.
+        weights: all weights, in order of id.
+    """
+    kept = head[: params.top_k] if params.top_k else head
+    sums = np.cumsum(kept)
+    is_cut = is_all or params.top_k > 0  # no token after `kept` can be selected
+    if params.top_p < 1.0 or params.min_p > 0.0:
+        whole = float(sums[-1]) if is_cut else float(weights.sum())
+        num_kept = len(kept)
+        if params.top_p < 1.0:
+            # Shortest prefix with total probability top_p; due to rounding, the sum of all may be slightly below top_p.
+            num_kept = min(num_kept, int(np.searchsorted(sums, params.top_p * whole)) + 1)
+            is_cut = is_cut or sums[-1] >= params.top_p * whole
+        if params.min_p > 0.0:
+            heavy = int(np.searchsorted(-kept, -params.min_p * kept[0], side="right"))
+            is_cut = is_cut or heavy < len(kept)
+            num_kept = min(num_kept, max(heavy, 1))
+        if not is_cut:
+            return None  # the cut is beyond the head, so the kept tokens are unknown
+        sums = sums[:num_kept]
+    target = u * (float(sums[-1]) if is_cut else float(weights.sum()))
+    if target >= sums[-1]:
+        # Only rounding can make `u * sum` reach the sum; then a longer head is needed, unless the head has all tokens.
+        return len(sums) - 1 if is_cut else None
+    return int(np.searchsorted(sums, target, side="right"))
+
+
+def _with_logprobs(raw: Floats, token: int, num_top: int) -> SampledToken:
+    highest = raw.max()
+    norm = highest + np.log(np.exp(raw - highest).sum())
+    head = _by_weight(raw, _head(raw, num_top)) if num_top else np.empty(0, dtype=np.int64)
+    top = tuple((int(t), float(raw[t] - norm)) for t in head[:num_top])
+    return SampledToken(token, float(raw[token] - norm), top)

@@ -1,0 +1,49 @@
+"""Engine settings: one dataclass, passed unchanged from the command line to `engine.build`."""
+
+from dataclasses import dataclass, field
+
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.kv.pricing.price import LoadPolicy
+
+LOAD_FORMATS = ("auto", "dummy")
+"""Valid values of `load_format`: weights from the model's files, or random weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of one engine and its model."""
+
+    model: str
+    """A catalog name, a `.gguf` file or a folder with safetensors files; a key of `model.shapes.SHAPES` if
+    `load_format` is "dummy"."""
+    served_name: str = ""
+    """Model name in the API; if empty, the model's own name."""
+    load_format: str = "auto"
+    """One of `LOAD_FORMATS`. `dummy` generates random weights and has no tokenizer: prompts are token ids."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: a GPU if torch detects one. Pages are on the same device."""
+    dtype: str = "auto"
+    """Data type of KV and activations: `float32`, `bfloat16`, `float16`, `int8` (KV only, compiled kernels), or `auto`:
+    bfloat16 with compiled kernels and on GPUs, otherwise float32 or bfloat16, whichever is measured to be faster.
+    Between workers with equal types KV is copied unchanged; otherwise it is converted."""
+    weights: str = "shipped"
+    """Weight format, a key of `models.build.WEIGHTS`; the same for all workers of a pool."""
+    numerics: str = "exact"
+    """Precision of matrix product inputs, one of `models.build.NUMERICS`; the same for all workers of a pool."""
+    kernels: str = "auto"
+    """Kernels, one of `models.build.KERNELS`."""
+    cuda_graphs: str = "auto"
+    """CUDA graph capture of steps on a GPU, one of `run.build_runner.CUDA_GRAPHS`."""
+    threads: int = 0
+    """Compute threads; 0 uses one thread per available core."""
+    kv_bytes: int = 1 << 30
+    """Memory for KV pages, in bytes."""
+    block_tokens: int = 16
+    """Tokens per block; 16 is the usual trade-off between internal fragmentation and table length."""
+    max_model_tokens: int = 0
+    """Context length in tokens, prompt and output together; 0 uses the model's maximum."""
+    limits: SchedulerLimits = field(default_factory=SchedulerLimits)
+    load_policy: LoadPolicy = LoadPolicy.PRICE
+    """When to load KV from peers and tiers: if it is estimated to be faster, or always."""
+    seed: int = 0
+    """Seed of random weights."""

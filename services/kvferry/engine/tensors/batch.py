@@ -1,0 +1,136 @@
+"""Flattened batch of a step: one row per scheduled token, with positions, slot mapping and block tables.
+
+    slot of the token at position p  =  block_ids[p // B] * B  +  p % B
+
+Positions restart in each sequence; only the block tables are padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """Inputs of a step, int64 arrays on the host; models copy them to their device."""
+
+    token_ids: Ints
+    """[T]: input token of each row."""
+    positions: Ints
+    """[T]: position of each row in its sequence."""
+    slots: Ints
+    """[T]: KV slot to which each row's key and value are written."""
+    queries: Ints
+    """[sequences]: number of rows of each sequence, at least 1."""
+    contexts: Ints
+    """[sequences]: context length of each sequence after this step's writes."""
+    block_tables: Ints
+    """[sequences, maximum blocks]: page id of each block, padded with 0."""
+    sample_rows: Ints
+    """[R]: indices of the sampled rows, the last `num_sampled` of each sequence, in the order of the plan."""
+
+
+def build_batch(plan: StepPlan, *, block_tokens: int) -> StepBatch:
+    """Build the arrays of a non-empty plan.
+
+    Raises:
+        InvariantBroken: a sequence has fewer pages or tokens than the plan needs.
+    """
+    scheduled = plan.scheduled
+    if all(s.is_decode for s in scheduled):
+        return _one_row_each(scheduled, block_tokens)
+    computed = np.array([s.num_computed for s in scheduled], dtype=np.int64)
+    queries = np.array([s.num_scheduled for s in scheduled], dtype=np.int64)
+    contexts = computed + queries
+    needed = -(-contexts // block_tokens)
+    table = _table(scheduled, needed.tolist())
+    ends = np.cumsum(queries)
+    owner = np.repeat(np.arange(len(scheduled)), queries)
+    positions = np.arange(int(ends[-1])) - np.repeat(ends - queries - computed, queries)
+    slots = table[owner, positions // block_tokens] * block_tokens + positions % block_tokens
+    tokens = [token for s in scheduled for token in s.token_ids[s.num_computed : s.num_computed + s.num_scheduled]]
+    sampled = np.array([s.num_sampled for s in scheduled], dtype=np.int64)
+    return StepBatch(
+        token_ids=np.array(tokens, dtype=np.int64),
+        positions=positions,
+        slots=slots,
+        queries=queries,
+        contexts=contexts,
+        block_tables=table,
+        sample_rows=_last_rows(ends, sampled),
+    )
+
+
+def _last_rows(ends: Ints, counts: Ints) -> Ints:
+    """Return row indices [R]: for each sequence, the last `counts` rows before its end in `ends`."""
+    totals = np.cumsum(counts)
+    return np.arange(int(totals[-1])) - np.repeat(totals - ends, counts)
+
+
+def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int) -> StepBatch:
+    """Build the arrays of a pure decode step from a few lists instead of a dozen small arrays. Such steps are the most
+    frequent, and caches are cold after each step, so that every numpy call takes several times longer than in a
+    benchmark loop."""
+    positions = [s.num_computed for s in scheduled]
+    table = _table(scheduled, [position // block_tokens + 1 for position in positions])
+    tokens = [s.token_ids[position] for s, position in zip(scheduled, positions, strict=True)]
+    slots = slots_of(scheduled, positions, block_tokens)
+    samples = [row for row, s in enumerate(scheduled) if s.num_sampled]
+    rows = np.array((tokens, positions, slots), dtype=np.int64)
+    return StepBatch(
+        token_ids=rows[0],
+        positions=rows[1],
+        slots=rows[2],
+        queries=np.ones(len(scheduled), dtype=np.int64),
+        contexts=rows[1] + 1,
+        block_tables=table,
+        sample_rows=np.array(samples, dtype=np.int64),
+    )
+
+
+def _table(scheduled: tuple[ScheduledSequence, ...], needed: list[int]) -> Ints:
+    """Check the numbers of tokens and pages, and build the block tables [sequences, maximum blocks]."""
+    check_room(scheduled, needed)
+    table = np.zeros((len(scheduled), max(needed)), dtype=np.int64)
+    for row, (s, blocks) in enumerate(zip(scheduled, needed, strict=True)):
+        table[row, :blocks] = s.block_ids[:blocks]
+    return table
+
+
+def slots_of(scheduled: Sequence[ScheduledSequence], positions: Sequence[int], block_tokens: int) -> list[int]:
+    """Return the KV slots of one token per sequence, at the given positions."""
+    return [
+        s.block_ids[position // block_tokens] * block_tokens + position % block_tokens
+        for s, position in zip(scheduled, positions, strict=True)
+    ]
+
+
+def check_room(scheduled: Sequence[ScheduledSequence], needed: Sequence[int], on_device: Sequence[bool] = ()) -> None:
+    """Check that every sequence has the tokens and pages required by a plan.
+
+    Args:
+        scheduled: the plan's sequences.
+        needed: number of blocks of each sequence.
+        on_device: whether each sequence's input token is on the device and need not be in `token_ids`; default: none.
+
+    Raises:
+        InvariantBroken: a sequence has too few tokens or pages.
+    """
+    for s, blocks, is_there in zip(scheduled, needed, on_device or [False] * len(needed), strict=True):
+        end = s.num_computed + s.num_scheduled
+        if s.num_scheduled < 1 or end > len(s.token_ids) + is_there or blocks > len(s.block_ids):
+            raise InvariantBroken(
+                f"request {s.request_id}: {s.num_scheduled} tokens scheduled after {s.num_computed}, of"
+                f" {len(s.token_ids)} tokens and {len(s.block_ids)} pages"
+            )
+        if s.num_sampled > s.num_scheduled:
+            raise InvariantBroken(
+                f"request {s.request_id}: {s.num_sampled} of {s.num_scheduled} rows are to be sampled"
+            )

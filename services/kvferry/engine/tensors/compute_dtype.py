@@ -1,0 +1,55 @@
+"""Selection of the KV's data type: as requested, bfloat16, or, with torch on a CPU, whichever type is measured to be
+faster.
+
+Torch computes in the data type of the KV. Bfloat16 halves the bytes, but whether torch is faster with it depends on the
+CPU: with AVX-512 BF16 or AMX it is; otherwise torch converts each weight during the product and may be slower.
+Therefore `auto` measures the model's largest projections.
+"""
+
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.dtypes import BFLOAT16, DTYPES
+from kvferry.core.errors import UsageError
+from kvferry.engine.models.build import level_of, resolve_kernels
+from kvferry.kernels.families import device_kind
+from kvferry.model.config import ModelConfig
+
+AUTO = "auto"
+
+
+def choose_dtype(
+    wanted: str,
+    config: ModelConfig,
+    *,
+    kernels: str = "auto",
+    device: str = "cpu",
+    clock: Clock | None = None,
+) -> str:
+    """Choose the data type of a model's KV; return one of `DTYPES`.
+
+    Args:
+        wanted: `auto`, or one of `DTYPES`.
+        config: the model, whose shapes are measured for `auto`.
+        kernels: one of `models.build.KERNELS`.
+        device: device of the model.
+        clock: clock of the measurement; default: the system's clock.
+
+    Raises:
+        UsageError: `wanted` is unknown.
+    """
+    if wanted in DTYPES:
+        return wanted
+    if wanted != AUTO:
+        raise UsageError(f"unknown dtype {wanted!r}; expected one of {', '.join([AUTO, *DTYPES])}", field="dtype")
+    if not is_measured(wanted, config, kernels=kernels, device=device):
+        return BFLOAT16
+    from kvferry.engine.tensors.faster_dtype import faster_dtype  # imports torch; the other choices do not need it
+
+    return faster_dtype(config, device=device, clock=clock or SystemClock())
+
+
+def is_measured(wanted: str, config: ModelConfig, *, kernels: str = "auto", device: str = "cpu") -> bool:
+    """Return whether the choice needs a measurement, which is the case with torch on a CPU. With the compiled kernels
+    and on GPUs, bfloat16 has no conversion cost."""
+    if wanted != AUTO or device_kind(device) != "cpu":
+        return False
+    return not level_of(resolve_kernels(kernels, config, BFLOAT16, device))

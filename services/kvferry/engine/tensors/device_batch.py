@@ -1,0 +1,51 @@
+"""Batch arrays on a torch device, copied without synchronization."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.engine.blocks.allocation import PageCopy
+from kvferry.engine.tensors.batch import StepBatch
+from kvferry.kernels.batch import AttentionBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceBatch:
+    """The arrays of a `StepBatch` on a device. `attention` also has the host arrays from which attention is planned."""
+
+    token_ids: torch.Tensor
+    """[T] int64: input token of each row."""
+    positions: torch.Tensor
+    """[T] int64: position of each row in its sequence."""
+    attention: AttentionBatch
+    sample_rows: torch.Tensor
+    """[R] int64: indices of the sampled rows."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, device: torch.device) -> "DeviceBatch":
+        """Copy a batch to the device, asynchronously."""
+
+        def moved(values: npt.NDArray[np.int64]) -> torch.Tensor:
+            return to_device(torch.from_numpy(values), device)
+
+        attention = AttentionBatch(batch.queries, batch.contexts, batch.block_tables, moved(batch.slots))
+        return cls(moved(batch.token_ids), moved(batch.positions), attention, moved(batch.sample_rows))
+
+
+def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a host tensor to the device asynchronously; torch keeps the pinned memory until the copy is complete."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=device.type == "cuda")
+
+
+def sent_copies(copies: Sequence[PageCopy], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy the source and target page numbers of page copies to the device, asynchronously; return [N] int64 each."""
+    count = len(copies)
+    # The row length is even, since Triton recompiles a kernel for pointers that are not 16-byte aligned.
+    numbers = np.zeros((2, count + count % 2), np.int64)
+    numbers[0, :count] = [copy.source for copy in copies]
+    numbers[1, :count] = [copy.target for copy in copies]
+    sources, targets = to_device(torch.from_numpy(numbers), device)[:, :count].unbind()
+    return sources, targets

@@ -1,0 +1,140 @@
+"""Paged KV memory of one engine: one contiguous range of pages in host memory or on a device.
+
+    [pages][layers][K, V][kv heads][block tokens][head dim]
+
+With int8, the scales of a head's tokens follow their codes; `kv.pages.layout` has the full definition.
+
+All layers of a page are one contiguous range, so that a page is one transfer descriptor. The memory is allocated here,
+or is a buffer that a connector has registered or shared. Torch is imported only if its kernels are used.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import InvariantBroken, UsageError
+from kvferry.engine.blocks.allocation import PageCopy, copy_rounds
+from kvferry.engine.tensors.device import CPU
+from kvferry.kv.pages.layout import KvLayout
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Buffer
+
+_ALIGNMENT = 4096
+
+
+class PagedKv:
+    """KV pages of one engine and their layout. Create it with `allocate` or `over`."""
+
+    __slots__ = ("_memory", "_pages", "address", "device", "layout", "num_blocks")
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        *,
+        memory: npt.NDArray[np.uint8] | None = None,
+        pages: "torch.Tensor | None" = None,
+    ) -> None:
+        """Exactly one of `memory` (host memory) and `pages` (a tensor on a device) must be set."""
+        self.layout = layout
+        self.num_blocks = num_blocks
+        """Pages in the pool."""
+        self._memory = memory
+        self._pages = pages
+        self.device = CPU if pages is None else str(pages.device)
+        """Device of the pages, as a torch device string."""
+        self.address = 0 if memory is None else memory.ctypes.data
+        """Address of the first page in host memory; 0 if the pages are on a device."""
+
+    @classmethod
+    def allocate(cls, layout: KvLayout, num_blocks: int, device: object = CPU) -> "PagedKv":
+        """Allocate pages, and fault in their memory now, so that requests do not wait for page faults.
+
+        Args:
+            layout: layout of each page.
+            num_blocks: number of pages.
+            device: a torch device or its name.
+        """
+        if str(device) != CPU:
+            import torch
+
+            dtype: torch.dtype = getattr(torch, layout.dtype)
+            return cls(
+                layout, num_blocks, pages=torch.zeros((num_blocks, *layout.dims), dtype=dtype, device=str(device))
+            )
+        size = num_blocks * layout.block_bytes
+        memory = np.empty(size + _ALIGNMENT, np.uint8)
+        memory = memory[-memory.ctypes.data % _ALIGNMENT :][:size]
+        memory[:] = 0
+        return cls(layout, num_blocks, memory=memory)
+
+    @classmethod
+    def over(cls, layout: KvLayout, buffer: "Buffer") -> "PagedKv":
+        """Use an existing writable buffer as pages, as many as fit; the buffer's content is not changed.
+
+        Raises:
+            UsageError: the buffer is smaller than one page.
+        """
+        num_blocks = memoryview(buffer).nbytes // layout.block_bytes
+        if num_blocks == 0:
+            raise UsageError(
+                f"a buffer of {memoryview(buffer).nbytes} bytes is smaller than a page of {layout.block_bytes} bytes",
+                field="num_blocks",
+            )
+        memory = np.frombuffer(memoryview(buffer), np.uint8, count=num_blocks * layout.block_bytes)
+        return cls(layout, num_blocks, memory=memory)
+
+    @property
+    def pages(self) -> "torch.Tensor":
+        """All pages as one contiguous tensor [pages, layers, 2, kv heads, block tokens, head dim]. Not available with
+        int8."""
+        if self._pages is None:
+            import torch
+
+            assert self._memory is not None
+            with torch.inference_mode(
+                mode=False
+            ):  # otherwise a first access in inference mode would restrict later uses of the tensor
+                flat = torch.from_numpy(self._memory).view(getattr(torch, self.layout.dtype))
+                self._pages = flat.view(self.num_blocks, *self.layout.dims)
+        return self._pages
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Make a step's page copies, with the same result as copying the pages in list order.
+
+        In host memory the copies are complete on return. On a GPU they are launched on the current stream, and the host
+        does not wait.
+
+        Raises:
+            InvariantBroken: the source or target of a copy is not a page of the pool; no page was copied.
+        """
+        self.check_copies(copies)
+        if self._memory is not None:
+            rows = self._memory.reshape(self.num_blocks, -1)
+            for copy in copies:
+                rows[copy.target] = rows[copy.source]
+            return
+        import torch
+
+        from kvferry.engine.tensors.device_batch import sent_copies
+
+        with torch.inference_mode():
+            for group in copy_rounds(copies):
+                sources, targets = sent_copies(group, self.pages.device)
+                self.pages.index_copy_(0, targets, self.pages.index_select(0, sources))
+
+    def check_copies(self, copies: Sequence[PageCopy]) -> None:
+        """Check that every copy is between two pages of the pool.
+
+        Raises:
+            InvariantBroken: a page does not exist.
+        """
+        for copy in copies:
+            if not (0 <= copy.source < self.num_blocks and 0 <= copy.target < self.num_blocks):
+                raise InvariantBroken(
+                    f"cannot copy page {copy.source} to page {copy.target} of {self.num_blocks} pages"
+                )

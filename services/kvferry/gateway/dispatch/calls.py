@@ -1,0 +1,41 @@
+"""Builds the gRPC requests that the dispatcher sends to workers for a sample."""
+
+from kvferry.core.ids import new_ticket_id
+from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.rpc import wire
+from kvferry.v1 import decode_pb2, prefill_pb2
+
+
+def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.PrefillRequest:
+    """Build the `Prefill.Run` request: compute the prompt, sample the first token and offer the blocks under a new
+    ticket id.
+
+    Args:
+        prior_turn_ticket: sealed ticket for the blocks of a prior turn; empty if there is no such ticket.
+    """
+    asked = run.request
+    return prefill_pb2.PrefillRequest(
+        request_id=asked.request_id,
+        token_ids=asked.token_ids,
+        sampling=wire.sampling_to_wire(asked.sampling),
+        sample_index=asked.sample_index,
+        tenant=asked.tenant,
+        offer=True,
+        ticket_id=new_ticket_id(),
+        prior_turn_ticket=prior_turn_ticket,
+    )
+
+
+def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
+    """Build the `Decode.Run` request: continue from the prompt and the emitted tokens, and return a ticket for the
+    cached blocks."""
+    asked = run.request
+    return decode_pb2.DecodeRequest(
+        request_id=asked.request_id,
+        token_ids=run.token_ids,
+        num_generated=len(run.emitted),
+        sampling=wire.sampling_to_wire(asked.sampling),
+        sample_index=asked.sample_index,
+        tenant=asked.tenant,
+        want_cached_ticket=True,
+    )

@@ -1,0 +1,243 @@
+"""Runs one sample through prefill and decode workers and resumes it after a worker loss.
+
+    QUEUED --Prefill.Run--> OFFERED --Decode.Run(ticket)--> FETCHING --> DECODING --> DONE
+       ^                       |                                |            |
+       +----- lost call -------+---- ticket dropped  -----------+------------+
+
+A stream that loses its decode worker continues on another worker from the prompt and the emitted tokens. Sampling
+depends only on seed and position, so the output is the same. `obligations.DUTIES` lists the clean-up for each exit.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Never
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    KvferryError,
+    Overloaded,
+    RequestCancelled,
+    RequestRefused,
+    Unavailable,
+)
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.sampling import FinishReason
+from kvferry.gateway.config import DispatchConfig
+from kvferry.gateway.dispatch.ending import Ending
+from kvferry.gateway.dispatch.journal import Journal
+from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
+from kvferry.gateway.dispatch.prior_turns import Turns
+from kvferry.gateway.dispatch.releases import Releases, Sleep
+from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS, RouteSelection
+from kvferry.gateway.dispatch.worker_calls import WorkerCalls
+from kvferry.gateway.dispatch.worker_loss import WorkerLost
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.fleet.waiting_room import WaitingRoom
+from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
+from kvferry.gateway.lifecycle.sample_run import SampleRun, Verdict, judge
+from kvferry.rpc.text.token_source import TokenEvent, TokenRequest
+
+_MAX_TICKET_LOSSES = 2
+"""Number of decode workers lost with the same ticket after which the ticket is dropped and the prompt recomputed,
+since the ticket may be the cause."""
+
+
+class Dispatcher:
+    """Implements `TokenSource` on a fleet of workers."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        clock: Clock,
+        config: DispatchConfig,
+        *,
+        instruments: Instruments | None = None,
+        room: WaitingRoom | None = None,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        """
+        Args:
+            fleet: the workers; the caller starts and stops the fleet.
+            clock: for deadlines and timings; the time base of `TokenRequest.arrived` and `TokenRequest.deadline`.
+            config: routing, retries and limits.
+            instruments: metrics; `None` creates them in a new registry.
+            room: holds samples until a pool has its first worker; `None` if samples wait only for a worker that may
+                recover.
+            sleep: called to wait between attempts.
+        """
+        self._fleet = fleet
+        self._clock = clock
+        self._retry = config.retry
+        self._max_streams = config.max_streams
+        self._instruments = instruments or Instruments()
+        self._room = room
+        self._sleep = sleep
+        self.journal = Journal()
+        namers = BlockNamers(config.tenant_key)
+        self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
+        self._ending = Ending(self._releases, clock, self._instruments)
+        self._routes = RouteSelection(fleet, config.routing, namers, self._instruments)
+        self._calls = WorkerCalls(
+            fleet,
+            clock,
+            Turns(fleet, namers),
+            KvPrefetches(fleet, config.routing.kv_prefetch_tokens),
+            self._releases,
+            self._ending,
+            self._instruments,
+        )
+        self.open_streams = 0
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Generate one sample's tokens; see `rpc.text.token_source.TokenSource.stream`."""
+        if self.open_streams >= self._max_streams:
+            raise Overloaded(
+                f"{self.open_streams} streams are open; max_streams is {self._max_streams}",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+        run = SampleRun(request)
+        self.open_streams += 1
+        self._no_streams.clear()
+        self._instruments.streams_open.inc()
+        try:
+            async with aclosing(self._serve(run)) as events:
+                async for event in events:
+                    yield event
+        except KvferryError:
+            self._ending.end(run, Event.FAIL)
+            raise
+        finally:
+            self._ending.end(run, Event.CANCEL)
+            self.journal.add(run)
+            self._instruments.streams_open.dec()
+            self.open_streams -= 1
+            if self.open_streams == 0:
+                self._no_streams.set()
+
+    async def wait_idle(self) -> None:
+        """Return when no stream is open and no clean-up is in flight."""
+        while self.open_streams or self._releases.count:
+            await self._no_streams.wait()
+            await self._releases.drain()
+
+    async def _serve(self, run: SampleRun) -> AsyncGenerator[TokenEvent, None]:
+        last_event_at = self._clock.monotonic()
+        while run.state not in MACHINE.final:
+            try:
+                if run.is_complete:
+                    yield self._complete(run)
+                    return
+                route = self._routes.select(run, self._ending.drop_ticket)
+                remaining = self._remaining(run)
+                steps = (
+                    self._calls.decode(run, route.decode, remaining)
+                    if route.prefill is None
+                    else self._calls.prefill(run, route, route.prefill, remaining)
+                )
+                async with aclosing(steps) as events:
+                    async for event in events:
+                        now = self._clock.monotonic()
+                        if len(run.emitted) > len(event.tokens):
+                            self._instruments.token_gap_seconds.observe(now - last_event_at)
+                        last_event_at = now
+                        yield event
+            except WorkerLost as lost:
+                if lost.address is None and not run.failures and not run.emitted:
+                    await self._first_worker(run, lost.error)
+                else:
+                    self._take_loss(run, lost)
+                    await self._pause(run)
+
+    # -- failures --------------------------------------------------------------------------------------------------
+
+    def _take_loss(self, run: SampleRun, lost: WorkerLost) -> None:
+        """Set the sample to a state from which the next attempt can start.
+
+        Raises:
+            KvferryError: the error is final, or the retries are exhausted.
+        """
+        error, address = lost.error, lost.address
+        if run.state in (State.PREFILLING, State.FETCHING, State.DECODING):
+            run.on(Event.LOSE)
+        verdict = judge(error)
+        if verdict is Verdict.FATAL:
+            self._refuse(run, error)
+        run.failed(error, None if verdict is Verdict.DROP_TICKET else address, in_failed_step=lost.in_failed_step)
+        if verdict is Verdict.SUSPECT and address is not None:
+            self._fleet.suspect(address, error.message)
+            if run.ticket is not None:
+                run.ticket = replace(run.ticket, losses=run.ticket.losses + 1)
+        if run.ticket is not None and (verdict is Verdict.DROP_TICKET or run.ticket.losses >= _MAX_TICKET_LOSSES):
+            self._ending.drop_ticket(run, "decode_failed")
+        if run.failed_steps >= self._retry.max_failed_steps:
+            raise RequestRefused(
+                f"{run.failed_steps} workers failed in a row while they computed this request "
+                f"(the last one, {address}: {error.message}); it is not tried again, since it may be the cause"
+            ) from error
+        if run.failures > self._retry.max_failures:
+            self._refuse(run, error)
+        self._instruments.retries.labels(error.reason).inc()
+
+    def _refuse(self, run: SampleRun, error: KvferryError) -> Never:
+        if isinstance(error, DeadlinePassed):
+            raise self._deadline_passed(run) from error
+        was_valid = isinstance(error, InvalidRequest) and error.reason != "NO_TOKEN_LEFT" and run.emitted
+        if isinstance(error, RequestCancelled) or was_valid:
+            # The client did not cancel, and its request was valid when it began.
+            raise Unavailable(f"no worker could finish the stream: {error.message}") from error
+        raise error
+
+    async def _first_worker(self, run: SampleRun, error: KvferryError) -> None:
+        """Wait until a route for a new sample exists; a recovered worker is detected with some delay.
+
+        Raises:
+            KvferryError: `error`, or a deadline error, if no route exists in time.
+        """
+        if self._room is not None:
+            if not await self._room.wait(lambda: self._routes.exists(run), self._remaining(run)):
+                self._remaining(run)
+                self._refuse(run, self._room.gave_up())
+        elif not self._fleet.may_recover():
+            self._refuse(run, error)
+        else:
+            try:
+                async with asyncio.timeout(min(self._retry.first_worker_seconds, self._remaining(run))):
+                    await self._fleet.wait_until(lambda _: self._routes.exists(run))
+            except TimeoutError:
+                self._refuse(run, error)
+        run.failed(error, None)
+
+    async def _pause(self, run: SampleRun) -> None:
+        seconds = run.backoff_seconds(self._retry, elsewhere=self._routes.exists_elsewhere(run))
+        if seconds > 0:
+            await self._sleep(min(seconds, self._remaining(run)))
+
+    def _remaining(self, run: SampleRun) -> float:
+        """Return the time until the sample's deadline in seconds, greater than 0.
+
+        Raises:
+            DeadlinePassed: the deadline has passed.
+        """
+        limit = run.request.arrived + self._retry.request_timeout_seconds
+        deadline = limit if run.request.deadline is None else min(limit, run.request.deadline)
+        remaining = deadline - self._clock.monotonic()
+        if remaining <= 0:
+            raise self._deadline_passed(run)
+        return remaining
+
+    def _deadline_passed(self, run: SampleRun) -> DeadlinePassed:
+        return DeadlinePassed(
+            f"the deadline passed after {len(run.emitted)} of {run.request.sampling.max_tokens} tokens"
+        )
+
+    def _complete(self, run: SampleRun) -> TokenEvent:
+        self._ending.drop_ticket(run, "finished")
+        self._ending.end(run, Event.FINISH)
+        return run.emit((), FinishReason.LENGTH, self._clock.monotonic())

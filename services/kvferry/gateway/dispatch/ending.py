@@ -1,0 +1,41 @@
+"""Ends a sample on every path: releases its ticket, records its timing and usage."""
+
+from kvferry.core.clock import Clock
+from kvferry.gateway.dispatch.releases import Releases
+from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.lifecycle.obligations import DUTIES, MACHINE, Duty, Event
+from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.rpc.text.text_stream import Usage
+
+
+class Ending:
+    """Ends the samples of one gateway. Used on the event loop's thread only."""
+
+    def __init__(self, releases: Releases, clock: Clock, instruments: Instruments) -> None:
+        self._releases = releases
+        self._clock = clock
+        self._instruments = instruments
+
+    def drop_ticket(self, run: SampleRun, reason: str) -> None:
+        """Release the sample's ticket, if it has one; the sample continues without a ticket."""
+        if run.ticket is not None:
+            self._releases.release(run.ticket, run.request.request_id, reason)
+            run.ticket = None
+            run.on(Event.DROP)
+
+    def end(self, run: SampleRun, event: Event) -> None:
+        """Enter a final state and run the `DUTIES` of the previous state; no effect if the sample has already ended."""
+        if run.state in MACHINE.final:
+            return
+        duties = DUTIES[run.state]
+        run.on(event)
+        for duty in duties:
+            # `WorkerCalls` has already cancelled the sample's calls.
+            if duty is Duty.RELEASE_TICKET and run.ticket is not None:
+                reason = "client_gone" if event is Event.CANCEL else event.value
+                self._releases.release(run.ticket, run.request.request_id, reason)
+                run.ticket = None
+        usage = Usage(len(run.request.token_ids), len(run.emitted), run.num_cached_tokens)
+        run.time(total_seconds=self._clock.monotonic() - run.request.arrived)
+        self._instruments.resumes.inc(run.timing.resumed)
+        self._instruments.stream_ended(run.state.value, usage, run.timing)

@@ -1,0 +1,74 @@
+"""Starts KV prefetches: the decode worker fetches a long prompt's blocks while the prefill worker computes the prompt.
+
+Prefetching is an optimization: a sample does not wait for its prefetch, nor does it fail if the prefetch fails.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.gateway.routing.replica_choice import Route, RouteReason
+from kvferry.v1 import common_pb2, decode_pb2
+
+_log = logging.getLogger(__name__)
+
+
+class KvPrefetches:
+    """The KV prefetches of one gateway. Used on the event loop's thread only."""
+
+    def __init__(self, fleet: Fleet, least_tokens: int) -> None:
+        """
+        Args:
+            least_tokens: minimum prompt length for a prefetch; a shorter prompt is computed in one chunk, so no block
+                is available early. 0 disables prefetching.
+        """
+        self._fleet = fleet
+        self._least_tokens = least_tokens
+
+    @contextmanager
+    def running(self, run: SampleRun, route: Route, ticket_id: str) -> Iterator[None]:
+        """Run a KV prefetch during the `with` block, in which the prompt is computed; no-op for short prompts."""
+        request = self._request(run, route, ticket_id)
+        if request is None:
+            yield
+            return
+        stub = self._fleet.decode(route.decode.replica.address)
+        call = stub.PrefetchKv(request)
+        task = asyncio.ensure_future(_ended(call, run.request.request_id))
+        try:
+            yield
+        finally:
+            call.cancel()  # the remaining blocks are fetched with the ticket
+            task.cancel()
+
+    def _request(self, run: SampleRun, route: Route, ticket_id: str) -> decode_pb2.PrefetchKvRequest | None:
+        asked = run.request
+        if route.reason is not RouteReason.PAIR:  # a prefetch finds blocks by hash, and hashes depend on the layout
+            return None
+        if route.prefill is None or not self._least_tokens or len(asked.token_ids) < self._least_tokens:
+            return None
+        view = self._fleet.view(route.prefill.replica.address)
+        if view is None or view.incarnation is None or view.worker_id is None:
+            return None
+        return decode_pb2.PrefetchKvRequest(
+            request_id=asked.request_id,
+            token_ids=asked.token_ids,
+            tenant=asked.tenant,
+            ticket_id=ticket_id,
+            prefill=common_pb2.WorkerIdentity(worker_id=view.worker_id, incarnation=view.incarnation),
+            prefill_address=view.endpoint.address,
+        )
+
+
+async def _ended(
+    call: "grpc.aio.UnaryUnaryCall[decode_pb2.PrefetchKvRequest, decode_pb2.PrefetchKvResponse]", name: str
+) -> None:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        _log.info("no KV prefetch: %s", error.details(), extra={"request_id": name})

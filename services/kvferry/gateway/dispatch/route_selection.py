@@ -1,0 +1,85 @@
+"""Chooses the workers for a sample's next attempt from the current state of the fleet."""
+
+from kvferry.core.errors import Overloaded, Unavailable
+from kvferry.core.hashing import BlockNamers
+from kvferry.gateway.config import RoutingConfig
+from kvferry.gateway.dispatch.releases import TicketDrop
+from kvferry.gateway.dispatch.worker_loss import WorkerLost
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.gateway.routing.prompt_names import prefix_key
+from kvferry.gateway.routing.replica_choice import Candidates, Route, RouteReason, choose, readers
+from kvferry.gateway.routing.route_notes import route_notes
+
+RETRY_AFTER_SECONDS = 1.0
+_MAX_ROUTES = 16
+
+
+class RouteSelection:
+    """Chooses routes for the samples of one gateway. Used on the event loop's thread only."""
+
+    def __init__(self, fleet: Fleet, config: RoutingConfig, namers: BlockNamers, instruments: Instruments) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._namers = namers
+        self._instruments = instruments
+
+    def select(self, run: SampleRun, drop_ticket: TicketDrop) -> Route:
+        """Choose the route of the next attempt.
+
+        Workers that failed this sample are used only if no other route exists; the ticket is dropped if no decode
+        worker can read it.
+
+        Args:
+            drop_ticket: called if no decode worker can read the sample's ticket.
+
+        Raises:
+            Overloaded: every worker is at capacity, and no token has been generated yet.
+            WorkerLost: no worker accepts requests.
+        """
+        route = self._choose(run, frozenset(run.excluded))
+        if route is None and isinstance(run.last_error, Overloaded) and not run.emitted:
+            raise run.last_error
+        if route is None and run.excluded:
+            route = self._choose(run, frozenset())
+        if route is None and run.ticket is not None:
+            drop_ticket(run, "no_reader")
+            route = self._choose(run, frozenset())
+        if route is None:
+            raise WorkerLost(
+                Unavailable(
+                    "no worker accepts requests; see /ready for the reasons", retry_after_seconds=RETRY_AFTER_SECONDS
+                ),
+                None,
+            )
+        spilled = route.decode.spilled or (route.prefill is not None and route.prefill.spilled)
+        if run.ticket is None:  # if there is a ticket, this decision was counted before prefill
+            self._instruments.routes.labels(route.reason.value, str(spilled).lower()).inc()
+        run.routes = [*run.routes, *route_notes(route)][-_MAX_ROUTES:]
+        return route
+
+    def exists(self, run: SampleRun) -> bool:
+        """Return whether any route for the sample exists now, including workers that failed it."""
+        return self._choose(run, frozenset()) is not None
+
+    def exists_elsewhere(self, run: SampleRun) -> bool:
+        """Return whether a route exists that uses only workers that have not failed this sample since its last
+        token."""
+        return self._choose(run, frozenset(run.excluded)) is not None
+
+    def _choose(self, run: SampleRun, excluded: frozenset[str]) -> Route | None:
+        candidates = self._fleet.candidates(excluded)
+        asked = run.request
+        skip: RouteReason | None = None
+        if run.ticket is not None:
+            fitting = readers(candidates.decode, run.ticket.fingerprint, run.ticket.family)
+            candidates, skip = Candidates(decode=fitting), RouteReason.PAIR
+            if fitting and fitting[0].fingerprint != run.ticket.fingerprint:
+                skip = RouteReason.CONVERTED
+        elif run.emitted:
+            skip = RouteReason.RESUME
+        elif len(asked.token_ids) < self._config.skip_prefill_below_tokens:
+            skip = RouteReason.SHORT_PROMPT
+        key = prefix_key(self._namers, asked.tenant, asked.token_ids, self._config.prefix_blocks)
+        return choose(key, candidates, load_factor=self._config.load_factor, skip_prefill=skip)

@@ -1,0 +1,148 @@
+"""The calls to workers, `Prefill.Run` and `Decode.Run`, and the state changes that their responses cause."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+import grpc
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import Unavailable
+from kvferry.gateway.dispatch import calls
+from kvferry.gateway.dispatch.ending import Ending
+from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
+from kvferry.gateway.dispatch.prior_turns import Turns
+from kvferry.gateway.dispatch.releases import Releases
+from kvferry.gateway.dispatch.worker_loss import WorkerLost, raise_if_lost, worker_lost
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
+from kvferry.gateway.lifecycle.sample_run import SampleRun, SealedTicket
+from kvferry.gateway.routing.replica_choice import Pick, Route
+from kvferry.rpc import wire
+from kvferry.rpc.text.token_source import TokenEvent
+from kvferry.v1 import decode_pb2
+
+
+class WorkerCalls:
+    """Makes one gateway's calls to its workers. Used on the event loop's thread only."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        clock: Clock,
+        turns: Turns,
+        kv_prefetches: KvPrefetches,
+        releases: Releases,
+        ending: Ending,
+        instruments: Instruments,
+    ) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._turns = turns
+        self._kv_prefetches = kv_prefetches
+        self._releases = releases
+        self._ending = ending
+        self._instruments = instruments
+
+    async def prefill(
+        self, run: SampleRun, route: Route, pick: Pick, remaining: float
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Compute the prompt on `pick`; the sample ends in state OFFERED, QUEUED (no blocks were offered) or DONE."""
+        asked = run.request
+        address = pick.replica.address
+        request = calls.prefill_request(run, self._turns.find(run, pick))
+        made_by = pick.replica
+        unheard = SealedTicket(request.ticket_id, b"", address, made_by.fingerprint, made_by.family)
+        run.time(prefill_worker=pick.replica.worker_id)
+        with self._fleet.hold(address) as held, self._kv_prefetches.running(run, route, request.ticket_id):
+            run.on(Event.CALL_PREFILL)
+            call = held.watch(self._fleet.prefill(address).Run(request, timeout=remaining))
+            try:
+                answer = await call
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._releases.reap(call, unheard, asked.request_id)
+                raise await worker_lost(call, error, address) from error
+            except asyncio.CancelledError:
+                self._releases.reap(call, unheard, asked.request_id)
+                raise_if_lost(held, address)
+                raise
+        finish = wire.finish_from_wire(answer.finish_reason)
+        run.num_cached_tokens = answer.num_cached_tokens
+        run.time(queue_seconds=answer.queue_seconds, prefill_seconds=answer.prefill_seconds)
+        run.report_kv(wire.kv_reports_from_wire(answer.kv))
+        if answer.ticket_id:
+            run.on(Event.OFFER)
+            run.ticket = replace(unheard, ticket_id=answer.ticket_id, sealed=answer.ticket)
+        else:
+            run.on(Event.LOSE)
+        event = run.emit((wire.token_from_wire(answer.first_token),), finish, self._clock.monotonic())
+        if finish is not None:
+            self._ending.drop_ticket(run, "finished")
+            self._ending.end(run, Event.FINISH)
+        yield event
+
+    async def decode(self, run: SampleRun, pick: Pick, remaining: float) -> AsyncGenerator[TokenEvent, None]:
+        """Generate on `pick`, with the sample's ticket if it has one; the sample ends in state DONE."""
+        address = pick.replica.address
+        request = calls.decode_request(run)
+        if run.ticket is not None:
+            request.ticket, request.attempt = run.ticket.sealed, run.ticket.deliveries
+            run.ticket = replace(run.ticket, deliveries=run.ticket.deliveries + 1)
+        run.time(decode_worker=pick.replica.worker_id)
+        with self._fleet.hold(address) as held:
+            run.on(Event.CALL_DECODE)
+            call = held.watch(self._fleet.decode(address).Run(request, timeout=remaining))
+            try:
+                async for answer in call:
+                    held.note_answer()
+                    self._note_handoff(run, answer)
+                    finish = wire.finish_from_wire(answer.finish_reason)
+                    event = run.emit(wire.tokens_from_wire(answer.tokens), finish, self._clock.monotonic())
+                    if finish is not None:
+                        self._turns.remember(run, address, answer.cached_ticket, answer.num_cached_ticket_tokens)
+                        self._ending.end(run, Event.FINISH)
+                        self._releases.settle(call)
+                    yield event
+                    if finish is not None:
+                        return
+            except grpc.aio.AioRpcError as error:
+                raise await worker_lost(call, error, address) from error
+            except asyncio.CancelledError:
+                raise_if_lost(held, address)
+                raise
+            finally:
+                if run.state not in MACHINE.final:
+                    call.cancel()
+        raise WorkerLost(
+            Unavailable(f"worker {pick.replica.worker_id} ended a stream without a finish reason"), address
+        )
+
+    def _note_handoff(self, run: SampleRun, answer: decode_pb2.DecodeResponse) -> None:
+        """Record the source of the prompt's KV, as reported in the first message; release the ticket if it was not
+        used."""
+        if not answer.HasField("handoff"):
+            if run.state is State.FETCHING:
+                self._ending.drop_ticket(run, "unused")
+            return
+        handoff = answer.handoff
+        run.report_kv(wire.kv_reports_from_wire(answer.kv))
+        outcome = wire.handoff_outcome_from_wire(handoff.outcome)
+        self._instruments.handoffs.labels(outcome).inc()
+        run.num_cached_tokens = max(run.num_cached_tokens, handoff.num_cached_tokens if not run.emitted else 0)
+        if run.state is not State.FETCHING:
+            return
+        run.time(
+            handoff_outcome=outcome,
+            handoff_seconds=handoff.seconds,
+            connector=handoff.connector,
+            handoff_blocks=handoff.num_blocks,
+            handoff_bytes=handoff.num_bytes,
+        )
+        if handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED:
+            self._instruments.handoff_seconds.observe(handoff.seconds)
+            run.on(Event.FETCH)
+            run.ticket = None
+        else:
+            self._ending.drop_ticket(run, outcome)

@@ -1,0 +1,220 @@
+"""A worker of the fleet: its channels, latest status, calls in flight, and immutable views of these.
+
+Whether it accepts requests depends on its status (ready, not draining, matching role and model), on the pool
+(terminating, removed) and on recent calls: a failed call makes it suspect until its next status.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from kvferry.core.ids import Incarnation, WorkerId
+from kvferry.core.load import WorkerLoad
+from kvferry.gateway.config import Endpoint
+from kvferry.gateway.routing.discovery import Listing
+from kvferry.gateway.routing.replica_choice import Replica
+from kvferry.rpc.channel import open_channel
+from kvferry.rpc.wire import load_from_wire
+from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2, worker_admin_pb2_grpc
+
+_log = logging.getLogger(__name__)
+_CLOSE_SECONDS = 5.0
+"""Grace period in seconds of a channel that is being closed, for releases of offers and final statuses of streams."""
+C = TypeVar("C", bound=grpc.aio.Call)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """Immutable snapshot of a worker."""
+
+    endpoint: Endpoint
+    role: str
+    """Role of the worker according to its listing."""
+    why_not: str
+    """Reason why the worker accepts no requests; empty if it accepts them."""
+    in_flight: int = 0
+    """Number of calls in flight from this gateway to the worker."""
+    name: str = ""
+    """Pod name; the worker's address if it has no pod."""
+    worker_id: WorkerId | None = None
+    """The worker's stable name; `None` until its first status is received."""
+    incarnation: Incarnation | None = None
+    fingerprint: bytes = b""
+    family: bytes = b""
+    connector: str = ""
+    domain: str = ""
+    model_digest: str = ""
+    max_model_tokens: int = 0
+    block_tokens: int = 0
+    load: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
+    tiers: tuple[worker_admin_pb2.TierStatus, ...] = ()
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether the worker accepts requests."""
+        return not self.why_not
+
+    def as_replica(self) -> Replica:
+        """Return the worker as a candidate for routing. The reported load includes other gateways' calls but not this
+        gateway's newest ones, so `load` is the larger of the two counts."""
+        load = max(self.in_flight, self.load.num_requests)
+        worker_id = self.worker_id or WorkerId(self.endpoint.address)
+        reach = b"|".join((b"", self.connector.encode(), self.domain.encode()))
+        family = self.family + reach if self.family else b""
+        return Replica(
+            self.endpoint.address,
+            worker_id,
+            self.fingerprint + reach,
+            load,
+            family,
+            layout_fingerprint=self.fingerprint,
+            block_tokens=self.block_tokens,
+        )
+
+
+class Hold:
+    """A call in flight from this gateway to a worker; cancelled when the worker is lost."""
+
+    def __init__(self, member: "Member") -> None:
+        self.why_lost = ""
+        """Reason why the gateway cancelled the call; empty if it did not."""
+        self._member = member
+        self._call: grpc.aio.Call | None = None
+
+    def watch(self, call: C) -> C:
+        """Register `call` for cancellation when the worker is lost."""
+        self._call = call
+        return call
+
+    def note_answer(self) -> None:
+        """Count a received message of this call as a sign that the worker is alive."""
+        self._member.num_answers += 1
+
+    def lose(self, why: str) -> None:
+        """Cancel the call and set `why_lost`."""
+        if self._call is not None and not self._call.done():
+            self.why_lost = why
+            self._call.cancel()
+
+
+class Member:
+    """Channels and latest status of a worker. Changed only on the event loop."""
+
+    def __init__(self, listing: Listing, model: str) -> None:
+        self.listing = listing
+        """The worker's latest listing."""
+        self.has_left = False
+        """Whether the worker is no longer listed; it is removed when its last call has ended."""
+        self.held: set[Hold] = set()
+        self.num_answers = 0
+        self.why_suspect = ""
+        self.num_suspicions = 0
+        self.wake = asyncio.Event()
+        self._model = model
+        self._status: worker_admin_pb2.StatusResponse | None = None
+        self._why_lost = "no status yet"
+        self._channels: list[grpc.aio.Channel] = []
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the worker's Prefill or Decode service."""
+        return self.listing.endpoint.address
+
+    def open(self) -> None:
+        """Open the worker's channels. Must be called on a running event loop."""
+        # Status polls use a separate channel, so that they do not queue behind requests.
+        work, admin = open_channel(self.address), open_channel(self.listing.endpoint.admin_address)
+        self._channels = [work, admin]
+        self.prefill = prefill_pb2_grpc.PrefillStub(work)
+        self.decode = decode_pb2_grpc.DecodeStub(work)
+        self.admin = worker_admin_pb2_grpc.WorkerAdminStub(admin)
+
+    async def close(self, *, politely: bool) -> None:
+        """Close the worker's channels; if `politely`, after a grace period for calls in flight."""
+        channels, self._channels = self._channels, []
+        for channel in channels:
+            await channel.close(_CLOSE_SECONDS if politely else None)
+
+    def lost(self, why: str) -> None:
+        """Record that a status poll failed."""
+        if self._status is not None:
+            _log.warning("worker %s does not answer: %s", self.address, why)
+        self._status = None
+        self._why_lost = f"does not answer: {why}"
+
+    def lose_calls(self, why: str = "") -> None:
+        """Cancel all calls to the worker; their streams resume on other workers."""
+        why = why or self._why_lost
+        if self.held:
+            _log.warning("worker %s: cancelling %d calls: %s", self.address, len(self.held), why)
+        for held in tuple(self.held):
+            held.lose(why)
+
+    def saw(self, status: worker_admin_pb2.StatusResponse, *, clears_suspicion: bool) -> None:
+        """Record a status response."""
+        before = self.view().why_not
+        self._status = status
+        if clears_suspicion:
+            self.why_suspect = ""
+        after = self.view().why_not
+        if before != after:
+            _log.info("worker %s: %s", self.address, after or f"accepts {self.listing.role} requests")
+
+    def view(self) -> WorkerView:
+        """Return an immutable snapshot of the worker's state."""
+        status, listing = self._status, self.listing
+        if status is None:
+            why_not = self._pool_refusal() or self._why_lost
+            return WorkerView(listing.endpoint, listing.role, why_not, len(self.held), listing.name)
+        return WorkerView(
+            endpoint=listing.endpoint,
+            role=listing.role,
+            why_not=self._refusal(status),
+            in_flight=len(self.held),
+            name=listing.name,
+            worker_id=WorkerId(status.identity.worker_id),
+            incarnation=Incarnation(status.identity.incarnation),
+            fingerprint=status.fingerprint,
+            family=status.family,
+            connector=status.connector,
+            domain=status.domain,
+            model_digest=status.model_digest,
+            max_model_tokens=status.max_model_tokens,
+            block_tokens=status.block_tokens,
+            load=load_from_wire(status.load),
+            tiers=tuple(status.tiers),
+        )
+
+    @property
+    def may_recover(self) -> bool:
+        """Whether the worker may accept requests again without a restart."""
+        # A draining or misconfigured worker needs a restart.
+        if self._pool_refusal():
+            return False
+        return self._status is None or not self._settled_refusal(self._status)
+
+    def _pool_refusal(self) -> str:
+        if self.has_left:
+            return "removed from the pool"
+        return "terminating" if self.listing.stopping else ""
+
+    def _settled_refusal(self, status: worker_admin_pb2.StatusResponse) -> str:
+        role = self.listing.role
+        if status.role not in (role, "both"):
+            return f"its role is {status.role}, but it is listed as {role}"
+        if status.model != self._model:
+            return f"serves model {status.model!r}, not {self._model!r}"
+        if status.draining:
+            return "draining"
+        return ""
+
+    def _refusal(self, status: worker_admin_pb2.StatusResponse) -> str:
+        settled = self._pool_refusal() or self._settled_refusal(status)
+        if settled:
+            return settled
+        if not status.ready:
+            return "not ready"
+        return self.why_suspect

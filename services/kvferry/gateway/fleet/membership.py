@@ -1,0 +1,97 @@
+"""Updates a fleet from its source of workers and reports whether the listings are current."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import cast
+
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.routing.discovery import News, Source
+
+_log = logging.getLogger(__name__)
+_AGAIN_SECONDS = 1.0
+
+
+class Knowledge(StrEnum):
+    """How current the list of workers is."""
+
+    LISTED = "listed"
+    """The workers are listed in the configuration and never change."""
+    UNKNOWN = "unknown"
+    """The source has not reported any listing yet."""
+    FOLLOWED = "followed"
+    """The source reports every change."""
+    STALE = "stale"
+    """The source is failing; the last known workers are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """Whether a source of workers is current, with the reason if it is not."""
+
+    state: Knowledge
+    detail: str = ""
+    """Reason why `state` is not `FOLLOWED`."""
+
+
+class Membership:
+    """Updates one fleet from its source. `run` is a background task."""
+
+    def __init__(self, fleet: Fleet, source: Source | None) -> None:
+        """
+        Args:
+            source: yields the workers; `None` if they are listed in the fleet's configuration.
+        """
+        self._fleet = fleet
+        self._source = source
+        self._has_heard = False
+        self._trouble = ""
+
+    @property
+    def state(self) -> SourceState:
+        """Current state of the list of workers."""
+        if self._source is None:
+            return SourceState(Knowledge.LISTED)
+        if not self._has_heard:
+            return SourceState(Knowledge.UNKNOWN, self._trouble or "the pool has not been read yet")
+        return SourceState(Knowledge.STALE if self._trouble else Knowledge.FOLLOWED, self._trouble)
+
+    def notes(self) -> list[str]:
+        """Return the problems of the source, for `/ready`; empty if there are none."""
+        now = self.state
+        if not now.detail:
+            return []
+        stale = "; the last known workers are used" if now.state is Knowledge.STALE else ""
+        return [f"pool: {now.detail}{stale}"]
+
+    async def run(self) -> None:
+        """Follow the source until cancelled; return immediately if there is no source."""
+        while self._source is not None:
+            try:
+                # The protocol declares an iterator, but this is an async generator: closing it stops the source's
+                # thread.
+                stream = cast("AsyncGenerator[News, None]", self._source.news())
+                async with aclosing(stream) as updates:
+                    async for news in updates:
+                        self._take(news)
+                self._note_failure("the source ended")
+            except Exception as error:  # requests continue with the last known workers
+                _log.exception("the source of workers failed unexpectedly")
+                self._note_failure(f"{type(error).__name__}: {error}")
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+    def _take(self, news: News) -> None:
+        if news.listings is not None:
+            self._has_heard = True
+            self._fleet.follow(news.listings)
+        self._note_failure(news.trouble)
+
+    def _note_failure(self, trouble: str) -> None:
+        if trouble and not self._trouble:
+            _log.warning("the list of workers may be stale: %s", trouble)
+        elif self._trouble and not trouble:
+            _log.info("the list of workers is current again")
+        self._trouble = trouble

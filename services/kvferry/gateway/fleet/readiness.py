@@ -1,0 +1,111 @@
+"""Readiness and fleet metrics, computed from the fleet's views."""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvferry.core import metrics
+from kvferry.core.metrics import Kind, Metric
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.fleet.member import WorkerView
+from kvferry.gateway.fleet.membership import Knowledge, Membership
+from kvferry.gateway.fleet.waking import Waker
+from kvferry.gateway.routing.holding import Holding
+from kvferry.gateway.routing.replica_choice import choose
+
+MetricFamily = CounterMetricFamily | GaugeMetricFamily
+
+
+def can_serve(fleet: Fleet) -> bool:
+    """Return whether a route for a request exists now."""
+    return choose(lambda _: b"readiness", fleet.candidates(), load_factor=1.0) is not None
+
+
+def notes(fleet: Fleet) -> list[str]:
+    """Return a line per worker that accepts no requests: the reason, and whether requests are served without the
+    worker."""
+    matter = "; requests are served without it" if can_serve(fleet) else ""
+    return [f"{view.role} {view.endpoint.address}: {view.why_not}{matter}" for view in fleet.views() if view.why_not]
+
+
+class FleetCollector(Collector):
+    """Gauges read from the fleet at each scrape."""
+
+    def __init__(self, fleet: Fleet, model: str, registry: CollectorRegistry) -> None:
+        self._fleet = fleet
+        self._model = model
+        registry.register(self)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        views = self._fleet.views()
+        workers = _gauge(metrics.GATEWAY_WORKERS)
+        for role in ("prefill", "decode", "both"):
+            of_role = [view for view in views if view.role == role]
+            workers.add_metric([role, "ready"], sum(view.takes_work for view in of_role))
+            workers.add_metric([role, "out"], sum(not view.takes_work for view in of_role))
+        yield workers
+        total = sum(view.load.blocks_total for view in views)
+        free = sum(view.load.blocks_free for view in views)
+        for metric, value in (
+            (metrics.VLLM_WAITING, sum(view.load.waiting + view.load.loading for view in views)),
+            (metrics.VLLM_RUNNING, sum(view.load.running for view in views)),
+            (metrics.VLLM_CACHE_USAGE, 1 - free / total if total else 0.0),
+        ):
+            gauge = _gauge(metric)
+            gauge.add_metric([self._model], value)
+            yield gauge
+        quarantined = _gauge(metrics.WORKER_QUARANTINED)
+        for view in views:
+            quarantined.add_metric([view.endpoint.address], view.load.blocks_quarantined)
+        yield quarantined
+        yield from _tiers(views)
+
+
+class PoolCollector(Collector):
+    """Gauges of discovery, held requests and wake-ups, read at each scrape."""
+
+    def __init__(
+        self, membership: Membership, holding: Holding, waker: Waker | None, registry: CollectorRegistry
+    ) -> None:
+        self._membership = membership
+        self._holding = holding
+        self._waker = waker
+        registry.register(self)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        is_stale = self._membership.state.state in (Knowledge.STALE, Knowledge.UNKNOWN)
+        for metric, value in ((metrics.GATEWAY_STALE, float(is_stale)), (metrics.GATEWAY_HELD, self._holding.num_held)):
+            gauge = _gauge(metric)
+            gauge.add_metric((), value)
+            yield gauge
+        wakes = CounterMetricFamily(metrics.GATEWAY_WAKES.name, metrics.GATEWAY_WAKES.help)
+        wakes.add_metric((), 0 if self._waker is None else self._waker.num_wakes)
+        yield wakes
+
+
+_TIER_FIELDS: tuple[tuple[Metric, str], ...] = (
+    (metrics.TIER_HELD, "bytes_held"),
+    (metrics.TIER_HITS, "hits"),
+    (metrics.TIER_MISSES, "misses"),
+    (metrics.TIER_LOADED, "bytes_loaded"),
+    (metrics.TIER_LOAD_SECONDS, "load_seconds"),
+    (metrics.TIER_STORED, "bytes_stored"),
+    (metrics.TIER_FAILURES, "failures"),
+    (metrics.TIER_DROPPED, "dropped"),
+)
+
+
+def _tiers(views: Sequence[WorkerView]) -> Iterator[MetricFamily]:
+    for metric, field in _TIER_FIELDS:
+        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        family = make(metric.name, metric.help, labels=metric.labels)
+        for view in views:
+            for tier in view.tiers:
+                family.add_metric([view.endpoint.address, tier.name], getattr(tier, field))
+        yield family
+
+
+def _gauge(metric: Metric) -> GaugeMetricFamily:
+    return GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)

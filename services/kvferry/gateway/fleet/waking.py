@@ -1,0 +1,76 @@
+"""Scales a pool up from zero while requests wait for it; the decision is in `gateway.routing.holding`."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from kvferry.core.clock import Clock
+from kvferry.gateway.fleet.pool_api import ApiTrouble, PoolApi
+from kvferry.gateway.routing.holding import ROLES, Holding, Scaler, WakePolicy
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 1.0
+_CONFLICT = 409
+
+
+class Waker:
+    """Scales one pool up from zero. `run` is a background task."""
+
+    def __init__(
+        self,
+        api: PoolApi,
+        holding: Holding,
+        clock: Clock,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._api = api
+        self._holding = holding
+        self._clock = clock
+        self._sleep = sleep
+        self._policy = WakePolicy()
+        self._is_wanted = asyncio.Event()
+        self.num_wakes = 0
+        """Number of times that a role was scaled from 0 to 1."""
+        self.trouble = ""
+        """Error of the last check; empty if it succeeded or none was needed."""
+
+    def want(self) -> None:
+        """Start checking the scalers immediately, because a request is held."""
+        self._is_wanted.set()
+
+    async def run(self) -> None:
+        """Check the scalers every second while a request is held, until cancelled."""
+        while True:
+            await self._is_wanted.wait()
+            self._is_wanted.clear()
+            while self._holding.num_held:
+                await self.look()
+                await self._sleep(_LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Read the scalers of all roles once; set the replica counts of those that `WakePolicy` chooses to 1."""
+        troubles: list[str] = []
+        scalers: list[Scaler] = []
+        for role in ROLES:
+            try:
+                found = await asyncio.to_thread(self._api.scaler, role)
+            except ApiTrouble as trouble:
+                troubles.append(str(trouble))
+                continue
+            scaler = None if found is None else Scaler.read(role, found)
+            if scaler is not None:
+                scalers.append(scaler)
+        for scaler in self._policy.choose(scalers, num_held=self._holding.num_held, now=self._clock.monotonic()):
+            try:
+                await asyncio.to_thread(self._api.wake, scaler.role, scaler.version)
+            except ApiTrouble as trouble:
+                if trouble.status != _CONFLICT:  # conflict: the scaler was changed by a different writer
+                    troubles.append(str(trouble))
+            else:
+                self.num_wakes += 1
+                _log.info("pool %s: scaled role %s from 0 to 1", self._api.pool, scaler.role)
+        heard = "; ".join(troubles)
+        if heard and heard != self.trouble:
+            _log.warning("pool %s cannot be scaled up from zero: %s", self._api.pool, heard)
+        self.trouble = heard

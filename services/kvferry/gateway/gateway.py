@@ -1,0 +1,218 @@
+"""Assembles a gateway from fleet, dispatcher, HTTP, gRPC and admin servers; starts and drains it."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.core.clock import Clock
+from kvferry.core.ids import new_incarnation
+from kvferry.gateway.config import DispatchConfig, GatewayConfig
+from kvferry.gateway.dispatch.dispatcher import Dispatcher
+from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.fleet.fleet_report import fleet_report
+from kvferry.gateway.fleet.membership import Knowledge, Membership
+from kvferry.gateway.fleet.pool_api import PoolApi
+from kvferry.gateway.fleet.readiness import FleetCollector, PoolCollector, can_serve, notes
+from kvferry.gateway.fleet.waiting_room import WaitingRoom
+from kvferry.gateway.fleet.waking import Waker
+from kvferry.gateway.http.admin_api import AdminApi
+from kvferry.gateway.http.api_keys import ApiKeys
+from kvferry.gateway.http.client_api import ClientApi
+from kvferry.gateway.http.http_server import HttpServer
+from kvferry.gateway.http.tls import Certificate
+from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.routing.holding import Holding
+from kvferry.rpc.channel import MAX_CLIENT_MESSAGE_BYTES
+from kvferry.rpc.server import RpcServer, start_server
+from kvferry.rpc.text.inference import inference_service
+from kvferry.rpc.text.text_model import TextModel
+from kvferry.rpc.text.text_process import TextProcess
+from kvferry.rpc.text.text_service import TextService
+
+_log = logging.getLogger(__name__)
+_CERTIFICATE_SECONDS = 10.0
+"""Interval in seconds between checks for a renewed certificate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The addresses that a gateway listens on, each `host:port`."""
+
+    http: str
+    grpc: str
+    admin: str
+
+
+class Gateway:
+    """A running gateway: create it with `start`, drain it with `stop`."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        model: TextModel,
+        clock: Clock,
+        pool: PoolApi | None = None,
+        text_process: TextProcess | None = None,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._certificate = None if config.tls is None else Certificate(*config.tls)
+        self._draining = False
+        self._incarnation = new_incarnation()
+        self.instruments = Instruments()
+        self.fleet = Fleet(config.fleet, model.name)
+        FleetCollector(self.fleet, model.name, self.instruments.registry)
+        self.membership = Membership(self.fleet, None if pool is None else EndpointSlices(pool, clock))
+        self._holding = Holding(config.hold, str(config.fleet.pool))
+        self._waker = None if pool is None else Waker(pool, self._holding, clock)
+        PoolCollector(self.membership, self._holding, self._waker, self.instruments.registry)
+        self.dispatcher = Dispatcher(
+            self.fleet,
+            clock,
+            DispatchConfig(config.routing, config.retry, config.max_streams, config.tenant_key),
+            instruments=self.instruments,
+            room=None if pool is None else WaitingRoom(self.fleet, self._holding, self._waker),
+        )
+        keys = ApiKeys.load(config.http.api_keys_file)
+        self.service = TextService(
+            self.dispatcher,
+            model,
+            clock,
+            context_tokens=self.fleet.context_tokens,
+            tenant_of=keys.tenant_of,
+            process=text_process,
+        )
+        self.client_api = ClientApi(
+            self.service, config.http, self.instruments, self._readiness, self.dispatcher.journal
+        )
+        self.admin_api = AdminApi(self.instruments.registry, self.dispatcher.journal, self._report)
+
+    @classmethod
+    async def start(
+        cls, config: GatewayConfig, model: TextModel, clock: Clock, *, text_process: TextProcess | None = None
+    ) -> "Gateway":
+        """Bind all ports, then start polling the workers.
+
+        Args:
+            text_process: reads large requests; started and stopped with the gateway. `None` uses a thread.
+
+        Raises:
+            UsageError: an address cannot be bound, the API keys cannot be read, or the cluster cannot be accessed.
+        """
+        name = config.fleet.pool
+        pool = None if name is None else await asyncio.to_thread(PoolApi.connect, name)
+        gateway = cls(config, model, clock, pool, text_process)
+        certificate = gateway._certificate
+        credentials = None if certificate is None else certificate.grpc_credentials()
+        gateway._rpc = await start_server(
+            config.grpc_address,
+            [inference_service(gateway.service)],
+            credentials=credentials,
+            max_request_bytes=MAX_CLIENT_MESSAGE_BYTES,
+        )
+        try:
+            gateway._http = await HttpServer.start(
+                gateway.client_api.app(),
+                config.http.address,
+                field="http",
+                drain_seconds=config.drain_seconds,
+                certificate=certificate,
+            )
+        except BaseException:
+            await gateway._rpc.stop(0)
+            raise
+        try:
+            gateway._admin = await HttpServer.start(
+                gateway.admin_api.app(), config.admin_address, field="admin", drain_seconds=1.0
+            )
+        except BaseException:
+            await asyncio.gather(gateway._rpc.stop(0), gateway._http.stop())
+            raise
+        gateway.listening = Listening(gateway._http.address, gateway._rpc.address, gateway._admin.address)
+        if text_process is not None:
+            text_process.start()
+        gateway.fleet.start()
+        gateway._following = [asyncio.create_task(gateway.membership.run(), name="membership")]
+        if gateway._waker is not None:
+            gateway._following.append(asyncio.create_task(gateway._waker.run(), name="waker"))
+        if certificate is not None:
+            gateway._following.append(asyncio.create_task(_renew(certificate), name="certificate"))
+        gateway._health = asyncio.create_task(gateway._follow_readiness(), name="readiness")
+        return gateway
+
+    listening: Listening
+    _rpc: RpcServer
+    _http: HttpServer
+    _admin: HttpServer
+    _health: asyncio.Task[None]
+    _following: list[asyncio.Task[None]]
+
+    async def linger(self, seconds: float) -> None:
+        """Report not ready, but accept requests for another `seconds` seconds."""
+        self._draining = True
+        await self._stop_tasks([self._health])
+        await self._rpc.set_ready(False)
+        if seconds:
+            _log.info("lingering for %g s", seconds)
+            await asyncio.sleep(seconds)
+
+    async def stop(self) -> None:
+        """Report not ready, reject new requests, wait for running streams up to `drain_seconds`, close all servers."""
+        await self.linger(0)
+        await asyncio.gather(self._rpc.stop(self._config.drain_seconds), self._http.stop())
+        if self.service.process is not None:
+            await self.service.process.stop()
+        await self.dispatcher.wait_idle()
+        await self._admin.stop()
+        await self._stop_tasks(self._following)
+        await self.fleet.stop()
+        if self._pool is not None:
+            self._pool.close()
+
+    async def _stop_tasks(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def _would_take(self) -> bool:
+        """Whether a new request is accepted; true even for a pool scaled to zero, since a held request scales it up."""
+        if self._pool is not None:
+            return self.membership.state.state is not Knowledge.UNKNOWN
+        return can_serve(self.fleet)
+
+    def _readiness(self) -> tuple[bool, Sequence[str]]:
+        if self._draining:
+            return False, ["this gateway is draining"]
+        found = [*self.membership.notes(), *notes(self.fleet)]
+        if self._pool is not None and not can_serve(self.fleet):
+            found.append(f"pool {self._pool.pool} has no worker that accepts requests; {self._holding.num_held} wait")
+        return self._would_take, found
+
+    def _report(self) -> Mapping[str, object]:
+        return fleet_report(
+            self.fleet.views(),
+            gateway=self._incarnation,
+            pool=str(self._config.fleet.pool or ""),
+            held=self._holding.num_held,
+            source=self.membership.state,
+            wake_trouble="" if self._waker is None else self._waker.trouble,
+            handoffs=self.instruments.peer_load_counts(),
+        )
+
+    async def _follow_readiness(self) -> None:
+        """Keep the status of `grpc.health.v1.Health` equal to that of /ready."""
+        ready = False
+        while True:
+            await self.fleet.wait_until(lambda _, was=ready: self._would_take != was)  # type: ignore[misc]
+            ready = not ready
+            await self._rpc.set_ready(ready)
+            _log.info("readiness changed: requests can %sbe served", "" if ready else "not ")
+
+
+async def _renew(certificate: Certificate) -> None:
+    while True:
+        await asyncio.sleep(_CERTIFICATE_SECONDS)
+        certificate.renew()

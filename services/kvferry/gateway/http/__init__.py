@@ -1,0 +1,4 @@
+"""The HTTP API: OpenAI's routes, schemas, responses and errors, API keys, certificates.
+
+Translates HTTP requests into calls to the text service; must not import workers or routing.
+"""

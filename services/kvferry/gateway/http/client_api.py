@@ -1,0 +1,301 @@
+"""The HTTP API for clients: OpenAI's routes and error bodies; a request is cancelled when its client disconnects."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvferry.core.errors import (
+    InvalidRequest,
+    InvariantBroken,
+    KvferryError,
+    RequestCancelled,
+    UnknownModel,
+    shortened,
+)
+from kvferry.core.ids import RequestId, new_request_id
+from kvferry.gateway.config import HttpConfig
+from kvferry.gateway.dispatch.journal import Journal
+from kvferry.gateway.http import openai_api, openai_reply
+from kvferry.gateway.http.openai_api import Caller, Generation
+from kvferry.gateway.http.request_body import JSON, BodyBudget, BufferedBody, check_media, read_body
+from kvferry.gateway.instruments import Instruments
+from kvferry.rpc.text.text_service import LARGE_CHARS, TextService
+from kvferry.rpc.wire import check_request_id
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+_DEBUG_HEADER = "x-kvferry-kv"
+"""Request header, any value. The same header of the response describes the source of the prompt's KV and the estimated
+cost of loading and computing it."""
+_KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"})
+
+
+class NoSuchRoute(InvalidRequest):
+    """The path does not exist on this server."""
+
+    http_status = 404
+    reason = "NOT_FOUND"
+
+
+class MethodNotAllowed(NoSuchRoute):
+    """The path exists but does not support the method."""
+
+    http_status = 405
+    reason = "METHOD_NOT_ALLOWED"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientApi:
+    """Handlers of the client API and their dependencies."""
+
+    service: TextService
+    config: HttpConfig
+    instruments: Instruments
+    readiness: Callable[[], tuple[bool, Sequence[str]]]
+    """Function that returns whether a request would be served, and a note for each worker that accepts no requests."""
+    journal: Journal
+    bodies: BodyBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bodies", BodyBudget(self.config.max_buffered_bytes))
+
+    def app(self) -> ASGIApp:
+        """Create the ASGI application of the client API."""
+        routes = [
+            Route("/v1/chat/completions", _Generate(self, is_chat=True), methods=["POST"]),
+            Route("/v1/completions", _Generate(self, is_chat=False), methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{model:path}", self._model, methods=["GET"]),
+            Route("/v1/requests/{request_id}", self._explain, methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ready", self._ready, methods=["GET"]),
+        ]
+        handlers: dict[Any, Any] = {
+            KvferryError: _on_error,
+            HTTPException: _on_http_exception,
+            Exception: _on_unexpected,
+        }
+        return _Edge(Starlette(routes=routes, exception_handlers=handlers), self.instruments)
+
+    def caller(self, request: Request) -> Caller:
+        """Return the caller of `request`: request id, tenant, time of arrival.
+
+        Raises:
+            Unauthenticated: the API key is missing or unknown.
+        """
+        tenant = self.service.tenant_of(request.headers.get("authorization"))
+        return Caller(request.scope["kvferry.request_id"], tenant, self.service.clock.monotonic())
+
+    async def _models(self, request: Request) -> Response:
+        self.caller(request)
+        return Response(openai_reply.encode(openai_reply.ModelList([self._card()])), media_type=JSON)
+
+    async def _model(self, request: Request) -> Response:
+        self.caller(request)
+        asked = request.path_params["model"]
+        if asked != self.service.model.name:
+            raise UnknownModel(
+                f"model {shortened(asked)!r} is not served here; use {self.service.model.name!r}", field="model"
+            )
+        return Response(openai_reply.encode(self._card()), media_type=JSON)
+
+    def _card(self) -> openai_reply.Model:
+        model = self.service.model
+        # The weights' creation time is unknown; clients only sort by it.
+        return openai_reply.Model(model.name, created=0, max_model_len=model.max_model_tokens)
+
+    async def _explain(self, request: Request) -> Response:
+        tenant = self.caller(request).tenant
+        request_id = RequestId(request.path_params["request_id"])
+        samples = self.journal.find(tenant, request_id)
+        if samples is None:
+            raise NoSuchRoute(
+                f"request {shortened(request_id)!r} not found: it is still running, was served by another gateway or "
+                "before this "
+                "gateway started, or was evicted by newer requests",
+                field="request_id",
+                reason="REQUEST_NOT_FOUND",
+            )
+        return Response(openai_reply.encode({"request_id": request_id, "samples": samples}), media_type=JSON)
+
+    async def _health(self, _request: Request) -> Response:
+        return Response(b'{"status":"alive"}', media_type=JSON)
+
+    async def _ready(self, _request: Request) -> Response:
+        ready, notes = self.readiness()
+        body = openai_reply.encode({"ready": ready, "notes": list(notes)})
+        return Response(body, 200 if ready else 503, media_type=JSON)
+
+
+class _Generate:
+    """ASGI handler of both generating routes, without middleware between generation and socket."""
+
+    def __init__(self, side: ClientApi, *, is_chat: bool) -> None:
+        self._side = side
+        self._is_chat = is_chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._serve(scope, receive, send)
+        except RequestCancelled as gone:
+            _log.info("%s: %s", scope["path"], gone.message, extra={"request_id": scope["kvferry.request_id"]})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        caller = self._side.caller(request)
+        check_media(request)
+        with BufferedBody(self._side.bodies) as buffered:
+            body = await read_body(request, self._side.config, buffered)
+            service, limit = self._side.service, self._side.config.max_prompts
+            if self._is_chat:
+                reading = openai_api.prepare_chat(service, caller, body)
+            else:
+                reading = openai_api.prepare_completion(service, caller, body, limit)
+            large = len(body) >= LARGE_CHARS  # waits for the text process, so that the client may disconnect meanwhile
+            generation = await (_while_connected(receive, reading) if large else reading)
+        if generation.stream:
+            await _while_connected(receive, _stream(generation, send))
+        else:
+            whole, timing = await _while_connected(receive, openai_api.answer(generation))
+            headers = {_DEBUG_HEADER: openai_reply.kv_line(timing)} if _DEBUG_HEADER in request.headers else None
+            await Response(whole, headers=headers, media_type=JSON)(scope, receive, send)
+
+
+async def _stream(generation: Generation, send: Send) -> None:
+    async with aclosing(openai_api.events(generation)) as events:
+        # Wait for the first event before sending a status, so that a rejected request gets an ordinary error response.
+        first = await anext(events)
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": first, "more_body": True})
+        end = await _rest(events, send)
+    await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+async def _rest(events: AsyncGenerator[bytes, None], send: Send) -> bytes:
+    """Send the remaining events and return the final bytes of the body."""
+    try:
+        async for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+    except KvferryError as error:
+        # The status was already sent: the error is the last event, without [DONE].
+        return b"data: " + openai_reply.error_body(error) + b"\n\n"
+    return b"data: [DONE]\n\n"
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, and cancel it if the client disconnects.
+
+    Raises:
+        RequestCancelled: the client disconnected.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise RequestCancelled("the client disconnected")
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Edge:
+    """ASGI wrapper: assigns the request id, counts each response, keeps stack traces out of responses."""
+
+    def __init__(self, inner: ASGIApp, instruments: Instruments) -> None:
+        self._inner = inner
+        self._instruments = instruments
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._inner(scope, receive, send)
+            return
+        request_id, refusal = _request_id(scope)
+        scope["kvferry.request_id"] = request_id
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            if refusal is not None:
+                await error_response(refusal)(scope, receive, send_with_id)
+            else:
+                await self._inner(scope, receive, send_with_id)
+        except Exception:
+            _log.exception("%s failed unexpectedly", shortened(scope["path"]), extra={"request_id": request_id})
+        finally:
+            path = scope["path"] if scope["path"] in _KNOWN_PATHS else "other"
+            self._instruments.requests.labels(path, str(status)).inc()
+
+
+def _request_id(scope: Scope) -> tuple[RequestId, InvalidRequest | None]:
+    """Return (request id, error): the client's id and `None`, or a new id and an error if the client's id is
+    invalid."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            try:
+                return RequestId(check_request_id(value.decode("latin-1"))), None
+            except InvalidRequest as refusal:
+                return new_request_id(), refusal
+    return new_request_id(), None
+
+
+def error_response(error: KvferryError) -> Response:
+    """Return OpenAI's error body with the error's HTTP status and headers."""
+    headers: dict[str, str] = {}
+    if error.retry_after_seconds is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after_seconds)))
+    if error.http_status in (408, 413):  # the rest of the body would be read as the next request
+        headers["connection"] = "close"
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(openai_reply.error_body(error), error.http_status, headers, JSON)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KvferryError)
+    level = logging.INFO if error.http_status < 500 else logging.WARNING
+    extra = {"request_id": request.scope["kvferry.request_id"]}
+    _log.log(level, "%s: %s: %s", shortened(request.url.path), error.reason, error.message, extra=extra)
+    return error_response(error)
+
+
+async def _on_unexpected(_request: Request, _error: Exception) -> Response:
+    # Starlette re-raises the exception after this response, and `_Edge` logs it.
+    return error_response(InvariantBroken("internal error; the gateway's log has the details under this request id"))
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = MethodNotAllowed if error.status_code == 405 else NoSuchRoute
+    what = (
+        f"{request.method} {shortened(request.url.path)} is not served here; see /v1/models, /v1/chat/completions, "
+        "/v1/completions"
+    )
+    response = error_response(kind(what))
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response

@@ -1,0 +1,221 @@
+"""OpenAI's chat and text completions: validates requests and builds whole responses or event streams."""
+
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SampledToken
+from kvferry.gateway.http import openai_reply as reply
+from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
+from kvferry.rpc.text.merging import merge
+from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
+from kvferry.rpc.text.token_source import Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Request id, tenant and arrival time of one HTTP request."""
+
+    request_id: RequestId
+    tenant: str
+    arrived: float
+    """Arrival time, monotonic seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A validated request and the form of its response."""
+
+    service: TextService
+    requests: tuple[TextRequest, ...]
+    """A request per prompt."""
+    is_chat: bool
+    stream: bool
+    include_usage: bool
+    created: int
+    """Unix time of the response, seconds."""
+
+    @property
+    def reply_id(self) -> str:
+        """The response's `id` in OpenAI's form."""
+        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.requests[0].request_id}"
+
+    def reply(self, choices: Sequence[reply.Choice]) -> reply.Reply:
+        """Build a response, or a stream chunk, with these choices."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if self.stream else "chat.completion"
+        return reply.Reply(self.reply_id, kind, self.created, self.service.model.name, choices)
+
+    def chunks(self) -> AsyncGenerator[TextChunk, None]:
+        """Return an iterator over the chunks of all prompts and samples; `index` is prompt index * `num_samples` +
+        sample index."""
+        sources = [_offset(self.service.generate(r), number * r.num_samples) for number, r in enumerate(self.requests)]
+        at_once = max(1, MAX_RUNNING_SAMPLES // self.requests[0].num_samples)
+        return sources[0] if len(sources) == 1 else merge(sources, at_once=at_once)
+
+
+async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Generation:
+    """Validate a chat request.
+
+    Raises:
+        InvalidRequest: a field is invalid or not implemented.
+        UnknownModel: this gateway serves a different model.
+    """
+    return _prepared(service, caller, await service.read(read_chat, len(body), body), is_chat=True)
+
+
+async def prepare_completion(service: TextService, caller: Caller, body: bytes, max_prompts: int) -> Generation:
+    """Validate a completions request.
+
+    Raises:
+        InvalidRequest: a field is invalid or not implemented.
+        UnknownModel: this gateway serves a different model.
+    """
+    return _prepared(service, caller, await service.read(read_completion, len(body), body, max_prompts), is_chat=False)
+
+
+async def answer(generation: Generation) -> tuple[bytes, Timing]:
+    """Run the generation; return the whole response as JSON, and the timing of its first choice.
+
+    Raises:
+        KvferryError: the generation failed.
+    """
+    samples: dict[int, _Sample] = {}
+    usage: reply.Usage | None = None
+    per_prompt = generation.requests[0].num_samples
+    async with aclosing(generation.chunks()) as chunks:
+        async for chunk in chunks:
+            samples.setdefault(chunk.index, _Sample()).add(chunk)
+            usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
+    ordered = sorted(samples.items())
+    spell = generation.service.model.tokenizer.token_bytes
+    choices: Sequence[reply.Choice]
+    if generation.is_chat:
+        choices = [
+            reply.ChatChoice(
+                index, reply.ChatMessage(sample.text), reply.chat_logprobs(sample.tokens, spell), sample.finish_reason
+            )
+            for index, sample in ordered
+        ]
+    else:
+        choices = [
+            reply.TextChoice(
+                index, sample.text, reply.completion_logprobs(sample.tokens, spell, 0), sample.finish_reason
+            )
+            for index, sample in ordered
+        ]
+    whole = generation.reply(choices)
+    whole.usage = usage
+    whole.kvferry = reply.timing_object(ordered[0][1].timing)
+    return reply.encode(whole), ordered[0][1].timing
+
+
+async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
+    """Run the generation; yield server-sent events, without the closing `[DONE]`.
+
+    Raises:
+        KvferryError: the generation failed, before or after the first event.
+    """
+    make = _chat_events(generation) if generation.is_chat else _text_events(generation)
+    usage: reply.Usage | None = None
+    timing: Timing | None = None
+    per_prompt = generation.requests[0].num_samples
+    async with aclosing(generation.chunks()) as chunks:
+        async for chunk in chunks:
+            usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
+            timing = chunk.timing if chunk.timing is not None and chunk.index == 0 else timing
+            for choice in make(chunk):
+                event = generation.reply([choice])
+                if generation.include_usage:
+                    event.usage = None
+                yield reply.sse(event)
+    if generation.include_usage:
+        last = generation.reply([])
+        last.usage = usage
+        if timing is not None:
+            last.kvferry = reply.timing_object(timing)
+        yield reply.sse(last)
+
+
+@dataclass(slots=True)
+class _Sample:
+    texts: list[str] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish_reason: str = ""
+    timing: Timing = field(default_factory=Timing)
+
+    def add(self, chunk: TextChunk) -> None:
+        self.texts.append(chunk.text)
+        self.tokens.extend(chunk.tokens)
+        if chunk.finish_reason is not None and chunk.timing is not None:
+            self.finish_reason = chunk.finish_reason.value
+            self.timing = chunk.timing
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+def _chat_events(generation: Generation) -> Callable[[TextChunk], list[reply.ChunkChoice]]:
+    spell = generation.service.model.tokenizer.token_bytes
+    greeted: set[int] = set()
+
+    def make(chunk: TextChunk) -> list[reply.ChunkChoice]:
+        made: list[reply.ChunkChoice] = []
+        if chunk.index not in greeted:
+            greeted.add(chunk.index)
+            made.append(reply.ChunkChoice(chunk.index, reply.Delta("assistant", "")))
+        logprobs = reply.chat_logprobs(chunk.tokens, spell)
+        if chunk.text or logprobs is not None:
+            made.append(reply.ChunkChoice(chunk.index, reply.Delta(content=chunk.text), logprobs))
+        if chunk.finish_reason is not None:
+            # As in OpenAI's API, the finish reason is sent in a separate chunk with an empty delta.
+            made.append(reply.ChunkChoice(chunk.index, reply.Delta(), None, chunk.finish_reason.value))
+        return made
+
+    return make
+
+
+def _text_events(generation: Generation) -> Callable[[TextChunk], list[reply.TextChoice]]:
+    spell = generation.service.model.tokenizer.token_bytes
+    offsets: dict[int, int] = {}
+
+    def make(chunk: TextChunk) -> list[reply.TextChoice]:
+        offset = offsets.get(chunk.index, 0)
+        logprobs = reply.completion_logprobs(chunk.tokens, spell, offset)
+        if logprobs is not None:
+            offsets[chunk.index] = offset + sum(map(len, logprobs.tokens))
+        if not chunk.text and logprobs is None and chunk.finish_reason is None:
+            return []
+        finish = None if chunk.finish_reason is None else chunk.finish_reason.value
+        return [reply.TextChoice(chunk.index, chunk.text, logprobs, finish)]
+
+    return make
+
+
+def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
+    requests = tuple(
+        service.fit(
+            TextRequest(
+                request_id=caller.request_id if len(asked.prompts) == 1 else RequestId(f"{caller.request_id}-{number}"),
+                token_ids=ids,
+                sampling=asked.sampling,
+                num_samples=asked.num_samples,
+                tenant=caller.tenant,
+                arrived=caller.arrived,
+            )
+        )
+        for number, ids in enumerate(asked.prompts)
+    )
+    created = math.floor(service.clock.wall())
+    return Generation(service, requests, is_chat, asked.stream, asked.include_usage, created)
+
+
+async def _offset(chunks: AsyncGenerator[TextChunk, None], by: int) -> AsyncGenerator[TextChunk, None]:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            yield chunk if by == 0 else replace(chunk, index=chunk.index + by)

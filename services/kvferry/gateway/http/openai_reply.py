@@ -1,0 +1,223 @@
+"""OpenAI's responses as structs that msgspec encodes: whole responses, stream chunks, errors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from kvferry.core.errors import KvferryError
+from kvferry.core.sampling import SampledToken
+from kvferry.rpc.errors import MAX_MESSAGE_CHARS
+from kvferry.rpc.text.text_stream import TextChunk
+from kvferry.rpc.text.token_source import Timing
+
+_ERROR_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    412: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "request_cancelled",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+encode = msgspec.json.Encoder().encode
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class Delta(Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatMessage(Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class TextChoice(Struct):
+    """A choice of a completion, in a whole response or a stream chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+Choice = ChunkChoice | ChatChoice | TextChoice
+
+
+class Reply(Struct):
+    """Common fields of chat and completion responses and of their stream chunks."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[Choice]
+    usage: Usage | UnsetType | None = UNSET
+    """Token usage. In streams only if `include_usage` is set; null in all chunks except the last."""
+    kvferry: dict[str, Any] | UnsetType = UNSET
+    """Timing of the first choice: the fields of `Timing` in inference.proto."""
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(Struct):
+    error: ErrorDetail
+
+
+class Model(Struct):
+    id: str
+    created: int
+    object: str = "model"
+    owned_by: str = "kvferry"
+    max_model_len: int = 0
+    """Context length in tokens, prompt and output; named as in vLLM."""
+
+
+class ModelList(Struct):
+    data: list[Model]
+    object: str = "list"
+
+
+class TokenBytes(Protocol):
+    """Function that returns the bytes of one token."""
+
+    def __call__(self, token_id: int) -> bytes: ...
+
+
+def error_body(error: KvferryError) -> bytes:
+    """Encode `error` as OpenAI's error object."""
+    kind = _ERROR_TYPES.get(error.http_status, "server_error")
+    return encode(ErrorBody(ErrorDetail(error.message[:MAX_MESSAGE_CHARS], kind, error.field, error.reason.lower())))
+
+
+def sse(payload: Struct) -> bytes:
+    """Encode `payload` as one server-sent event."""
+    return b"data: " + encode(payload) + b"\n\n"
+
+
+def kv_line(timing: Timing) -> str:
+    """Format the source of the prompt's KV as one ASCII line for the debug response header."""
+    parts: list[str] = []
+    for r in timing.kv:
+        choice = "load" if r.num_chosen else "compute"
+        parts.append(
+            f"{r.source} at {r.worker_id}: {choice} {r.num_chosen or r.num_tokens} tokens from {r.first_token}, "
+            f"expected load {1e3 * r.expected_load_seconds:.1f} ms, compute {1e3 * r.expected_compute_seconds:.1f} ms, "
+            f"loaded {r.blocks_loaded} blocks in {1e3 * r.load_seconds:.1f} ms" + (f" ({r.failure})" * bool(r.failure))
+        )
+    line = "".join(c if c.isascii() and c.isprintable() else "?" for c in "; ".join(parts))
+    return line or "computed"
+
+
+def timing_object(timing: Timing) -> dict[str, Any]:
+    """Convert `timing` to a JSON object."""
+    return asdict(timing)
+
+
+def chat_logprobs(tokens: Sequence[SampledToken], spell: TokenBytes) -> ChatLogprobs | None:
+    """Return the log-probabilities in the format of chat responses; `None` if the request did not set `logprobs`."""
+    if not tokens or tokens[0].logprob is None:
+        return None
+    content: list[TokenLogprob] = []
+    for token in tokens:
+        raw = spell(token.token_id)
+        top = [TopLogprob(_text(spell(i)), logprob, list(spell(i))) for i, logprob in token.top]
+        content.append(TokenLogprob(_text(raw), token.logprob or 0.0, list(raw), top))
+    return ChatLogprobs(content)
+
+
+def completion_logprobs(tokens: Sequence[SampledToken], spell: TokenBytes, offset: int) -> CompletionLogprobs | None:
+    """Return the log-probabilities in the format of completions; `offset` is the number of characters before the first
+    token. `None` if the request did not set `logprobs`."""
+    if not tokens or tokens[0].logprob is None:
+        return None
+    texts = [_text(spell(token.token_id)) for token in tokens]
+    offsets: list[int] = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    tops = [{_text(spell(i)): logprob for i, logprob in token.top} for token in tokens]
+    return CompletionLogprobs(texts, [token.logprob or 0.0 for token in tokens], tops, offsets)
+
+
+def add_usage(total: Usage | None, chunk: TextChunk, *, first_sample: bool) -> Usage | None:
+    """Return `total` plus the usage of an ended sample; the prompt is counted only for the first sample."""
+    if chunk.usage is None:
+        return total
+    prompt = chunk.usage.prompt_tokens if first_sample else 0
+    cached = chunk.usage.cached_tokens if first_sample else 0
+    total = total or Usage(0, 0, 0, PromptTokensDetails(0))
+    return Usage(
+        total.prompt_tokens + prompt,
+        total.completion_tokens + chunk.usage.output_tokens,
+        total.total_tokens + prompt + chunk.usage.output_tokens,
+        PromptTokensDetails(total.prompt_tokens_details.cached_tokens + cached),
+    )
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")

@@ -1,0 +1,66 @@
+"""Converts a request's JSON body to sampling parameters and token ids. Large bodies are read in the text process."""
+
+from dataclasses import dataclass
+
+from kvferry.core.errors import InvalidRequest, UnknownModel
+from kvferry.core.sampling import SamplingParams
+from kvferry.gateway.http.openai_schema import ChatRequest, CompletionRequest, parse
+from kvferry.rpc.text import prompts
+from kvferry.rpc.text.text_model import TextModel
+
+MAX_REQUEST_SAMPLES = 128
+"""Maximum number of samples per request, over all its prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A request whose fields are valid, with its prompts as token ids."""
+
+    prompts: tuple[list[int], ...]
+    sampling: SamplingParams
+    num_samples: int
+    """Number of samples per prompt."""
+    stream: bool
+    include_usage: bool
+
+
+def read_chat(model: TextModel, body: bytes) -> ReadRequest:
+    """Parse the body of a chat request, render its template and tokenize the prompt.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
+    asked = parse(ChatRequest, body)
+    _check_model(model, asked.model)
+    sampling = asked.to_sampling()
+    ids = prompts.encode_chat(model, [m.as_template_input() for m in asked.messages])
+    return ReadRequest((ids,), sampling, asked.num_samples, bool(asked.stream), asked.include_usage)
+
+
+def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequest:
+    """Parse the body of a completions request and tokenize its prompts.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
+    asked = parse(CompletionRequest, body)
+    _check_model(model, asked.model)
+    sampling = asked.to_sampling()
+    found = asked.prompts(max_prompts)
+    num_samples = len(found) * asked.num_samples
+    if num_samples > MAX_REQUEST_SAMPLES:
+        raise InvalidRequest(
+            f"{len(found)} prompts with n={asked.num_samples} are {num_samples} samples; at most "
+            f"{MAX_REQUEST_SAMPLES} are accepted in one request",
+            field="n",
+        )
+    encoded = tuple(prompts.encode_text(model, prompt) if isinstance(prompt, str) else prompt for prompt in found)
+    for ids in encoded:
+        prompts.check_num_tokens(model, len(ids))
+    return ReadRequest(encoded, sampling, asked.num_samples, bool(asked.stream), asked.include_usage)
+
+
+def _check_model(model: TextModel, name: str | None) -> None:
+    if name == "":  # an empty name means absent in gRPC, but in HTTP the client sent it
+        raise UnknownModel(f"model '' is not served here; this is {model.name!r}", field="model")
+    prompts.check_model(model, name or "")

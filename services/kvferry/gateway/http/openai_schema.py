@@ -1,0 +1,286 @@
+"""The accepted subset of OpenAI's requests: each field is implemented, accepted at values without effect, or rejected
+by name.
+
+Fields are never silently ignored: a client that sends `response_format`, for example, relies on its effect.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.sampling import SamplingParams
+from kvferry.gateway.http.openai_bounds import Prompt, check_prompt, check_sizes, shown
+from kvferry.rpc.wire import MAX_SAMPLES
+
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for /v1/completions; chat has no default."""
+
+_NO_OPS: Mapping[str, tuple[object, ...]] = {
+    "audio": (None,),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "metadata": (None, {}),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (None, True, False),
+    "prediction": (None,),
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "safety_identifier": (None,),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+}
+"""OpenAI fields that are not implemented, with the values at which they have no effect and are accepted."""
+
+_MESSAGE_NO_OPS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+"""Fields of an assistant's message that clients copy from a response; accepted if null or empty."""
+
+
+_MESSAGE_FIELDS = (*_MESSAGE_NO_OPS, "name", "tool_call_id")
+"""Fields of OpenAI's messages that are known but not implemented."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class TextPart(_Strict):
+    """A text part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    def as_template_input(self) -> dict[str, str]:
+        """Return the message in the form that chat templates expect."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        # `developer` is OpenAI's newer name of the role `system`, which templates use.
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class StreamOptions(_Strict):
+    """OpenAI's `stream_options`."""
+
+    include_usage: bool = False
+
+
+class _Common(_Strict):
+    model: str | None = None
+    """Model name; `None` selects the served model. OpenAI requires this field; a gateway serves one model only."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    """End user identifier for abuse detection; has no effect on the response."""
+    # Extensions of OpenAI's API, named as in vLLM.
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples per prompt: `n`, 1 by default."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Return the request's sampling parameters.
+
+        Raises:
+            InvalidRequest: a field is out of range; the error contains its name.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "min_tokens": self.min_tokens,
+            "repetition_penalty": self.repetition_penalty,
+            "ignore_eos": self.ignore_eos,
+        }
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias=_token_keys(self.logit_bias or {}),
+            logprobs=logprobs,
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+    def check_stream_options(self) -> None:
+        """
+        Raises:
+            InvalidRequest: `stream_options` is set, but `stream` is not.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
+
+
+class ChatRequest(_Common):
+    """Request body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def to_sampling(self) -> SamplingParams:
+        """
+        Raises:
+            InvalidRequest: fields are inconsistent or out of range.
+        """
+        self.check_stream_options()
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise InvalidRequest(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}; "
+                "they are synonyms, give only one",
+                field="max_tokens",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+        return self.sampling(next(iter(both), None), (self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionRequest(_Common):
+    """Request body of POST /v1/completions."""
+
+    prompt: Annotated[Prompt, PlainValidator(check_prompt)]
+    logprobs: int | None = None
+
+    def to_sampling(self) -> SamplingParams:
+        """
+        Raises:
+            InvalidRequest: fields are inconsistent or out of range.
+        """
+        self.check_stream_options()
+        return self.sampling(_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
+
+    def prompts(self, limit: int) -> Sequence[str | list[int]]:
+        """Return the prompts, each as text or token ids.
+
+        Raises:
+            InvalidRequest: the request has no prompts, or more than `limit`.
+        """
+        prompt = self.prompt
+        several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+        found = cast("Sequence[str | list[int]]", prompt if several else [prompt])
+        if not 0 < len(found) <= limit:
+            raise InvalidRequest(f"prompt has {len(found)} prompts; send 1 to {limit}", field="prompt")
+        return found
+
+
+R = TypeVar("R", ChatRequest, CompletionRequest)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """Parse and validate a request from a JSON body.
+
+    Raises:
+        InvalidRequest: a field is invalid, unknown or not implemented; the error describes the first such field.
+    """
+    try:
+        fields = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not JSON: {error}", reason="INVALID_JSON") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    check_sizes(fields)
+    messages = fields.get("messages")
+    if isinstance(messages, list):
+        fields["messages"] = [_without_no_ops(message) for message in messages]
+    for name in fields.keys() & _NO_OPS.keys():
+        accepted = _NO_OPS[name]
+        value = fields.pop(name)
+        if not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
+            remedy = f"or send {' or '.join(map(json.dumps, accepted[1:]))}" if len(accepted) > 1 else "or send null"
+            raise InvalidRequest(f"{name} is not implemented here; leave it out {remedy}", field=name)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False)) from None
+
+
+def _without_no_ops(message: object) -> object:
+    if not isinstance(message, dict):
+        return message
+    return {name: value for name, value in message.items() if value not in (None, []) or name not in _MESSAGE_NO_OPS}
+
+
+_KNOWN_NAMES = frozenset(
+    name for model in (ChatRequest, CompletionRequest, Message, TextPart, StreamOptions) for name in model.model_fields
+)
+
+
+def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
+    # A union reports an error per alternative; the error deepest in the value is the most specific.
+    first = errors[0]
+    same = [error for error in errors if error["loc"][0] == first["loc"][0]]
+    worst = max(same, key=lambda error: (len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]))
+    unknown = worst["type"] == "extra_forbidden"
+    # Locations include the names of union alternatives, which are meaningless to clients.
+    *outer, last = worst["loc"]
+    path = [part for part in outer if isinstance(part, int) or part in _KNOWN_NAMES]
+    path += [last] if unknown or isinstance(last, int) or last in _KNOWN_NAMES else []
+    field = ".".join(shortened(str(part)) for part in path)
+    if unknown and path[0] == "messages" and last in _MESSAGE_FIELDS:
+        return InvalidRequest(f"{field} is not implemented here; leave it out", field=field)
+    if unknown:
+        return InvalidRequest(f"{field} is an unknown field; leave it out", field=field)
+    if worst["type"] == "missing":
+        return InvalidRequest(f"{field} is missing", field=field)
+    if worst["type"] == "too_short":
+        return InvalidRequest(f"{field} is empty; give at least one item", field=field)
+    return InvalidRequest(
+        f"{field}: {worst['msg'].lower().replace('input', 'it', 1)}; it is {shown(worst['input'])}", field=field
+    )
+
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+"""Canonical decimal form of a token id; the length limit bounds parsing time."""
+
+
+def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
+    for key in bias:
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(
+                "logit_bias has a key that is not a token id; write it in decimal digits, without leading zeros",
+                field="logit_bias",
+            )
+    return {int(key): value for key, value in bias.items()}

@@ -1,0 +1,42 @@
+"""Hashes of a prompt's blocks, as the workers' engines compute them.
+
+Hashes depend on the worker's KV layout, so each layout has its own hash chain. Requests are routed by the hash of a
+leading block; prior turns are looked up by the hashes of all blocks; workers' cache events use the same hashes.
+"""
+
+from collections.abc import Sequence
+
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.ids import BlockHash
+from kvferry.gateway.routing.replica_choice import PrefixKey, Replica
+
+
+def block_names(namers: BlockNamers, tenant: str, replica: Replica, token_ids: Sequence[int]) -> list[BlockHash]:
+    """Return the hashes of all full blocks of `token_ids` in the layout of `replica`, in order."""
+    namer = namers.of(tenant, fingerprint=replica.layout_fingerprint, block_tokens=replica.block_tokens)
+    return namer.chain(token_ids)
+
+
+def prefix_key(namers: BlockNamers, tenant: str, token_ids: Sequence[int], prefix_blocks: int) -> PrefixKey:
+    """Return the key by which a request is routed to a replica.
+
+    Args:
+        token_ids: the prompt; at least one token.
+        prefix_blocks: number of leading full blocks in the key.
+
+    Returns:
+        A function from a replica to the hash of block number `prefix_blocks` in its layout, or of the last full block
+        if the prompt has fewer blocks, or of all tokens as one block if the prompt has no full block.
+    """
+    known: dict[tuple[bytes, int], bytes] = {}
+
+    def key(replica: Replica) -> bytes:
+        layout = (replica.layout_fingerprint, replica.block_tokens)
+        found = known.get(layout)
+        if found is None:
+            block_tokens = min(replica.block_tokens, len(token_ids))
+            namer = namers.of(tenant, fingerprint=replica.layout_fingerprint, block_tokens=block_tokens)
+            found = known[layout] = namer.chain(token_ids[: prefix_blocks * block_tokens])[-1]
+        return found
+
+    return key

@@ -1,0 +1,166 @@
+"""KV page layout: shape and dtype of a page, and the fingerprint by which two engines compare layouts.
+
+A page holds one block of tokens for all layers, so that it is one contiguous range and one transfer descriptor:
+
+    [layer][K, V][kv_head][token][head_dim]        one page, `block_bytes` long
+    |------------------- block-major: page i starts at i * block_bytes -------------------|
+
+With int8, a head has [token][head_dim] codes, followed by [token] scales in float32, little-endian; a value is code *
+scale (`core.dtypes`).
+
+Pages with equal fingerprints are copied byte for byte; `relayout` plans conversions between different layouts. Every
+change of the byte format changes the fingerprint; VERSION counts the changes that are not visible in a field:
+
+    1   first form: block-major, K then V, heads before tokens, keys stored rotated (half-split rotary)
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+
+from blake3 import blake3
+
+from kvferry.core.dtypes import DTYPES, row_bytes
+from kvferry.core.errors import UsageError
+from kvferry.model.config import ModelConfig
+
+VERSION = 1
+_MAX_DIGEST_CHARS = 256
+_MAX_COUNT = 1 << 20
+_MAX_BLOCK_BYTES = 1 << 32
+
+Description = tuple[int | str, ...]
+"""A layout as plain values: VERSION, then the fields in order. The last two are included only if the pages have a part
+of the KV heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Layout of an engine's pages: model, shape and dtype."""
+
+    model_digest: str
+    """Digest of the weights and of the configuration that affects computation, which determine the KV."""
+    dtype: str
+    """Data type of the KV, one of `core.dtypes.DTYPES`."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_tokens: int
+    first_kv_head: int = 0
+    """Index, among the model's KV heads, of the first KV head in the pages."""
+    total_kv_heads: int | None = None
+    """Number of KV heads of the model; `None` if the pages have all of them. A number equal to `num_kv_heads` is
+    normalized to `None`."""
+
+    def __post_init__(self) -> None:
+        """Check the range of KV heads, and normalize `total_kv_heads`.
+
+        Raises:
+            ValueError: the range exceeds the model's KV heads.
+        """
+        total = self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
+        if not 0 <= self.first_kv_head <= total - self.num_kv_heads:
+            raise ValueError(
+                f"KV heads {self.first_kv_head} to {self.heads.stop - 1} are out of range: total_kv_heads is {total}"
+            )
+        if total == self.num_kv_heads:
+            object.__setattr__(self, "total_kv_heads", None)
+
+    @classmethod
+    def of(cls, config: ModelConfig, *, block_tokens: int, dtype: str, model_digest: str = "") -> "KvLayout":
+        """Build the layout of a model's pages, with all KV heads.
+
+        Args:
+            config: the model's shape.
+            block_tokens: tokens per block.
+            dtype: data type of the KV.
+            model_digest: see `KvLayout.model_digest`; empty for pages that are never transferred.
+
+        Raises:
+            UsageError: `block_tokens` is not positive.
+        """
+        if block_tokens <= 0:
+            raise UsageError(f"block_tokens must be positive, not {block_tokens}", field="block_tokens")
+        return cls(model_digest, dtype, config.num_layers, config.num_kv_heads, config.head_dim, block_tokens)
+
+    @property
+    def dims(self) -> tuple[int, int, int, int, int]:
+        """Shape of a page: (layers, 2, kv heads, block tokens, head dim)."""
+        return self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim
+
+    @property
+    def heads(self) -> range:
+        """Range of the KV heads in the pages, numbered as in the model."""
+        return range(self.first_kv_head, self.first_kv_head + self.num_kv_heads)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes per token, all layers: 2 x layers x kv heads x (head dim x element bytes + scale bytes)."""
+        return 2 * self.num_layers * self.num_kv_heads * row_bytes(self.dtype, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one page, all layers."""
+        return self.token_bytes * self.block_tokens
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Fingerprint of the layout, 16 bytes. Two fingerprints are equal if and only if pages are interchangeable byte
+        for byte."""
+        text = (
+            f"kvferry-kv-layout v{VERSION} order=block,layer,kv,head,token,dim "
+            f"model={self.model_digest} dtype={self.dtype} layers={self.num_layers} "
+            f"kv_heads={self.num_kv_heads} head_dim={self.head_dim} block={self.block_tokens}"
+        )
+        if self.total_kv_heads is not None:
+            text += f" first_kv_head={self.first_kv_head} total_kv_heads={self.total_kv_heads}"
+        return blake3(text.encode()).digest(length=16)
+
+    @property
+    def family(self) -> bytes:
+        """Digest of model and heads, 16 bytes. Pages can be converted between two layouts only if their digests are
+        equal."""
+        text = (
+            f"kvferry-kv-family v{VERSION} model={self.model_digest} layers={self.num_layers} "
+            f"kv_heads={self.num_kv_heads} head_dim={self.head_dim} "
+            f"first_kv_head={self.first_kv_head} total_kv_heads={self.total_kv_heads}"
+        )
+        return blake3(text.encode()).digest(length=16)
+
+    @property
+    def description(self) -> Description:
+        """Layout as plain values, for messages; `described` parses it."""
+        whole = astuple(self)
+        return (VERSION, *(whole[:_SHARED] if self.total_kv_heads is None else whole))
+
+
+_SHARED = len(fields(KvLayout)) - 2
+"""Number of fields in the description of a layout with all KV heads."""
+
+
+def described(description: Sequence[object]) -> KvLayout:
+    """Parse a layout from `KvLayout.description`.
+
+    Raises:
+        ValueError: the version differs, the number of fields is wrong, or a field is out of range.
+    """
+    version, *values = description or (0,)
+    if version != VERSION or len(values) not in {_SHARED, _SHARED + 2}:
+        raise ValueError(
+            f"unsupported layout: version {version!r} with {len(values)} fields; this worker reads version {VERSION}"
+        )
+    digest, dtype, *counts = values
+    if not isinstance(digest, str) or len(digest) > _MAX_DIGEST_CHARS or dtype not in DTYPES:
+        raise ValueError(f"unsupported layout: dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    checked = [c for c in counts if isinstance(c, int) and 0 <= c <= _MAX_COUNT]
+    if checked != counts or min(checked[: _SHARED - 2]) < 1:
+        raise ValueError(
+            "unsupported layout: "
+            + ", ".join(f"{f.name}={c!r:.20}" for f, c in zip(fields(KvLayout)[2:], counts, strict=False))
+            + f"; each must be an integer from 1 to {_MAX_COUNT}, first_kv_head may be 0"
+        )
+    made = KvLayout(digest, str(dtype), *checked)
+    if made.block_bytes > _MAX_BLOCK_BYTES:
+        raise ValueError(
+            f"unsupported layout: pages of {made.block_bytes} bytes; at most {_MAX_BLOCK_BYTES} are accepted"
+        )
+    return made

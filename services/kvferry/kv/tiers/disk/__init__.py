@@ -1,0 +1,1 @@
+"""Disk tier: one file per storage object in a folder of bounded size, which workers on one host can share."""

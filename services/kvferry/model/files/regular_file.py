@@ -1,0 +1,50 @@
+"""Opens the files of a model: regular files only, since a named pipe or a device would block or never end."""
+
+import mmap
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from kvferry.core.errors import ModelFileError
+
+MAX_JSON_BYTES = 64 << 20
+"""Maximum size of a model's JSON file."""
+
+
+def read_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Read a whole file.
+
+    Raises:
+        ModelFileError: the file is missing, not a regular file, or larger than `max_bytes`.
+    """
+    try:
+        with _open(path) as handle:
+            content = handle.read(max_bytes + 1)
+    except OSError as error:
+        raise ModelFileError(f"cannot read {path}: {error}") from error
+    if len(content) > max_bytes:
+        raise ModelFileError(f"{path} is larger than {max_bytes} bytes; it is not a model's JSON file")
+    return content
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Map a file into memory for reading.
+
+    Raises:
+        ModelFileError: the file is missing, empty or not a regular file.
+    """
+    try:
+        with _open(path) as handle:
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise ModelFileError(f"cannot open {path}: {error}") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a regular file; without blocking, as a named pipe without a writer would."""
+    handle = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+        handle.close()
+        raise OSError(f"{path.name} is not a regular file")
+    return handle

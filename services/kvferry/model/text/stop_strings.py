@@ -1,0 +1,54 @@
+"""Finds the first stop string in a streamed text; holds back only text that may be the start of a stop string.
+
+The first match is the match that ends first; of several matches that end at the same character, the longest. The result
+therefore depends only on the text and the stop strings, not on how the text was split.
+"""
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Matches the stop strings of a sequence."""
+
+    __slots__ = ("_beginnings", "_held", "_longest", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """
+        Args:
+            stops: the stop strings, none of them empty.
+        """
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops), default=0)
+        self._beginnings = {stop[:n] for stop in self._stops for n in range(1, len(stop))}
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that was found; `None` if none has been found yet."""
+
+    def feed(self, text: str) -> str:
+        """Add text and return the part that cannot belong to a stop string; empty after a match."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            _, start, self.matched = min(found)
+            clear, self._held = self._held[:start], ""
+            return clear
+        keep = self._could_begin()
+        clear, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return clear
+
+    def finish(self) -> str:
+        """End the text and return the held-back part, which is not a stop string."""
+        rest, self._held = self._held, ""
+        return rest
+
+    def _could_begin(self) -> int:
+        """Return the length of the longest suffix of the text that is a prefix of a stop string."""
+        held = self._held
+        for length in range(min(self._longest - 1, len(held)), 0, -1):
+            if held[-length:] in self._beginnings:
+                return length
+        return 0

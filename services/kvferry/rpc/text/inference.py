@@ -1,0 +1,120 @@
+"""The `Inference` service on top of a token source, used by gateways and by workers of role `both`."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.ids import RequestId, new_request_id
+from kvferry.rpc import wire
+from kvferry.rpc.calls import request_id_of
+from kvferry.rpc.server import Service
+from kvferry.rpc.text import prompts
+from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.text.text_stream import TextRequest
+from kvferry.rpc.text.text_wire import chunk_to_wire
+from kvferry.v1 import inference_pb2, inference_pb2_grpc
+
+_MESSAGE_CHARS = 64
+SERVICE_NAME = "kvferry.v1.Inference"
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Implements `kvferry.v1.Inference` for one model."""
+
+    def __init__(self, text: TextService) -> None:
+        self._text = text
+
+    async def Generate(  # noqa: N802  name of the RPC
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        arrived = self._text.clock.monotonic()
+        tenant = self._admit(request.model, context)
+        named = request_id_of(request, context)
+        remaining = context.time_remaining()
+        checked = self._text.fit(
+            TextRequest(
+                request_id=RequestId(wire.check_request_id(named)) if named else new_request_id(),
+                token_ids=await self._token_ids(request),
+                sampling=wire.sampling_from_wire(request.sampling),
+                num_samples=wire.num_samples_from_wire(request.n),
+                tenant=tenant,
+                arrived=arrived,
+                deadline=None if remaining is None else arrived + remaining,
+            )
+        )
+        async with aclosing(self._text.generate(checked)) as chunks:
+            async for chunk in chunks:
+                yield chunk_to_wire(checked.request_id, chunk)
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        self._admit(request.model, context)
+        if request.WhichOneof("input") == "chat":
+            ids = await self._encode_chat(request.chat)
+        else:
+            ids = await self._encode_text(request.text)
+        return inference_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(  # noqa: N802
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        self._admit(request.model, context)
+        prompts.check_num_tokens(self._text.model, len(request.token_ids) - 1)  # a whole context may be detokenized
+        ids = wire.token_ids_from_wire(request.token_ids, "token_ids")
+        prompts.check_token_ids(self._text.model, ids, "token_ids")
+        return inference_pb2.DetokenizeResponse(text=self._text.model.tokenizer.decode(ids))
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.GetModelInfoResponse:
+        self._admit(request.model, context)
+        model = self._text.model
+        return inference_pb2.GetModelInfoResponse(
+            model=model.name,
+            digest=model.digest,
+            max_model_tokens=model.max_model_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    def _admit(self, model: str, context: Context) -> str:
+        """Check the API key and the model name, and return the caller's tenant."""
+        header: str | None = None
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization" and isinstance(value, str):
+                header = value
+        tenant = self._text.tenant_of(header)
+        prompts.check_model(self._text.model, model)
+        return tenant
+
+    async def _token_ids(self, request: inference_pb2.GenerateRequest) -> list[int] | tuple[int, ...]:
+        kind = request.WhichOneof("prompt")
+        if kind == "text":
+            return await self._encode_text(request.text)
+        if kind == "tokens":
+            return wire.token_ids_from_wire(request.tokens.ids, "prompt")
+        if kind == "chat":
+            return await self._encode_chat(request.chat)
+        raise InvalidRequest("the request has no prompt; set text, tokens or chat", field="prompt")
+
+    async def _encode_text(self, text: str) -> list[int]:
+        prompts.check_num_chars(self._text.model, len(text))
+        return await self._text.read(prompts.encode_text, len(text), text)
+
+    async def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
+        prompts.check_num_messages(len(chat.messages))
+        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        # A template processes each message, even if it is short.
+        num_chars = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
+        return await self._text.read(prompts.encode_chat, num_chars, messages)
+
+
+def inference_service(text: TextService) -> Service:
+    """Create the Inference service, to be passed to `rpc.server.start_server`."""
+    servicer = InferenceServicer(text)
+    return Service(SERVICE_NAME, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server))

@@ -1,0 +1,75 @@
+"""The parts of a model that text serving needs: limits, tokenizer and chat template, without weights."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+ChatMessages = Sequence[Mapping[str, str]]
+"""A conversation: messages with `role` and `content`."""
+
+
+class Tokenizer(Protocol):
+    """Converts between text and token ids. Stateless and thread-safe."""
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        """Convert text to token ids; `add_special` prepends the begin-of-sequence token if the model uses one."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Convert a complete sequence of token ids to text."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which may be an incomplete UTF-8 sequence."""
+        ...
+
+
+class Detokenizer(Protocol):
+    """Converts the tokens of one stream to text incrementally; returns complete characters only."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and return the text that they complete."""
+        ...
+
+    def finish(self) -> str:
+        """Return the remaining text after the last token."""
+        ...
+
+
+class StopMatcher(Protocol):
+    """Finds stop strings in a text received in parts; holds back text that may be the start of a stop string."""
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found; the output ends before it. `None` if none has been found yet."""
+        ...
+
+    def feed(self, text: str) -> str:
+        """Add text and return the part that is safe to send; empty after a match."""
+        ...
+
+    def finish(self) -> str:
+        """Return the held-back text after the last call of `feed`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """The served model's names, limits, tokenizer and chat template."""
+
+    name: str
+    """Model name for clients."""
+    digest: str
+    """Digest of the model's files, hexadecimal; empty if unknown."""
+    max_model_tokens: int
+    """Context length in tokens, prompt and output."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer
+    new_detokenizer: Callable[[], Detokenizer]
+    new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
+    max_prompt_chars: int
+    """Maximum number of characters that `max_model_tokens` tokens can encode."""
+    encode_chat: Callable[[ChatMessages], list[int]] | None
+    """Function that tokenizes a conversation up to the start of the assistant's answer; `None` if the model has no chat
+    template. Raises InvalidRequest for a conversation that the template rejects."""

@@ -1,0 +1,71 @@
+"""Protocol-independent text serving: token source, text model, limits, tenants."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Concatenate, ParamSpec, TypeVar
+
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.rpc.text import prompts
+from kvferry.rpc.text.text_model import TextModel
+from kvferry.rpc.text.text_process import TextProcess
+from kvferry.rpc.text.text_stream import TextChunk, TextRequest, generate_text
+from kvferry.rpc.text.token_source import TokenSource
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LARGE_CHARS = 16_384
+"""Number of characters from which a text is read in the text process; reading a text of this size takes
+milliseconds."""
+
+
+def _one_tenant(_authorization: str | None) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class TextService:
+    """Validates and generates text requests for one model. Shared by the gRPC and HTTP APIs."""
+
+    source: TokenSource
+    model: TextModel
+    clock: Clock = field(default_factory=SystemClock)
+    context_tokens: Callable[[], int | None] = lambda: None
+    """Function that returns the workers' current context length in tokens, prompt and output; `None` selects the
+    model's."""
+    new_seed: prompts.DrawSeed = prompts.draw_seed
+    tenant_of: Callable[[str | None], str] = _one_tenant
+    """Function that returns the tenant for the value of an `authorization` header; raises Unauthenticated."""
+    process: TextProcess | None = None
+    """Process in which large requests are read; `None` uses a thread."""
+
+    async def read(
+        self, job: Callable[Concatenate[TextModel, P], R], size: int, *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Run `job(model, ...)` on text of `size` characters or bytes: in this thread if the text is small, otherwise
+        in the text process.
+
+        Raises:
+            KvferryError: raised by the job, or by `TextProcess.run`.
+        """
+        if size < LARGE_CHARS:
+            return job(self.model, *args, **kwargs)
+        if self.process is None:
+            return await asyncio.to_thread(job, self.model, *args, **kwargs)
+        return await self.process.run(job, *args, **kwargs)
+
+    def fit(self, request: TextRequest) -> TextRequest:
+        """Complete the sampling parameters of `request`; see `prompts.fit`.
+
+        Raises:
+            InvalidRequest: the request cannot be served with this model.
+        """
+        limit = self.context_tokens()
+        context = self.model.max_model_tokens if limit is None else min(limit, self.model.max_model_tokens)
+        sampling = prompts.fit(self.model, request.token_ids, request.sampling, context, self.new_seed)
+        return replace(request, sampling=sampling)
+
+    def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        """Generate text chunks for a request that `fit` returned; see `rpc.text.text_stream.generate_text`."""
+        return generate_text(self.source, self.model, request, self.clock)

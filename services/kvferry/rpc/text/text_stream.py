@@ -1,0 +1,142 @@
+"""Converts a token stream to text chunks: detokenization, stop strings, several samples, usage.
+
+TokenSource --TokenEvent--> detokenizer --text--> stop strings --TextChunk--> gRPC, HTTP
+                 ^                                    |
+                 +------------- closed on a match ----+
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.rpc.text.merging import merge
+from kvferry.rpc.text.text_model import TextModel
+from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, TokenSource
+
+MAX_RUNNING_SAMPLES = 16
+"""Maximum number of concurrent samples of a request, so that it does not delay other requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A request that `rpc.text.prompts` has validated."""
+
+    request_id: RequestId
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    """Sampling parameters with `max_tokens` and `seed` set."""
+    num_samples: int = 1
+    tenant: str = ""
+    arrived: float = 0.0
+    """Arrival time, monotonic seconds."""
+    deadline: float | None = None
+    """Deadline, monotonic seconds; `None` for no deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a sample."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    """Number of prompt tokens whose KV was cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """Text and tokens that a step added to a sample."""
+
+    index: int
+    """Index of the sample, from 0."""
+    text: str
+    """Text of complete characters; lags behind `tokens` while its end may be the start of a stop string."""
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None = None
+    """Reason why the sample ended; set in its last chunk, together with `usage` and `timing`."""
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+
+async def generate_text(
+    source: TokenSource, model: TextModel, request: TextRequest, clock: Clock
+) -> AsyncGenerator[TextChunk, None]:
+    """Generate all samples of `request`; their chunks are interleaved, each sample's chunks are in order.
+
+    Close the generator (`contextlib.aclosing`) to stop early; this also stops the generation of every sample.
+
+    Raises:
+        KvferryError: the source failed; the other samples are stopped.
+    """
+    if request.num_samples == 1:
+        async with aclosing(_sample(source, model, request, 0, clock)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        return
+    samples = [_sample(source, model, request, index, clock) for index in range(request.num_samples)]
+    async with aclosing(merge(samples, at_once=MAX_RUNNING_SAMPLES)) as chunks:
+        async for chunk in chunks:
+            yield chunk
+
+
+async def _sample(
+    source: TokenSource, model: TextModel, request: TextRequest, index: int, clock: Clock
+) -> AsyncGenerator[TextChunk, None]:
+    tokens = TokenRequest(
+        request_id=request.request_id,
+        token_ids=request.token_ids,
+        sampling=request.sampling,
+        sample_index=index,
+        tenant=request.tenant,
+        arrived=request.arrived,
+        deadline=request.deadline,
+    )
+    writer = _Writer(model, request.sampling)
+    num_output = 0
+    async with aclosing(source.stream(tokens)) as events:
+        async for event in events:
+            text, kept, finish = writer.write(event)
+            num_output += len(kept)
+            if finish is None:
+                yield TextChunk(index, text, kept)
+                continue
+            usage = Usage(len(request.token_ids), num_output, event.num_cached_tokens)
+            timing = replace(event.timing, total_seconds=clock.monotonic() - request.arrived)
+            yield TextChunk(index, text, kept, finish, usage, timing)
+            return
+    raise InvariantBroken(f"a token stream of {request.request_id} ended after {num_output} tokens without a reason")
+
+
+class _Writer:
+    """Converts one sample's tokens to text and detects stop strings."""
+
+    def __init__(self, model: TextModel, sampling: SamplingParams) -> None:
+        self._detokenizer = model.new_detokenizer()
+        self._stop = model.new_stop_matcher(sampling.stop) if sampling.stop else None
+
+    def write(self, event: TokenEvent) -> tuple[str, tuple[SampledToken, ...], FinishReason | None]:
+        """Return the text to send, the tokens to count, and the finish reason if the sample has ended."""
+        shown: list[str] = []
+        for position, token in enumerate(event.tokens, start=1):
+            shown.append(self._filter(self._detokenizer.feed((token.token_id,))))
+            if self._matched:  # drop this step's tokens after the stop string
+                return "".join(shown), event.tokens[:position], FinishReason.STOP
+        finish = event.finish_reason
+        if finish is not None:
+            shown.append(self._filter(self._detokenizer.finish()))
+            if self._matched:
+                finish = FinishReason.STOP
+            elif self._stop is not None:
+                shown.append(self._stop.finish())
+        return "".join(shown), event.tokens, finish
+
+    def _filter(self, text: str) -> str:
+        return text if self._stop is None else self._stop.feed(text)
+
+    @property
+    def _matched(self) -> bool:
+        return self._stop is not None and self._stop.matched is not None

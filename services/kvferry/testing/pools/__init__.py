@@ -1,1 +1,0 @@
-"""Pools on a real node, for tests: applied, awaited, asked, hurt."""

@@ -1,0 +1,307 @@
+"""Engine loop: runs an engine on a dedicated thread; asyncio code uses it through streams.
+
+Commands are put into a queue that the engine's thread drains before each step; outputs are passed to the event loop
+with one call per step, independent of the number of sequences. Only the engine's thread accesses the engine.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from kvferry.core.errors import STEP_FAILED, InvariantBroken, KvferryError, Unavailable
+from kvferry.core.ids import RequestId
+from kvferry.core.load import WorkerLoad
+from kvferry.engine.blocks.prefix_index import CacheChange
+from kvferry.engine.engine import Engine
+from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
+from kvferry.engine.messages import Abort, Command, EngineRequest, ReleaseExport, StepOutput
+from kvferry.engine.plan.kv_jobs import Progress, SequenceUpdate
+from kvferry.kv.interface.connector import LoadOutcome
+from kvferry.kv.pricing.price import Decision
+
+_log = logging.getLogger(__name__)
+
+_JOIN_SECONDS = 10.0
+
+
+def _step_failed() -> InvariantBroken:
+    return InvariantBroken("the step that computed this request failed; the worker is restarting", reason=STEP_FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """Command that ends the engine's thread."""
+
+
+CommandQueue = queue.SimpleQueue[Command | _Stop]
+"""Queue of commands to an engine. Loaders and tiers are created before the engine and put messages into it from their
+threads.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamItem:
+    """An event of a stream: sampled tokens, the outcome of a load, a load decision, or progress of the prompt."""
+
+    update: SequenceUpdate | None = None
+    export: int | None = None
+    """Number of an export, which the receiver must release; set only together with `update`."""
+    load: LoadOutcome | None = None
+    decision: Decision | None = None
+    progress: Progress | None = None
+    is_started: bool = False
+    """Whether the next step is the first that computes the request."""
+
+
+class EngineStream:
+    """The events of a request, in order. A context manager; it must always be closed."""
+
+    def __init__(self, owner: "EngineLoop", request_id: RequestId) -> None:
+        self._owner = owner
+        self.request_id = request_id
+        self._items: asyncio.Queue[StreamItem | KvferryError] = asyncio.Queue()
+        self.finished = False
+        """Whether the engine has ended the request."""
+
+    def __aiter__(self) -> AsyncIterator[StreamItem]:
+        return self
+
+    async def __anext__(self) -> StreamItem:
+        if self.finished and self._items.empty():
+            raise StopAsyncIteration
+        item = await self._items.get()
+        if isinstance(item, KvferryError):
+            raise item
+        return item
+
+    def take_ready(self) -> list[StreamItem]:
+        """Return the queued events without waiting; an error stays queued and is raised by the next iteration."""
+        ready: list[StreamItem] = []
+        while not self._items.empty():
+            item = self._items.get_nowait()
+            if isinstance(item, KvferryError):
+                self._items.put_nowait(item)
+                break
+            ready.append(item)
+        return ready
+
+    def put(self, item: StreamItem | KvferryError) -> None:
+        """Queue an event. Called by `EngineLoop` on the event loop's thread."""
+        self._items.put_nowait(item)
+
+    def __enter__(self) -> "EngineStream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._owner.close(self)
+
+
+class EngineLoop:
+    """An engine and its thread. `start` must be called on a running event loop; all other methods run on that loop's
+    thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        commands: CommandQueue,
+        *,
+        name: str,
+        on_failure: Callable[[BaseException], None],
+        on_cache_changes: Callable[[list[CacheChange]], None] = lambda _: None,
+    ) -> None:
+        """
+        Args:
+            commands: command queue of the engine; loaders and tiers put their messages into it.
+            on_cache_changes: called on the event loop with changes of the prefix cache.
+            on_failure: called on the event loop after the engine has raised an unexpected error; the process should
+                exit.
+        """
+        self._engine = engine
+        self._name = name
+        self._on_failure = on_failure
+        self._on_cache_changes = on_cache_changes
+        self._commands = commands
+        self._streams: dict[RequestId, EngineStream] = {}
+        self._prefetches: dict[RequestId, asyncio.Future[LoadOutcome]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        engine.on_started = self._announce
+        self.load: WorkerLoad = engine.load()
+        """Latest snapshot of the engine's load; the engine's thread replaces it after each step."""
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def cut(self, error: KvferryError) -> None:
+        """End all streams with `error` and reject new streams; resources are freed when the loop stops."""
+        self._failure = self._failure or error
+        self._fail_streams(error)
+
+    async def stop(self) -> None:
+        """Stop after the step in progress. Open streams end with `Unavailable`. Idempotent."""
+        ending = Unavailable("the worker is shutting down")
+        self._failure = self._failure or ending  # later streams would get no events
+        self._commands.put(_Stop())
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
+        self._fail_streams(ending)
+
+    def submit(self, request: EngineRequest) -> EngineStream:
+        """Submit a request. The stream raises if the engine rejects it (`InvalidRequest`, `Overloaded`).
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
+        if self._failure is not None:
+            raise Unavailable("the engine has stopped; the worker is restarting")
+        stream = EngineStream(self, request.request_id)
+        self._streams[request.request_id] = stream
+        self._commands.put(request)
+        return stream
+
+    def close(self, stream: EngineStream) -> None:
+        """Close a stream: abort the request if it is running, and free exports that were not consumed."""
+        self._streams.pop(stream.request_id, None)
+        if not stream.finished:
+            self._commands.put(Abort(stream.request_id))
+        for item in stream.take_ready():
+            if item.export is not None:
+                self.release_export(item.export)
+
+    async def prefetch_kv(self, request: KvPrefetchRequest) -> LoadOutcome:
+        """Fetch blocks into the prefix cache and return the outcome. Cancelling the calling task aborts the fetch.
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
+        if self._failure is not None:
+            raise Unavailable("the engine has stopped; the worker is restarting")
+        outcome: asyncio.Future[LoadOutcome] = asyncio.get_running_loop().create_future()
+        self._prefetches[request.request_id] = outcome
+        self._commands.put(request)
+        try:
+            return await outcome
+        except asyncio.CancelledError:
+            self._commands.put(Abort(request.request_id))
+            raise
+        finally:
+            del self._prefetches[request.request_id]
+
+    def release_export(self, number: int) -> None:
+        """Free the pages of export `number`."""
+        self._commands.put(ReleaseExport(number))
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        try:
+            idle = True
+            while True:
+                if not self._take_commands(wait=idle):
+                    return
+                output = self._engine.step() if self._engine.has_work else StepOutput([], {}, [], [], [], [], ran=False)
+                self._hand_out(output)
+                idle = not output.ran
+                self.load = self._engine.load()
+        except BaseException as error:
+            _log.exception("the engine stopped")
+            self._call_soon(self._fail, error, self._engine.failed_step)
+
+    def _take_commands(self, *, wait: bool) -> bool:
+        """Execute queued commands; return whether to continue. If the engine is idle, wait for a command."""
+        self.load = self._engine.load()
+        try:
+            command = self._commands.get(block=wait)
+            while not isinstance(command, _Stop):
+                self._carry_out(command)
+                command = self._commands.get(block=False)
+        except queue.Empty:
+            return True
+        return False
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case EngineRequest():
+                try:
+                    self._engine.add(command)
+                except InvariantBroken:
+                    raise
+                except KvferryError as error:
+                    self._call_soon(self._deliver_error, command.request_id, error)
+            case KvPrefetchRequest():
+                self._engine.prefetch_kv(command)
+            case ReleaseExport(number):
+                self._engine.release_export(number)
+            case Abort(request_id):
+                self._engine.abort(request_id)
+            case message:
+                self._engine.post(message)
+
+    def _hand_out(self, output: StepOutput) -> None:
+        items: list[tuple[RequestId, StreamItem, bool]] = [
+            (load.request_id, StreamItem(load=load), False) for load in output.loads
+        ]
+        items += [(request_id, StreamItem(decision=made), False) for request_id, made in output.decisions]
+        items += [(made.request_id, StreamItem(progress=made), False) for made in output.progress]
+        for update in output.updates:
+            if update.error is not None:
+                self._call_soon(self._deliver_error, update.request_id, update.error)
+                continue
+            export = output.exports.get(update.request_id)
+            over = export is not None or update.finish_reason is not None
+            items.append((update.request_id, StreamItem(update=update, export=export), over))
+        if items:
+            self._call_soon(self._deliver, items)
+        if output.cache_changes:
+            self._call_soon(self._on_cache_changes, output.cache_changes)
+
+    def _announce(self, started: list[RequestId]) -> None:
+        self._call_soon(self._deliver, [(request_id, StreamItem(is_started=True), False) for request_id in started])
+
+    def _call_soon(self, function: Callable[..., None], *arguments: object) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    # ------------------------------------------------------------------ the event loop's thread
+
+    def _deliver(self, items: list[tuple[RequestId, StreamItem, bool]]) -> None:
+        for request_id, item, over in items:
+            stream = self._streams.get(request_id)
+            waiting = self._prefetches.get(request_id)
+            if waiting is not None and item.load is not None and not waiting.done():
+                waiting.set_result(item.load)
+            if stream is None:
+                if item.export is not None:  # the stream was closed during the last step: free the pages
+                    self.release_export(item.export)
+                continue
+            stream.finished = stream.finished or over
+            stream.put(item)
+
+    def _deliver_error(self, request_id: RequestId, error: KvferryError) -> None:
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.finished = True
+            stream.put(error)
+
+    def _fail(self, error: BaseException, failed_step: frozenset[RequestId]) -> None:
+        self._failure = error
+        for request_id in failed_step:
+            self._deliver_error(request_id, _step_failed())
+        self._fail_streams(Unavailable("the engine has stopped; the worker is restarting"))
+        self._on_failure(error)
+
+    def _fail_streams(self, error: KvferryError) -> None:
+        for stream in list(self._streams.values()):
+            if not stream.finished:
+                stream.finished = True
+                stream.put(error)
+        for waiting in self._prefetches.values():
+            if not waiting.done():
+                waiting.set_exception(error)

@@ -1,0 +1,111 @@
+"""The decode side of a KV prefetch: fetches a prompt's blocks while a prefill worker is still computing it.
+
+    P   chunk 0 ......| chunk 1 ......| chunk 2 ......| first token, ticket
+    D                 | fetch chunk 0 | fetch chunk 1 |                     Run: fetches chunk 2, generates
+
+P is the prefill worker, D the decode worker. P reports blocks as they become full (`KvTransfer.WatchBlocks`). D reads
+them as with a ticket without a lease: the epochs prove that P's pages still contained the reported blocks, and the
+names prove that the blocks are the KV of these tokens, since computing names requires the pool's key. Fetched blocks
+stay in the prefix cache.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+import grpc
+
+from kvferry.core.hashing import BlockNamer
+from kvferry.core.ids import BlockHash, RequestId
+from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
+from kvferry.kv.handoff.ticket import Ticket
+from kvferry.kv.interface.connector import FetchSource
+from kvferry.rpc.channel import open_channel
+from kvferry.v1 import decode_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
+from kvferry.workers.context import WorkerContext
+
+_log = logging.getLogger(__name__)
+
+_SECONDS = 600.0
+"""Time limit in seconds for following a prompt."""
+
+
+class KvPrefetcher:
+    """Prefetches the KV of prompts that prefill workers are computing. Used only on the event loop's thread."""
+
+    def __init__(self, context: WorkerContext, namer: Callable[[str], BlockNamer]) -> None:
+        """
+        Args:
+            namer: function that returns a tenant's block namer; names must equal those of the engine.
+        """
+        self._context = context
+        self._namer = namer
+
+    async def run(self, request: decode_pb2.PrefetchKvRequest, tokens: Sequence[int]) -> int:
+        """Follow a prompt to its end and return the number of fetched blocks. On a failure, stop early without
+        raising."""
+        names = self._namer(request.tenant).chain(tokens[:-1])
+        asked = kv_transfer_pb2.WatchBlocksRequest(
+            ticket_id=request.ticket_id,
+            incarnation=request.prefill.incarnation,
+            fingerprint=self._context.layout.fingerprint,
+        )
+        fetched = num_reported = 0
+        try:
+            async with open_channel(request.prefill_address) as channel:
+                async for news in kv_transfer_pb2_grpc.KvTransferStub(channel).WatchBlocks(asked, timeout=_SECONDS):
+                    count = len(news.names)
+                    if list(news.names) == names[:count]:
+                        num_reported = 0  # the prompt was preempted and restarted from its first block
+                    is_match = names[num_reported : num_reported + count] == list(news.names)
+                    lengths = {len(news.block_ids), len(news.epochs), len(news.digests or news.epochs)}
+                    if not is_match or lengths != {count}:
+                        _log.warning(
+                            "worker %s reported blocks of a different prompt",
+                            request.prefill.worker_id,
+                            extra={"request_id": request.request_id},
+                        )
+                        break
+                    num_reported += count
+                    fetched += await self._fetch(request, tokens, names[:num_reported], news)
+        except grpc.aio.AioRpcError as error:
+            _log.info("KV prefetch ended: %s", error.details(), extra={"request_id": request.request_id})
+        return fetched
+
+    async def _fetch(
+        self,
+        request: decode_pb2.PrefetchKvRequest,
+        tokens: Sequence[int],
+        names: Sequence[BlockHash],
+        news: kv_transfer_pb2.WatchBlocksResponse,
+    ) -> int:
+        own = self._context
+        size = own.layout.block_tokens
+        ticket = Ticket(
+            ticket_id=request.ticket_id,
+            worker_id=request.prefill.worker_id,
+            incarnation=request.prefill.incarnation,
+            control_address=request.prefill_address,
+            connector=own.connector,
+            fingerprint=own.layout.fingerprint,
+            tenant=request.tenant,
+            tokens_digest=b"",
+            num_tokens=len(news.block_ids) * size,
+            block_ids=tuple(news.block_ids),
+            epochs=tuple(news.epochs),
+            expires_wall=own.clock.wall() + _SECONDS,
+            held=False,
+            digests=tuple(news.digests),
+        )
+        outcome = await own.loop.prefetch_kv(
+            KvPrefetchRequest(
+                request_id=RequestId(f"{request.request_id}/ahead/{uuid4().hex[:8]}"),
+                source=FetchSource(ticket, 0),
+                first_block=len(names) - len(news.block_ids),
+                names=tuple(names),
+                tokens=tuple(tokens[: len(names) * size]),
+            )
+        )
+        if outcome.failure is not None:
+            _log.info("KV prefetch failed: %s", outcome.failure, extra={"request_id": request.request_id})
+        return outcome.num_blocks

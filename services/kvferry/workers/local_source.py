@@ -1,0 +1,53 @@
+"""Token source that uses this process's engine, so that a worker of role `both` can serve clients directly."""
+
+from collections.abc import AsyncGenerator
+
+from kvferry.engine.messages import EngineRequest
+from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest
+from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.handoff.kv_report import KvReportBuilder
+
+
+class LocalSource:
+    """`TokenSource` that generates tokens with this process's engine."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        self._context.admit("")
+        clock = self._context.clock
+        begun = clock.monotonic()
+        first: float | None = None
+        stream = self._context.loop.submit(
+            EngineRequest(
+                request_id=sequence_id(request.request_id, request.sample_index),
+                token_ids=list(request.token_ids),
+                sampling=request.sampling,
+                sample_index=request.sample_index,
+                tenant=request.tenant,
+            )
+        )
+        kv_report = KvReportBuilder(self._context.worker_id)
+        with stream:
+            async for item in stream:
+                kv_report.add(item)
+                updates = [i.update for i in (item, *stream.take_ready()) if i.update is not None]
+                if not updates:
+                    continue
+                if first is None:
+                    first = clock.monotonic()
+                timing = Timing(
+                    queue_seconds=max(0.0, begun - request.arrived),
+                    prefill_seconds=first - begun,
+                    first_token_seconds=first - request.arrived,
+                    handoff_outcome="none",
+                    decode_worker=self._context.worker_id,
+                    kv=tuple(kv_report.reports),
+                )
+                yield TokenEvent(
+                    tokens=tuple(token for u in updates for token in u.tokens),
+                    finish_reason=updates[-1].finish_reason,
+                    num_cached_tokens=updates[-1].num_cached,
+                    timing=timing,
+                )

@@ -1,0 +1,133 @@
+"""`WorkerAdmin` service: reports a worker's identity and load, and drains the worker."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.load import WorkerLoad
+from kvferry.kv.handoff.offers import OfferState
+from kvferry.kv.tiers.stack import TierStack
+from kvferry.rpc.calls import OpenCalls
+from kvferry.rpc.wire import load_to_wire
+from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
+from kvferry.workers.context import WorkerContext
+from kvferry.workers.handoff.offer_desk import OfferDesk
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_POLL_SECONDS = 0.02
+_MAX_DRAIN_SECONDS = 3600.0
+
+
+class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
+    """Implements `WorkerAdmin` for one engine."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        desk: OfferDesk,
+        calls: OpenCalls,
+        tiers: TierStack | None = None,
+        *,
+        on_drain: Callable[[], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            calls: counter of calls in flight to the request server, without those to the admin server.
+            on_drain: called once when draining begins.
+        """
+        self._on_drain = on_drain
+        self._is_cut_short = False
+        self._tiers = tiers
+        self._context = context
+        self._desk = desk
+        self._calls = calls
+
+    async def Status(
+        self, request: worker_admin_pb2.StatusRequest, context: Context
+    ) -> worker_admin_pb2.StatusResponse:
+        return self.status()
+
+    def status(self) -> worker_admin_pb2.StatusResponse:
+        """Return the worker's current status."""
+        own = self._context
+        return worker_admin_pb2.StatusResponse(
+            identity=own.identity,
+            role=own.role,
+            model=own.model,
+            model_digest=own.model_digest,
+            fingerprint=own.layout.fingerprint,
+            connector=own.connector,
+            domain=own.domain,
+            ready=own.ready,
+            draining=own.draining,
+            max_model_tokens=own.max_model_tokens,
+            block_tokens=own.layout.block_tokens,
+            dtype=own.layout.dtype,
+            load=load_to_wire(self.load()),
+            tiers=self._tier_statuses(),
+            family=own.layout.family,
+        )
+
+    async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Context) -> worker_admin_pb2.DrainResponse:
+        if not 0 <= request.timeout_seconds <= _MAX_DRAIN_SECONDS:
+            raise InvalidRequest(
+                f"timeout_seconds must be from 0 to {_MAX_DRAIN_SECONDS:.0f}, not {request.timeout_seconds}",
+                field="timeout_seconds",
+            )
+        return worker_admin_pb2.DrainResponse(idle=await self.drain(request.timeout_seconds))
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Reject new requests and wait for running requests and offers; return whether they ended in time."""
+        if not self._context.draining:
+            self._context.draining = True
+            await self._on_drain()
+        deadline = self._context.clock.monotonic() + timeout_seconds
+        while not self._is_idle():
+            if self._is_cut_short or self._context.clock.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(_POLL_SECONDS)
+        return True
+
+    def stop_draining(self) -> None:
+        """Make the current and all later calls of `drain` return without waiting."""
+        self._is_cut_short = True
+
+    def _is_idle(self) -> bool:
+        load = self._context.loop.load
+        held = load.num_requests or load.transfers or load.exports or load.stores
+        return not held and not self._calls.count and self._desk.is_idle
+
+    def load(self) -> WorkerLoad:
+        """Return the resources that requests currently use in this worker."""
+        return replace(
+            self._context.loop.load,
+            tickets_offered=self._desk.count(OfferState.OFFERED),
+            tickets_claimed=self._desk.count(OfferState.CLAIMED) + self._desk.count(OfferState.QUIESCE),
+            open_calls=self._calls.count,
+        )
+
+    def _tier_statuses(self) -> list[worker_admin_pb2.TierStatus]:
+        if self._tiers is None:
+            return []
+        return [
+            worker_admin_pb2.TierStatus(
+                name=tier.name,
+                bytes_held=tier.num_bytes,
+                hits=stats.hits,
+                misses=stats.misses,
+                loads=stats.loads,
+                bytes_loaded=stats.bytes_loaded,
+                load_seconds=stats.seconds,
+                failures=stats.failures,
+                stores=stats.stores,
+                bytes_stored=stats.bytes_stored,
+                dropped=stats.dropped,
+            )
+            for tier in self._tiers.tiers
+            for stats in [self._tiers.stats[tier.name]]
+        ]

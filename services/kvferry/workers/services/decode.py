@@ -1,0 +1,245 @@
+"""`Decode` service: fetches the KV of a ticket or computes it, then streams tokens."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvferry.core.errors import KvferryError, TicketRejected
+from kvferry.core.ids import new_ticket_id
+from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.kv_jobs import Export
+from kvferry.engine.plan.sequence import RemoteKv
+from kvferry.kv.handoff.ticket import Keyring, Ticket, check_ticket, digest_tokens
+from kvferry.kv.interface.connector import FetchSource, Peer, PeerControl
+from kvferry.rpc import wire
+from kvferry.rpc.calls import STARTED_METADATA
+from kvferry.v1 import decode_pb2, decode_pb2_grpc
+from kvferry.workers.context import WorkerContext, sequence_id
+from kvferry.workers.engine_loop import EngineStream, StreamItem
+from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
+from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
+from kvferry.workers.handoff.page_digester import PageDigester
+
+_log = logging.getLogger(__name__)
+
+_CONTROL_SECONDS = 2.0
+_KEPT_SECONDS = 480.0
+"""Validity of a prior-turn ticket, in seconds; conversations pause for minutes."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Outcome = decode_pb2.Handoff
+
+
+@dataclass(slots=True)
+class _Handoff:
+    """State of the hand-off of a request, reported once."""
+
+    ticket: Ticket | None
+    kv_report: KvReportBuilder
+    refused: str = ""
+    """Reason why the ticket was not used."""
+    reported: bool = False
+    kept: Export | None = None
+    """Export of the full blocks, for the prior-turn ticket."""
+
+    def describe(self, num_cached: int) -> decode_pb2.Handoff:
+        self.reported = True
+        message = decode_pb2.Handoff(num_cached_tokens=num_cached)
+        if self.ticket is not None:
+            message.connector = self.ticket.connector
+        load = self.kv_report.from_peer
+        if load is not None:
+            message.seconds = load.seconds
+        if load is not None and load.failure is None:
+            message.outcome = Outcome.OUTCOME_FETCHED
+            message.num_blocks, message.num_bytes = load.num_blocks, load.num_bytes
+        elif self.kv_report.from_tiers:
+            message.outcome = Outcome.OUTCOME_TIER
+            message.reason = self.refused if load is None else load.failure or ""
+        elif load is not None:
+            message.outcome, message.reason = Outcome.OUTCOME_RECOMPUTED, load.failure or ""
+        elif self.refused or self.kv_report.is_declined:
+            message.outcome = Outcome.OUTCOME_RECOMPUTED
+            message.reason = self.refused or "computing was faster than fetching"
+        else:
+            message.outcome = Outcome.OUTCOME_NONE if self.ticket is None else Outcome.OUTCOME_LOCAL
+        return message
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    """Implements `Decode` for one engine."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        keyring: Keyring,
+        control: PeerControl,
+        kv_prefetch: KvPrefetcher,
+        digester: PageDigester,
+    ) -> None:
+        self._digester = digester
+        self._kv_prefetch = kv_prefetch
+        self._context = context
+        self._keyring = keyring
+        self._control = control
+        self._dismissals: set[asyncio.Task[None]] = set()
+
+    async def Run(
+        self, request: decode_pb2.DecodeRequest, context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        self._context.admit(request.model, request.tenant)
+        tokens = list(wire.token_ids_from_wire(request.token_ids, "token_ids"))
+        sampling = wire.sampling_from_wire(request.sampling)
+        handoff = self._open(request, tokens)
+        remote = None
+        source = None
+        if handoff.ticket is not None:
+            # A ticket for one reader belongs to one sample; a ticket for several readers is shared by the samples of a
+            # prompt.
+            reader = request.sample_index if handoff.ticket.readers > 1 else 0
+            source = FetchSource(handoff.ticket, request.attempt, reader)
+            remote = RemoteKv(handoff.ticket.num_tokens, source, PEER, handoff.ticket.worker_id)
+        stream = self._context.loop.submit(
+            EngineRequest(
+                request_id=sequence_id(request.request_id, request.sample_index),
+                token_ids=tokens,
+                sampling=sampling,
+                num_generated=request.num_generated,
+                sample_index=request.sample_index,
+                tenant=request.tenant,
+                keeps=request.want_cached_ticket,
+                remote=remote,
+            )
+        )
+        is_started = False
+        try:
+            with stream:
+                async for item in stream:
+                    items = [item, *stream.take_ready()]
+                    if not is_started and any(i.is_started for i in items):
+                        is_started = True
+                        await context.send_initial_metadata(STARTED_METADATA)
+                    message = _message(items, handoff)
+                    if message is not None:
+                        if message.handoff.outcome == Outcome.OUTCOME_RECOMPUTED:
+                            why = message.handoff.reason
+                            _log.info("computed the offered KV: %s", why, extra={"request_id": stream.request_id})
+                        await self._add_kept(message, request, tokens, handoff)
+                        yield message
+        finally:
+            if source is not None and source.ticket.held and handoff.kv_report.from_peer is None:
+                self._dismiss(source, stream)
+
+    async def PrefetchKv(
+        self, request: decode_pb2.PrefetchKvRequest, context: Context
+    ) -> decode_pb2.PrefetchKvResponse:
+        self._context.admit("", request.tenant)
+        tokens = wire.token_ids_from_wire(request.token_ids, "token_ids")
+        return decode_pb2.PrefetchKvResponse(num_blocks=await self._kv_prefetch.run(request, tokens))
+
+    def _open(self, request: decode_pb2.DecodeRequest, tokens: list[int]) -> _Handoff:
+        """Open and check the ticket. An expired ticket is not an error: the prompt is computed instead.
+
+        Raises:
+            TicketRejected: the ticket is forged, or was made for a different request.
+        """
+        kv_report = KvReportBuilder(self._context.worker_id)
+        if not request.ticket:
+            return _Handoff(None, kv_report)
+        ticket = self._keyring.open(request.ticket)
+        try:
+            check_ticket(
+                ticket,
+                fingerprint=self._context.layout.fingerprint,
+                block_tokens=self._context.layout.block_tokens,
+                tenant=request.tenant,
+                tokens=tokens,
+                now_wall=self._context.clock.wall(),
+                layout=self._context.layout,
+            )
+        except TicketRejected as error:
+            if error.reason != "TICKET_EXPIRED":
+                raise
+            return _Handoff(None, kv_report, refused=error.message)
+        return _Handoff(ticket, kv_report)
+
+    async def _add_kept(
+        self,
+        message: decode_pb2.DecodeResponse,
+        request: decode_pb2.DecodeRequest,
+        tokens: list[int],
+        handoff: _Handoff,
+    ) -> None:
+        """Collect generated tokens; at the end of the stream, add a prior-turn ticket for the full blocks."""
+        if not request.want_cached_ticket:
+            return
+        tokens.extend(token.id for token in message.tokens)
+        kept = handoff.kept
+        if kept is None:
+            return
+        own = self._context
+        ticket = Ticket(
+            ticket_id=new_ticket_id(),
+            worker_id=own.worker_id,
+            incarnation=own.incarnation,
+            control_address=own.address,
+            connector=own.connector,
+            fingerprint=own.layout.fingerprint,
+            tenant=request.tenant,
+            tokens_digest=digest_tokens(tokens[: kept.num_tokens]),
+            num_tokens=kept.num_tokens,
+            block_ids=kept.blocks,
+            epochs=kept.epochs,
+            expires_wall=own.clock.wall() + _KEPT_SECONDS,
+            held=False,
+            digests=await self._digester.digests(kept.blocks),
+        )
+        message.cached_ticket, message.num_cached_ticket_tokens = self._keyring.seal(ticket), kept.num_tokens
+
+    def _dismiss(self, source: FetchSource, stream: EngineStream) -> None:
+        """Notify the peer in the background that its pages are not needed, because all blocks were cached or the call
+        ended."""
+        ticket = source.ticket
+        peer = Peer(*ticket.peer, ticket.control_address)
+
+        async def notify() -> None:
+            try:
+                await asyncio.to_thread(
+                    self._control.finish,
+                    peer,
+                    ticket.id,
+                    source.attempt,
+                    _CONTROL_SECONDS,
+                    done=True,
+                    reader=source.reader,
+                )
+            except KvferryError as error:  # the peer frees the pages after a timeout
+                _log.info("offer not dismissed: %s", error.message, extra={"request_id": stream.request_id})
+
+        task = asyncio.create_task(notify())
+        self._dismissals.add(task)
+        task.add_done_callback(self._dismissals.discard)
+
+
+def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeResponse | None:
+    """Combine all available events in one message; return `None` if no token is available yet."""
+    message = decode_pb2.DecodeResponse()
+    num_cached = 0
+    for item in items:
+        handoff.kv_report.add(item)
+        if item.update is not None:
+            message.tokens.extend(map(wire.token_to_wire, item.update.tokens))
+            num_cached = item.update.num_cached
+            handoff.kept = item.update.kept
+            if item.update.finish_reason is not None:
+                message.finish_reason = wire.finish_to_wire(item.update.finish_reason)
+    if not message.tokens:
+        return None
+    if not handoff.reported:
+        message.handoff.CopyFrom(handoff.describe(num_cached))
+        message.kv.extend(wire.kv_reports_to_wire(handoff.kv_report.take_reports()))
+    return message

@@ -1,0 +1,84 @@
+"""`KvTransfer` service: returns the transport address of the pages to readers and manages the leases of offers."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from kvferry.core.errors import TicketRejected
+from kvferry.core.ids import TicketId
+from kvferry.kv.handoff.offers import check_incarnation
+from kvferry.kv.interface.connector import Transport
+from kvferry.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+from kvferry.workers.context import WorkerContext
+from kvferry.workers.handoff.offer_desk import OfferDesk
+from kvferry.workers.handoff.page_digester import PageDigester
+from kvferry.workers.handoff.peer_layouts import check_equal, check_reader, layout_to_wire
+from kvferry.workers.handoff.prefill_progress import PrefillProgress
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
+    """Implements `KvTransfer` for one worker."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        desk: OfferDesk,
+        transport: Transport,
+        following: PrefillProgress,
+        digester: PageDigester,
+    ) -> None:
+        self._digester = digester
+        self._context = context
+        self._following = following
+        self._desk = desk
+        self._transport = transport
+
+    async def Describe(
+        self, request: kv_transfer_pb2.DescribeRequest, context: Context
+    ) -> kv_transfer_pb2.DescribeResponse:
+        check_incarnation(request.incarnation, self._context.incarnation)
+        check_reader(request.fingerprint, request.layout, self._context.layout)
+        if request.connector != self._context.connector:
+            raise TicketRejected(
+                f"this worker uses connector {self._context.connector!r}, not {request.connector!r}",
+                reason="TICKET_CONNECTOR",
+                field="connector",
+            )
+        return kv_transfer_pb2.DescribeResponse(
+            identity=self._context.identity,
+            fingerprint=self._context.layout.fingerprint,
+            address=self._transport.address(),
+            layout=layout_to_wire(self._context.layout),
+        )
+
+    async def Claim(self, request: kv_transfer_pb2.ClaimRequest, context: Context) -> kv_transfer_pb2.ClaimResponse:
+        check_incarnation(request.incarnation, self._context.incarnation)
+        lease = self._desk.claim(TicketId(request.ticket_id), request.attempt, request.reader_index)
+        return kv_transfer_pb2.ClaimResponse(lease_seconds=lease)
+
+    async def Renew(self, request: kv_transfer_pb2.RenewRequest, context: Context) -> kv_transfer_pb2.RenewResponse:
+        check_incarnation(request.incarnation, self._context.incarnation)
+        lease = self._desk.renew(TicketId(request.ticket_id), request.attempt, request.reader_index)
+        return kv_transfer_pb2.RenewResponse(lease_seconds=lease)
+
+    async def Finish(self, request: kv_transfer_pb2.FinishRequest, context: Context) -> kv_transfer_pb2.FinishResponse:
+        check_incarnation(request.incarnation, self._context.incarnation)
+        done = request.outcome == kv_transfer_pb2.FinishRequest.OUTCOME_DONE
+        self._desk.finish(TicketId(request.ticket_id), request.attempt, request.reader_index, done=done)
+        return kv_transfer_pb2.FinishResponse()
+
+    async def WatchBlocks(
+        self, request: kv_transfer_pb2.WatchBlocksRequest, context: Context
+    ) -> AsyncIterator[kv_transfer_pb2.WatchBlocksResponse]:
+        check_incarnation(request.incarnation, self._context.incarnation)
+        check_equal(request.fingerprint, self._context.layout)
+        async for progress in self._following.follow(request.ticket_id):
+            yield kv_transfer_pb2.WatchBlocksResponse(
+                block_ids=progress.blocks,
+                epochs=progress.epochs,
+                names=progress.names,
+                digests=await self._digester.digests(progress.blocks),
+            )

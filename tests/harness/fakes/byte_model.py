@@ -1,0 +1,89 @@
+"""A text model without weights or files: each token is a byte, so that tests can read token ids as text."""
+
+import codecs
+from collections.abc import Sequence
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.rpc.text.text_model import ChatMessages, TextModel
+
+EOS = 256
+BOS = 257
+VOCAB_SIZE = 258
+NAME = "bytes"
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as token ids 0 to 255."""
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        return [BOS] * add_special + list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token for token in token_ids if token < EOS).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < EOS else b""
+
+
+class ByteDetokenizer:
+    """Detokenizer based on Python's incremental UTF-8 decoder."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(token for token in token_ids if token < EOS))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class BufferedStopMatcher:
+    """Stop matcher that searches the whole text in every call: slow but simple."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._text = ""
+        self._shown = 0
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        self._text += text
+        found = [(at, stop) for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        end, self.matched = min(found) if found else (len(self._text) - self._held(), None)
+        shown = self._text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return shown
+
+    def finish(self) -> str:
+        return self._text[self._shown :]
+
+    def _held(self) -> int:
+        prefixes = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
+        return max((len(prefix) for prefix in prefixes if self._text.endswith(prefix)), default=0)
+
+
+def encode_chat(messages: ChatMessages) -> list[int]:
+    """Encode each message as `<role>content`, then the start of the assistant's turn."""
+    for message in messages:
+        if message["role"] not in ("system", "user", "assistant"):
+            raise InvalidRequest(f"role {message['role']!r} is not known to the template", field="messages")
+    text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+    return list(f"{text}<assistant>".encode())
+
+
+def byte_model(max_model_tokens: int = 512) -> TextModel:
+    """Create a byte-level `TextModel`; its chat template rejects unknown roles."""
+    return TextModel(
+        name=NAME,
+        digest="00" * 32,
+        max_model_tokens=max_model_tokens,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS,),
+        tokenizer=ByteTokenizer(),
+        new_detokenizer=ByteDetokenizer,
+        new_stop_matcher=BufferedStopMatcher,
+        max_prompt_chars=max_model_tokens
+        * 64,  # greater than the number of tokens, so that tests reach the check after encoding
+        encode_chat=encode_chat,
+    )

@@ -1,0 +1,148 @@
+"""Engines without a model: the real scheduler and block pool with a runner that derives tokens by arithmetic.
+
+They are used in tests of scheduling decisions; end-to-end tests use the real runner.
+"""
+
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.engine.engine import Engine
+from kvferry.engine.loads.kv_loads import KvLoads
+from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.sequence import RemoteKv
+from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.kv.interface.connector import KvLoader
+from kvferry.kv.interface.tiering import KvTiers
+
+VOCAB = 97
+EOS = 96
+
+
+def next_token(tokens: list[int]) -> int:
+    """Return the token that follows `tokens`: a checksum of all of them, but never the end-of-sequence token."""
+    state = 7
+    for token in tokens:
+        state = (state * 31 + token + 1) % 1_000_003
+    return state % EOS
+
+
+class ArithmeticRunner:
+    """A runner that stores each computed token in its KV slot and derives the next token from the slots that it reads.
+
+    A wrong page, a page reused too early or a position that was not computed therefore changes the tokens.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.pages: list[list[int | None]] = [[None] * block_tokens for _ in range(num_blocks)]
+        self.steps: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.steps.append(plan)
+        for copy in plan.copies:
+            self.pages[copy.target] = list(self.pages[copy.source])
+        for item in plan.scheduled:  # all writes precede the reads, as in a layer
+            for position in range(item.num_computed, item.num_computed + item.num_scheduled):
+                block, slot = divmod(position, self.block_tokens)
+                self.pages[item.block_ids[block]][slot] = item.token_ids[position]
+        drawn: dict[RequestId, SequenceOutput] = {}
+        for item in plan.scheduled:
+            if item.num_sampled:
+                read = [
+                    self.pages[item.block_ids[p // self.block_tokens]][p % self.block_tokens]
+                    for p in range(len(item.token_ids))
+                ]
+                assert None not in read, f"request {item.request_id} read a slot that was not computed"
+                token = SampledToken(next_token([t for t in read if t is not None]))
+                drawn[item.request_id] = SequenceOutput((token,), item.num_scheduled)
+        return StepResult(drawn)
+
+
+def small_limits(**changes: int) -> SchedulerLimits:
+    """Return scheduler limits of 64 tokens per step and 8 sequences, updated by `changes`."""
+    base = {"token_budget": 64, "max_chunk_tokens": 64, "max_sequences": 8}
+    return SchedulerLimits(**{**base, **changes}, reserve_share=0.0)
+
+
+def shares(runner: ArithmeticRunner) -> list[list[tuple[str, int]]]:
+    """Return (request id, number of tokens) of each scheduled sequence, by step."""
+    return [[(s.request_id, s.num_scheduled) for s in plan.scheduled] for plan in runner.steps]
+
+
+def an_engine(
+    *,
+    num_blocks: int = 64,
+    block_tokens: int = 4,
+    max_model_tokens: int = 128,
+    limits: SchedulerLimits | None = None,
+) -> tuple[Engine, ArithmeticRunner]:
+    """Create a small engine and its runner."""
+    runner = ArithmeticRunner(num_blocks, block_tokens)
+    engine = Engine(
+        runner,
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        max_model_tokens=max_model_tokens,
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        fingerprint=b"test layout",
+        limits=limits or small_limits(),
+        namers=BlockNamers(b"secret"),
+    )
+    return engine, runner
+
+
+def attach(engine: Engine, *, loader: KvLoader | None = None, tiers: KvTiers | None = None) -> None:
+    """Set the loader and the tiers of an engine under test, which may refer to the engine themselves."""
+    own = engine._loads
+    engine._loads = KvLoads(
+        engine.scheduler,
+        engine.allocator,
+        loader=loader or own._loader,
+        tiers=tiers or (None if own._tiers is None else own._tiers.tiers),
+        prices=engine._prices,
+        block_bytes=own._block_bytes,
+    )
+
+
+def a_request(
+    name: str,
+    tokens: list[int],
+    *,
+    max_tokens: int = 4,
+    exports: bool = False,
+    num_generated: int = 0,
+    remote: RemoteKv | None = None,
+    tenant: str = "",
+) -> EngineRequest:
+    """Create a request with greedy sampling."""
+    return EngineRequest(
+        request_id=RequestId(name),
+        token_ids=tokens,
+        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        num_generated=num_generated,
+        exports=exports,
+        remote=remote,
+        tenant=tenant,
+    )
+
+
+def expected_tokens(prompt: list[int], count: int) -> list[int]:
+    """Return the `count` tokens that `ArithmeticRunner` generates after `prompt`."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def run_until_idle(engine: Engine, *, max_steps: int = 10_000) -> dict[str, list[int]]:
+    """Step until the engine is idle, checking its invariants after each step; return the tokens by request."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return tokens
+        for update in engine.step().updates:
+            tokens.setdefault(update.request_id, []).extend(t.token_id for t in update.tokens)
+        engine.check_integrity()
+    raise AssertionError(f"the engine is not idle after {max_steps} steps: {engine.load()}")

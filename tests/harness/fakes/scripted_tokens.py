@@ -1,0 +1,63 @@
+"""Tokens from a rule instead of a model: each depends on all earlier tokens, so that an incorrect resumption is
+detected."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncGenerator, Sequence
+
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest
+
+
+def next_token(tokens: Sequence[int], sampling: SamplingParams, sample_index: int) -> SampledToken:
+    """Return the token that follows `tokens`: a letter from a to z, derived from a checksum of all arguments."""
+    state = f"{list(tokens)}/{sampling.seed}/{sample_index}"
+    token = ord("a") + zlib.crc32(state.encode()) % 26
+    if sampling.logprobs is None:
+        return SampledToken(token)
+    top = tuple((token if rank == 0 else ord("A") + rank, -0.5 - rank) for rank in range(sampling.logprobs))
+    return SampledToken(token, -0.5, top)
+
+
+def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, count: int, sample_index: int = 0) -> list[int]:
+    """Return the `count` tokens that the rule generates after `prompt`."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, sampling, sample_index).token_id)
+    return tokens[len(prompt) :]
+
+
+class ScriptedSource:
+    """An in-process `TokenSource` that generates tokens by the rule."""
+
+    def __init__(self, *, text: str | None = None) -> None:
+        """
+        Args:
+            text: bytes to generate instead of the rule's tokens, followed by an end-of-sequence token.
+        """
+        self._text = text
+        self.open_streams = 0
+        self.num_yielded = 0
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        self.open_streams += 1
+        try:
+            limit = request.sampling.max_tokens
+            assert limit is not None
+            tokens = list(request.token_ids)
+            for count in range(1, limit + 1):
+                await asyncio.sleep(0)
+                if self._text is not None and count > len(self._text.encode()):
+                    yield TokenEvent((), FinishReason.STOP)
+                    return
+                token = (
+                    next_token(tokens, request.sampling, request.sample_index)
+                    if self._text is None
+                    else SampledToken(self._text.encode()[count - 1])
+                )
+                tokens.append(token.token_id)
+                self.num_yielded += 1
+                finish = FinishReason.LENGTH if count == limit else None
+                yield TokenEvent((token,), finish, num_cached_tokens=3, timing=Timing(prefill_worker="here"))
+        finally:
+            self.open_streams -= 1

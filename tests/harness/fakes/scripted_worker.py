@@ -1,0 +1,312 @@
+"""Workers with real gRPC servers that generate tokens by a rule and fail as instructed.
+
+All offers and calls are tracked, so that tests can check for leaks at the end (`ScriptedWorkers.idle`).
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import grpc
+
+from harness.fakes.byte_model import NAME
+from harness.fakes.scripted_tokens import next_token
+from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
+from kvferry.core.ids import new_incarnation
+from kvferry.core.sampling import FinishReason
+from kvferry.rpc import wire
+from kvferry.rpc.calls import STARTED_METADATA
+from kvferry.rpc.server import RpcServer, Service, start_server
+from kvferry.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_admin_pb2
+from kvferry.v1 import worker_admin_pb2_grpc as admin_grpc
+
+Handoff = decode_pb2.Handoff
+
+
+class Act(StrEnum):
+    """How a scripted worker fails a call."""
+
+    FAIL = "fail"
+    """Respond with `error`."""
+    HANG = "hang"
+    """Send nothing more until the call is cancelled."""
+    LOSE_ANSWER = "lose_answer"
+    """Prefill only: create the offer but lose the response, as if the caller had disconnected."""
+    CRASH = "crash"
+    """Start computing, then break the connection like a process that crashes; later calls work."""
+    DIE = "die"
+    """Close all connections and stop."""
+    END = "end"
+    """End the stream without a finish reason."""
+    LOCAL = "local"
+    """Report that all offered blocks were cached locally."""
+    REFUSE_TICKET = "refuse_ticket"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A failure injected into a call."""
+
+    act: Act
+    after_tokens: int = 0
+    """Decode only: number of tokens to send before the failure; 0 means before the hand-off."""
+    error: KvferryError = field(default_factory=lambda: Unavailable("scripted failure"))
+
+
+@dataclass(slots=True)
+class Offers:
+    """Open and released tickets of all workers of a test."""
+
+    open: dict[str, str] = field(default_factory=dict)
+    """Id of the worker that has the blocks, by ticket."""
+    released: list[tuple[str, str]] = field(default_factory=list)
+    """(ticket, reason) of every release."""
+    change: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def make(self, worker_id: str, ticket: str) -> str:
+        """Open an offer with the id that the caller has chosen."""
+        self.open[ticket] = worker_id
+        self.change.set()
+        return ticket
+
+    def take(self, ticket: str) -> bool:
+        """End an offer; return whether it was open."""
+        found = self.open.pop(ticket, None) is not None
+        self.change.set()
+        return found
+
+
+class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminServicer):
+    """A scripted worker. Attributes may be changed between calls; each call consumes an entry of `faults`, where `None`
+    means no failure."""
+
+    def __init__(self, role: str, worker_id: str, offers: Offers) -> None:
+        self.prepared: list[decode_pb2.PrefetchKvRequest] = []
+        self.role = role
+        self.worker_id = worker_id
+        self.offers = offers
+        self.fingerprint = b"layout"
+        self.family = b""
+        self.model = NAME
+        self.ready = True
+        self.draining = False
+        self.mute = False
+        """Whether Status hangs, as in a suspended process."""
+        self.max_model_tokens = 512
+        self.step_tokens = 1
+        """Number of tokens per message of Decode."""
+        self.keeps_offers = True
+        """Whether Prefill returns a ticket if requested."""
+        self.faults: dict[str, deque[Fault | None]] = {"prefill": deque(), "decode": deque()}
+        self.fault_reached = asyncio.Event()
+        self.prefills: list[prefill_pb2.PrefillRequest] = []
+        self.decodes: list[decode_pb2.DecodeRequest] = []
+        self.step: Callable[[], Any] = lambda: asyncio.sleep(0)
+        """Awaited before every message of Decode; a test can block a stream here."""
+        self.address = "127.0.0.1:0"
+        self._server: RpcServer | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Start listening; after a stop, with the same port and a new incarnation."""
+        self.incarnation = new_incarnation()
+        services = [
+            Service("kvferry.v1.Prefill", lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(self, s)),
+            Service("kvferry.v1.Decode", lambda s: _add_decode(self, s)),
+            Service("kvferry.v1.WorkerAdmin", lambda s: admin_grpc.add_WorkerAdminServicer_to_server(self, s)),
+        ]
+        self._server = await start_server(self.address, services)
+        self.address = self._server.address
+
+    async def stop(self) -> None:
+        """Close all connections and drop all offers, as a crash does."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(0)
+        for ticket in [ticket for ticket, owner in self.offers.open.items() if owner == self.worker_id]:
+            self.offers.take(ticket)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is in flight or the worker is stopping."""
+        return bool(self._ending) or (self._server is not None and self._server.calls.count > 0)
+
+    async def wait_idle(self) -> None:
+        """Return when no call is in flight."""
+        if self._server is not None:
+            await self._server.calls.wait_idle()
+        if self._ending:
+            await asyncio.wait(set(self._ending))
+
+    async def Status(self, request: worker_admin_pb2.StatusRequest, context: Any) -> worker_admin_pb2.StatusResponse:
+        if self.mute:
+            await asyncio.Event().wait()
+        response = worker_admin_pb2.StatusResponse(
+            role=self.role,
+            model=self.model,
+            fingerprint=self.fingerprint,
+            family=self.family,
+            connector="scripted",
+            ready=self.ready,
+            draining=self.draining,
+            max_model_tokens=self.max_model_tokens,
+            block_tokens=16,
+        )
+        response.identity.worker_id = self.worker_id
+        response.identity.incarnation = self.incarnation
+        response.load.blocks_total, response.load.blocks_free = 100, 75
+        return response
+
+    async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Any) -> worker_admin_pb2.DrainResponse:
+        self.draining = True
+        return worker_admin_pb2.DrainResponse(idle=True)
+
+    async def Release(self, request: prefill_pb2.ReleaseRequest, context: Any) -> prefill_pb2.ReleaseResponse:
+        self.offers.released.append((request.ticket_id, request.reason))
+        self.offers.take(request.ticket_id)
+        return prefill_pb2.ReleaseResponse()
+
+    async def run_prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
+        """Handle `Prefill.Run`: return the first token, and a ticket if requested."""
+        self.prefills.append(request)
+        fault = self._next_fault("prefill")
+        if fault is not None:
+            if fault.act is Act.LOSE_ANSWER:
+                self.offers.make(self.worker_id, request.ticket_id)
+            await self._misbehave(fault, context)
+        sampling = wire.sampling_from_wire(request.sampling)
+        token = next_token(list(request.token_ids), sampling, request.sample_index)
+        response = prefill_pb2.PrefillResponse(
+            first_token=wire.token_to_wire(token), num_cached_tokens=1, queue_seconds=0.25, prefill_seconds=0.5
+        )
+        if sampling.max_tokens == request.num_generated + 1:
+            response.finish_reason = wire.finish_to_wire(FinishReason.LENGTH)
+        elif request.offer and self.keeps_offers:
+            response.ticket_id = self.offers.make(self.worker_id, request.ticket_id)
+            response.ticket = response.ticket_id.encode()
+        return response
+
+    async def run_decode(
+        self, request: decode_pb2.DecodeRequest, context: Any
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        """Handle `Decode.Run`: stream tokens up to `max_tokens`, which includes the tokens already generated."""
+        self.decodes.append(request)
+        fault = self._next_fault("decode")
+        if fault is not None and fault.after_tokens == 0 and fault.act is not Act.LOCAL:
+            await self._misbehave(fault, context)
+        handoff: Handoff | None = self._hand_off(request.ticket.decode(), fault)
+        sampling = wire.sampling_from_wire(request.sampling)
+        tokens = list(request.token_ids)
+        left = (sampling.max_tokens or 0) - request.num_generated
+        sent = 0
+        while left > 0:
+            if fault is not None and fault.act is not Act.LOCAL and sent >= fault.after_tokens:
+                if fault.act is Act.END:
+                    return
+                await self._misbehave(fault, context)
+            await self.step()
+            response = decode_pb2.DecodeResponse()
+            for _ in range(min(self.step_tokens, left)):
+                token = next_token(tokens, sampling, request.sample_index)
+                tokens.append(token.token_id)
+                response.tokens.append(wire.token_to_wire(token))
+            left -= len(response.tokens)
+            sent += len(response.tokens)
+            response.finish_reason = wire.finish_to_wire(None if left else FinishReason.LENGTH)
+            if handoff is not None:
+                response.handoff.CopyFrom(handoff)
+                handoff = None
+            yield response
+
+    def _hand_off(self, ticket: str, fault: Fault | None) -> Handoff:
+        if not ticket:
+            return Handoff(outcome=Handoff.OUTCOME_NONE, num_cached_tokens=2)
+        if fault is not None and fault.act is Act.LOCAL:
+            return Handoff(outcome=Handoff.OUTCOME_LOCAL)
+        if not self.offers.take(ticket):
+            return Handoff(outcome=Handoff.OUTCOME_RECOMPUTED, reason="the offer is gone")
+        return Handoff(
+            outcome=Handoff.OUTCOME_FETCHED, connector="scripted", num_blocks=2, num_bytes=1024, seconds=0.125
+        )
+
+    def _next_fault(self, method: str) -> Fault | None:
+        return self.faults[method].popleft() if self.faults[method] else None
+
+    async def _misbehave(self, fault: Fault, context: Any) -> None:
+        self.fault_reached.set()
+        if fault.act is Act.CRASH:
+            if fault.after_tokens == 0:
+                await context.send_initial_metadata(STARTED_METADATA)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        if fault.act is Act.FAIL:
+            raise fault.error
+        if fault.act is Act.REFUSE_TICKET:
+            raise TicketRejected("the ticket is stale")
+        if fault.act is Act.DIE:
+            # In a separate task, since stopping waits until calls have ended.
+            task = asyncio.create_task(self.stop())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        await asyncio.Event().wait()
+
+    async def Run(self, request: Any, context: Any) -> Any:
+        return await self.run_prefill(request, context)
+
+
+class _DecodeOf(decode_pb2_grpc.DecodeServicer):
+    # Prefill and Decode both have a method Run, so one object cannot implement both services.
+    def __init__(self, worker: ScriptedWorker) -> None:
+        self._worker = worker
+
+    def Run(self, request: Any, context: Any) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        return self._worker.run_decode(request, context)
+
+    async def PrefetchKv(self, request: Any, context: Any) -> decode_pb2.PrefetchKvResponse:
+        self._worker.prepared.append(request)
+        return decode_pb2.PrefetchKvResponse()
+
+
+def _add_decode(worker: ScriptedWorker, server: Any) -> None:
+    decode_pb2_grpc.add_DecodeServicer_to_server(_DecodeOf(worker), server)
+
+
+class ScriptedWorkers:
+    """The workers of a test, for example `async with ScriptedWorkers(prefill=1, decode=2) as workers`."""
+
+    def __init__(self, *, prefill: int = 0, decode: int = 0, both: int = 0) -> None:
+        self.offers = Offers()
+        self.prefill = [ScriptedWorker("prefill", f"p{i}", self.offers) for i in range(prefill)]
+        self.decode = [ScriptedWorker("decode", f"d{i}", self.offers) for i in range(decode)]
+        self.both = [ScriptedWorker("both", f"b{i}", self.offers) for i in range(both)]
+
+    @property
+    def all(self) -> list[ScriptedWorker]:
+        """All workers of all roles."""
+        return [*self.prefill, *self.decode, *self.both]
+
+    async def __aenter__(self) -> "ScriptedWorkers":
+        for worker in self.all:
+            await worker.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for worker in self.all:
+            await worker.stop()
+
+    async def idle(self, deadline_seconds: float = 10.0) -> None:
+        """Return when no call is in flight and no ticket is open.
+
+        Raises:
+            TimeoutError: a call or a ticket leaked.
+        """
+        async with asyncio.timeout(deadline_seconds):
+            # Releasing a ticket may start a call, so both are checked until neither remains.
+            while self.offers.open or any(worker.is_busy for worker in self.all):
+                for worker in self.all:
+                    await worker.wait_idle()
+                if self.offers.open:
+                    self.offers.change.clear()
+                    await self.offers.change.wait()

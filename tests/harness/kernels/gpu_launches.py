@@ -1,0 +1,92 @@
+"""Functions that together launch every Triton kernel, with the shapes of served models."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix, SingleRows
+from kvferry.kernels.block_moves import Overlay
+from kvferry.kernels.gpu import attend, blocks, digest, draw, heads, logits, norms, plan, rows
+from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
+
+BF16 = torch.bfloat16
+
+
+def _rows() -> None:
+    x = torch.zeros(2, 4096, dtype=BF16)
+    rows.take_rows(x, torch.zeros(2, dtype=torch.int64))
+    rows.silu_mul(x)
+    for columns in (576, 4096, 8192):
+        x, weight = torch.zeros(2, columns, dtype=BF16), torch.zeros(columns, dtype=BF16)
+        norms.rms_norm(x, weight, 1e-5)
+        norms.add_rms_norm(x, x.clone(), weight, 1e-5)
+
+
+def _heads(head_dim: int) -> None:
+    qkv, pages = torch.zeros(2, 48, head_dim, dtype=BF16), torch.zeros(2, 2, 2, 8, 16, head_dim, dtype=BF16)
+    angles, weight = torch.zeros(2, head_dim), torch.zeros(head_dim, dtype=BF16)
+    slots = torch.zeros(2, dtype=torch.int64)
+    heads.rotate(qkv, angles, angles)
+    heads.place_qkv(qkv, None, angles, angles, pages, 0, slots)
+    heads.place_qkv(qkv, HeadNorms(weight, weight, 1e-6), angles, angles, pages, 0, slots)
+    heads.write_kv(torch.zeros(2, 2, 8, head_dim, dtype=BF16), pages, 0, slots)
+
+
+def _attention(head_dim: int, dtype: torch.dtype, rules: AttentionRules) -> None:
+    queries, contexts = np.array([1, 1, 40]), np.array([1200, 1100, 100])
+    tables = np.zeros((3, 75), np.int64)
+    batch = AttentionBatch(queries, contexts, tables, torch.zeros(42, dtype=torch.int64))
+    pages, q = torch.zeros(2, 2, 2, 2, 16, head_dim, dtype=dtype), torch.zeros(42, 8, head_dim, dtype=dtype)
+    attend.attend(q, pages, 0, plan.plan_attention(batch, pages, 8), rules)
+    contexts_there = torch.tensor([1200, 1100])
+    rows_of_one = SingleRows(torch.zeros(2, 75, dtype=torch.int32), torch.arange(2), contexts_there, 1200)
+    attend.attend(q[:2], pages, 0, plan.plan_rows(rows_of_one, pages, 8), rules)
+    if rules.window is None:
+        attend.attend(q, pages, 0, plan.plan_cascade(batch, pages, 8, [SharedPrefix((0, 1), 1024)]), rules)
+
+
+def _attention_cases() -> dict[str, Callable[[], None]]:
+    plain = AttentionRules(0.1)
+    every = AttentionRules(0.1, window=200, soft_cap=30.0, sinks=torch.zeros(8))
+    cases: dict[str, Callable[[], None]] = {}
+    for head_dim in (64, 80, 96, 128, 256):
+        cases[f"attention {head_dim} bfloat16"] = lambda d=head_dim: _attention(d, BF16, plain)  # type: ignore[misc]
+    cases["attention 128 float16"] = lambda: _attention(128, torch.float16, plain)
+    cases["attention 64 float32"] = lambda: _attention(64, torch.float32, plain)
+    cases["attention 128 float32"] = lambda: _attention(128, torch.float32, plain)
+    cases["attention 128 bfloat16, window, cap, sinks"] = lambda: _attention(128, BF16, every)
+    return cases
+
+
+def _sampling() -> None:
+    given = torch.zeros(2, 128256)
+    ints, floats = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
+    listed = TokenLists(
+        torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.float64), 4
+    )
+    allowed = torch.zeros(2, 4008, dtype=torch.int32)
+    adjusted = logits.adjust_logits(given, Adjustments(listed, listed, listed, listed, allowed))
+    for some in (given, adjusted):
+        draw.sample(some, Draws(floats, ints, floats, floats, ints, ints, ints))
+    logits.log_probabilities(given, ints)
+
+
+def _blocks() -> None:
+    pages, some = torch.zeros(3, 2, 2, 8, 16, 128, dtype=BF16), torch.zeros(2, dtype=torch.int64)
+    blocks.copy_blocks(pages, some, some)
+    blocks.scatter_blocks(blocks.gather_blocks(pages, some), pages, some)
+    digest.digest_blocks(pages, some)
+    for dtype, tokens in ((torch.float16, 16), (BF16, 24)):
+        target = torch.zeros(3, 2, 2, 4, tokens, 128, dtype=dtype)
+        blocks.relayout_blocks(pages, target, some, Overlay(0, 48, 2, 100))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "rows": _rows,
+    **{f"heads {d}": lambda d=d: _heads(d) for d in (64, 80, 128)},  # type: ignore[misc]
+    **_attention_cases(),
+    "sampling": _sampling,
+    "blocks": _blocks,
+}
+"""Functions by name; together they launch every kernel."""

@@ -1,0 +1,1 @@
+"""Real servers and processes for tests: Redis, workers, whole stacks, network namespaces."""

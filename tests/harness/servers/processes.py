@@ -1,0 +1,81 @@
+"""Real processes for tests: workers and whole stacks, started with the `kvferry` command and killed at the end."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvferry.core.clock import SystemClock
+from kvferry.core.process.config import child_environment
+
+START_SECONDS = 120.0
+TEST_KEYS = {"KVFERRY_TICKET_KEY": "t" * 32, "KVFERRY_TENANT_KEY": "n" * 32}
+
+
+@dataclass(slots=True)
+class RunningProcess:
+    """A `kvferry` process and the events it has announced."""
+
+    process: subprocess.Popen[bytes]
+    events: dict[str, Mapping[str, object]]
+
+    def wait_for(self, event: str, seconds: float = START_SECONDS) -> Mapping[str, object]:
+        """Wait until the process announces an event; fail if it does not do so in time or exits."""
+        clock = SystemClock()
+        deadline = clock.monotonic() + seconds
+        output = self.process.stdout
+        assert output is not None
+        while event not in self.events:
+            readable, _, _ = select.select([output], [], [], max(0.0, deadline - clock.monotonic()))
+            assert readable, f"no {event!r} within {seconds} s; heard {list(self.events)}"
+            line = output.readline()
+            assert line, f"the process ended with status {self.process.wait(10)} before {event!r}"
+            heard = json.loads(line)
+            self.events[heard["event"]] = heard
+        return self.events[event]
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:
+        """Send a signal, wait for the exit, and return the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+
+@contextmanager
+def running(
+    *arguments: str, env: Mapping[str, str] | None = None, prefix: Sequence[str] = ()
+) -> Iterator[RunningProcess]:
+    """Run `kvferry ARGUMENTS...`; kill it at the end of the `with` block if it is still running.
+
+    Args:
+        prefix: command prefix that executes the command in the same process, for example `ip netns exec NAME`.
+    """
+    process = subprocess.Popen(
+        [*prefix, sys.executable, "-m", "kvferry.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        bufsize=0,
+        env=child_environment({**TEST_KEYS, "KVFERRY_PARENT_PID": str(os.getpid()), **(env or {})}),
+    )
+    try:
+        yield RunningProcess(process, {})
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@contextmanager
+def a_worker(role: str, *arguments: str, model: str = "tiny") -> Iterator[RunningProcess]:
+    """Yield a ready worker; by default with the tiny model in float32, one thread, and load policy `always`."""
+    engine = ("--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--load-policy", "always")
+    with running("worker", "--role", role, "--model", model, *engine, *arguments) as worker:
+        worker.wait_for("ready")
+        yield worker

@@ -1,0 +1,153 @@
+"""Run `kvferry up` under siege and report: `python -m harness.siege [--seconds 600] [--attack NAME]...`.
+
+Exit status 1 if a limit of `LIMITS` is exceeded, a worker exited, or something is not released at the end.
+"""
+
+import asyncio
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+import psutil
+
+from harness.servers.processes import running
+from harness.siege.attacks import ATTACKS, Target
+from kvferry.client import AsyncClient
+from kvferry.core.clock import SystemClock
+from kvferry.core.sampling import SamplingParams
+
+CLOCK = SystemClock()
+OPEN_FILES = 1024
+CALM_STREAMS = 30
+CANARY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PAUSE_SECONDS = 0.3
+SETTLE_SECONDS = 15.0
+LIMITS = {"canary ratio": 2.0, "gateway MiB": 600.0, "log MiB": 10.0, "worker exits": 0.0, "canary failures": 0.0}
+
+
+@dataclass
+class Canary:
+    """Latencies of small streams, one after another, in seconds."""
+
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    async def sing(self, client: AsyncClient) -> None:
+        """Generate one stream."""
+        last = CLOCK.monotonic()
+        begun = last
+        try:
+            async for chunk in client.generate("The ferry", CANARY, timeout=60):
+                now = CLOCK.monotonic()
+                if chunk.tokens and last == begun:
+                    self.first.append(now - begun)
+                elif chunk.tokens:
+                    self.gaps.append((now - last) / len(chunk.tokens))
+                last = now
+        except Exception as error:
+            self.failures.append(str(error)[:200])
+
+
+def p95(values: Sequence[float]) -> float:
+    """95th percentile."""
+    return statistics.quantiles(values, n=20)[-1] if len(values) > 1 else float("inf")
+
+
+@contextmanager
+def attackers(target: Target, names: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the attacks in a process of their own, so that they do not delay the canary's measurement."""
+    command = [sys.executable, "-m", "harness.siege.attacks", target.http, target.grpc, *names]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def besiege(
+    target: Target, names: Sequence[str], seconds: float, gateway: psutil.Process
+) -> tuple[Canary, Canary, float]:
+    """Measure the canary before and during the attacks; returns both, and the gateway's largest memory in bytes."""
+    calm, disturbed, most = Canary(), Canary(), 0.0
+    async with AsyncClient(target.grpc) as client:
+        for _ in range(CALM_STREAMS):
+            await calm.sing(client)
+            await asyncio.sleep(PAUSE_SECONDS)
+        with attackers(target, names) as process:
+            deadline = CLOCK.monotonic() + seconds
+            while CLOCK.monotonic() < deadline:
+                await disturbed.sing(client)
+                most = max(most, gateway.memory_info().rss)
+                if process.poll() is not None:
+                    raise SystemExit(f"the attackers' process exited with status {process.returncode}")
+                await asyncio.sleep(PAUSE_SECONDS)
+        await asyncio.sleep(SETTLE_SECONDS)
+    return calm, disturbed, most
+
+
+@click.command()
+@click.option("--seconds", default=600.0, show_default=True)
+@click.option("--attack", "names", multiple=True, type=click.Choice(list(ATTACKS)), help="Default: all.")
+@click.option("--model", default="smollm2-135m-instruct", show_default=True)
+def main(seconds: float, names: tuple[str, ...], model: str) -> None:
+    """Attack `kvferry up` and compare a canary's latency with that before."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        flags = ("--model", model, "--threads", "1", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
+        prefix = ("sh", "-c", f'ulimit -n {OPEN_FILES}; exec "$@" 2>{log}', "sh")
+        with running("up", *flags, prefix=prefix) as stack:
+            ready = stack.wait_for("ready")
+            target = Target(str(ready["http"]), str(ready["grpc"]))
+            family = psutil.Process(stack.process.pid)
+            children = family.children()
+            gateway = next(child for child in children if "gateway" in child.cmdline())
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            before = gateway.memory_info().rss
+            calm, disturbed, most = asyncio.run(besiege(target, names or tuple(ATTACKS), seconds, gateway))
+            survivors = {child.pid for child in family.children()}
+            exits = sum(child.pid not in survivors for child in children)
+            figures = {
+                "canary ratio": max(
+                    p95(disturbed.first) / statistics.median(calm.first),
+                    p95(disturbed.gaps) / statistics.median(calm.gaps),
+                ),
+                "gateway MiB": most / (1 << 20),
+                "log MiB": log.stat().st_size / (1 << 20),
+                "worker exits": float(exits),
+                "canary failures": float(len(disturbed.failures)),
+            }
+            click.echo(f"streams             {len(disturbed.first)}, {len(calm.first)} before")
+            for name, values, base in (
+                ("first token", disturbed.first, calm.first),
+                ("between tokens", disturbed.gaps, calm.gaps),
+            ):
+                click.echo(
+                    f"{name:19s} p50 {statistics.median(values) * 1e3:.2f} ms, p95 {p95(values) * 1e3:.2f} ms, "
+                    f"max {max(values) * 1e3:.1f} ms; before p50 {statistics.median(base) * 1e3:.2f} ms, "
+                    f"p95 {p95(base) * 1e3:.2f} ms"
+                )
+            click.echo(f"gateway memory      {before >> 20} MiB before, {gateway.memory_info().rss >> 20} MiB after")
+            broken = False
+            for name, limit in LIMITS.items():
+                ok = figures[name] <= limit
+                broken |= not ok
+                click.echo(f"{name:19s} {figures[name]:.2f} (limit {limit:g}){'' if ok else '  EXCEEDED'}")
+            for failure in disturbed.failures[:5]:
+                click.echo(f"failure: {failure}")
+            if broken:
+                click.echo(log.read_text("utf-8", "replace")[-2000:])
+            sys.exit(broken)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""A step launched before the last one is read: the same tokens, nothing left over, and never where it would matter."""
+
+from collections.abc import Sequence
+
+import pytest
+from harness.fakes.engines import EOS, VOCAB, ArithmeticRunner, an_engine, expected_tokens, next_token
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.pipeline import Pipeline
+from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
+from kvferry.engine.plan.step_budget import SchedulerLimits
+
+
+class Late:
+    """A step whose tokens are computed when it begins and known when it is read."""
+
+    def __init__(self, result: StepResult, runner: "AheadArithmetic") -> None:
+        self._result, self._runner = result, runner
+
+    def result(self) -> StepResult:
+        self._runner.unread -= 1
+        if self._runner.is_broken:
+            raise InvariantBroken("a logit is not a finite number")
+        return self._result
+
+
+class AheadArithmetic(ArithmeticRunner):
+    """Knows the tokens that it drew last, as a device does; the host's lists may be a token short."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, stops: Sequence[int] = ()) -> None:
+        super().__init__(num_blocks, block_tokens)
+        self.unread = self.most_unread = 0
+        self.is_broken = False
+        self.stops = stops
+        self._drawn: dict[tuple[int, int], int] = {}
+
+    def begin(self, plan: StepPlan) -> Late:
+        self.unread += 1
+        self.most_unread = max(self.most_unread, self.unread)
+        self.steps.append(plan)
+        tokens: dict[RequestId, SequenceOutput] = {}
+        for s in plan.scheduled:
+            for position in range(s.num_computed, s.num_computed + s.num_scheduled):
+                block, slot = divmod(position, self.block_tokens)
+                token = self._drawn.get((s.table_version, position))
+                self.pages[s.block_ids[block]][slot] = s.token_ids[position] if token is None else token
+        for s in plan.scheduled:
+            if s.num_sampled:
+                end = s.num_computed + s.num_scheduled
+                read = [self.pages[s.block_ids[p // self.block_tokens]][p % self.block_tokens] for p in range(end)]
+                assert None not in read
+                drawn = next_token([t for t in read if t is not None])
+                if end in self.stops:
+                    drawn = EOS
+                self._drawn[s.table_version, end] = drawn
+                tokens[s.request_id] = SequenceOutput((SampledToken(drawn),), s.num_scheduled)
+        return Late(StepResult(tokens), self)
+
+    def may_follow(self, plan: StepPlan) -> bool:
+        return all((s.table_version, s.num_computed) in self._drawn for s in plan.scheduled)
+
+
+def ahead_engine(num_blocks: int = 64, stops: Sequence[int] = (), limits: SchedulerLimits | None = None) -> tuple[
+    Engine, AheadArithmetic
+]:  # fmt: skip
+    engine, _ = an_engine(num_blocks=num_blocks, limits=limits)
+    runner = AheadArithmetic(num_blocks, 4, stops)
+    engine._pipeline = Pipeline(runner)
+    return engine, runner
+
+
+def asked(name: str, prompt: list[int], max_tokens: int = 12, **wishes: object) -> EngineRequest:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **wishes})  # type: ignore[arg-type]
+    return EngineRequest(RequestId(name), prompt, params)
+
+
+def run(engine: Engine, most: int = 400) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for _ in range(most):
+        if not engine.has_work:
+            break
+        for update in engine.step().updates:
+            tokens.setdefault(update.request_id, []).extend(t.token_id for t in update.tokens)
+        engine.check_integrity()
+    return tokens
+
+
+def test_tokens_are_the_same_and_most_steps_are_ahead() -> None:
+    engine, runner = ahead_engine()
+    prompts = {"a": [1, 2, 3], "b": [9] * 9, "c": [4]}
+    for name, prompt in prompts.items():
+        engine.add(asked(name, prompt))
+    assert run(engine) == {name: expected_tokens(prompt, 12) for name, prompt in prompts.items()}
+    assert runner.most_unread == 2
+    assert runner.unread == 0
+    assert len(runner.steps) == 12, "length is known before, so no step is for nothing"
+    assert engine.is_idle
+
+
+def test_a_stop_makes_one_step_superfluous_and_nothing_is_left_of_it() -> None:
+    engine, runner = ahead_engine(stops=[8])
+    engine.add(asked("a", [1, 2, 3]))
+    engine.add(asked("b", [5, 6]))
+    tokens = run(engine)
+    assert tokens == {"a": [*expected_tokens([1, 2, 3], 5), EOS], "b": [*expected_tokens([5, 6], 6), EOS]}
+    assert engine.is_idle
+    engine.add(asked("c", [1, 2, 3], max_tokens=3))
+    assert run(engine) == {"c": expected_tokens([1, 2, 3], 3)}
+    assert runner.unread == 0
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_an_abort_between_two_steps_and_its_name_used_again(anew: bool) -> None:
+    engine, runner = ahead_engine()
+    engine.add(asked("a", [1, 2, 3]))
+    engine.add(asked("b", [7, 7]))
+    for _ in range(4):
+        engine.step()
+    assert runner.unread == 1
+    assert engine.abort(RequestId("a"))
+    if anew:
+        engine.add(asked("a", [8, 8, 8, 8, 8], max_tokens=4))
+    tokens = run(engine)
+    assert tokens["b"] == expected_tokens([7, 7], 12)[4:]
+    assert tokens.get("a") == (expected_tokens([8] * 5, 4) if anew else None)
+    assert (engine.is_idle, runner.unread) == (True, 0)
+
+
+def test_an_abort_of_everybody_waits_for_the_step_and_forgets_it() -> None:
+    engine, runner = ahead_engine()
+    engine.add(asked("a", [1, 2, 3]))
+    for _ in range(3):
+        engine.step()
+    engine.abort(RequestId("a"))
+    assert engine.is_idle
+    engine.add(asked("b", [1, 2, 3, 4, 5, 6], max_tokens=3))
+    assert run(engine) == {"b": expected_tokens([1, 2, 3, 4, 5, 6], 3)}
+    assert runner.unread == 0
+
+
+def test_short_of_pages_it_goes_on_one_by_one() -> None:
+    limits = SchedulerLimits(token_budget=64, max_chunk_tokens=64, max_sequences=8, reserve_share=0.0)
+    engine, runner = ahead_engine(num_blocks=9, limits=limits)
+    prompts = {"a": [1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9]}
+    for name, prompt in prompts.items():
+        engine.add(asked(name, prompt, max_tokens=14))
+    assert run(engine) == {name: expected_tokens(prompt, 14) for name, prompt in prompts.items()}
+    assert engine.scheduler.num_preemptions > 0
+    assert (engine.is_idle, runner.unread) == (True, 0)
+
+
+@pytest.mark.parametrize("wishes", [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"repetition_penalty": 1.5}])
+def test_whoever_needs_the_tokens_first_is_not_run_ahead(wishes: dict[str, object]) -> None:
+    engine, runner = ahead_engine()
+    engine.add(asked("a", [1, 2, 3], **wishes))
+    run(engine)
+    assert runner.most_unread == 1
+
+
+def test_end_tokens_are_banned_for_as_long_as_they_must_be() -> None:
+    engine, runner = ahead_engine()
+    engine.add(asked("a", [1, 2, 3], max_tokens=6, min_tokens=3))
+    run(engine)
+    assert [bool(p.scheduled[0].banned_token_ids) for p in runner.steps] == [True] * 3 + [False] * 3
+
+
+def test_with_somebody_waiting_or_a_message_the_next_step_is_planned_as_ever() -> None:
+    limits = SchedulerLimits(token_budget=64, max_chunk_tokens=64, max_sequences=1, reserve_share=0.0)
+    engine, runner = ahead_engine(limits=limits)
+    engine.add(asked("a", [1], max_tokens=4))
+    engine.add(asked("b", [2], max_tokens=4))
+    assert run(engine) == {"a": expected_tokens([1], 4), "b": expected_tokens([2], 4)}
+    assert [len(p.scheduled) for p in runner.steps] == [1] * 8
+
+
+def test_an_error_leaves_nothing_under_way() -> None:
+    engine, runner = ahead_engine()
+    engine.add(asked("a", [1, 2, 3]))
+    engine.step()
+    runner.is_broken = True
+    with pytest.raises(InvariantBroken, match="not a finite number"):
+        engine.step()
+    assert runner.unread == 0
+    assert not engine._pipeline.is_ahead
+    assert VOCAB > EOS

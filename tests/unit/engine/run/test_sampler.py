@@ -1,0 +1,194 @@
+"""Draws follow their definition, and depend only on the request's own logits, parameters and position."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.errors import GenerationFailed, InvalidRequest, InvariantBroken
+from kvferry.core.ids import RequestId
+from kvferry.core.philox import uniform
+from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.engine.models.transformer import logits_of
+from kvferry.engine.plan.step import ScheduledSequence
+from kvferry.engine.run.sampler import adjust, draw, sample
+
+GREEDY = SamplingParams(temperature=0)
+Floats = npt.NDArray[np.float64]
+
+
+def sequence(
+    params: SamplingParams, tokens: list[int] | None = None, *, num_prompt: int = 1, banned: tuple[int, ...] = ()
+) -> ScheduledSequence:
+    tokens = tokens or [0]
+    return ScheduledSequence(
+        request_id=RequestId("r"),
+        token_ids=tokens,
+        num_prompt=num_prompt,
+        num_computed=len(tokens) - 1,
+        num_scheduled=1,
+        block_ids=[],
+        num_sampled=1,
+        sampling=params,
+        sample_index=0,
+        banned_token_ids=banned,
+    )
+
+
+def definition(logits: Floats, p: SamplingParams, u: float) -> int:
+    """The draw by its words: sort everything, cut, walk."""
+    weights = np.exp((logits - logits.max()) / p.temperature)
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    kept = order[: p.top_k] if p.top_k else order
+    total = math.fsum(weights[i] for i in kept)
+    if p.top_p < 1:
+        mass = np.cumsum([weights[i] for i in kept])
+        kept = kept[: int((mass < p.top_p * total).sum()) + 1]
+    kept = [i for i in kept if weights[i] >= p.min_p * weights[order[0]]]
+    target, reached = u * math.fsum(weights[i] for i in kept), 0.0
+    for i in kept:
+        reached += weights[i]
+        if reached > target:
+            return i
+    return kept[-1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.sampled_from([1, 2, 7, 600, 3000, 9000]),
+    spread=st.sampled_from([0.0, 0.5, 3.0]),
+    levels=st.sampled_from([0, 3]),
+    u=st.floats(0, 1, exclude_max=True),
+    temperature=st.sampled_from([0.01, 0.7, 1.0, 5.0]),
+    top_k=st.sampled_from([0, 1, 5, 700]),
+    top_p=st.sampled_from([0.05, 0.5, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+)
+def test_a_draw_is_what_the_definition_says(
+    seed: int,
+    size: int,
+    spread: float,
+    levels: int,
+    u: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> None:
+    logits = np.random.default_rng(seed).standard_normal(size) * spread
+    if levels:  # many equals
+        logits = np.round(logits * levels) / levels
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    drawn, expected = draw(logits, params, u), definition(logits, params, u)
+    if drawn != expected:
+        # Sums in another order: only a target within rounding of a boundary may fall to the other side.
+        nudged = {definition(logits, params, min(max(u + d, 0), 1 - 2**-53)) for d in (-1e-12, 1e-12)}
+        near = {definition(logits, replace(params, top_p=min(1.0, top_p * (1 + d))), u) for d in (-1e-12, 1e-12)}
+        assert drawn in nudged | near
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    logits = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
+    counts = np.zeros(4)
+    for position in range(4000):
+        counts[draw(logits, SamplingParams(), uniform(7, 0, position))] += 1
+    chi_square = float((((counts - 4000 * np.exp(logits)) ** 2) / (4000 * np.exp(logits))).sum())
+    assert chi_square < 16.3  # p = 0.001 at three degrees of freedom
+
+
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    logits = torch.zeros(2, 50_000)
+    logits[0, [49_000, 7, 33_333]] = 2.5
+    tokens = sample(logits_of(logits), [sequence(GREEDY), sequence(GREEDY)])
+    assert [t.token_id for t in tokens] == [7, 0]
+    with_logprobs = sample(logits_of(logits), [sequence(replace(GREEDY, logprobs=2))] * 2)
+    assert [t.token_id for t in with_logprobs] == [7, 0]
+
+
+def test_batch_mates_change_nothing() -> None:
+    logits = torch.randn(8, 1000, generator=torch.Generator().manual_seed(3)) * 2
+    sequences = [
+        sequence(SamplingParams(seed=row, temperature=0.5 * (row % 3), top_p=0.9), [1] * (row + 1)) for row in range(8)
+    ]
+    together = [t.token_id for t in sample(logits_of(logits), sequences)]
+    alone = [sample(logits_of(logits[row : row + 1]), [sequences[row]])[0].token_id for row in range(8)]
+    assert together == alone
+
+
+def test_the_stream_is_seed_sample_and_position() -> None:
+    logits = torch.zeros(1, 1000)
+    expected = int(uniform(5, 0, 3) * 1000)
+    assert sample(logits_of(logits), [sequence(SamplingParams(seed=5), [9, 9, 9])])[0].token_id == expected
+    other = replace(sequence(SamplingParams(seed=5), [9, 9, 9]), sample_index=1)
+    assert sample(logits_of(logits), [other])[0].token_id == int(uniform(5, 1, 3) * 1000)
+
+
+def test_penalties_and_bias_by_hand() -> None:
+    params = SamplingParams(
+        presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0, logit_bias={4: 3.0, 10**6: 1.0}
+    )
+    logits = np.array([1.0, -1.0, 2.0, 0.5, 0.0])
+    # Prompt 0, 1; generated 1, 2, 2.
+    out = adjust(logits, sequence(params, [0, 1, 1, 2, 2], num_prompt=2, banned=(3,)))
+    assert out.tolist() == [0.5, -2.0 - 0.75, 1.0 - 1.0, -math.inf, 3.0]
+    assert logits.tolist() == [1.0, -1.0, 2.0, 0.5, 0.0]
+
+
+def test_banned_tokens_are_not_drawn_even_greedily() -> None:
+    logits = torch.tensor([[1.0, 5.0, 4.0]])
+    assert sample(logits_of(logits), [sequence(GREEDY, banned=(1,))])[0].token_id == 2
+    drawn = {
+        sample(logits_of(logits), [sequence(SamplingParams(seed=s, temperature=9), banned=(1, 2))])[0].token_id
+        for s in range(20)
+    }
+    assert drawn == {0}
+
+
+def test_a_row_without_a_token_to_sample_fails_alone() -> None:
+    failed, other = sample(logits_of(torch.zeros(2, 2)), [sequence(GREEDY, banned=(0, 1)), sequence(GREEDY)])
+    assert isinstance(failed, InvalidRequest)
+    assert failed.reason == "NO_TOKEN_LEFT"
+    assert other == SampledToken(0)
+
+
+def test_log_probabilities_are_of_the_raw_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, 1.0]])
+    params = SamplingParams(seed=1, temperature=0.01, logit_bias={0: 100.0}, logprobs=3)
+    (token,) = sample(logits_of(logits), [sequence(params)])
+    expected = torch.log_softmax(logits[0].double(), 0)
+    assert token.token_id == 0
+    assert token.logprob == pytest.approx(float(expected[0]))
+    assert [t for t, _ in token.top] == [2, 1, 3]
+    assert [value for _, value in token.top] == pytest.approx([float(expected[t]) for t in (2, 1, 3)])
+    (bare,) = sample(logits_of(logits), [sequence(replace(params, logprobs=0))])
+    assert bare.top == ()
+    assert bare.logprob == token.logprob
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(seed=1, logprobs=2), SamplingParams(seed=1, top_k=3)])
+def test_a_row_with_a_logit_that_is_not_finite_fails_alone(bad: float, params: SamplingParams) -> None:
+    logits = torch.zeros(2, 10)
+    logits[1, 4] = bad
+    fine, failed = sample(logits_of(logits), [sequence(params), sequence(params)])
+    assert isinstance(fine, SampledToken)
+    assert isinstance(failed, GenerationFailed)
+    assert "is not finite" in failed.message
+
+
+def test_a_random_request_without_a_seed_breaks_the_invariant() -> None:
+    with pytest.raises(InvariantBroken, match="has no seed"):
+        sample(logits_of(torch.zeros(1, 4)), [sequence(SamplingParams())])
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 100.0])
+def test_extreme_temperatures_are_no_trouble(temperature: float) -> None:
+    logits = np.array([3.0, 3.0, -1e4])
+    assert draw(logits, SamplingParams(temperature=temperature), 0.1) == 0
+    assert draw(logits, SamplingParams(temperature=temperature), 0.99) in (1, 2)

@@ -1,0 +1,119 @@
+"""Where an engine computes: a GPU if one is seen and nothing speaks against it; what cannot be is said by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from kvferry.cli.main import main
+from kvferry.core.errors import InvariantBroken, UsageError
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.llm import LLM
+from kvferry.engine.models.build import build_model
+from kvferry.engine.run.runner import Runner
+from kvferry.engine.settings import EngineSettings
+from kvferry.engine.tensors import device
+from kvferry.engine.tensors.device import choose_device
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.model import tiny
+from kvferry.workers import main as worker_main
+from kvferry.workers.config import WorkerConfig
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kernels", "sees_gpu", "chosen"),
+    [
+        ("auto", "auto", True, "cuda"),
+        ("auto", "auto", False, "cpu"),
+        ("auto", "torch", True, "cuda"),
+        ("auto", "compiled", True, "cpu"),
+        ("auto", "compiled-avx2", True, "cpu"),
+        ("cpu", "auto", True, "cpu"),
+        ("cuda", "auto", True, "cuda"),
+    ],
+)
+def test_the_choice(monkeypatch: pytest.MonkeyPatch, wanted: str, kernels: str, sees_gpu: bool, chosen: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
+    monkeypatch.setattr(device, "_DRIVERS", (Path(__file__),))
+    assert choose_device(wanted, kernels=kernels) == chosen
+
+
+def test_torch_is_not_asked_for_a_gpu_where_no_driver_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "_DRIVERS", ())
+    assert choose_device("auto") == "cpu"
+    assert choose_device("cuda") == "cuda", "who names it gets torch's own word"
+
+
+def test_a_gpu_that_is_not_there_and_a_device_that_nobody_knows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match="device 'cuda' needs a GPU, and torch detects none: use --device cpu"):
+        choose_device("cuda")
+    with pytest.raises(UsageError, match="unknown device 'tpu'; expected one of auto, cpu, cuda") as caught:
+        choose_device("tpu")
+    assert caught.value.field == "device"
+
+
+def test_compiled_kernels_on_a_gpu_are_refused_with_the_remedy() -> None:
+    config = tiny.config()
+    with pytest.raises(UsageError, match=r"they are for CPUs, not for meta \(--device cpu\)"):
+        build_model(config, tiny.TinyTensors(config), dtype="bfloat16", kernels="compiled", device="meta")
+
+
+def test_pages_elsewhere_than_the_model_are_refused() -> None:
+    config = tiny.config()
+    model = build_model(config, tiny.TinyTensors(config), dtype="float32", kernels="torch")
+    shape = KvLayout.of(config, block_tokens=4, dtype="float32")
+    with pytest.raises(InvariantBroken, match="the pages are on device meta, the model is on cpu"):
+        Runner(model, PagedKv.allocate(shape, 2, "meta"))
+
+
+@pytest.mark.parametrize("connector", ["shm", "tcp", "nixl"])
+def test_a_worker_says_why_its_pages_cannot_be_on_a_gpu(connector: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"device 'cuda': connector '{connector}' transfers pages in host memory.*--device cpu"
+    ):
+        WorkerConfig(
+            role="prefill",
+            engine=EngineSettings(model="tiny", device="cuda"),
+            connector=connector,
+            ticket_secrets=(b"0123456789abcdef",),
+        )
+
+
+def test_a_worker_beside_a_gpu_computes_on_the_cpu_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "_DRIVERS", (Path(__file__),))
+
+    def config_of(wanted: str) -> WorkerConfig:
+        engine = EngineSettings(model="tiny", threads=1, device=wanted)
+        return WorkerConfig("prefill", engine, connector="tcp", ticket_secrets=(b"0123456789abcdef",))
+
+    assert worker_main._load(config_of("auto")).model.device == "cpu"
+    assert "a GPU is present but not used" in caplog.text
+    caplog.clear()
+    worker_main._load(config_of("cpu"))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput", "kernels"])
+def test_benchmarks_refuse_a_gpu_that_is_not_there_in_one_line(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = CliRunner().invoke(main, ["bench", command, "--model", "tiny", "--device", "cuda"])
+    assert done.exit_code == 2
+    assert "needs a GPU, and torch detects none" in done.output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch detects no GPU")
+def test_an_engine_on_a_gpu_gives_the_tokens_of_the_cpu() -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    made = [
+        LLM("tiny", device=where, dtype="float32", kv_bytes=8 << 20).generate(["hello", "a longer one"], greedy)
+        for where in ("cuda", "cpu")
+    ]
+    assert [c.token_ids for c in made[0]] == [c.token_ids for c in made[1]]

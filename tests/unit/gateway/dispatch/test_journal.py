@@ -1,0 +1,76 @@
+"""Which requests the journal holds, for which tenant, and for how long."""
+
+from kvferry.cli.commands.explain import report_lines
+from kvferry.core.ids import RequestId, WorkerId
+from kvferry.core.sampling import SamplingParams
+from kvferry.gateway.dispatch import journal as module
+from kvferry.gateway.dispatch.journal import Journal
+from kvferry.gateway.http.openai_reply import kv_line
+from kvferry.gateway.lifecycle.obligations import Event
+from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.gateway.routing.replica_choice import Candidates, Replica, choose
+from kvferry.gateway.routing.route_notes import route_notes
+from kvferry.rpc.text.token_source import KvReport, Timing, TokenRequest
+
+LOADED = KvReport("p", "dram", 0, 128, 64, 1_000_000, 0.001, 0.05, False, 4, 1_000_000, 0.002, "disk: flipped bits")
+COMPUTED = KvReport("d", "peer", 0, 32, 0, 500_000, 0.02, 0.001)
+
+
+def a_run(name: str, tenant: str = "a", sample: int = 0) -> SampleRun:
+    run = SampleRun(TokenRequest(RequestId(name), [1, 2, 3], SamplingParams(max_tokens=4), sample, tenant))
+    replicas = [Replica(f"h:{i}", WorkerId(f"w{i}"), b"f", i) for i in range(2)]
+    route = choose(lambda _: b"key", Candidates(tuple(replicas), tuple(replicas)), load_factor=1.25)
+    assert route is not None
+    run.routes = route_notes(route)
+    run.report_kv((LOADED, COMPUTED))
+    run.on(Event.CANCEL)
+    return run
+
+
+def test_a_request_is_found_by_its_own_tenant_only() -> None:
+    journal = Journal()
+    for sample in range(2):
+        journal.add(a_run("r", sample=sample))
+    found = journal.find("a", RequestId("r"))
+    assert found is not None
+    assert [s["sample_index"] for s in found] == [0, 1]
+    assert journal.find("b", RequestId("r")) is None
+    assert journal.find("a", RequestId("other")) is None
+
+
+def test_the_oldest_are_forgotten(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(module, "_MAX_REQUESTS", 3)
+    monkeypatch.setattr(module, "_MAX_SAMPLES", 2)
+    journal = Journal()
+    for number in range(5):
+        journal.add(a_run(f"r{number}"))
+    assert [journal.find("a", RequestId(f"r{n}")) is not None for n in range(5)] == [False, False, True, True, True]
+    for sample in range(5):
+        journal.add(a_run("r4", sample=sample))
+    assert len(journal.find("a", RequestId("r4")) or []) == 2
+
+
+def test_nothing_of_the_prompt_is_kept() -> None:
+    journal = Journal()
+    journal.add(a_run("r"))
+    assert "token_ids" not in str(journal.find("a", RequestId("r")))
+
+
+def test_the_story_names_who_why_and_how_long() -> None:
+    journal = Journal()
+    journal.add(a_run("r"))
+    (sample,) = journal.find("a", RequestId("r")) or []
+    story = "\n".join(report_lines("r", sample))
+    assert "r  sample 0  cancelled" in story
+    assert "loaded 64 tokens from position 0 (cheaper); expected: dram 1.0 ms, computing 50.0 ms" in story
+    assert "4 blocks, 1.0 MB in 2.0 ms; then disk: flipped bits" in story
+    assert "computed 32 tokens" in story
+    assert "candidates" in story
+
+
+def test_the_header_is_one_line_of_ascii() -> None:
+    line = kv_line(Timing(kv=(LOADED, KvReport("wörker\n", "peer"))))
+    assert line.isascii()
+    assert "\n" not in line
+    assert "dram at p: load 64 tokens" in line
+    assert kv_line(Timing()) == "computed"

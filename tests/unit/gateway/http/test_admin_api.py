@@ -1,0 +1,47 @@
+"""The admin API: what operators read, on a port of its own, and nothing of it on the clients' port."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
+
+from kvferry.gateway.config import HttpConfig
+
+_BODY = {"model": "bytes", "prompt": "hi", "max_tokens": 3}
+
+
+@pytest.fixture
+async def gateway(tmp_path) -> AsyncIterator[ScriptedGateway]:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-key tenant-a\n")
+    async with scripted_gateway(http=HttpConfig(address="127.0.0.1:0", api_keys_file=keys)) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/fleet", "/debug/requests/x"])
+async def test_a_client_cannot_read_what_is_meant_for_operators(gateway: ScriptedGateway, path: str) -> None:
+    async with httpx.AsyncClient(timeout=20) as client:
+        key = {"authorization": "Bearer secret-key"}
+        assert (await client.get(gateway.url + path)).status_code == 404
+        assert (await client.get(gateway.url + path, headers=key)).status_code == 404
+        assert (await client.get(gateway.admin_url + path)).status_code == (404 if "debug" in path else 200)
+
+
+async def test_an_operator_finds_any_tenants_request(gateway: ScriptedGateway) -> None:
+    headers = {"authorization": "Bearer secret-key", "x-request-id": "mine"}
+    async with httpx.AsyncClient(timeout=20) as client:
+        assert (await client.post(f"{gateway.url}/v1/completions", json=_BODY, headers=headers)).status_code == 200
+        (found,) = (await client.get(f"{gateway.admin_url}/debug/requests/mine")).json()["tenants"]
+        missing = await client.get(f"{gateway.admin_url}/debug/requests/other")
+    assert found["tenant"] == "tenant-a"
+    assert found["samples"][0]["output_tokens"] == 3
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "request_not_found"
+
+
+async def test_clients_routes_are_not_served_to_operators(gateway: ScriptedGateway) -> None:
+    async with httpx.AsyncClient(timeout=20) as client:
+        refused = await client.post(f"{gateway.admin_url}/v1/completions", json=_BODY)
+    assert refused.status_code == 404
+    assert "/metrics" in refused.json()["error"]["message"]

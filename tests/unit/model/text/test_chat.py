@@ -1,0 +1,97 @@
+"""No message can speak as the template, and messages that do not try keep the plain ids."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.model import tiny
+from kvferry.model.source import ModelSource
+from kvferry.model.text.chat import encode_chat
+from kvferry.model.text.chat_template import ChatTemplate
+from kvferry.model.text.tokenizer import Tokenizer
+
+TINY = tiny.tokenizer(tiny.config())
+TEMPLATE = ChatTemplate(tiny.CHAT_TEMPLATE)
+TRIMMING = ChatTemplate(
+    "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}<|im_end|>{{ messages[0]['content'] }}"
+)
+FRAGMENTS = [
+    "<",
+    "<|",
+    "|>",
+    "im_",
+    "im_end|>",
+    "<|im_",
+    "start|>",
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|endoftext|>",
+    " ",
+    "a",
+]
+hostile = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
+
+
+def controls(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    return [token for token in ids if tokenizer.is_control(token)]
+
+
+@given(st.lists(hostile, min_size=1, max_size=4))
+def test_hostile_messages_add_no_control_token_and_lose_no_text(contents: list[str]) -> None:
+    messages = [{"role": "user", "content": content} for content in contents]
+    ids = encode_chat(TEMPLATE, TINY, messages)
+    benign = encode_chat(TEMPLATE, TINY, [{"role": "user", "content": "x"} for _ in contents])
+    assert controls(ids, TINY) == controls(benign, TINY)
+    assert b"".join(map(TINY.token_bytes, ids)).decode() == TEMPLATE.render(messages)
+
+
+@given(st.lists(hostile, min_size=1, max_size=4))
+def test_messages_that_meet_without_anything_between_them_make_no_control_token(contents: list[str]) -> None:
+    messages = [{"role": "user", "content": content} for content in contents]
+    assert controls(encode_chat(TRIMMING, TINY, messages), TINY) == [258]
+
+
+def test_a_role_is_guarded_like_a_content() -> None:
+    ids = encode_chat(TEMPLATE, TINY, [{"role": "user<|im_end|>", "content": "x"}])
+    assert controls(ids, TINY) == [257, 258, 257]
+
+
+@given(st.text(max_size=40))
+def test_benign_text_keeps_the_plain_ids(content: str) -> None:
+    messages = [{"role": "user", "content": content}]
+    assert encode_chat(TEMPLATE, TINY, messages) == TINY.encode(TEMPLATE.render(messages), add_special=False)
+
+
+@pytest.mark.parametrize(
+    "content", ["Hi", "\n\n\nleading lines", " ends with <", "<b>html</b>", "|> odd", "π<", ">", ""]
+)
+def test_a_real_tokenizer_keeps_the_plain_ids_on_both_paths(smollm: ModelSource, content: str) -> None:
+    template, tokenizer = smollm.chat_template, smollm.tokenizer
+    assert template is not None
+    messages = [{"role": "user", "content": content}]
+    plain = tokenizer.encode(template.render(messages), add_special=False)
+    assert encode_chat(template, tokenizer, messages) == plain
+    # The same content beside a hostile one goes the guarded way; its ids stand unchanged after the hostile part.
+    both = encode_chat(template, tokenizer, [{"role": "system", "content": "<|im_end|>"}, *messages])
+    alone = encode_chat(template, tokenizer, [{"role": "system", "content": "x"}, *messages])
+    tail = len(alone) - alone.index(2)
+    assert both[-tail:] == alone[-tail:]
+
+
+def test_long_hostile_text_takes_linear_time(smollm: ModelSource) -> None:
+    assert smollm.chat_template is not None
+    ids = encode_chat(smollm.chat_template, smollm.tokenizer, [{"role": "user", "content": "<|im_end|>" * 20_000}])
+    assert len(controls(ids, smollm.tokenizer)) == 5
+
+
+def test_tools_reach_the_template() -> None:
+    template = ChatTemplate("{{ tools[0].name }}<|im_end|>")
+    ids = encode_chat(template, TINY, [{"role": "user", "content": "x"}], tools=[{"name": "f<|im_end|>"}])
+    assert controls(ids, TINY) == [258]
+
+
+def test_messages_with_every_private_character_are_refused() -> None:
+    everything = "".join(map(chr, range(0xE000, 0xF900)))
+    with pytest.raises(InvalidRequest, match="private-use"):
+        encode_chat(TEMPLATE, TINY, [{"role": "user", "content": everything}])

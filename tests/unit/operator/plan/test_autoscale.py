@@ -1,0 +1,117 @@
+"""The autoscaler's decisions: what it wants, when it waits, and that missing data is no idle pool."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.load import WorkerLoad
+from kvferry.operator.plan.autoscale import History, decide
+from kvferry.operator.pool.facts import FleetReport, WorkerReport
+from kvferry.operator.pool.spec import Role, Scaling
+
+NOW = 10_000.0
+
+
+def a_load(running: int, use: float) -> WorkerLoad:
+    return WorkerLoad(running, blocks_total=100, blocks_free=round(100 * (1 - use)))
+
+
+def role(**scaling) -> Role:
+    return Role("decode", scaling=Scaling(mode="Auto", **scaling))
+
+
+def pods(*loads: tuple[int, float], held: int = 0, at: float = NOW, takes_work: bool = True) -> FleetReport:
+    """A report of decode pods, each with (requests, KV use)."""
+    workers = tuple(
+        WorkerReport(
+            f"d{i}", "decode", takes_work, load=WorkerLoad(n, blocks_total=100, blocks_free=round(100 * (1 - use)))
+        )
+        for i, (n, use) in enumerate(loads)
+    )
+    return FleetReport(at, workers, held)
+
+
+def watched(*recommendations: tuple[float, int], busy_at: float = NOW) -> History:
+    """A history that is long enough for every window."""
+    return History(recommendations, busy_at=busy_at, began_at=0.0)
+
+
+def test_more_requests_than_the_target_want_more_pods():
+    decision = decide(role(), 2, 2, pods((30, 0.1), (30, 0.1)), watched(), NOW)
+    assert (decision.replicas, decision.reason) == (4, "60 requests, target 16 per pod")
+
+
+def test_one_full_pod_among_idle_ones_counts():
+    decision = decide(role(), 4, 4, pods((1, 0.1), (1, 0.1), (1, 0.1), (1, 0.98)), watched(), NOW)
+    assert decision.replicas == 6
+    assert "98%" in decision.reason
+
+
+def test_a_little_off_the_target_moves_nothing():
+    decision = decide(role(down_seconds=0), 2, 2, pods((30, 0.75), (1, 0.1)), watched(), NOW)
+    assert decision.replicas == 2
+    assert decision.reason.endswith("unchanged")
+
+
+def test_growth_is_by_steps_and_within_bounds():
+    assert decide(role(), 1, 1, pods((900, 0.1)), watched(), NOW).replicas == 5
+    assert decide(role(max_replicas=50), 10, 10, pods(*[(90, 0.1)] * 10), watched(), NOW).replicas == 20
+    assert decide(role(max_replicas=3), 1, 1, pods((900, 0.1)), watched(), NOW).replicas == 3
+    assert decide(role(min_replicas=2, down_seconds=0), 3, 3, pods(*[(1, 0.0)] * 3), watched(), NOW).replicas == 2
+
+
+def test_down_only_when_the_whole_window_agrees():
+    busy = watched((NOW - 200, 4))
+    assert decide(role(), 4, 4, pods(*[(1, 0.0)] * 4), busy, NOW).replicas == 4
+    assert decide(role(), 4, 4, pods(*[(1, 0.0)] * 4), watched((NOW - 301, 4)), NOW).replicas == 1
+
+
+def test_an_operator_that_has_just_begun_takes_nothing_away():
+    first = decide(role(), 4, 4, pods(*[(1, 0.0)] * 4), None, NOW)
+    assert first.replicas == 4
+    again = decide(role(), 4, 4, pods(*[(1, 0.0)] * 4, at=NOW + 299), first.history, NOW + 299)
+    assert again.replicas == 4
+    assert decide(role(), 4, 4, pods(*[(1, 0.0)] * 4, at=NOW + 301), again.history, NOW + 301).replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("report", "ready"),
+    [
+        (None, 2),
+        (pods((90, 0.9), at=NOW - 20), 1),
+        (pods((90, 0.9)), 2),
+        (pods((90, 0.9), takes_work=False), 1),
+        (pods(), 0),
+    ],
+    ids=["none", "stale", "one of two", "takes no work", "none ready"],
+)
+def test_without_word_of_every_ready_pod_nothing_changes(report, ready):
+    assert decide(role(), 2, ready, report, watched((NOW - 1, 9)), NOW).replicas == 2
+
+
+def test_outstanding_exports_are_load():
+    exporting = FleetReport(NOW, (WorkerReport("d", "decode", takes_work=True, load=WorkerLoad(tickets_offered=40)),))
+    assert decide(role(), 1, 1, exporting, watched(), NOW).replicas == 3
+
+
+def test_a_role_that_may_sleep_sleeps_after_its_time_and_not_while_requests_are_held():
+    idle = watched(busy_at=NOW - 600)
+    assert decide(role(min_replicas=0), 1, 1, pods((0, 0.0)), idle, NOW).replicas == 0
+    assert decide(role(min_replicas=0), 1, 1, pods((0, 0.0), held=1), idle, NOW).replicas == 1
+    assert decide(role(), 1, 1, pods((0, 0.0)), idle, NOW).replicas == 1
+    starting = decide(role(min_replicas=0), 1, 0, pods(), idle, NOW)
+    assert (starting.replicas, starting.history.busy_at) == (1, NOW)
+    slept = decide(role(min_replicas=0), 0, 0, pods(), idle, NOW)
+    assert (slept.replicas, slept.history.busy_at) == (0, NOW)
+
+
+@given(
+    current=st.integers(1, 10),
+    loads=st.lists(st.tuples(st.integers(0, 500), st.floats(0, 1)), min_size=1, max_size=10),
+    recommendations=st.lists(st.tuples(st.floats(NOW - 300, NOW), st.integers(0, 20)), max_size=5),
+    bounds=st.tuples(st.integers(0, 5), st.integers(5, 10)),
+)
+def test_never_beyond_the_bounds(current, loads, recommendations, bounds):
+    wanted = role(min_replicas=bounds[0], max_replicas=bounds[1])
+    decision = decide(wanted, current, len(loads), pods(*loads), watched(*recommendations), NOW)
+    assert bounds[0] <= decision.replicas <= bounds[1]

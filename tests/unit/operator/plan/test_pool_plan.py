@@ -1,0 +1,295 @@
+"""A pool's plan and its execution: idempotent, in order, and never at the expense of objects of others."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.unit.operator.fake_cluster import KEY, Cluster
+from tests.unit.operator.pools import IMAGE, body, made_of, pool
+
+from kvferry.core.errors import Unavailable
+from kvferry.core.load import WorkerLoad
+from kvferry.operator.api import ApiRefusal
+from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
+from kvferry.operator.objects.worker_pods import deployments, revision_of
+from kvferry.operator.plan.actions import CreateKeys, WriteStatus, as_json
+from kvferry.operator.plan.context import PlanContext
+from kvferry.operator.plan.memory import Memory
+from kvferry.operator.plan.pool_plan import plan_pool
+from kvferry.operator.plan.pool_report import again_seconds
+from kvferry.operator.plan.revisions import record
+from kvferry.operator.pool import names
+from kvferry.operator.pool.facts import FleetReport, PoolFacts, WorkerReport
+from kvferry.operator.pool.spec import parse_pool
+from kvferry.operator.preview.preview import preview
+
+OPTIONAL = frozenset({POD_MONITOR, EXTENSION_POOL})
+
+
+def roles_with(**decode: Any) -> list[dict[str, Any]]:
+    return [{"name": "prefill"}, {"name": "decode", **decode}]
+
+
+def specs() -> st.SearchStrategy[dict[str, Any]]:
+    count = st.integers(0, 4)
+    scaling = st.sampled_from([{}, {"mode": "External"}, {"mode": "Auto", "minReplicas": 0}])
+    role = st.builds(lambda n, s: {"scaling": s} if s else {"replicas": n}, count, scaling)
+    pair = st.builds(lambda p, d: [{"name": "prefill", **p}, {"name": "decode", **d}], role, role)
+    both = st.builds(lambda b: [{"name": "both", **b}], role)
+    return st.fixed_dictionaries(
+        {
+            "roles": st.one_of(pair, both),
+            "model": st.builds(lambda n: {"name": "m", "maxTokens": n}, st.integers(0, 3)),
+            "networkPolicy": st.sampled_from(["Restricted", "Off"]),
+            "observability": st.builds(lambda m: {"podMonitor": m}, st.sampled_from(["Auto", "Off"])),
+            "gateway": st.builds(
+                lambda n, e: {"replicas": n, "inferenceExtension": e}, count, st.sampled_from(["Auto", "Off"])
+            ),
+            "rollout": st.builds(lambda n: {"historyLimit": n}, st.integers(0, 2)),
+        }
+    )
+
+
+SLOW = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@SLOW
+@given(st.lists(specs(), min_size=1, max_size=4))
+def test_a_settled_pool_has_an_empty_plan_and_a_restarted_operator_changes_nothing(versions):
+    cluster = Cluster(OPTIONAL, **versions[0])
+    cluster.settle()
+    for spec in versions[1:]:
+        cluster.change(**spec)
+        cluster.settle()
+    assert cluster.reconcile() == []
+    before = {place: state_of(held) for place, held in cluster.api.objects.items()}
+    cluster.reconciler._memories.clear()
+    cluster.settle()
+    assert {place: state_of(held) for place, held in cluster.api.objects.items()} == before
+
+
+def state_of(held: dict[str, Any]) -> Any:
+    """An object without what every write changes."""
+    if held["kind"] == "InferencePool" and held["apiVersion"] == names.API_VERSION:
+        return held["spec"]
+    return copy.deepcopy(held)
+
+
+def foreign_objects() -> list[dict[str, Any]]:
+    """An object of another owner in the place of every object that a pool could have."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for spec in ({}, {"roles": [{"name": "both"}]}):
+        made = pool(**spec, gateway={"inferenceExtension": "Auto"})
+        for thing in made_of(made).values():
+            if "kind" in thing:
+                found[thing["kind"], thing["metadata"]["name"]] = copy.deepcopy(thing)
+        revision = revision_of(made, IMAGE)
+        kept = deployments(made, revision, IMAGE)
+        for thing in (record(made, revision, 1, kept), *kept.values()):
+            found[thing["kind"], thing["metadata"]["name"]] = copy.deepcopy(thing)
+    return list(found.values())
+
+
+@SLOW
+@given(
+    st.lists(st.integers(0, len(foreign_objects()) - 1), unique=True, min_size=1),
+    st.sampled_from([[], [{"uid": "another", "kind": "InferencePool", "name": "other", "controller": True}]]),
+    st.lists(specs(), min_size=1, max_size=3),
+)
+def test_objects_of_other_owners_are_neither_deleted_nor_changed(chosen, owners, versions):
+    cluster = Cluster(OPTIONAL, **versions[0])
+    foreign = []
+    for i in chosen:
+        thing = foreign_objects()[i]
+        thing["metadata"]["ownerReferences"] = owners
+        cluster.api.add(thing)
+        foreign.append((thing["apiVersion"], thing["kind"], thing["metadata"]["name"]))
+    before = {place: copy.deepcopy(cluster.api.objects[place]) for place in foreign}
+    for spec in versions:
+        cluster.change(**spec)
+        for _ in range(6):
+            cluster.reconcile()
+            for place in set(cluster.api.objects) - set(foreign):
+                held = cluster.api.objects[place]
+                if place[1] == "Deployment":
+                    n = held["spec"].get("replicas", 1)
+                    held["status"] = {"observedGeneration": held["metadata"]["generation"], "replicas": n} | {
+                        "readyReplicas": n,
+                        "updatedReplicas": n,
+                    }
+    assert {place: cluster.api.objects[place] for place in foreign} == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({}, {"model": {"name": "m", "maxTokens": 9}}),
+        ({}, {"roles": roles_with(replicas=4), "networkPolicy": "Off"}),
+        ({"roles": roles_with(replicas=3)}, {"roles": roles_with(scaling={"mode": "External"})}),
+        ({}, {"roles": [{"name": "both", "replicas": 2}]}),
+    ],
+)
+def test_the_preview_lists_what_the_executor_is_given(old, new):
+    cluster = Cluster(OPTIONAL, **old)
+    cluster.settle()
+    cluster.change(**new)
+    cluster.executor.actions.clear()
+    cluster.settle()
+    written = [
+        [a.summary for a in actions if not (isinstance(a, WriteStatus) and "InferencePool" in a.target)]
+        for actions in cluster.executor.actions[::2]
+    ]
+    expected = preview(pool(**old), pool(**new), IMAGE)
+    assert [actions for actions in written if actions] == [[a.summary for a in actions] for actions in expected.passes]
+
+
+def test_a_preview_shows_no_keys_and_all_fields():
+    cluster = Cluster()
+    cluster.settle()
+    (create,) = (a for actions in cluster.executor.actions for a in actions if isinstance(a, CreateKeys))
+    assert "data" not in as_json(create)["manifest"]
+    assert len(set(cluster.api.objects["v1", "Secret", "chat-keys"]["data"].values())) == 2
+
+
+def test_a_static_number_with_another_owner_is_followed_in_the_same_pass():
+    cluster = Cluster(roles=roles_with(replicas=2))
+    cluster.settle()
+    place = (names.API_VERSION, "PoolRoleScaler", "chat-decode")
+    cluster.api.objects[place]["spec"]["replicas"] = 3
+    cluster.api.objects[place]["metadata"]["generation"] += 1
+    cluster.api.replica_owners[place] = "kubectl"
+    cluster.reconcile()
+    assert cluster.replicas("Deployment")[f"chat-decode-{cluster.body['status']['revision']}"] == 3
+    status, reason, message = cluster.condition("ReplicasContested")
+    assert (status, reason, "kubectl owns spec.replicas" in message) == ("True", "OtherManager", True)
+    assert cluster.condition("ChildrenApplied")[0] == "True"
+    assert cluster.again == 5.0
+    assert cluster.api.objects[place]["spec"]["replicas"] == 3
+
+
+def test_a_change_of_mode_seeds_the_current_number_and_keeps_it():
+    cluster = Cluster(roles=roles_with(replicas=3))
+    cluster.settle()
+    cluster.change(roles=roles_with(scaling={"mode": "External"}))
+    cluster.settle()
+    assert cluster.replicas("PoolRoleScaler")["chat-decode"] == 3
+    assert cluster.api.replica_owners[names.API_VERSION, "PoolRoleScaler", "chat-decode"] == names.SEED_MANAGER
+
+
+@pytest.mark.parametrize("mode", ["External", "Auto"])
+def test_a_new_scaler_belongs_to_the_pool_and_its_number_to_the_seed(mode):
+    cluster = Cluster(roles=roles_with(scaling={"mode": mode, "minReplicas": 2}))
+    cluster.settle()
+    place = (names.API_VERSION, "PoolRoleScaler", "chat-decode")
+    assert cluster.api.objects[place]["metadata"]["ownerReferences"][0]["uid"] == "u-1"
+    assert cluster.api.replica_owners[place] == names.SEED_MANAGER
+    assert cluster.replicas("PoolRoleScaler")["chat-decode"] == 2
+    assert cluster.condition("ChildrenApplied")[0] == "True"
+
+
+def test_the_autoscaler_writes_under_its_own_manager_and_a_refusal_keeps_the_number():
+    auto = {"mode": "Auto", "upSeconds": 0, "requestsTarget": 1, "maxReplicas": 9}
+    cluster = Cluster(roles=roles_with(scaling=auto))
+    cluster.settle()
+    place = (names.API_VERSION, "PoolRoleScaler", "chat-decode")
+    busy = WorkerReport("d", "decode", takes_work=True, load=WorkerLoad(running=4, blocks_total=10, blocks_free=10))
+    cluster.report = FleetReport(cluster.clock.now + 1, (busy,))
+    cluster.api.refuse = {"PoolRoleScaler"}
+    cluster.reconcile()
+    assert cluster.condition("ChildrenApplied")[1] == "Refused"
+    assert cluster.replicas("PoolRoleScaler")["chat-decode"] == 1
+    cluster.api.refuse = set()
+    cluster.reconcile()
+    assert cluster.replicas("PoolRoleScaler")["chat-decode"] == 4
+    assert cluster.api.replica_owners[place] == names.AUTOSCALER_MANAGER
+    assert cluster.body["status"]["scaling"][0]["to"] == 4
+
+
+def test_a_failure_in_the_middle_repeats_nothing_that_was_done():
+    whole, broken = Cluster(), Cluster()
+    whole.settle()
+    broken.api.fail_after = 9
+    with pytest.raises(Unavailable):
+        broken.reconcile()
+    broken.api.fail_after = -1
+    broken.settle()
+    assert sorted(broken.api.writes) == sorted(whole.api.writes)
+
+
+def test_every_refusal_becomes_a_condition_and_keeps_no_other_object_back():
+    cluster = Cluster(networkPolicy="Off")
+    cluster.api.refuse = {"Service", "PodDisruptionBudget", "NetworkPolicy"}
+    for _ in range(3):
+        cluster.reconcile()
+        cluster.become_ready()
+    assert cluster.condition("ChildrenApplied")[:2] == ("False", "Refused")
+    assert cluster.condition("RolesReady")[0] == "True"
+    assert cluster.again == 5.0
+
+
+def test_a_refused_status_fails_the_pass():
+    cluster = Cluster()
+    cluster.api.refuse = {"InferencePool"}
+    with pytest.raises(ApiRefusal):
+        cluster.reconcile()
+
+
+def test_a_refused_record_creates_no_pods():
+    cluster = Cluster()
+    cluster.api.refuse = {"ControllerRevision"}
+    cluster.reconcile()
+    assert set(cluster.replicas("Deployment")) == {"chat-gateway"}
+    assert cluster.condition("ChildrenApplied")[:2] == ("False", "Refused")
+
+
+def test_a_spec_that_cannot_be_read_is_reported_once():
+    cluster = Cluster()
+    cluster.settle()
+    cluster.body["spec"]["roles"] = "none"
+    cluster.body["metadata"]["generation"] += 1
+    assert cluster.reconcile() == ["apply InferencePool chat"]
+    assert cluster.condition("Ready")[1] == "InvalidSpec"
+    assert cluster.reconcile() == []
+
+
+def test_a_pool_that_is_being_deleted_is_left_to_the_garbage_collector():
+    cluster = Cluster()
+    cluster.body["metadata"]["deletionTimestamp"] = "now"
+    assert cluster.reconcile() == []
+    del cluster.api.objects[names.API_VERSION, "InferencePool", "chat"]
+    assert cluster.reconcile() == []
+    assert KEY not in cluster.reconciler._memories
+
+
+def test_a_first_plan_writes_the_record_before_its_deployments():
+    made = parse_pool(body())
+    ctx = PlanContext(
+        pool=made,
+        facts=PoolFacts(),
+        memory=Memory(made.uid, 0.0, 0.0, 0.0),
+        next_record=1,
+        status={},
+        default_image=IMAGE,
+        installed=OPTIONAL,
+        now=0.0,
+        stamp="now",
+    )
+    plan = plan_pool(ctx)
+    order = [action.target for action in plan.actions]
+    assert order[0] == "status of InferencePool chat"
+    revision = plan.revision
+    assert order.index(f"ControllerRevision chat-{revision}") < order.index(f"Deployment chat-decode-{revision}")
+    assert order.index("PoolRoleScaler chat-decode") < order.index(f"ControllerRevision chat-{revision}")
+    assert plan_pool(ctx) == plan
+
+
+@pytest.mark.parametrize(
+    ("keys_until", "seconds"), [(float("-inf"), 600.0), (99.0, 600.0), (105.0, 5.0), (690.0, 590.0)]
+)
+def test_a_pool_with_its_own_keys_has_no_pass_for_them(keys_until, seconds):
+    memory = Memory("u-1", 0.0, 0.0, 0.0, keys_until=keys_until)
+    ctx = PlanContext(pool(), PoolFacts(), memory, 0, {}, IMAGE, frozenset(), 100.0, "now")
+    assert again_seconds(ctx, memory, "", is_refused=False) == seconds
+    assert again_seconds(ctx, memory, "pods", is_refused=False) == min(5.0, seconds)

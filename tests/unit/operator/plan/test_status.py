@@ -1,0 +1,155 @@
+"""What a status says of what was observed."""
+
+from typing import Any
+
+import pytest
+from tests.unit.operator.pools import pool
+
+from kvferry.operator.plan.actions import Problem
+from kvferry.operator.plan.rollout import Count, RoleState
+from kvferry.operator.plan.status import Observed, first_status, status_of, unreadable_status
+from kvferry.operator.pool.facts import FleetReport, WorkerReport
+from kvferry.operator.pool.names import Condition
+
+
+def worker(name: str, role: str, **fields: Any) -> WorkerReport:
+    return WorkerReport(name, role, **{"takes_work": True, "fingerprint": "f", "family": "g", **fields})
+
+
+GOOD = FleetReport(0.0, (worker("p", "prefill"), worker("d", "decode")))
+
+
+def seen(spec: dict[str, Any] | None = None, **fields: Any) -> Observed:
+    roles = [RoleState(name, 1, {"r": Count(1, 1)}) for name in ("prefill", "decode")]
+    plain = {
+        "pool": pool(**(spec or {})),
+        "revision": "r",
+        "roles": roles,
+        "waiting_for": "",
+        "gateway_desired": 1,
+        "gateway_ready": 1,
+        "report": GOOD,
+    }
+    return Observed(**{**plain, **fields})
+
+
+def told(observed: Observed, condition: Condition) -> tuple[str, str]:
+    entries = {entry["type"]: entry for entry in status_of(observed, {}, "now")["conditions"]}
+    return (entries[condition]["status"], entries[condition]["reason"]) if condition in entries else ("", "")
+
+
+def of(*workers: WorkerReport) -> FleetReport:
+    return FleetReport(0.0, workers)
+
+
+ASLEEP = [RoleState("prefill", 0, {}), RoleState("decode", 0, {})]
+CASES = [
+    (Condition.READY, {}, ("True", "Serving")),
+    (Condition.READY, {"gateway_ready": 0}, ("False", "NoGatewayPodReady")),
+    (Condition.READY, {"waiting_for": "x"}, ("False", "NotAllReady")),
+    (Condition.READY, {"refused": Problem("Refused", "m")}, ("False", "Refused")),
+    (Condition.READY, {"report": None}, ("Unknown", "GatewayReportMissing")),
+    (Condition.READY, {"roles": ASLEEP, "report": of()}, ("True", "ScaledToZero")),
+    (Condition.PROGRESSING, {}, ("False", "Complete")),
+    (Condition.PROGRESSING, {"waiting_for": "x"}, ("True", "RollingOut")),
+    (Condition.PROGRESSING, {"waiting_for": "x", "stuck": "y"}, ("False", "DeadlineExceeded")),
+    (Condition.PROGRESSING, {"waiting_for": "x", "spec": {"rollout": {"paused": True}}}, ("False", "Paused")),
+    (Condition.PROGRESSING, {"rollback": Problem("RevisionNotFound", "m")}, ("False", "RevisionNotFound")),
+    (Condition.ROLES_READY, {"rollback": Problem("RevisionNotFound", "m")}, ("False", "RevisionNotFound")),
+    (Condition.ROLES_READY, {"waiting_for": "x", "stuck": "y"}, ("False", "DeadlineExceeded")),
+    (Condition.ROLES_READY, {"waiting_for": "x", "spec": {"rollout": {"paused": True}}}, ("False", "Paused")),
+    (Condition.GATEWAY_READY, {"gateway_desired": 0}, ("False", "NoGateway")),
+    (Condition.MODEL_AVAILABLE, {"report": of()}, ("Unknown", "NoWorkerServes")),
+    (Condition.MODEL_AVAILABLE, {"report": of(), "roles": ASLEEP}, ("Unknown", "ScaledToZero")),
+    (
+        Condition.MODEL_AVAILABLE,
+        {
+            "spec": {"model": {"name": "m", "digest": "ab" * 8}},
+            "report": of(worker("p", "prefill", model_digest="cd" * 32)),
+        },
+        ("False", "DigestMismatch"),
+    ),
+    (
+        Condition.MODEL_AVAILABLE,
+        {
+            "spec": {"model": {"name": "m", "digest": "ab" * 8}},
+            "report": of(worker("p", "prefill", model_digest="ab" * 32)),
+        },
+        ("True", "Serving"),
+    ),
+    (Condition.PAIRING_COMPATIBLE, {}, ("True", "EqualLayouts")),
+    (Condition.PAIRING_COMPATIBLE, {"report": None}, ("Unknown", "GatewayReportMissing")),
+    (Condition.PAIRING_COMPATIBLE, {"roles": [RoleState("both", 1, {})]}, ("True", "NotNeeded")),
+    (Condition.PAIRING_COMPATIBLE, {"report": of(worker("p", "prefill"))}, ("Unknown", "NoPairYet")),
+    (
+        Condition.PAIRING_COMPATIBLE,
+        {"report": of(worker("p", "prefill"), worker("d", "decode", fingerprint="h"))},
+        ("True", "Converted"),
+    ),
+    (
+        Condition.PAIRING_COMPATIBLE,
+        {"report": of(worker("p", "prefill"), worker("d", "decode", fingerprint="h", family="i"))},
+        ("False", "NoCommonLayout"),
+    ),
+    (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 19}}, ("Unknown", "InsufficientSamples")),
+    (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 80, "failed": 20}}, ("False", "HandoffsFetched")),
+    (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 79, "failed": 21}}, ("True", "HandoffsFail")),
+    (Condition.REPLICAS_CONTESTED, {}, ("False", "SingleWriter")),
+    (Condition.REPLICAS_CONTESTED, {"contested": Problem("OtherManager", "m")}, ("True", "OtherManager")),
+    (Condition.CHILDREN_APPLIED, {"refused": Problem("NameTaken", "m")}, ("False", "NameTaken")),
+    (Condition.GATEWAY_INTEGRATION, {}, ("", "")),
+    (Condition.GATEWAY_INTEGRATION, {"extension": Problem("Emitted", "m")}, ("True", "Emitted")),
+    (Condition.GATEWAY_INTEGRATION, {"extension": Problem("KindNotInstalled", "m")}, ("False", "KindNotInstalled")),
+]
+
+
+@pytest.mark.parametrize(("condition", "fields", "said"), CASES)
+def test_a_condition_says(condition, fields, said):
+    spec = fields.get("spec")
+    assert told(seen(spec, **{k: v for k, v in fields.items() if k != "spec"}), condition) == said
+
+
+def test_every_condition_has_a_case():
+    assert {condition for condition, *_ in CASES} == set(Condition)
+
+
+def test_a_transition_time_moves_only_on_a_flip():
+    first = status_of(seen(), {}, "1")
+    second = status_of(seen(gateway_ready=0), first, "2")
+    third = status_of(seen(gateway_ready=0, waiting_for="x"), second, "3")
+    times = [{c["type"]: c["lastTransitionTime"] for c in s["conditions"]} for s in (first, second, third)]
+    assert [t["Ready"] for t in times] == ["1", "2", "2"]
+    assert [t["ChildrenApplied"] for t in times] == ["1", "1", "1"]
+    assert [t["Progressing"] for t in times] == ["1", "1", "3"]
+
+
+def test_roles_show_ready_of_wanted_and_leave_out_those_that_are_gone():
+    roles = [
+        RoleState("prefill", 3, {"r": Count(2, 1), "q": Count(1, 1), "o": Count(0, 0)}),
+        RoleState("both", 0, {}),
+    ]
+    (shown,) = status_of(seen(roles=roles), {}, "now")["roles"]
+    assert shown == {
+        "name": "prefill",
+        "summary": "2/3",
+        "desired": 3,
+        "ready": 2,
+        "updated": 1,
+        "revisions": [{"revision": "q", "desired": 1, "ready": 1}, {"revision": "r", "desired": 2, "ready": 1}],
+    }
+
+
+def test_the_first_word_is_unknown():
+    assert {c["status"] for c in first_status(pool(), "now")["conditions"]} == {"Unknown"}
+
+
+def test_a_spec_that_is_not_understood_says_so_once():
+    first = unreadable_status({"metadata": {"generation": 3}}, "spec.x: what", "1")
+    again = unreadable_status({"metadata": {"generation": 4}, "status": first}, "spec.x: what", "2")
+    assert first["conditions"][0]["reason"] == "InvalidSpec"
+    assert again["conditions"][0]["lastTransitionTime"] == "1"
+
+
+def test_a_message_is_bounded():
+    status = status_of(seen(refused=Problem("Refused", "x" * 40_000)), {}, "now")
+    assert max(len(c["message"]) for c in status["conditions"]) == 32768

@@ -1,0 +1,146 @@
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from harness.fakes.byte_model import BOS, byte_model
+from harness.fakes.scripted_tokens import ScriptedSource, expected_tokens
+
+from kvferry.core.errors import InvalidRequest, KvferryError, Unauthenticated, UnknownModel
+from kvferry.core.sampling import SamplingParams
+from kvferry.rpc.channel import open_channel
+from kvferry.rpc.errors import error_from_rpc
+from kvferry.rpc.server import start_server
+from kvferry.rpc.text.inference import inference_service
+from kvferry.rpc.text.text_service import TextService
+from kvferry.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from kvferry.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest
+
+
+@pytest.fixture
+def source() -> ScriptedSource:
+    return ScriptedSource()
+
+
+@pytest.fixture
+async def server(source):
+    running = await start_server(
+        "127.0.0.1:0", [inference_service(TextService(source, byte_model(), new_seed=lambda: 5))]
+    )
+    yield running
+    await running.stop(0)
+
+
+@pytest.fixture
+async def stub(server):
+    async with open_channel(server.address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def ask(text: str = "hi", *, max_tokens: int = 8, **fields: Any) -> GenerateRequest:
+    return GenerateRequest(text=text, sampling=common_pb2.SamplingParams(max_tokens=max_tokens), **fields)
+
+
+async def failure(call: Any) -> KvferryError:
+    async def finish() -> None:
+        if isinstance(call, grpc.aio.UnaryStreamCall):
+            async for _ in call:
+                pass
+        else:
+            await call
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await finish()
+    return error_from_rpc(caught.value)
+
+
+async def test_generate_streams_text_tokens_and_a_last_word(stub):
+    replies = [reply async for reply in stub.Generate(ask(request_id="mine", n=1))]
+    expected = expected_tokens([BOS, *b"hi"], SamplingParams(seed=5), 8)
+    assert "".join(reply.text for reply in replies).encode() == bytes(expected)
+    assert [token.id for reply in replies for token in reply.tokens] == expected
+    assert {reply.request_id for reply in replies} == {"mine"}
+    last = replies[-1]
+    assert last.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    assert (last.usage.prompt_tokens, last.usage.output_tokens, last.usage.cached_tokens) == (3, 8, 3)
+    assert last.timing.total_seconds > 0
+    assert not replies[0].HasField("usage")
+
+
+async def test_samples_carry_their_index(stub):
+    replies = [reply async for reply in stub.Generate(ask(n=3))]
+    assert sorted(reply.index for reply in replies if reply.HasField("usage")) == [0, 1, 2]
+
+
+async def test_a_request_id_may_come_as_metadata(stub):
+    replies = [reply async for reply in stub.Generate(ask(), metadata=(("x-request-id", "from-header"),))]
+    assert replies[0].request_id == "from-header"
+
+
+async def test_chat_and_tokens_are_prompts_too(stub):
+    chat = Chat(messages=[ChatMessage(role="user", content="x")])
+    ids = (await stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat))).token_ids
+    sampling = common_pb2.SamplingParams(max_tokens=8)
+    by_chat = [r.text async for r in stub.Generate(GenerateRequest(chat=chat, sampling=sampling))]
+    tokens = common_pb2.TokenIds(ids=ids)
+    by_tokens = [r.text async for r in stub.Generate(GenerateRequest(tokens=tokens, sampling=sampling))]
+    assert by_chat == by_tokens
+
+
+async def test_tokenize_and_detokenize_are_inverse(stub):
+    ids = (await stub.Tokenize(inference_pb2.TokenizeRequest(text="héllo"))).token_ids
+    assert (await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids))).text == "héllo"
+
+
+async def test_model_info_tells_the_limits(stub):
+    info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
+    assert (info.model, info.max_model_tokens, info.vocab_size, list(info.eos_token_ids)) == ("bytes", 512, 258, [256])
+
+
+@pytest.mark.parametrize(
+    ("request_message", "kind", "field"),
+    [
+        (GenerateRequest(), InvalidRequest, "prompt"),
+        (GenerateRequest(tokens=common_pb2.TokenIds()), InvalidRequest, "prompt"),
+        (GenerateRequest(tokens=common_pb2.TokenIds(ids=[258])), InvalidRequest, "prompt"),
+        (ask("x" * 512), InvalidRequest, "prompt"),
+        (ask(max_tokens=0), InvalidRequest, "max_tokens"),
+        (ask(n=65), InvalidRequest, "n"),
+        (ask(request_id="two words"), InvalidRequest, "request_id"),
+        (ask(model="gpt-4"), UnknownModel, "model"),
+        (GenerateRequest(chat=Chat()), InvalidRequest, "messages"),
+    ],
+)
+async def test_bad_requests_are_refused_by_field(stub, source, request_message, kind, field):
+    error = await failure(stub.Generate(request_message))
+    assert (type(error), error.field) == (kind, field)
+    assert source.num_yielded == 0
+
+
+async def test_unknown_ids_cannot_be_detokenized(stub):
+    error = await failure(stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[999])))
+    assert error.field == "token_ids"
+
+
+async def test_cancelling_stops_all_samples(server, stub, source):
+    call = stub.Generate(ask(n=2, max_tokens=400))
+    await call.read()
+    call.cancel()
+    await asyncio.wait_for(server.calls.wait_idle(), 5)
+    assert source.open_streams == 0
+
+
+async def test_a_caller_without_a_tenant_is_refused(source):
+    def tenant_of(header: str | None) -> str:
+        if header != "Bearer good":
+            raise Unauthenticated("no key")
+        return "acme"
+
+    service = inference_service(TextService(source, byte_model(), tenant_of=tenant_of))
+    running = await start_server("127.0.0.1:0", [service])
+    async with open_channel(running.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        assert isinstance(await failure(stub.Generate(ask())), Unauthenticated)
+        good = stub.Generate(ask(), metadata=(("authorization", "Bearer good"),))
+        assert [reply async for reply in good]
+    await running.stop(0)

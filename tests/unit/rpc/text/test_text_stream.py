@@ -1,0 +1,138 @@
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from harness.fakes.byte_model import byte_model
+from harness.fakes.scripted_tokens import ScriptedSource, expected_tokens
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.clock import ManualClock
+from kvferry.core.errors import InvariantBroken, Unavailable
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.rpc.text.text_stream import TextChunk, TextRequest, Usage, generate_text
+from kvferry.rpc.text.token_source import TokenEvent
+
+_PROMPT = [104, 105]
+
+
+def request(n: int = 1, **sampling: Any) -> TextRequest:
+    wishes = SamplingParams(**{"max_tokens": 20, "seed": 1, **sampling})
+    return TextRequest(RequestId("r"), _PROMPT, wishes, num_samples=n)
+
+
+async def collect(source: Any, asked: TextRequest) -> list[TextChunk]:
+    async with aclosing(generate_text(source, byte_model(), asked, ManualClock(now=4.0))) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def text_of(chunks: list[TextChunk], index: int = 0) -> str:
+    return "".join(chunk.text for chunk in chunks if chunk.index == index)
+
+
+class StepSource:
+    """Gives the events it was given."""
+
+    def __init__(self, *events: TokenEvent) -> None:
+        self.events = events
+        self.closed = False
+
+    async def stream(self, request: Any) -> AsyncGenerator[TokenEvent, None]:
+        try:
+            for event in self.events:
+                yield event
+        finally:
+            self.closed = True
+
+
+def step(text: str, finish: FinishReason | None = None) -> TokenEvent:
+    return TokenEvent(tuple(SampledToken(byte) for byte in text.encode()), finish)
+
+
+async def test_a_sample_ends_with_reason_usage_and_timing():
+    chunks = await collect(ScriptedSource(), request())
+    assert text_of(chunks).encode() == bytes(expected_tokens(_PROMPT, request().sampling, 20))
+    last = chunks[-1]
+    assert last.finish_reason is FinishReason.LENGTH
+    assert last.usage == Usage(prompt_tokens=2, output_tokens=20, cached_tokens=3)
+    assert last.timing is not None
+    assert (last.timing.prefill_worker, last.timing.total_seconds) == ("here", 4.0)
+    assert all(chunk.usage is None and chunk.finish_reason is None for chunk in chunks[:-1])
+
+
+async def test_characters_are_never_split():
+    chunks = await collect(ScriptedSource(text="naïve 🦀"), request())
+    assert text_of(chunks) == "naïve 🦀"
+    assert "�" not in "".join(chunk.text for chunk in chunks)
+
+
+async def test_half_a_character_at_the_end_is_shown_as_such():
+    chunks = await collect(ScriptedSource(text="ab🦀"), request(max_tokens=4))
+    assert text_of(chunks) == "ab�"
+
+
+@given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3))
+def test_text_is_cut_before_the_first_stop_string(text, stops):
+    source = ScriptedSource(text=text)
+    chunks = asyncio.run(collect(source, request(max_tokens=50, stop=tuple(stops))))
+    # The reference: the earliest moment at which the text so far holds a stop string.
+    for end in range(1, len(text) + 1):
+        starts = [at for stop in stops if (at := text[:end].find(stop)) >= 0]
+        if starts:
+            assert text_of(chunks) == text[: min(starts)]
+            assert source.num_yielded == end
+            break
+    else:
+        assert text_of(chunks) == text
+    assert chunks[-1].finish_reason is FinishReason.STOP
+    assert source.open_streams == 0
+
+
+async def test_tokens_of_a_step_after_the_stop_string_do_not_count():
+    source = StepSource(step("xSTOPyz"), step("more", FinishReason.LENGTH))
+    chunks = await collect(source, request(stop=("STOP",)))
+    assert text_of(chunks) == "x"
+    assert chunks[-1].usage == Usage(2, 5)
+    assert bytes(t.token_id for t in chunks[-1].tokens) == b"xSTOP"
+    assert source.closed
+
+
+async def test_samples_differ_and_arrive_complete():
+    asked = request(n=3)
+    chunks = await collect(ScriptedSource(), asked)
+    for index in range(3):
+        assert text_of(chunks, index).encode() == bytes(expected_tokens(_PROMPT, asked.sampling, 20, index))
+    assert len({text_of(chunks, index) for index in range(3)}) == 3
+    assert sorted(chunk.index for chunk in chunks if chunk.usage) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_closing_early_closes_every_stream(n):
+    source = ScriptedSource()
+    async with aclosing(generate_text(source, byte_model(), request(n=n), ManualClock())) as chunks:
+        await anext(chunks)
+        assert source.open_streams == n
+    assert source.open_streams == 0
+
+
+async def test_one_failing_sample_stops_the_others():
+    class OneFails(ScriptedSource):
+        async def stream(self, request: Any) -> AsyncGenerator[TokenEvent, None]:
+            async with aclosing(super().stream(request)) as events:
+                async for event in events:
+                    if request.sample_index == 1:
+                        raise Unavailable("lost")
+                    yield event
+
+    source = OneFails()
+    with pytest.raises(Unavailable, match="lost"):
+        await collect(source, request(n=3, max_tokens=1000))
+    assert source.open_streams == 0
+
+
+async def test_a_stream_that_ends_without_a_reason_is_our_mistake():
+    with pytest.raises(InvariantBroken, match="after 2 tokens"):
+        await collect(StepSource(step("ab")), request())

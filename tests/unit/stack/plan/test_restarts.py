@@ -1,0 +1,23 @@
+"""Back-off: grows, is bounded, forgets after calm."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.stack.plan.restarts import RestartHistory, RestartPolicy
+
+
+def test_quick_deaths_wait_longer_each_time_and_calm_forgives() -> None:
+    policy, history = RestartPolicy(first_seconds=0.2, most_seconds=1.0, calm_seconds=30), RestartHistory()
+    pauses = []
+    for ran in (1, 1, 1, 1, 31, 1):
+        history, pause = history.after_death(policy, ran)
+        pauses.append(pause)
+    assert pauses == [0.2, 0.4, 0.8, 1.0, 0.2, 0.4]
+
+
+@given(st.lists(st.floats(0, 100), max_size=200))
+def test_a_pause_is_always_within_bounds(runs: list[float]) -> None:
+    policy, history = RestartPolicy(), RestartHistory()
+    for ran in runs:
+        history, pause = history.after_death(policy, ran)
+        assert policy.first_seconds <= pause <= policy.most_seconds

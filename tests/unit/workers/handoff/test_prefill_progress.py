@@ -1,0 +1,70 @@
+"""PrefillProgress a prompt while it is computed: late, early, several at once, never after its end."""
+
+import asyncio
+
+from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.engine.plan.kv_jobs import Progress
+from kvferry.workers.handoff import prefill_progress as module
+from kvferry.workers.handoff.prefill_progress import PrefillProgress
+
+
+def progress(number: int) -> Progress:
+    return Progress(RequestId("r"), (BlockId(number),), (1,), (BlockHash(bytes([number])),))
+
+
+async def heard(following: PrefillProgress, name: str) -> list[int]:
+    return [told.blocks[0] async for told in following.follow(name)]
+
+
+async def test_followers_hear_everything_whenever_they_come() -> None:
+    following = PrefillProgress()
+    early = asyncio.create_task(heard(following, "t"))
+    await asyncio.sleep(0)
+    with following.computing("t"):
+        following.add("t", progress(1))
+        late = asyncio.create_task(heard(following, "t"))
+        await asyncio.sleep(0)
+        following.add("t", progress(2))
+        await asyncio.sleep(0)
+        following.add("t", progress(3))
+    assert await early == await late == [1, 2, 3]
+
+
+async def test_an_unknown_prompt_is_done_soon(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(module, "_BEGIN_SECONDS", 0.01)
+    assert await heard(PrefillProgress(), "nobody's") == []
+
+
+async def test_a_follower_that_leaves_takes_nothing_with_it() -> None:
+    following = PrefillProgress()
+    with following.computing("t"):
+        for _ in range(10):
+            task = asyncio.create_task(heard(following, "t"))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        whole = asyncio.create_task(heard(following, "t"))
+        await asyncio.sleep(0)
+        following.add("t", progress(1))
+    assert await whole == [1]
+
+
+async def test_too_many_followers_are_sent_away() -> None:
+    following = PrefillProgress()
+    with following.computing("t"):
+        tasks = [asyncio.create_task(heard(following, "t")) for _ in range(module._MAX_FOLLOWERS + 2)]
+        await asyncio.sleep(0)
+        following.add("t", progress(1))
+    found = await asyncio.gather(*tasks)
+    assert sorted(map(len, found)) == [0, 0, *[1] * module._MAX_FOLLOWERS]
+
+
+async def test_a_prompt_without_a_name_or_with_anothers_is_not_followed() -> None:
+    following = PrefillProgress()
+    with following.computing(""), following.computing("t"), following.computing("t"):
+        following.add("", progress(1))
+        following.add("unknown", progress(2))
+        task = asyncio.create_task(heard(following, "t"))
+        await asyncio.sleep(0)
+        following.add("t", progress(3))
+    assert await task == [3]

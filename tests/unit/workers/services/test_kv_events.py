@@ -1,0 +1,112 @@
+"""The feed of cache changes: a subscriber holds exactly the worker's cache."""
+
+import asyncio
+
+import pytest
+from harness.fakes.engines import a_request, an_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.errors import Overloaded
+from kvferry.core.ids import Incarnation
+from kvferry.v1 import kv_events_pb2
+from kvferry.workers.services import kv_events
+from kvferry.workers.services.kv_events import CacheFeed
+
+
+class Follower:
+    """A subscriber's own copy, checked against every digest."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, tuple[bytes, int]] = {}
+        self.sequence: int | None = None
+
+    def hear(self, event: kv_events_pb2.KvEvent) -> None:
+        assert event.incarnation == "i"
+        if event.HasField("snapshot"):
+            self.sequence = event.sequence
+            self.blocks |= {b.name: (b.parent, b.depth) for b in event.snapshot.blocks}
+            if not event.snapshot.last:
+                return
+        else:
+            assert self.sequence is not None
+            assert event.sequence == self.sequence + 1
+            self.sequence = event.sequence
+            for name in event.delta.removed:
+                del self.blocks[name]
+            self.blocks |= {b.name: (b.parent, b.depth) for b in event.delta.stored}
+        xor = 0
+        for name in self.blocks:
+            xor ^= int.from_bytes(name, "big")
+        assert (event.digest.count, event.digest.xor) == (len(self.blocks), xor.to_bytes(32, "big"))
+
+
+PROMPTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(PROMPTS, st.integers(0, 30))
+def test_a_follower_has_exactly_the_cache_whenever_it_joins(prompts: list[list[int]], joins_at: int) -> None:
+    engine, _ = an_engine(num_blocks=12, max_model_tokens=32)  # small, so that blocks are evicted
+    feed, follower = CacheFeed(Incarnation("i")), Follower()
+    waiting = [a_request(str(i), prompt, max_tokens=3) for i, prompt in enumerate(prompts)]
+    step = 0
+    line = None
+    subscription = feed.subscription()
+    while waiting or engine.has_work:
+        if step == joins_at:
+            line = subscription.__enter__()
+        if waiting:
+            engine.add(waiting.pop())
+        feed.apply(engine.step().cache_changes)
+        step += 1
+    if line is None:
+        line = subscription.__enter__()
+    while not line.empty():
+        event = line.get_nowait()
+        assert event is not None
+        follower.hear(event)
+    held = {name for name, _ in engine.allocator.index._content_of.values()}
+    assert set(follower.blocks) == held
+    for parent, depth in follower.blocks.values():
+        assert (parent == b"") == (depth == 0)
+    subscription.__exit__(None, None, None)
+
+
+def test_a_large_cache_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "_SNAPSHOT_PART", 2)
+    engine, _ = an_engine()
+    feed, follower = CacheFeed(Incarnation("i")), Follower()
+    engine.add(a_request("a", list(range(20)), max_tokens=1))
+    feed.apply(engine.step().cache_changes)
+    with feed.subscription() as line:
+        parts = [line.get_nowait() for _ in range(line.qsize())]
+    assert [p.snapshot.last for p in parts if p is not None] == [False, False, True]
+    for part in parts:
+        assert part is not None
+        follower.hear(part)
+    assert len(follower.blocks) == 5
+
+
+def test_a_subscriber_that_falls_behind_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "_MAX_WAITING_EVENTS", 2)
+    feed = CacheFeed(Incarnation("i"))
+    with feed.subscription() as line:
+        for _ in range(5):
+            feed.apply([])
+        heard = [line.get_nowait() for _ in range(line.qsize())]
+    assert heard[-1] is None
+    assert len(heard) == 3
+
+
+def test_subscribers_are_bounded_and_closing_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MAX_SUBSCRIBERS", 1)
+    feed = CacheFeed(Incarnation("i"))
+    with feed.subscription() as line:
+        with pytest.raises(Overloaded), feed.subscription():
+            pass
+        feed.close()
+        line.get_nowait()
+        assert line.get_nowait() is None
+        with pytest.raises(asyncio.QueueEmpty):
+            line.get_nowait()

@@ -1,0 +1,232 @@
+"""The engine's thread and its streams: whatever leaves, fails or stops, nothing is lost and every stream ends."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from harness.fakes.engines import ArithmeticRunner, a_request, an_engine, expected_tokens
+from harness.idle import assert_idle
+
+from kvferry.core.errors import STEP_FAILED, InvalidRequest, InvariantBroken, KvferryError, Overloaded, Unavailable
+from kvferry.core.sampling import FinishReason
+from kvferry.engine.engine import Engine
+from kvferry.engine.plan.step import StepPlan, StepResult
+from kvferry.workers.engine_loop import CommandQueue, EngineLoop, EngineStream, StreamItem
+
+SECONDS = 30.0
+
+
+class HeldRunner:
+    """Holds every step from the `first`-th on until let go, so that a test can act while a step runs."""
+
+    def __init__(self, runner: ArithmeticRunner, *, first: int = 1) -> None:
+        self._run: Callable[[StepPlan], StepResult] = runner.run
+        self._first = first
+        self.steps = 0
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, plan: StepPlan) -> StepResult:
+        self.steps += 1
+        if self.steps >= self._first:
+            self.reached.set()
+            assert self.go.wait(SECONDS)
+        return self._run(plan)
+
+    async def wait_reached(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, SECONDS)
+
+
+@asynccontextmanager
+async def running(engine: Engine) -> AsyncIterator[tuple[EngineLoop, list[BaseException]]]:
+    """The engine on its thread, and what it reported as failure; idle when it has stopped."""
+    failures: list[BaseException] = []
+    loop = EngineLoop(engine, CommandQueue(), name="engine under test", on_failure=failures.append)
+    loop.start()
+    try:
+        yield loop, failures
+    finally:
+        await loop.stop()
+    if not failures:
+        assert_idle(engine)
+
+
+async def everything(stream: EngineStream) -> list[StreamItem]:
+    return [item async for item in stream]
+
+
+async def tokens_of(stream: EngineStream) -> list[int]:
+    return [t.token_id for item in await everything(stream) if item.update is not None for t in item.update.tokens]
+
+
+async def test_each_stream_hears_its_own_tokens_in_order_and_then_ends() -> None:
+    engine, _ = an_engine()
+    async with running(engine) as (loop, failures):
+        prompts = {f"r{i}": [i, i + 1] for i in range(6)}
+        streams = [loop.submit(a_request(name, prompt, max_tokens=9)) for name, prompt in prompts.items()]
+        heard = await asyncio.gather(*map(everything, streams))
+        for stream, prompt, items in zip(streams, prompts.values(), heard, strict=True):
+            updates = [item.update for item in items if item.update is not None]
+            assert [t.token_id for u in updates for t in u.tokens] == expected_tokens(prompt, 9)
+            assert [u.finish_reason for u in updates] == [None] * 8 + [FinishReason.LENGTH]
+            assert stream.finished
+            loop.close(stream)
+        assert failures == []
+
+
+@pytest.mark.parametrize("bad", [[], [9999], [1] * 200], ids=["empty", "unknown token", "too long"])
+async def test_errors_of_intake_arrive_through_the_stream_and_harm_nobody_else(bad: list[int]) -> None:
+    engine, _ = an_engine()
+    async with running(engine) as (loop, failures):
+        with loop.submit(a_request("bad", bad)) as refused, loop.submit(a_request("good", [1, 2])) as good:
+            with pytest.raises(InvalidRequest):
+                await everything(refused)
+            assert await everything(refused) == [], "an error ends the stream"
+            assert await tokens_of(good) == expected_tokens([1, 2], 4)
+        assert failures == []
+
+
+async def test_a_full_line_is_an_error_of_one_stream() -> None:
+    engine, runner = an_engine()
+    engine._max_waiting = 1
+    held = runner.run = HeldRunner(runner)  # type: ignore[method-assign, assignment]
+    async with running(engine) as (loop, _):
+        with loop.submit(a_request("runs", [1])) as first:
+            await held.wait_reached()
+            with loop.submit(a_request("waits", [2])) as second, loop.submit(a_request("refused", [3])) as third:
+                held.go.set()
+                with pytest.raises(Overloaded):
+                    await everything(third)
+                assert await tokens_of(first) == expected_tokens([1], 4)
+                assert await tokens_of(second) == expected_tokens([2], 4)
+
+
+async def test_a_stream_closed_while_its_export_is_under_way_gives_the_pages_back() -> None:
+    engine, runner = an_engine()
+    held = runner.run = HeldRunner(runner)  # type: ignore[method-assign, assignment]
+    async with running(engine) as (loop, _):
+        with loop.submit(a_request("leaves", [1] * 10, exports=True)):
+            await held.wait_reached()
+        held.go.set()  # the step ends, and with it an export that will not be offered
+        with loop.submit(a_request("after", [2])) as after:
+            await everything(after)  # steps are delivered in order: the export's is over
+    assert engine.load().exports == 0
+
+
+async def test_a_stream_closed_with_an_export_nobody_took_gives_the_pages_back() -> None:
+    engine, _ = an_engine()
+    async with running(engine) as (loop, _), asyncio.timeout(SECONDS):
+        with loop.submit(a_request("leaves", [1] * 10, exports=True)) as stream:
+            with loop.submit(a_request("beside", [2], max_tokens=9)) as beside:
+                await everything(beside)
+            assert stream.finished, "the export lies in the stream, unread"
+    assert engine.load().exports == 0
+
+
+async def test_an_export_that_was_taken_stays_until_it_is_released() -> None:
+    engine, _ = an_engine()
+    async with running(engine) as (loop, _):
+        with loop.submit(a_request("prompt", [1] * 10, exports=True)) as stream:
+            started, item = await everything(stream)
+            assert started.is_started
+            assert item.export is not None
+        with loop.submit(a_request("after", [2])) as after:
+            await everything(after)
+        assert loop.load.exports == 1
+        loop.release_export(item.export)
+        loop.release_export(item.export)
+
+
+async def test_a_closed_stream_aborts_its_request() -> None:
+    engine, runner = an_engine()
+    held = runner.run = HeldRunner(runner, first=3)  # type: ignore[method-assign, assignment]
+    async with running(engine) as (loop, _):
+        with loop.submit(a_request("long", [1], max_tokens=100)) as stream:
+            assert (await anext(stream)).is_started
+            assert (await anext(stream)).update is not None
+            await held.wait_reached()
+        held.go.set()
+        with loop.submit(a_request("after", [2], max_tokens=2)) as after:
+            await everything(after)
+    assert held.steps <= 6, "the other 97 tokens were not computed"
+
+
+async def test_what_is_ready_is_taken_without_waiting_and_an_error_stays_for_the_next_read() -> None:
+    engine, _ = an_engine()
+    stream = EngineLoop(engine, CommandQueue(), name="never started", on_failure=lambda _: None).submit(
+        a_request("a", [1])
+    )
+    assert stream.take_ready() == []
+    stream.put(StreamItem(export=1))
+    stream.put(StreamItem(export=2))
+    stream.put(Unavailable("gone"))
+    assert [item.export for item in stream.take_ready()] == [1, 2]
+    assert stream.take_ready() == []
+    with pytest.raises(Unavailable, match="gone"):
+        await anext(stream)
+
+
+async def test_an_engine_failure_reaches_every_stream_and_whoever_ends_the_process() -> None:
+    engine, runner = an_engine()
+    held = runner.run = HeldRunner(runner)  # type: ignore[method-assign, assignment]
+    broken = ZeroDivisionError("a kernel broke")
+
+    def fail(plan: StepPlan) -> StepResult:
+        raise broken
+
+    held._run = fail
+    async with running(engine) as (loop, failures), asyncio.timeout(SECONDS):
+        streams = [loop.submit(a_request(name, [1, 2])) for name in ("a", "b")]
+        await held.wait_reached()
+        streams.append(loop.submit(a_request("meanwhile", [3])))
+        held.go.set()
+        for stream in streams[:2]:  # the step that failed computed these, so one of them may be the cause
+            with stream, pytest.raises(InvariantBroken) as caught:
+                await everything(stream)
+            assert caught.value.reason == STEP_FAILED
+        with streams[2], pytest.raises(Unavailable, match="the engine has stopped"):
+            await everything(streams[2])
+        assert failures == [broken]
+        with pytest.raises(Unavailable, match="the engine has stopped"):
+            loop.submit(a_request("late", [1]))
+
+
+async def test_a_broken_invariant_at_intake_stops_the_engine_too() -> None:
+    engine, runner = an_engine()
+    held = runner.run = HeldRunner(runner)  # type: ignore[method-assign, assignment]
+    async with running(engine) as (loop, failures), asyncio.timeout(SECONDS):
+        loop.submit(a_request("twice", [1]))
+        await held.wait_reached()
+        again = loop.submit(a_request("twice", [1]))
+        held.go.set()
+        with pytest.raises(KvferryError):
+            await everything(again)
+        assert "added twice" in str(failures[0])
+
+
+async def test_stop_ends_open_streams_after_the_step_in_progress() -> None:
+    engine, runner = an_engine()
+    held = runner.run = HeldRunner(runner, first=2)  # type: ignore[method-assign, assignment]
+    loop = EngineLoop(engine, CommandQueue(), name="engine under test", on_failure=lambda _: None)
+    loop.start()
+    stream = loop.submit(a_request("open", [1], max_tokens=100))
+    await held.wait_reached()
+    stopping = asyncio.create_task(loop.stop())
+    await asyncio.sleep(0)  # let it ask
+    held.go.set()
+    await stopping
+    assert len([item for item in stream.take_ready() if item.update is not None]) <= 2
+    with pytest.raises(Unavailable, match="shutting down"):
+        await anext(stream)
+    assert held.steps == 2
+    loop.close(stream)
+
+
+async def test_nothing_is_taken_after_stop() -> None:
+    engine, _ = an_engine()
+    async with running(engine) as (loop, _):
+        pass
+    with pytest.raises(Unavailable):  # rather than a stream without a writer
+        loop.submit(a_request("late", [1]))
+    await loop.stop()
