@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -24,6 +25,9 @@ SECONDS = 60.0
 FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--load-policy", "always")
 ADDRESSES = ("--log-level", "error", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
 LONG = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True)
+# On a loaded machine a worker may have sent its last token before this process reads its twentieth: the fault then
+# interrupts no stream, and is tried on another request.
+ATTEMPTS = 10
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
@@ -75,28 +79,59 @@ def test_up_with_api_keys_starts_and_serves_their_owners(tmp_path: Path) -> None
             client.complete("Hello", SamplingParams(temperature=0.0, max_tokens=2))
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_killed_worker_costs_no_request_and_comes_back(role: str, expected: list[int]) -> None:
+def stream(client: Client, fault: Callable[[], None]) -> tuple[list[int], int]:
+    """Generate LONG and call `fault` at each chunk from the twentieth token on.
+
+    Returns:
+        The token ids, and how often the gateway resumed the stream on another worker.
+    """
+    tokens: list[int] = []
+    resumed = 0
+    for chunk in client.generate(PROMPT, LONG):
+        tokens += [t.token_id for t in chunk.tokens]
+        if len(tokens) >= 20:
+            fault()
+        if chunk.timing is not None:
+            resumed = chunk.timing.resumed
+    return tokens, resumed
+
+
+def test_a_killed_prefill_worker_costs_no_request_and_comes_back(expected: list[int]) -> None:
     with a_stack() as process, Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client:
-        victim = child(process, role)
-        tokens: list[int] = []
-        resumed = 0
-        for chunk in client.generate(PROMPT, LONG):
-            tokens += [t.token_id for t in chunk.tokens]
-            if len(tokens) >= 20 and victim.is_running():
-                victim.kill()
-                victim.wait(SECONDS)
-            if chunk.timing is not None:
-                resumed = chunk.timing.resumed
-        assert tokens == expected
-        assert resumed == (1 if role == "decode" else 0)
-        until(lambda: child_is_new(process, role, victim.pid), f"a new {role} worker")
-        (again,) = client.complete(PROMPT, LONG)
-        assert again.token_ids == expected
-        admin = process.events["ready"]["workers"]
-        assert isinstance(admin, dict)
-        assert_workers_idle(admin.values())
-        assert process.stop() == 0
+        victim = child(process, "prefill")
+        assert stream(client, partial(kill, victim)) == (expected, 0)
+        and_works_as_before(process, client, "prefill", victim.pid, expected)
+
+
+def test_a_killed_decode_worker_costs_no_request_and_comes_back(expected: list[int]) -> None:
+    with a_stack() as process, Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client:
+        for _ in range(ATTEMPTS):
+            victim = child(process, "decode")
+            tokens, resumed = stream(client, partial(kill, victim))
+            assert tokens == expected
+            until(partial(child_is_new, process, "decode", victim.pid), "a new decode worker")
+            if resumed:
+                break
+        assert resumed == 1
+        and_works_as_before(process, client, "decode", victim.pid, expected)
+
+
+def kill(victim: psutil.Process) -> None:
+    """Kill it, unless it is dead already."""
+    if victim.is_running():
+        victim.kill()
+        victim.wait(SECONDS)
+
+
+def and_works_as_before(process: RunningProcess, client: Client, role: str, old: int, expected: list[int]) -> None:
+    """A new worker of the role replaced process `old`, the next request is served, and nothing is held."""
+    until(lambda: child_is_new(process, role, old), f"a new {role} worker")
+    (again,) = client.complete(PROMPT, LONG)
+    assert again.token_ids == expected
+    admin = process.events["ready"]["workers"]
+    assert isinstance(admin, dict)
+    assert_workers_idle(admin.values())
+    assert process.stop() == 0
 
 
 def child_is_new(process: RunningProcess, role: str, old: int) -> bool:
@@ -170,6 +205,14 @@ def is_running_a_sequence(stack: RunningProcess, worker: psutil.Process) -> bool
     return status.load.running > 0
 
 
+def freeze_the_busy(process: RunningProcess, workers: list[psutil.Process], frozen: list[psutil.Process]) -> None:
+    """Suspend the worker that runs a sequence, once, and add it to `frozen`."""
+    if not frozen:
+        frozen += [worker for worker in workers if is_running_a_sequence(process, worker)]
+        for worker in frozen:
+            worker.suspend()
+
+
 def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) -> None:
     """The gateway gives its calls up after it was silent for a while, and another worker goes on."""
     with (
@@ -178,20 +221,15 @@ def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) ->
     ):
         workers = [p for p in psutil.Process(process.process.pid).children() if "decode" in p.cmdline()]
         assert len(workers) == 2
-        tokens: list[int] = []
-        resumed = 0
-        frozen: psutil.Process | None = None
-        for chunk in client.generate(PROMPT, LONG):
-            tokens += [t.token_id for t in chunk.tokens]
-            if frozen is None and len(tokens) >= 20:
-                frozen = next(p for p in workers if is_running_a_sequence(process, p))
-                frozen.suspend()
-            if chunk.timing is not None:
-                resumed = chunk.timing.resumed
-        assert tokens == expected
+        for _ in range(ATTEMPTS):
+            frozen: list[psutil.Process] = []
+            tokens, resumed = stream(client, partial(freeze_the_busy, process, workers, frozen))
+            for worker in frozen:
+                worker.resume()
+            assert tokens == expected
+            if resumed:
+                break
         assert resumed == 1
-        assert frozen is not None
-        frozen.resume()
         admin = process.events["ready"]["workers"]
         assert isinstance(admin, dict)
         assert_workers_idle(admin.values(), within_seconds=SECONDS)
