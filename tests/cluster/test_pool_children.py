@@ -107,4 +107,4 @@ def test_keys_of_an_earlier_pool_do_not_stay_away(world):
     world.settled()
     world.kubectl("delete", "secret", "chat-keys")
     drawn = world.until(lambda: "chat-keys" in world.all("secret") and world.get("secret", "chat-keys")["data"])
-    assert set(drawn) == {"ticket-key", "tenant-key"}
+    assert set(drawn) == {"ticket-key", "tenant-key", "gateway-key"}

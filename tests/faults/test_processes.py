@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, running
+from harness.servers.worker_channel import worker_channel
 
 from kvferry.client import Client
 from kvferry.core.clock import SystemClock
@@ -200,7 +200,7 @@ def is_running_a_sequence(stack: RunningProcess, worker: psutil.Process) -> bool
     assert isinstance(admin, dict)
     ports = {c.laddr.port for c in worker.net_connections() if c.status == psutil.CONN_LISTEN}
     (address,) = [a for a in map(str, admin.values()) if int(a.rpartition(":")[2]) in ports]
-    with grpc.insecure_channel(address) as channel:
+    with worker_channel(address) as channel:
         status = worker_admin_pb2_grpc.WorkerAdminStub(channel).Status(worker_admin_pb2.StatusRequest(), timeout=10)
     return status.load.running > 0
 

@@ -3,8 +3,7 @@
 import threading
 from collections.abc import Iterable
 
-import grpc
-
+from harness.servers.worker_channel import worker_channel
 from kvferry.core.clock import SystemClock
 from kvferry.engine.engine import Engine
 from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
@@ -51,7 +50,7 @@ def assert_workers_idle(admin_addresses: Iterable[str], *, within_seconds: float
     clock, pause = SystemClock(), threading.Event()
     deadline = clock.monotonic() + within_seconds
     for address in admin_addresses:
-        with grpc.insecure_channel(address) as channel:
+        with worker_channel(address) as channel:
             stub = worker_admin_pb2_grpc.WorkerAdminStub(channel)
             while held := leftovers(_load(stub)):
                 assert clock.monotonic() < deadline, f"worker {address} still holds {held}"

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import grpc
 import pytest
 from harness.idle import assert_workers_idle
-from harness.servers.processes import TEST_KEYS, RunningProcess, a_worker
+from harness.servers.processes import RunningProcess, a_worker
+from harness.servers.worker_channel import TEST_KEYS, worker_channel
 
 from kvferry.engine import LLM, SamplingParams
 from kvferry.kv.handoff.ticket import Keyring
@@ -37,7 +38,7 @@ class Pair:
     def __init__(self, prefill: str, decode: str, admin: list[str]) -> None:
         self.admin = admin
         self.decode_address = decode
-        self._channels = (grpc.insecure_channel(prefill), grpc.insecure_channel(decode))
+        self._channels = (worker_channel(prefill), worker_channel(decode))
         self.prefill = prefill_pb2_grpc.PrefillStub(self._channels[0])
         self.decode = decode_pb2_grpc.DecodeStub(self._channels[1])
 
@@ -227,7 +228,7 @@ def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str,
 
 
 def test_a_subscriber_hears_of_every_cached_block(pair: Pair) -> None:
-    with grpc.insecure_channel(pair.decode_address) as channel:
+    with worker_channel(pair.decode_address) as channel:
         stream = kv_events_pb2_grpc.KvEventsStub(channel).Subscribe(kv_events_pb2.SubscribeRequest())
         snapshot = next(stream)
         names = {b.name for b in snapshot.snapshot.blocks}

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-import grpc
 import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, running
+from harness.servers.worker_channel import worker_channel
 
 from kvferry.client import Client
 from kvferry.core.sampling import SamplingParams
@@ -52,7 +52,7 @@ def test_nonsense_to_prepare_for_is_no_error_and_leaves_nothing(stack: RunningPr
     assert isinstance(admin, dict)
     with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
         (whole,) = client.complete([1, 2, 3], GREEDY)
-    with grpc.insecure_channel(whole.timing.decode_worker) as channel:
+    with worker_channel(whole.timing.decode_worker) as channel:
         stub = decode_pb2_grpc.DecodeStub(channel)
         for address in (whole.timing.prefill_worker, "127.0.0.1:1"):
             request = decode_pb2.PrefetchKvRequest(

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import a_worker
+from harness.servers.worker_channel import worker_channel
 from safetensors.numpy import save_file
 
 from kvferry.engine import LLM, SamplingParams
@@ -82,7 +83,7 @@ def a_pair(
     ):
         heard = [worker.events["listening"] for worker in (p, d)]
         addresses = [*(str(h["grpc"]) for h in heard), str(heard[0]["admin"])]
-        channels = [grpc.insecure_channel(address) for address in addresses]
+        channels = [worker_channel(address) for address in addresses]
         try:
             yield Pair(channels, [str(h["admin"]) for h in heard])
         finally:

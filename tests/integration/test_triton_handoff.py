@@ -1,8 +1,8 @@
 """The hand-off between two engines of the Triton family, in its interpreter: the tokens are the torch family's."""
 
-import grpc
 from harness.idle import assert_workers_idle
 from harness.servers.processes import a_worker
+from harness.servers.worker_channel import worker_channel
 
 from kvferry.engine import LLM, SamplingParams
 from kvferry.rpc.wire import sampling_to_wire
@@ -16,8 +16,8 @@ def test_tokens_are_those_of_one_engine_of_torch() -> None:
     with a_worker("split", "--connector", "memory", "--kernels", "triton") as worker:
         heard = worker.events["listening"]
         with (
-            grpc.insecure_channel(str(heard["grpc"])) as to_prefill,
-            grpc.insecure_channel(str(heard["decode_grpc"])) as to_decode,
+            worker_channel(str(heard["grpc"])) as to_prefill,
+            worker_channel(str(heard["decode_grpc"])) as to_decode,
         ):
             prefill, decode = prefill_pb2_grpc.PrefillStub(to_prefill), decode_pb2_grpc.DecodeStub(to_decode)
             for length, temperature in [(1, 0.0), (33, 0.0), (20, 1.0)]:

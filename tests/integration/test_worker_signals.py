@@ -11,6 +11,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.servers.processes import RunningProcess, a_worker, running
+from harness.servers.worker_channel import worker_channel
 
 from kvferry.engine import SamplingParams
 from kvferry.rpc.errors import error_from_rpc
@@ -37,8 +38,8 @@ class Asked:
 
     def __init__(self, worker: RunningProcess) -> None:
         self.worker = worker
-        self.work = grpc.insecure_channel(str(worker.events["listening"]["grpc"]))
-        self.admin = grpc.insecure_channel(str(worker.events["listening"]["admin"]))
+        self.work = worker_channel(str(worker.events["listening"]["grpc"]))
+        self.admin = worker_channel(str(worker.events["listening"]["admin"]))
         self.decode = decode_pb2_grpc.DecodeStub(self.work)
         self.prefill = prefill_pb2_grpc.PrefillStub(self.work)
         self.operate = worker_admin_pb2_grpc.WorkerAdminStub(self.admin)

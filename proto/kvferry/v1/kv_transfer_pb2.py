@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/v1/kv_transfer.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xa0\x01\n\x0f\x44\x65scribeRequest\x12*\n\x06reader\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x11\n\tconnector\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\"\x8c\x01\n\x10\x44\x65scribeResponse\x12,\n\x08identity\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0c\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\"Q\n\x12WatchBlocksRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\"`\n\x13WatchBlocksResponse\x12\x15\n\tblock_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x12\n\x06\x65pochs\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\r\n\x05names\x18\x03 \x03(\x0c\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\"\x89\x01\n\x0c\x43laimRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12*\n\x06reader\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x14\n\x0creader_index\x18\x05 \x01(\r\"&\n\rClaimResponse\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"]\n\x0cRenewRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0creader_index\x18\x04 \x01(\r\"&\n\rRenewResponse\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"\xdc\x01\n\rFinishRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x32\n\x07outcome\x18\x04 \x01(\x0e\x32!.kvferry.v1.FinishRequest.Outcome\x12\x14\n\x0creader_index\x18\x05 \x01(\r\"H\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_DONE\x10\x01\x12\x12\n\x0eOUTCOME_FAILED\x10\x02\"\x10\n\x0e\x46inishResponse2\xe2\x02\n\nKvTransfer\x12\x45\n\x08\x44\x65scribe\x12\x1b.kvferry.v1.DescribeRequest\x1a\x1c.kvferry.v1.DescribeResponse\x12<\n\x05\x43laim\x12\x18.kvferry.v1.ClaimRequest\x1a\x19.kvferry.v1.ClaimResponse\x12<\n\x05Renew\x12\x18.kvferry.v1.RenewRequest\x1a\x19.kvferry.v1.RenewResponse\x12?\n\x06\x46inish\x12\x19.kvferry.v1.FinishRequest\x1a\x1a.kvferry.v1.FinishResponse\x12P\n\x0bWatchBlocks\x12\x1e.kvferry.v1.WatchBlocksRequest\x1a\x1f.kvferry.v1.WatchBlocksResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/v1/kv_transfer.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xa0\x01\n\x0f\x44\x65scribeRequest\x12*\n\x06reader\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x11\n\tconnector\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\x0c\x12$\n\x06layout\x18\x05 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\"\x9a\x01\n\x10\x44\x65scribeResponse\x12,\n\x08identity\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\x0c\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.KvLayout\x12\x0c\n\x04seal\x18\x05 \x01(\x0c\"Q\n\x12WatchBlocksRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\"n\n\x13WatchBlocksResponse\x12\x15\n\tblock_ids\x18\x01 \x03(\rB\x02\x10\x01\x12\x12\n\x06\x65pochs\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\r\n\x05names\x18\x03 \x03(\x0c\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x0c\x12\x0c\n\x04seal\x18\x05 \x01(\x0c\"\x89\x01\n\x0c\x43laimRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12*\n\x06reader\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x14\n\x0creader_index\x18\x05 \x01(\r\"&\n\rClaimResponse\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"]\n\x0cRenewRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0creader_index\x18\x04 \x01(\r\"&\n\rRenewResponse\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"\xdc\x01\n\rFinishRequest\x12\x11\n\tticket_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x32\n\x07outcome\x18\x04 \x01(\x0e\x32!.kvferry.v1.FinishRequest.Outcome\x12\x14\n\x0creader_index\x18\x05 \x01(\r\"H\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x10\n\x0cOUTCOME_DONE\x10\x01\x12\x12\n\x0eOUTCOME_FAILED\x10\x02\"\x10\n\x0e\x46inishResponse2\xe2\x02\n\nKvTransfer\x12\x45\n\x08\x44\x65scribe\x12\x1b.kvferry.v1.DescribeRequest\x1a\x1c.kvferry.v1.DescribeResponse\x12<\n\x05\x43laim\x12\x18.kvferry.v1.ClaimRequest\x1a\x19.kvferry.v1.ClaimResponse\x12<\n\x05Renew\x12\x18.kvferry.v1.RenewRequest\x1a\x19.kvferry.v1.RenewResponse\x12?\n\x06\x46inish\x12\x19.kvferry.v1.FinishRequest\x1a\x1a.kvferry.v1.FinishResponse\x12P\n\x0bWatchBlocks\x12\x1e.kvferry.v1.WatchBlocksRequest\x1a\x1f.kvferry.v1.WatchBlocksResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,25 +39,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=70
   _globals['_DESCRIBEREQUEST']._serialized_end=230
   _globals['_DESCRIBERESPONSE']._serialized_start=233
-  _globals['_DESCRIBERESPONSE']._serialized_end=373
-  _globals['_WATCHBLOCKSREQUEST']._serialized_start=375
-  _globals['_WATCHBLOCKSREQUEST']._serialized_end=456
-  _globals['_WATCHBLOCKSRESPONSE']._serialized_start=458
-  _globals['_WATCHBLOCKSRESPONSE']._serialized_end=554
-  _globals['_CLAIMREQUEST']._serialized_start=557
-  _globals['_CLAIMREQUEST']._serialized_end=694
-  _globals['_CLAIMRESPONSE']._serialized_start=696
-  _globals['_CLAIMRESPONSE']._serialized_end=734
-  _globals['_RENEWREQUEST']._serialized_start=736
-  _globals['_RENEWREQUEST']._serialized_end=829
-  _globals['_RENEWRESPONSE']._serialized_start=831
-  _globals['_RENEWRESPONSE']._serialized_end=869
-  _globals['_FINISHREQUEST']._serialized_start=872
-  _globals['_FINISHREQUEST']._serialized_end=1092
-  _globals['_FINISHREQUEST_OUTCOME']._serialized_start=1020
-  _globals['_FINISHREQUEST_OUTCOME']._serialized_end=1092
-  _globals['_FINISHRESPONSE']._serialized_start=1094
-  _globals['_FINISHRESPONSE']._serialized_end=1110
-  _globals['_KVTRANSFER']._serialized_start=1113
-  _globals['_KVTRANSFER']._serialized_end=1467
+  _globals['_DESCRIBERESPONSE']._serialized_end=387
+  _globals['_WATCHBLOCKSREQUEST']._serialized_start=389
+  _globals['_WATCHBLOCKSREQUEST']._serialized_end=470
+  _globals['_WATCHBLOCKSRESPONSE']._serialized_start=472
+  _globals['_WATCHBLOCKSRESPONSE']._serialized_end=582
+  _globals['_CLAIMREQUEST']._serialized_start=585
+  _globals['_CLAIMREQUEST']._serialized_end=722
+  _globals['_CLAIMRESPONSE']._serialized_start=724
+  _globals['_CLAIMRESPONSE']._serialized_end=762
+  _globals['_RENEWREQUEST']._serialized_start=764
+  _globals['_RENEWREQUEST']._serialized_end=857
+  _globals['_RENEWRESPONSE']._serialized_start=859
+  _globals['_RENEWRESPONSE']._serialized_end=897
+  _globals['_FINISHREQUEST']._serialized_start=900
+  _globals['_FINISHREQUEST']._serialized_end=1120
+  _globals['_FINISHREQUEST_OUTCOME']._serialized_start=1048
+  _globals['_FINISHREQUEST_OUTCOME']._serialized_end=1120
+  _globals['_FINISHRESPONSE']._serialized_start=1122
+  _globals['_FINISHRESPONSE']._serialized_end=1138
+  _globals['_KVTRANSFER']._serialized_start=1141
+  _globals['_KVTRANSFER']._serialized_end=1495
 # @@protoc_insertion_point(module_scope)

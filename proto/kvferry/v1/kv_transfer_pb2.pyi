@@ -65,9 +65,12 @@ class DescribeResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    SEAL_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.bytes
     address: _builtins.bytes
     """the connector's own; plain integers and strings, never code"""
+    seal: _builtins.bytes
+    """MAC of incarnation, connector, fingerprint and address"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -81,10 +84,11 @@ class DescribeResponse(_message.Message):
         fingerprint: _builtins.bytes = ...,
         address: _builtins.bytes = ...,
         layout: _common_pb2.KvLayout | None = ...,
+        seal: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fingerprint", b"fingerprint", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "fingerprint", b"fingerprint", "identity", b"identity", "layout", b"layout", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,6 +131,9 @@ class WatchBlocksResponse(_message.Message):
     EPOCHS_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    SEAL_FIELD_NUMBER: _builtins.int
+    seal: _builtins.bytes
+    """MAC of the above, the ticket id, the incarnation and the message's number"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -146,10 +153,11 @@ class WatchBlocksResponse(_message.Message):
         epochs: _abc.Iterable[_builtins.int] | None = ...,
         names: _abc.Iterable[_builtins.bytes] | None = ...,
         digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        seal: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "digests", b"digests", "epochs", b"epochs", "names", b"names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "digests", b"digests", "epochs", b"epochs", "names", b"names", "seal", b"seal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,12 +23,17 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NONCE_FIELD_NUMBER: _builtins.int
+    nonce: _builtins.bytes
+    """at most 64 random bytes; empty: no proof is needed"""
     def __init__(
         self,
+        *,
+        nonce: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nonce", b"nonce"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -53,6 +58,7 @@ class StatusResponse(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     DOMAIN_FIELD_NUMBER: _builtins.int
     FAMILY_FIELD_NUMBER: _builtins.int
+    PROOF_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill, decode, both"""
     model: _builtins.str
@@ -71,6 +77,8 @@ class StatusResponse(_message.Message):
     """workers of equal domains can read each other's pages over `connector`"""
     family: _builtins.bytes
     """of the KV layout; pages of equal families are convertible; empty: unknown"""
+    proof: _builtins.bytes
+    """MAC of the nonce: the worker has the pool's secret"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -97,10 +105,11 @@ class StatusResponse(_message.Message):
         tiers: _abc.Iterable[Global___TierStatus] | None = ...,
         domain: _builtins.str = ...,
         family: _builtins.bytes = ...,
+        proof: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "model_digest", b"model_digest", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "model_digest", b"model_digest", "proof", b"proof", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,7 @@ _COMMANDS = {
     "bench": ("kvferry.cli.commands.bench", "Measure performance and compare it with bounds."),
     "doctor": ("kvferry.cli.commands.doctor", "Inspect and measure this machine, or inspect a cluster."),
     "explain": ("kvferry.cli.commands.explain", "Explain an ended request: route, source of its KV, timing."),
+    "key": ("kvferry.cli.commands.key", "Make the keys with which a pool's processes authenticate each other."),
     "model": ("kvferry.cli.commands.model", "List, fetch and inspect models."),
 }
 

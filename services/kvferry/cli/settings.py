@@ -161,6 +161,15 @@ TICKET_KEY = (
     ),
     Setting("ticket_key_file", "", "File with the ticket key; a second line may contain the previous key."),
 )
+GATEWAY_KEY = (
+    Setting(
+        "gateway_key",
+        "",
+        "Key with which the gateway's calls to workers are signed, 64 hexadecimal digits.",
+        is_secret=True,
+    ),
+    Setting("gateway_key_file", "", "File with the gateway key; kvferry key gateway makes it from the ticket key."),
+)
 TENANT_KEY = (
     Setting(
         "tenant_key", "", "Secret key of the block names; must be the same for workers and gateways.", is_secret=True
@@ -217,6 +226,7 @@ GATEWAY = (
     ADMIN,
     API_KEYS,
     *TLS,
+    *GATEWAY_KEY,
     *TENANT_KEY,
     Setting(
         "prefix_blocks", 4, "Number of leading blocks of a prompt that determine its replica.", parse=whole(1, 1024)
@@ -285,8 +295,11 @@ UP = (
     ADMIN,
     API_KEYS,
     KV_PREFETCH,
+    *TICKET_KEY,
     DRAIN,
 )
+
+KEY = TICKET_KEY
 
 OPERATOR = (
     Setting(

@@ -2,7 +2,8 @@
 
     KvferryError
     ├── InvalidRequest      INVALID_ARGUMENT    400  the request is invalid; `field` has its faulty field
-    ├── Unauthenticated     UNAUTHENTICATED     401  missing or unknown API key
+    ├── Unauthenticated     UNAUTHENTICATED     401  missing or unknown API key or call token
+    ├── Forbidden           PERMISSION_DENIED   403  the caller's role may not call the method
     ├── UnknownModel        NOT_FOUND           404  the requested model is not served here
     ├── Overloaded          RESOURCE_EXHAUSTED  429  at capacity; retry after `retry_after_seconds`
     ├── RequestCancelled    CANCELLED           499  the caller disconnected or cancelled
@@ -67,11 +68,19 @@ class InvalidRequest(KvferryError):
 
 
 class Unauthenticated(KvferryError):
-    """The API key is missing or unknown."""
+    """The API key is missing or unknown, or an internal call has no valid token."""
 
     grpc_status = "UNAUTHENTICATED"
     http_status = 401
     reason = "UNAUTHENTICATED"
+
+
+class Forbidden(KvferryError):
+    """The caller is known, but its role may not call the method."""
+
+    grpc_status = "PERMISSION_DENIED"
+    http_status = 403
+    reason = "FORBIDDEN"
 
 
 class UnknownModel(KvferryError):

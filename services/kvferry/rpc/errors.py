@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kvferry.core.errors import (
     DeadlinePassed,
+    Forbidden,
     GenerationFailed,
     InvalidRequest,
     InvariantBroken,
@@ -42,6 +43,7 @@ _BY_STATUS: dict[str, type[KvferryError]] = {
     for kind in (
         InvalidRequest,
         Unauthenticated,
+        Forbidden,
         UnknownModel,
         Overloaded,
         RequestCancelled,

@@ -9,6 +9,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvferry.core.errors import UsageError
+from kvferry.rpc.access.call_keys import CallVerifier
+from kvferry.rpc.access.guard import CallGuard
 from kvferry.rpc.calls import CallInterceptor, OpenCalls
 from kvferry.rpc.channel import KEEPALIVE_SECONDS, MAX_MESSAGE_BYTES, PING_OPTIONS, Options
 
@@ -80,12 +82,16 @@ async def start_server(
     services: Sequence[Service],
     *,
     credentials: grpc.ServerCredentials | None = None,
+    verifier: CallVerifier | None = None,
+    advertised_hosts: Sequence[str] = (),
     max_request_bytes: int = MAX_MESSAGE_BYTES,
 ) -> RpcServer:
     """Serve `services`, health and reflection on `address` (`host:port`; port 0 selects a free port).
 
     Args:
         credentials: TLS credentials; `None` disables TLS.
+        verifier: checks the tokens of calls; `None` for a server of clients, which are authenticated by API keys.
+        advertised_hosts: further hosts, besides that of `address`, under which callers reach this server.
         max_request_bytes: limit of one request message.
 
     Raises:
@@ -96,7 +102,8 @@ async def start_server(
         raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field="grpc")
     calls = OpenCalls()
     options: Options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes))
-    server = grpc.aio.server(interceptors=(CallInterceptor(calls),), options=options)
+    guards = () if verifier is None else (CallGuard(verifier),)
+    server = grpc.aio.server(interceptors=(*guards, CallInterceptor(calls)), options=options)
     for service in services:
         service.add_to(server)
     names = [service.name for service in services]
@@ -114,6 +121,8 @@ async def start_server(
         ) from error
     running = RpcServer(server, calls, names, statuses)
     running.address = f"{host}:{bound}"
+    if verifier is not None:
+        verifier.listen_at(running.address, *advertised_hosts)
     await running.set_ready(False)
     await server.start()
     return running

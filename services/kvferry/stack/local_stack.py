@@ -11,6 +11,8 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable, UsageError
 from kvferry.core.process.config import lasting_secret
 from kvferry.core.sampling import SamplingParams
+from kvferry.rpc.access.call_keys import role_key
+from kvferry.rpc.access.table import CallerRole
 from kvferry.rpc.health import wait_serving
 from kvferry.stack.plan.processes import StackConfig, gateway_spec, worker_specs
 from kvferry.stack.supervisor import SupervisedProcess
@@ -78,7 +80,9 @@ class LocalStack:
         # Persistent tiers require the same tenant key in every run, otherwise block names differ.
         outlives = any(not url.startswith("dram:") for url in self._config.tiers)
         tenant_key = lasting_secret("tenant.key") if outlives else secrets.token_hex(32)
-        keys = {"KVFERRY_TICKET_KEY": secrets.token_hex(32), "KVFERRY_TENANT_KEY": tenant_key}
+        ticket_key = self._config.ticket_key or secrets.token_hex(32)
+        gateway_key = role_key(ticket_key.encode(), CallerRole.GATEWAY).hex()
+        keys = {"KVFERRY_TICKET_KEY": ticket_key, "KVFERRY_TENANT_KEY": tenant_key}
         specs = worker_specs(self._config, keys)
         self.workers = [SupervisedProcess(s, clock=self._clock, on_death=self._on_death) for s in specs]
         self._say(f"starting {len(self.workers)} workers")
@@ -91,7 +95,8 @@ class LocalStack:
                 self.worker_admin[f"{spec.name}-decode"] = str(event["decode_admin"])
         self._say("starting the gateway")
         located = list(zip(specs, events, strict=True))
-        spec = gateway_spec(self._config, located, {"KVFERRY_TENANT_KEY": tenant_key})
+        gateway_keys = {"KVFERRY_GATEWAY_KEY": gateway_key, "KVFERRY_TENANT_KEY": tenant_key}
+        spec = gateway_spec(self._config, located, gateway_keys)
         self.gateway = SupervisedProcess(spec, clock=self._clock, on_death=self._on_death)
         # The first start binds the configured addresses; restarts reuse the addresses that were bound.
         self.gateway.prefer({"http": self._config.http, "grpc": self._config.grpc, "admin": self._config.admin})

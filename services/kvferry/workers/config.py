@@ -28,7 +28,8 @@ class WorkerConfig:
     metrics: str = ""
     """`host:port` of the Prometheus metrics; empty disables them."""
     ticket_secrets: tuple[bytes, ...] = ()
-    """Keys that seal tickets, newest first; shared by all workers of a pool."""
+    """Secrets of the pool, newest first, the same for all its workers: they seal tickets and messages between workers,
+    and the keys with which calls are signed are derived from them."""
     tenant_key: bytes = b""
     """Key of the block names; shared by all workers of a pool."""
     offers: OfferTimes = field(default_factory=OfferTimes)
@@ -76,4 +77,7 @@ class WorkerConfig:
                 field="tier_object_tokens",
             )
         if not self.ticket_secrets:
-            raise UsageError("no ticket key; set --ticket-key-file to a file with the key", field="ticket_key_file")
+            raise UsageError(
+                "no ticket key; write one with `kvferry key new > ticket.key` and set --ticket-key-file ticket.key",
+                field="ticket_key_file",
+            )

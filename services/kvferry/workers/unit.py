@@ -22,6 +22,8 @@ from kvferry.kv.registry import open_transport
 from kvferry.kv.tiers.registry import open_tiers
 from kvferry.kv.tiers.stack import TierStack
 from kvferry.model.source import ModelSource
+from kvferry.rpc.access.call_keys import CallSigner, CallVerifier, role_key
+from kvferry.rpc.access.table import CallerRole
 from kvferry.rpc.server import RpcServer, Service, start_server
 from kvferry.rpc.text.inference import inference_service
 from kvferry.rpc.text.model_text import text_model_of
@@ -112,6 +114,7 @@ class WorkerUnit:
         self._clock = clock
         self._on_failure = on_failure
         self._keyring = Keyring(config.ticket_secrets)
+        self._signer = CallSigner(CallerRole.WORKER, role_key(config.ticket_secrets[0], CallerRole.WORKER))
         self._namers = BlockNamers(config.tenant_key)
         self._cache = CacheFeed(incarnation)
         self._worker_id = WorkerId("")
@@ -147,7 +150,10 @@ class WorkerUnit:
         )
         self._desk = OfferDesk(self.context, self._keyring, self._config.offers, parts.transport)
         self._loop.start()
-        work = await start_server(self._endpoint.listen, self._services())
+        hosts = [host for host in (host_of(f"{self._config.advertise_host}:0"),) if host]
+        work = await start_server(
+            self._endpoint.listen, self._services(), verifier=self._verifier(), advertised_hosts=hosts
+        )
         host, _, port = work.address.rpartition(":")
         self.context.address = f"{_in_address(self._config.advertise_host or host)}:{port}"
         self.context.worker_id = self._worker_id = WorkerId(self._config.worker_id or self.context.address)
@@ -155,7 +161,8 @@ class WorkerUnit:
         async def not_ready() -> None:
             await work.set_ready(False)
 
-        service = AdminService(self.context, self._desk, work.calls, parts.tiers, on_drain=not_ready)
+        admin_verifier = self._verifier()
+        service = AdminService(self.context, self._desk, work.calls, admin_verifier, parts.tiers, on_drain=not_ready)
         try:
             admin = await start_server(
                 self._endpoint.admin,
@@ -165,6 +172,8 @@ class WorkerUnit:
                         lambda s: worker_admin_pb2_grpc.add_WorkerAdminServicer_to_server(service, s),
                     )
                 ],
+                verifier=admin_verifier,
+                advertised_hosts=hosts,
             )
         except KvferryError:
             await work.stop(0)
@@ -186,7 +195,7 @@ class WorkerUnit:
         transport = open_transport(config.connector, self._incarnation, setup)
         memory = transport.allocate(num_blocks, layout.block_bytes)
         commands = CommandQueue()
-        control = GrpcPeerControl(self._identity)
+        control = GrpcPeerControl(self._identity, self._signer, self._keyring)
         fetcher = Fetcher(
             transport,
             control,
@@ -273,6 +282,10 @@ class WorkerUnit:
         layout = self._model.layout
         return self._namers.of(tenant, fingerprint=layout.fingerprint, block_tokens=layout.block_tokens)
 
+    def _verifier(self) -> CallVerifier:
+        """Create the verifier of calls to one server."""
+        return CallVerifier(self._config.ticket_secrets)
+
     def _open_tiers(self, memory: PageMemory, layout: KvLayout, commands: CommandQueue) -> TierStack | None:
         config = self._config
         if not config.tiers:
@@ -300,10 +313,9 @@ class WorkerUnit:
             enabled=self._config.verify_kv == DIGEST,
         )
         prefill = PrefillService(self.context, self._desk, self._keyring, following, digester)
-        transfer = TransferService(self.context, self._desk, self._parts.transport, following, digester)
-        decode = DecodeService(
-            self.context, self._keyring, self._parts.control, KvPrefetcher(self.context, self._namer), digester
-        )
+        transfer = TransferService(self.context, self._desk, self._keyring, self._parts.transport, following, digester)
+        prefetcher = KvPrefetcher(self.context, self._namer, self._signer, self._keyring)
+        decode = DecodeService(self.context, self._keyring, self._parts.control, prefetcher, digester)
         events = KvEventsService(self._cache)
         feed = Service("kvferry.v1.KvEvents", lambda s: kv_events_pb2_grpc.add_KvEventsServicer_to_server(events, s))
         pages = Service(

@@ -9,6 +9,7 @@ from typing import Self
 
 import grpc
 
+from harness.servers.worker_channel import worker_channel
 from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
 
 _LOOK_SECONDS = 0.1
@@ -18,7 +19,7 @@ _JOIN_SECONDS = 30.0
 
 def status(address: str) -> worker_admin_pb2.StatusResponse | None:
     """Return a worker's status; `None` if the worker does not respond within a second."""
-    with grpc.insecure_channel(address) as channel, suppress(grpc.RpcError):
+    with worker_channel(address) as channel, suppress(grpc.RpcError):
         stub = worker_admin_pb2_grpc.WorkerAdminStub(channel)
         return stub.Status(worker_admin_pb2.StatusRequest(), timeout=_ANSWER_SECONDS)
     return None
@@ -55,7 +56,7 @@ class Watch:
 
     def _look(self) -> None:
         with ExitStack() as stack:
-            channels = [stack.enter_context(grpc.insecure_channel(address)) for address in self._addresses]
+            channels = [stack.enter_context(worker_channel(address)) for address in self._addresses]
             stubs = [worker_admin_pb2_grpc.WorkerAdminStub(channel) for channel in channels]
             while not self._ends.wait(_LOOK_SECONDS):
                 now: Counter[str] = Counter()

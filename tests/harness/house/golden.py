@@ -22,12 +22,15 @@ from kvferry.core.states import Machine
 from kvferry.engine.plan.sequence import SEQUENCE_MACHINE
 from kvferry.gateway.lifecycle.obligations import MACHINE as RELEASE_MACHINE
 from kvferry.kv.handoff.offers import OFFER_MACHINE
+from kvferry.kv.handoff.seals import AddressSeal, BlocksSeal, sealed_bytes
 from kvferry.kv.handoff.ticket import Keyring, Ticket, digest_tokens
 from kvferry.kv.handoff.transfers import TRANSFER_MACHINE
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.tiers.interface.frame import Frames
 from kvferry.kv.tiers.interface.tier import ObjectKey
 from kvferry.kv.tiers.policy.breaker import BREAKER_MACHINE
+from kvferry.rpc.access.call_keys import CallSigner, CallVerifier, role_key
+from kvferry.rpc.access.table import CallerRole
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -90,6 +93,30 @@ def tickets() -> dict[str, object]:
     }
 
 
+def call_keys() -> dict[str, object]:
+    """Return the golden vectors of role keys, tokens of calls and proofs of servers."""
+    secret, audience = b"golden key, 16 bytes or more", "10.0.0.5:9100"
+    verifier = CallVerifier([secret])
+    verifier.listen_at(audience)
+    cases = []
+    for role in CallerRole:
+        key = role_key(secret, role)
+        ((_, token),) = CallSigner(role, key).metadata("/kvferry.v1.WorkerAdmin/Status", audience)
+        proof = verifier.proof(token, bytes(range(16))).hex()
+        cases.append({"role": str(role), "key": key.hex(), "token": token, "proof": proof})
+    return {"cases": cases}
+
+
+def seals() -> dict[str, object]:
+    """Return the golden vectors of the seals of messages between workers."""
+    keyring = Keyring([b"golden key, 16 bytes or more"])
+    address = AddressSeal("fedcba9876543210", "tcp", bytes(range(16)), b"address")
+    blocks = BlocksSeal("0123456789abcdef" * 2, "fedcba9876543210", 3, (3, 1 << 20), (1, 1 << 40), (b"a", b"b"), ())
+    return {
+        "cases": [{"content": sealed_bytes(one).hex(), "seal": keyring.sign(one).hex()} for one in (address, blocks)]
+    }
+
+
 def layouts() -> dict[str, object]:
     """Return the golden vectors of layout fingerprints."""
     cases = [
@@ -140,6 +167,8 @@ def vectors() -> dict[Path, str]:
     made = {
         "block_names": block_names(),
         "ticket": tickets(),
+        "call_keys": call_keys(),
+        "seals": seals(),
         "layouts": layouts(),
         "draws": draws(),
         "tier_frames": tier_frames(),

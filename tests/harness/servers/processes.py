@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from harness.servers.worker_channel import TEST_KEYS
 from kvferry.core.clock import SystemClock
 from kvferry.core.process.config import child_environment
 
 START_SECONDS = 120.0
-TEST_KEYS = {"KVFERRY_TICKET_KEY": "t" * 32, "KVFERRY_TENANT_KEY": "n" * 32}
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.operator.api import ApiRefusal, FieldConflict, KubeApi
+from kvferry.operator.objects.keys import key_entries
 from kvferry.operator.plan.actions import (
     Action,
     ApplyObject,
@@ -111,7 +112,8 @@ class Executor:
             case ApplyObject():
                 return self._apply(action)
             case CreateKeys():
-                data = {name: base64.b64encode(secrets.token_hex(32).encode()).decode() for name in action.entries}
+                keys = key_entries(secrets.token_hex(32), secrets.token_hex(32))
+                data = {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()}
                 return Done(action, self._api.create({**action.manifest, "data": data}))
             case CreateRecord():
                 return self._create_record(pool, action)

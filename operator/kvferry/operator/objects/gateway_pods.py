@@ -52,8 +52,10 @@ def _pod(pool: Pool, default_image: str) -> Json:
     if pool.spec.gateway.tls_secret:
         volumes.append({"name": "tls", "secret": {"secretName": pool.spec.gateway.tls_secret}})
         mounts.append({"name": "tls", "mountPath": _TLS_FOLDER, "readOnly": True})
-    # Gateways get only the key for block names, which they compute; the key for tickets is needed only by workers.
-    keys = {"secretName": keys_secret_of(pool), "items": [{"key": "tenant-key", "path": "tenant-key"}]}
+    # Gateways get the key of block names, which they compute, and the key that signs their calls; with the ticket key
+    # they could act as workers.
+    items = [{"key": name, "path": name} for name in ("tenant-key", "gateway-key")]
+    keys = {"secretName": keys_secret_of(pool), "items": items}
     volumes.append({"name": "keys", "secret": keys})
     mounts.append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
     drain = pool.spec.drain
@@ -101,6 +103,7 @@ def _arguments(pool: Pool) -> list[str]:
         "grpc": f"0.0.0.0:{names.GATEWAY_GRPC}",
         "admin": f"0.0.0.0:{names.GATEWAY_ADMIN}",
         "tenant-key-file": f"{KEYS_FOLDER}/tenant-key",
+        "gateway-key-file": f"{KEYS_FOLDER}/gateway-key",
         "prefix-blocks": spec.routing.prefix_blocks,
         "skip-prefill-below": spec.routing.skip_prefill_below_tokens,
         "kv-prefetch-tokens": spec.routing.kv_prefetch_tokens,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.core.errors import UsageError
 from kvferry.operator.objects.gateway_pods import gateway_deployment
+from kvferry.operator.objects.keys import KEY_ENTRIES
 from kvferry.operator.objects.pods import child
 from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR, surroundings
 from kvferry.operator.objects.worker_pods import deployments, revision_of, with_replicas
@@ -46,7 +47,6 @@ from kvferry.operator.pool.spec import Json, Pool
 
 DIAGNOSE_SECONDS = 5.0
 """Time in seconds without progress of the rollout after which the operator reads the pods to diagnose them."""
-_KEYS = ("ticket-key", "tenant-key")
 _ROLE_KINDS = (("v1", "Service"), ("policy/v1", "PodDisruptionBudget"), (names.API_VERSION, "PoolRoleScaler"))
 
 
@@ -172,7 +172,7 @@ def _surroundings(ctx: PlanContext) -> list[Action]:
     actions: list[Action] = []
     if not ctx.pool.spec.tenancy.keys_secret and ctx.now >= ctx.memory.keys_until:
         secret = child(ctx.pool, "v1", "Secret", names.keys_secret(ctx.pool.name), type="Opaque")
-        actions.append(CreateKeys(secret, _KEYS))
+        actions.append(CreateKeys(secret, KEY_ENTRIES))
     for made in surroundings(ctx.pool, ctx.installed):
         live: str | None = None
         if made["kind"] == "Service":

@@ -20,8 +20,9 @@ def command(values: Values) -> None:
     """Run one gateway process: OpenAI-compatible HTTP and gRPC in front of workers.
 
     \b
+      kvferry key gateway --ticket-key-file ticket.key > gateway.key
+      kvferry gateway --both 127.0.0.1:9100/9101 --gateway-key-file gateway.key
       kvferry gateway --prefill 10.0.0.5:9100/9101 --decode 10.0.0.6:9100/9101 --http 0.0.0.0:8000
-      kvferry gateway --both 127.0.0.1:9100/9101
       kvferry gateway --pool chat/smollm --http 0.0.0.0:8000 --linger-seconds 5
 
     With --pool the gateway watches the pool's EndpointSlices. While the pool has no worker, requests are held, and
@@ -61,6 +62,7 @@ def command(values: Values) -> None:
             prefill=endpoints("prefill"),
             decode=endpoints("decode"),
             both=endpoints("both"),
+            gateway_key=_gateway_key(values, needed=bool(values["pool"] or listed)),
         ),
         hold=HoldConfig(max_held=values["max_held"], seconds=values["hold_seconds"]),
         linger_seconds=values["linger_seconds"],
@@ -87,6 +89,32 @@ def command(values: Values) -> None:
 
     open_model = functools.partial(open_text_model, values["model"], values["served_name"])
     asyncio.run(run_gateway(config, open_model(), text_process=TextProcess(open_model), announce=listening))
+
+
+def _gateway_key(values: Values, *, needed: bool) -> bytes:
+    """Read the key that signs calls to workers.
+
+    Raises:
+        UsageError: the key is malformed, or workers are given without a key.
+    """
+    lines = read_key(values, "gateway_key")
+    if not lines:
+        if needed:
+            raise UsageError(
+                "no gateway key, without which workers reject all calls; set --gateway-key-file to a file that "
+                "`kvferry key gateway --ticket-key-file ticket.key > gateway.key` makes from the workers' ticket key",
+                field="gateway_key_file",
+            )
+        return b""
+    try:
+        key = bytes.fromhex(lines[0].decode("ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise UsageError(
+            "the gateway key is not 64 hexadecimal digits; make it with `kvferry key gateway`", field="gateway_key"
+        )
+    return key
 
 
 def _tls(values: Values) -> tuple[Path, Path] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kvferry.cli import settings
-from kvferry.cli.options import Values, print_json, with_settings
+from kvferry.cli.options import Values, print_json, read_key, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
@@ -48,6 +48,7 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         worker_flags=tuple(worker_flags),
         gateway_flags=tuple(gateway_flags),
         api_key=api_key,
+        ticket_key=next((key.decode() for key in read_key(values, "ticket_key")), "") if "ticket_key" in has else "",
         **counts,
     )
 

@@ -18,8 +18,9 @@ def command(values: Values) -> None:
     """Run one worker process; prints its addresses as JSON when it listens and when it is ready.
 
     \b
-      kvferry worker --role both --listen 127.0.0.1:9100
-      KVFERRY_TICKET_KEY=... kvferry worker --role prefill --connector nixl --listen 10.0.0.5:9100
+      kvferry key new > ticket.key
+      kvferry worker --role both --listen 127.0.0.1:9100 --ticket-key-file ticket.key
+      kvferry worker --role prefill --connector nixl --listen 10.0.0.5:9100 --ticket-key-file ticket.key
     """
     leave_on_signals()
     raise_open_files()
@@ -32,8 +33,6 @@ def command(values: Values) -> None:
 
     role = values["role"]
     tickets = read_key(values, "ticket_key")
-    if not tickets and role == "both":
-        tickets = [secrets.token_bytes(32)]  # a single worker of role both needs no hand-offs
     tenants = read_key(values, "tenant_key") or [secrets.token_bytes(32)]
     worker = WorkerConfig(
         role=role,

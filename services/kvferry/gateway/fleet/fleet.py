@@ -13,11 +13,14 @@ from contextlib import contextmanager, suppress
 
 import grpc
 
+from kvferry.core.errors import Unauthenticated
 from kvferry.gateway.config import FleetConfig
 from kvferry.gateway.fleet.member import Hold, Member, WorkerView
 from kvferry.gateway.routing.discovery import Listing
 from kvferry.gateway.routing.replica_choice import Candidates
-from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2
+from kvferry.rpc.access.call_keys import CallSigner
+from kvferry.rpc.access.table import CallerRole
+from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.1
@@ -29,6 +32,7 @@ class Fleet:
     def __init__(self, config: FleetConfig, model: str) -> None:
         self._config = config
         self._model = model
+        self._signer = CallSigner(CallerRole.GATEWAY, config.gateway_key) if config.gateway_key else None
         self._members: list[Member] = []
         self._by_address: dict[str, Member] = {}
         self._tasks: dict[Member, asyncio.Task[None]] = {}
@@ -73,7 +77,7 @@ class Fleet:
         for key, listing in listed.items():
             if key in known:
                 continue
-            member = Member(listing, self._model)
+            member = Member(listing, self._model, self._signer)
             self._members.append(member)
             if self._is_running:
                 _log.info("worker %s (%s) added", listing.name, listing.endpoint.address)
@@ -177,11 +181,12 @@ class Fleet:
         while not (member.has_left and not member.held):
             member.wake.clear()
             suspicions, answers = member.num_suspicions, member.num_answers
-            request = worker_admin_pb2.StatusRequest()
             try:
-                status = await member.admin.Status(request, timeout=self._config.status_timeout_seconds)
-            except grpc.aio.AioRpcError as error:
-                member.lost(f"{error.code().name}: {error.details()}")
+                status = await member.status(self._config.status_timeout_seconds)
+            except (grpc.aio.AioRpcError, Unauthenticated) as error:
+                member.lost(
+                    error.message if isinstance(error, Unauthenticated) else f"{error.code().name}: {error.details()}"
+                )
                 # A worker that still sends tokens is busy, not lost, even if its status is late.
                 silent_looks = silent_looks + 1 if member.num_answers == answers else 0
                 if silent_looks >= self._config.silent_looks:

@@ -6,16 +6,20 @@ Whether it accepts requests depends on its status (ready, not draining, matching
 
 import asyncio
 import logging
+import secrets
 from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
 
+from kvferry.core.errors import Unauthenticated
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.load import WorkerLoad
 from kvferry.gateway.config import Endpoint
 from kvferry.gateway.routing.discovery import Listing
 from kvferry.gateway.routing.replica_choice import Replica
+from kvferry.rpc.access.call_keys import CallSigner
+from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.wire import load_from_wire
 from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2, worker_admin_pb2_grpc
@@ -23,6 +27,7 @@ from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2, work
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
 """Grace period in seconds of a channel that is being closed, for releases of offers and final statuses of streams."""
+_NONCE_BYTES = 16
 C = TypeVar("C", bound=grpc.aio.Call)
 
 
@@ -103,7 +108,11 @@ class Hold:
 class Member:
     """Channels and latest status of a worker. Changed only on the event loop."""
 
-    def __init__(self, listing: Listing, model: str) -> None:
+    def __init__(self, listing: Listing, model: str, signer: CallSigner | None) -> None:
+        """
+        Args:
+            signer: makes the tokens of calls; `None` for workers that do not check them, in tests.
+        """
         self.listing = listing
         """The worker's latest listing."""
         self.has_left = False
@@ -114,6 +123,7 @@ class Member:
         self.num_suspicions = 0
         self.wake = asyncio.Event()
         self._model = model
+        self._signer = signer
         self._status: worker_admin_pb2.StatusResponse | None = None
         self._why_lost = "no status yet"
         self._channels: list[grpc.aio.Channel] = []
@@ -126,8 +136,11 @@ class Member:
     def open(self) -> None:
         """Open the worker's channels. Must be called on a running event loop."""
         # Status polls use a separate channel, so that they do not queue behind requests.
-        work, admin = open_channel(self.address), open_channel(self.listing.endpoint.admin_address)
+        admin_address = self.listing.endpoint.admin_address
+        work, admin = open_channel(self.address), open_channel(admin_address)
         self._channels = [work, admin]
+        if self._signer is not None:
+            work, admin = signed(work, self._signer, self.address), signed(admin, self._signer, admin_address)
         self.prefill = prefill_pb2_grpc.PrefillStub(work)
         self.decode = decode_pb2_grpc.DecodeStub(work)
         self.admin = worker_admin_pb2_grpc.WorkerAdminStub(admin)
@@ -137,6 +150,23 @@ class Member:
         channels, self._channels = self._channels, []
         for channel in channels:
             await channel.close(_CLOSE_SECONDS if politely else None)
+
+    async def status(self, timeout: float) -> worker_admin_pb2.StatusResponse:
+        """Request the worker's status.
+
+        Raises:
+            grpc.aio.AioRpcError: the worker does not answer within `timeout` seconds, or rejects the call.
+            Unauthenticated: the answer does not prove that the worker has the pool's secret.
+        """
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        answer = await self.admin.Status(worker_admin_pb2.StatusRequest(nonce=nonce), timeout=timeout)
+        audience = self.listing.endpoint.admin_address
+        if self._signer is not None and not self._signer.proves(answer.proof, audience, nonce):
+            raise Unauthenticated(
+                "the process at this address has another ticket key, or is not a worker of this pool",
+                reason="WORKER_UNKNOWN",
+            )
+        return answer
 
     def lost(self, why: str) -> None:
         """Record that a status poll failed."""

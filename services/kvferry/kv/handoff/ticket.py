@@ -16,10 +16,13 @@ from blake3 import blake3
 
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import Incarnation, TicketId, WorkerId
+from kvferry.kv.handoff.seals import Sealed, sealed_bytes
 from kvferry.kv.pages.layout import Description, KvLayout, described
 from kvferry.kv.pages.relayout import Relayout, plan
 
 _MAGIC = b"kvt1"
+_SEAL = b"kvs1"
+"""Purpose of the MACs of seals, so that none is valid as the MAC of a ticket."""
 _KEY_CONTEXT = "kvferry 2026-11 ticket key"
 _TOKENS_CONTEXT = "kvferry 2026-11 ticket tokens"
 _HEADER = len(_MAGIC) + 4 + 32
@@ -126,8 +129,26 @@ class Keyring:
             raise TicketRejected("the ticket is inconsistent", reason="TICKET_MALFORMED", field="ticket")
         return ticket
 
-    def _mac(self, key_id: bytes, body: bytes) -> bytes:
-        return blake3(_MAGIC + key_id + body, key=self._keys[key_id]).digest()
+    def sign(self, sealed: Sealed) -> bytes:
+        """Make the seal of a message to another worker."""
+        return self._current + self._mac(self._current, sealed_bytes(sealed), _SEAL)
+
+    def check(self, sealed: Sealed, seal: bytes) -> None:
+        """Check that a worker of the pool has made `seal` for exactly these fields.
+
+        Raises:
+            TicketRejected: SEAL_INVALID; the seal is missing, or made with an unknown key or for other fields.
+        """
+        key_id, mac = seal[:4], seal[4:]
+        if key_id not in self._keys or not compare_digest(mac, self._mac(key_id, sealed_bytes(sealed), _SEAL)):
+            raise TicketRejected(
+                "the peer's message is not sealed with the pool's ticket key; give all workers the same ticket key",
+                reason="SEAL_INVALID",
+                field="seal",
+            )
+
+    def _mac(self, key_id: bytes, body: bytes, purpose: bytes = _MAGIC) -> bytes:
+        return blake3(purpose + key_id + body, key=self._keys[key_id]).digest()
 
 
 def layout_of(fingerprint: bytes, description: Sequence[object], own: KvLayout) -> KvLayout:

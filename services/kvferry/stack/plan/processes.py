@@ -45,6 +45,8 @@ class StackConfig:
     worker_flags: Sequence[str] = ()
     """Flags for every worker, for example `--dtype` or `--kv-memory`."""
     gateway_flags: Sequence[str] = ()
+    ticket_key: str = field(default="", repr=False)
+    """Secret of the workers, from which the gateway's key is derived; empty: a random one for each run."""
     api_key: str | None = field(default=None, repr=False)
     """API key for the first token; `None` if the gateway requires none."""
 

@@ -5,8 +5,8 @@
 
 P is the prefill worker, D the decode worker. P reports blocks as they become full (`KvTransfer.WatchBlocks`). D reads
 them as with a ticket without a lease: the epochs prove that P's pages still contained the reported blocks, and the
-names prove that the blocks are the KV of these tokens, since computing names requires the pool's key. Fetched blocks
-stay in the prefix cache.
+seal of each message proves that a worker of the pool paired these names with these pages. Fetched blocks stay in the
+prefix cache.
 """
 
 import logging
@@ -15,11 +15,15 @@ from uuid import uuid4
 
 import grpc
 
+from kvferry.core.errors import TicketRejected
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash, RequestId
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
-from kvferry.kv.handoff.ticket import Ticket
+from kvferry.kv.handoff.seals import BlocksSeal
+from kvferry.kv.handoff.ticket import Keyring, Ticket
 from kvferry.kv.interface.connector import FetchSource
+from kvferry.rpc.access.call_keys import CallSigner
+from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.channel import open_channel
 from kvferry.v1 import decode_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
 from kvferry.workers.context import WorkerContext
@@ -33,13 +37,19 @@ _SECONDS = 600.0
 class KvPrefetcher:
     """Prefetches the KV of prompts that prefill workers are computing. Used only on the event loop's thread."""
 
-    def __init__(self, context: WorkerContext, namer: Callable[[str], BlockNamer]) -> None:
+    def __init__(
+        self, context: WorkerContext, namer: Callable[[str], BlockNamer], signer: CallSigner, keyring: Keyring
+    ) -> None:
         """
         Args:
             namer: function that returns a tenant's block namer; names must equal those of the engine.
+            signer: makes the tokens of this worker's calls.
+            keyring: checks that the reported blocks were sealed with the pool's key.
         """
         self._context = context
         self._namer = namer
+        self._signer = signer
+        self._keyring = keyring
 
     async def run(self, request: decode_pb2.PrefetchKvRequest, tokens: Sequence[int]) -> int:
         """Follow a prompt to its end and return the number of fetched blocks. On a failure, stop early without
@@ -50,10 +60,13 @@ class KvPrefetcher:
             incarnation=request.prefill.incarnation,
             fingerprint=self._context.layout.fingerprint,
         )
-        fetched = num_reported = 0
+        fetched = num_reported = number = 0
         try:
             async with open_channel(request.prefill_address) as channel:
-                async for news in kv_transfer_pb2_grpc.KvTransferStub(channel).WatchBlocks(asked, timeout=_SECONDS):
+                stub = kv_transfer_pb2_grpc.KvTransferStub(signed(channel, self._signer, request.prefill_address))
+                async for news in stub.WatchBlocks(asked, timeout=_SECONDS):
+                    self._keyring.check(_sealed_content(request, number, news), news.seal)
+                    number += 1
                     count = len(news.names)
                     if list(news.names) == names[:count]:
                         num_reported = 0  # the prompt was preempted and restarted from its first block
@@ -70,6 +83,8 @@ class KvPrefetcher:
                     fetched += await self._fetch(request, tokens, names[:num_reported], news)
         except grpc.aio.AioRpcError as error:
             _log.info("KV prefetch ended: %s", error.details(), extra={"request_id": request.request_id})
+        except TicketRejected as error:
+            _log.warning("KV prefetch ended: %s", error.message, extra={"request_id": request.request_id})
         return fetched
 
     async def _fetch(
@@ -109,3 +124,18 @@ class KvPrefetcher:
         if outcome.failure is not None:
             _log.info("KV prefetch failed: %s", outcome.failure, extra={"request_id": request.request_id})
         return outcome.num_blocks
+
+
+def _sealed_content(
+    request: decode_pb2.PrefetchKvRequest, number: int, news: kv_transfer_pb2.WatchBlocksResponse
+) -> BlocksSeal:
+    """Return the fields of message `number` that its seal covers."""
+    return BlocksSeal(
+        request.ticket_id,
+        request.prefill.incarnation,
+        number,
+        tuple(news.block_ids),
+        tuple(news.epochs),
+        tuple(news.names),
+        tuple(news.digests),
+    )

@@ -11,6 +11,8 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.load import WorkerLoad
 from kvferry.kv.handoff.offers import OfferState
 from kvferry.kv.tiers.stack import TierStack
+from kvferry.rpc.access.call_keys import MAX_NONCE_BYTES, CallVerifier
+from kvferry.rpc.access.guard import token_of
 from kvferry.rpc.calls import OpenCalls
 from kvferry.rpc.wire import load_to_wire
 from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
@@ -31,6 +33,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         context: WorkerContext,
         desk: OfferDesk,
         calls: OpenCalls,
+        verifier: CallVerifier,
         tiers: TierStack | None = None,
         *,
         on_drain: Callable[[], Awaitable[None]],
@@ -38,6 +41,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         """
         Args:
             calls: counter of calls in flight to the request server, without those to the admin server.
+            verifier: verifier of the admin server, which proves to callers that this worker has the pool's secret.
             on_drain: called once when draining begins.
         """
         self._on_drain = on_drain
@@ -46,11 +50,17 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         self._context = context
         self._desk = desk
         self._calls = calls
+        self._verifier = verifier
 
     async def Status(
         self, request: worker_admin_pb2.StatusRequest, context: Context
     ) -> worker_admin_pb2.StatusResponse:
-        return self.status()
+        if len(request.nonce) > MAX_NONCE_BYTES:
+            raise InvalidRequest(f"nonce has {len(request.nonce)} bytes; send at most {MAX_NONCE_BYTES}", field="nonce")
+        status = self.status()
+        if request.nonce:
+            status.proof = self._verifier.proof(token_of(context.invocation_metadata()), request.nonce)
+        return status
 
     def status(self) -> worker_admin_pb2.StatusResponse:
         """Return the worker's current status."""

@@ -8,6 +8,8 @@ import grpc
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import TicketId
 from kvferry.kv.handoff.offers import check_incarnation
+from kvferry.kv.handoff.seals import AddressSeal, BlocksSeal
+from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.interface.connector import Transport
 from kvferry.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from kvferry.workers.context import WorkerContext
@@ -26,6 +28,7 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         self,
         context: WorkerContext,
         desk: OfferDesk,
+        keyring: Keyring,
         transport: Transport,
         following: PrefillProgress,
         digester: PageDigester,
@@ -34,6 +37,7 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         self._context = context
         self._following = following
         self._desk = desk
+        self._keyring = keyring
         self._transport = transport
 
     async def Describe(
@@ -47,11 +51,15 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
                 reason="TICKET_CONNECTOR",
                 field="connector",
             )
+        own = self._context
+        address = self._transport.address()
+        sealed = AddressSeal(own.incarnation, own.connector, own.layout.fingerprint, address)
         return kv_transfer_pb2.DescribeResponse(
-            identity=self._context.identity,
-            fingerprint=self._context.layout.fingerprint,
-            address=self._transport.address(),
-            layout=layout_to_wire(self._context.layout),
+            identity=own.identity,
+            fingerprint=own.layout.fingerprint,
+            address=address,
+            layout=layout_to_wire(own.layout),
+            seal=self._keyring.sign(sealed),
         )
 
     async def Claim(self, request: kv_transfer_pb2.ClaimRequest, context: Context) -> kv_transfer_pb2.ClaimResponse:
@@ -75,10 +83,23 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
     ) -> AsyncIterator[kv_transfer_pb2.WatchBlocksResponse]:
         check_incarnation(request.incarnation, self._context.incarnation)
         check_equal(request.fingerprint, self._context.layout)
+        number = 0
         async for progress in self._following.follow(request.ticket_id):
+            digests = await self._digester.digests(progress.blocks)
+            sealed = BlocksSeal(
+                request.ticket_id,
+                self._context.incarnation,
+                number,
+                tuple(progress.blocks),
+                tuple(progress.epochs),
+                tuple(progress.names),
+                tuple(digests),
+            )
             yield kv_transfer_pb2.WatchBlocksResponse(
                 block_ids=progress.blocks,
                 epochs=progress.epochs,
                 names=progress.names,
-                digests=await self._digester.digests(progress.blocks),
+                digests=digests,
+                seal=self._keyring.sign(sealed),
             )
+            number += 1

@@ -1,0 +1,167 @@
+"""Keys of the roles and tokens of calls. Pure.
+
+    pool secret (the ticket key; only workers have it)
+      ├── key of role gateway
+      ├── key of role worker
+      └── key of role operator
+
+    token = "<role> <key id> <audience> <MAC>"      metadata `kvferry-caller` of every call
+
+A process gets only the key of its own role, so that a gateway cannot call what is reserved for workers or operators.
+The MAC is BLAKE3, keyed with the role's key, over method and audience; the audience is the `host:port` that the caller
+dials. A token that was sent to one address is therefore rejected at every other address, also if the first address
+meanwhile belongs to a different process. Tokens neither encrypt nor bind the content of a message: whoever can read
+and alter the traffic between two pods needs to be kept out by the network or by TLS. The encoding is fixed by
+tests/golden/call_keys.json.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+from hmac import compare_digest
+
+from blake3 import blake3
+
+from kvferry.core.errors import Unauthenticated
+from kvferry.rpc.access.table import CallerRole
+
+CALLER_METADATA = "kvferry-caller"
+"""Metadata key of the token."""
+MAX_TOKEN_CHARS = 512
+MIN_SECRET_BYTES = 16
+MAX_NONCE_BYTES = 64
+_CONTEXT = "kvferry 2026-11 call key "
+_KEY_ID_BYTES = 4
+_MAX_CACHED = 1024
+
+
+def role_key(secret: bytes, role: CallerRole) -> bytes:
+    """Derive the 32-byte key of `role` from a pool's secret.
+
+    Raises:
+        ValueError: the secret has fewer than 16 bytes.
+    """
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(f"a secret needs at least {MIN_SECRET_BYTES} bytes, not {len(secret)}")
+    return blake3(secret, derive_key_context=_CONTEXT + role).digest()
+
+
+class CallSigner:
+    """Makes the tokens of one process's calls."""
+
+    def __init__(self, role: CallerRole, key: bytes) -> None:
+        """
+        Args:
+            key: `role_key` of the role, 32 bytes.
+        """
+        self.role = role
+        self._key = key
+        self._prefix = f"{role} {_key_id(key)}"
+
+    def metadata(self, method: str, audience: str) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of calls of `method` to `audience` (`host:port`)."""
+        mac = _mac(self._key, "call", method, audience.encode()).hex()
+        return ((CALLER_METADATA, f"{self._prefix} {audience} {mac}"),)
+
+    def proves(self, proof: bytes, audience: str, nonce: bytes) -> bool:
+        """Return whether the server at `audience` made `proof` from `nonce`, which requires the pool's secret."""
+        return compare_digest(proof, _mac(self._key, "proof", audience, nonce))
+
+
+class CallVerifier:
+    """Checks the tokens of calls to one server. Not thread-safe: used on one event loop."""
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        """
+        Args:
+            secrets: the pool's secrets, newest first; tokens of each are accepted, so that secrets can be rotated.
+        """
+        self._keys = {
+            (str(role), _key_id(key)): key
+            for secret in secrets
+            for role in CallerRole
+            if (key := role_key(secret, role))
+        }
+        self._valid: dict[tuple[str, str], CallerRole] = {}
+        self._port = ""
+        self._hosts: frozenset[str] | None = None
+
+    def listen_at(self, address: str, *more: str) -> None:
+        """Set the addresses under which callers reach this server: the bound address and the advertised ones.
+
+        Names are accepted in every audience, since a name may be one of this host. Among IP addresses only the given
+        ones are accepted, and all of them if the server is bound to the wildcard and advertises none.
+        """
+        host, _, self._port = address.rpartition(":")
+        hosts = {found for text in (host, *more) if (found := _ip_of(text)) and not found.is_unspecified}
+        bound = _ip_of(host)
+        if bound is not None and bound.is_unspecified:
+            loopback = {ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1")}
+            self._hosts = frozenset(map(str, hosts | loopback)) if hosts else None
+        else:
+            self._hosts = frozenset(map(str, hosts)) or None
+        self._valid.clear()
+
+    def verify(self, method: str, token: str) -> CallerRole:
+        """Return the role of the caller that made `token`.
+
+        Raises:
+            Unauthenticated: the token is missing, malformed, for a different address, or made with an unknown key.
+        """
+        known = self._valid.get((method, token))
+        if known is not None:
+            return known
+        if not token:
+            raise Unauthenticated(
+                "this port serves only processes of the same pool: the call has no token; clients use the gateway",
+                reason="CALLER_UNKNOWN",
+            )
+        parts = token.split(" ")
+        if len(token) > MAX_TOKEN_CHARS or len(parts) != 4:
+            raise Unauthenticated("the call's token is malformed", reason="CALLER_UNKNOWN")
+        role, key_id, audience, mac = parts
+        key = self._keys.get((role, key_id))
+        if key is None:
+            raise Unauthenticated(
+                "the call's token was made with a key that this worker does not have; give the gateway the key that "
+                "`kvferry key gateway` derives from the workers' ticket key",
+                reason="CALLER_KEY_UNKNOWN",
+            )
+        if not compare_digest(mac, _mac(key, "call", method, audience.encode()).hex()):
+            raise Unauthenticated("the call's token is invalid", reason="CALLER_UNKNOWN")
+        if not self._is_own(audience):
+            raise Unauthenticated(
+                f"the call's token is for {audience}, not for this worker; set --advertise-host to the address that "
+                "other processes use",
+                reason="CALLER_AUDIENCE",
+            )
+        if len(self._valid) >= _MAX_CACHED:
+            self._valid.clear()
+        return self._valid.setdefault((method, token), CallerRole(role))
+
+    def proof(self, token: str, nonce: bytes) -> bytes:
+        """Return the proof of this server for the caller that made the valid `token`; empty without a nonce."""
+        role, key_id, audience, _ = token.split(" ")
+        return _mac(self._keys[role, key_id], "proof", audience, nonce) if nonce else b""
+
+    def _is_own(self, audience: str) -> bool:
+        host, _, port = audience.rpartition(":")
+        if port != self._port:
+            return False
+        address = _ip_of(host)
+        return address is None or self._hosts is None or str(address) in self._hosts
+
+
+def _mac(key: bytes, purpose: str, where: str, content: bytes) -> bytes:
+    return blake3(b"\0".join((purpose.encode(), where.encode(), content)), key=key).digest()
+
+
+def _key_id(key: bytes) -> str:
+    return blake3(key).digest(length=_KEY_ID_BYTES).hex()
+
+
+def _ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Parse an IP address, with or without brackets; `None` for a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None

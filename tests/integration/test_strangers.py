@@ -1,0 +1,189 @@
+"""Who may call what on the ports of running workers: each method, by callers without a key and in each role."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+from harness.idle import assert_workers_idle
+from harness.servers.processes import RunningProcess, a_worker
+from harness.servers.worker_channel import TEST_KEYS, signer_of, worker_channel
+
+from kvferry.core.hashing import BlockNamers
+from kvferry.kv.handoff.seals import BlocksSeal
+from kvferry.kv.handoff.ticket import Keyring
+from kvferry.rpc.access.call_keys import CallSigner, role_key
+from kvferry.rpc.access.table import ALLOWED, CallerRole
+from kvferry.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    inference_pb2,
+    kv_events_pb2,
+    kv_transfer_pb2,
+    kv_transfer_pb2_grpc,
+    prefill_pb2,
+    worker_admin_pb2,
+    worker_admin_pb2_grpc,
+)
+
+SECONDS = 20.0
+OPEN_TO_ROLE = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+WORKER = common_pb2.WorkerIdentity(worker_id="w", incarnation="1" * 16)
+
+
+def requests(dialed: str) -> dict[str, Any]:
+    """Return a plausible request of each method; `dialed` is an address that no worker must ever dial."""
+    return {
+        "/kvferry.v1.Prefill/Run": prefill_pb2.PrefillRequest(request_id="r", token_ids=[1, 2, 3], offer=True),
+        "/kvferry.v1.Prefill/Release": prefill_pb2.ReleaseRequest(ticket_id="0" * 32),
+        "/kvferry.v1.Decode/Run": decode_pb2.DecodeRequest(request_id="r", token_ids=[1, 2, 3]),
+        "/kvferry.v1.Decode/PrefetchKv": decode_pb2.PrefetchKvRequest(
+            request_id="r", token_ids=[5] * 100, ticket_id="0" * 32, prefill=WORKER, prefill_address=dialed
+        ),
+        "/kvferry.v1.Inference/Generate": inference_pb2.GenerateRequest(text="Hello"),
+        "/kvferry.v1.Inference/Tokenize": inference_pb2.TokenizeRequest(text="Hello"),
+        "/kvferry.v1.Inference/Detokenize": inference_pb2.DetokenizeRequest(token_ids=[1]),
+        "/kvferry.v1.Inference/GetModelInfo": inference_pb2.GetModelInfoRequest(),
+        "/kvferry.v1.KvTransfer/Describe": kv_transfer_pb2.DescribeRequest(reader=WORKER, connector="tcp"),
+        "/kvferry.v1.KvTransfer/Claim": kv_transfer_pb2.ClaimRequest(ticket_id="0" * 32, reader=WORKER),
+        "/kvferry.v1.KvTransfer/Renew": kv_transfer_pb2.RenewRequest(ticket_id="0" * 32),
+        "/kvferry.v1.KvTransfer/Finish": kv_transfer_pb2.FinishRequest(ticket_id="0" * 32),
+        "/kvferry.v1.KvTransfer/WatchBlocks": kv_transfer_pb2.WatchBlocksRequest(ticket_id="0" * 32),
+        "/kvferry.v1.KvEvents/Subscribe": kv_events_pb2.SubscribeRequest(),
+        "/kvferry.v1.WorkerAdmin/Status": worker_admin_pb2.StatusRequest(),
+        "/kvferry.v1.WorkerAdmin/Drain": worker_admin_pb2.DrainRequest(timeout_seconds=0.1),
+    }
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[RunningProcess]:
+    with a_worker("both", "--connector", "tcp", "--log-level", "error") as process:
+        yield process
+
+
+def port_of(worker: RunningProcess, method: str) -> str:
+    return str(worker.events["listening"]["admin" if "WorkerAdmin" in method else "grpc"])
+
+
+def answer(address: str, method: str, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
+    """Call `method` with a plausible message and return the status; OK also for a stream that begins."""
+    request = requests("127.0.0.1:9")[method]
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_stream(method, request_serializer=type(request).SerializeToString)
+        try:
+            messages = call(request, timeout=SECONDS, metadata=metadata)
+            next(iter(messages), None)
+            messages.cancel()
+        except grpc.RpcError as error:
+            code = error.code()
+            assert isinstance(code, grpc.StatusCode)
+            return code
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("method", sorted(ALLOWED))
+def test_a_stranger_is_unauthenticated(worker: RunningProcess, method: str) -> None:
+    address = port_of(worker, method)
+    foreign = CallSigner(CallerRole.GATEWAY, role_key(b"another pool's secret", CallerRole.GATEWAY))
+    elsewhere = signer_of(CallerRole.GATEWAY).metadata(method, "127.0.0.1:9")
+    other_method = signer_of(CallerRole.GATEWAY).metadata("/kvferry.v1.Prefill/Other", address)
+    for metadata in ((), (("kvferry-caller", "x"),), foreign.metadata(method, address), elsewhere, other_method):
+        assert answer(address, method, metadata) is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("role", CallerRole)
+def test_a_role_may_call_what_the_table_says(worker: RunningProcess, role: CallerRole) -> None:
+    for method in ALLOWED:
+        if method.endswith("/Drain") and role in ALLOWED[method]:
+            continue  # the worker would refuse all that comes after it; `test_worker_signals` drains
+        address = port_of(worker, method)
+        code = answer(address, method, signer_of(role).metadata(method, address))
+        if role in ALLOWED[method]:
+            assert code not in OPEN_TO_ROLE, method
+        else:
+            assert code is grpc.StatusCode.PERMISSION_DENIED, method
+    assert_workers_idle([str(worker.events["listening"]["admin"])])
+
+
+def test_a_status_is_proved_to_its_caller(worker: RunningProcess) -> None:
+    address = str(worker.events["listening"]["admin"])
+    method = "/kvferry.v1.WorkerAdmin/Status"
+    gateway = signer_of(CallerRole.GATEWAY)
+    with grpc.insecure_channel(address) as channel:
+        stub = worker_admin_pb2_grpc.WorkerAdminStub(channel)
+        metadata = gateway.metadata(method, address)
+        status = stub.Status(worker_admin_pb2.StatusRequest(nonce=b"n" * 16), timeout=SECONDS, metadata=metadata)
+        assert gateway.proves(status.proof, address, b"n" * 16)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Status(worker_admin_pb2.StatusRequest(nonce=b"n" * 65), timeout=SECONDS, metadata=metadata)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
+class LyingPeer(kv_transfer_pb2_grpc.KvTransferServicer):
+    """Reports the genuine names of a prompt's blocks, paired with pages of its choice."""
+
+    def __init__(self, names: list[bytes], keyring: Keyring | None, number: int = 0) -> None:
+        self.names, self.keyring, self.number = names, keyring, number
+        self.described = 0
+
+    def WatchBlocks(self, request: kv_transfer_pb2.WatchBlocksRequest, context: Any) -> Iterator[Any]:
+        ids, epochs = tuple(range(len(self.names))), (1,) * len(self.names)
+        sealed = BlocksSeal(request.ticket_id, request.incarnation, self.number, ids, epochs, tuple(self.names), ())
+        yield kv_transfer_pb2.WatchBlocksResponse(
+            block_ids=ids,
+            epochs=epochs,
+            names=self.names,
+            seal=b"" if self.keyring is None else self.keyring.sign(sealed),
+        )
+
+    def Describe(self, request: kv_transfer_pb2.DescribeRequest, context: Any) -> Any:
+        self.described += 1
+        return kv_transfer_pb2.DescribeResponse(identity=WORKER, fingerprint=request.fingerprint, address=b"x")
+
+
+@contextmanager
+def serving(peer: LyingPeer) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(peer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("keyring", "number", "is_believed"),
+    [
+        (None, 0, False),
+        (Keyring([b"another pool's secret"]), 0, False),
+        (Keyring([TEST_KEYS["KVFERRY_TICKET_KEY"].encode()]), 1, False),  # of another place in the stream
+        (Keyring([TEST_KEYS["KVFERRY_TICKET_KEY"].encode()]), 0, True),
+    ],
+)
+def test_blocks_that_no_worker_of_the_pool_sealed_are_not_fetched(
+    worker: RunningProcess, keyring: Keyring | None, number: int, is_believed: bool
+) -> None:
+    status_channel = worker_channel(str(worker.events["listening"]["admin"]))
+    with ExitStack() as stack, suppress(StopIteration):
+        stack.enter_context(status_channel)
+        status = worker_admin_pb2_grpc.WorkerAdminStub(status_channel).Status(
+            worker_admin_pb2.StatusRequest(), timeout=SECONDS
+        )
+        tokens = [7 + number] * 100
+        namers = BlockNamers(TEST_KEYS["KVFERRY_TENANT_KEY"].encode())
+        namer = namers.of("", fingerprint=status.fingerprint, block_tokens=status.block_tokens)
+        peer = LyingPeer(list(namer.chain(tokens[:-1])), keyring, number)
+        address = stack.enter_context(serving(peer))
+        channel = stack.enter_context(worker_channel(str(worker.events["listening"]["grpc"])))
+        request = decode_pb2.PrefetchKvRequest(
+            request_id="r", token_ids=tokens, ticket_id="0" * 32, prefill=WORKER, prefill_address=address
+        )
+        assert decode_pb2_grpc.DecodeStub(channel).PrefetchKv(request, timeout=SECONDS).num_blocks == 0
+        # A peer that is believed is asked for the address of its pages; its own answer is not sealed.
+        assert bool(peer.described) is is_believed
+    assert_workers_idle([str(worker.events["listening"]["admin"])])
