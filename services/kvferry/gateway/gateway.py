@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.core.clock import Clock
 from kvferry.core.ids import new_incarnation
+from kvferry.core.process.open_files import max_connections
 from kvferry.gateway.config import DispatchConfig, GatewayConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
@@ -25,13 +26,17 @@ from kvferry.gateway.http.tls import Certificate
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.routing.holding import Holding
 from kvferry.rpc.channel import MAX_CLIENT_MESSAGE_BYTES
-from kvferry.rpc.server import RpcServer, start_server
+from kvferry.rpc.server import MAX_CONNECTIONS, RpcServer, start_server
 from kvferry.rpc.text.inference import inference_service
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
 from kvferry.rpc.text.text_service import TextService
 
 _log = logging.getLogger(__name__)
+_SHARE_OF_FILES = 0.25
+"""Share of the open files for clients' gRPC connections."""
+_IDLE_SECONDS = 60.0
+"""Seconds without a call after which a client's gRPC connection is closed; its next call opens a new one."""
 _CERTIFICATE_SECONDS = 10.0
 """Interval in seconds between checks for a renewed certificate."""
 
@@ -111,6 +116,8 @@ class Gateway:
             [inference_service(gateway.service)],
             credentials=credentials,
             max_request_bytes=MAX_CLIENT_MESSAGE_BYTES,
+            max_connections=max_connections(MAX_CONNECTIONS, _SHARE_OF_FILES),
+            idle_seconds=_IDLE_SECONDS,
         )
         try:
             gateway._http = await HttpServer.start(

@@ -17,6 +17,9 @@ from kvferry.rpc.channel import KEEPALIVE_SECONDS, MAX_MESSAGE_BYTES, PING_OPTIO
 _FLUSH_SECONDS = 0.25
 """Seconds to flush the last call's response before remaining streams (health watches) are closed."""
 
+MAX_CONNECTIONS = 1024
+"""Maximum number of connections to one server."""
+
 _SERVER_OPTIONS: Options = (
     *PING_OPTIONS,
     # Connections without calls are pinged, too: a peer that does not answer holds an open file.
@@ -85,6 +88,8 @@ async def start_server(
     verifier: CallVerifier | None = None,
     advertised_hosts: Sequence[str] = (),
     max_request_bytes: int = MAX_MESSAGE_BYTES,
+    max_connections: int = MAX_CONNECTIONS,
+    idle_seconds: float | None = None,
 ) -> RpcServer:
     """Serve `services`, health and reflection on `address` (`host:port`; port 0 selects a free port).
 
@@ -93,6 +98,9 @@ async def start_server(
         verifier: checks the tokens of calls; `None` for a server of clients, which are authenticated by API keys.
         advertised_hosts: further hosts, besides that of `address`, under which callers reach this server.
         max_request_bytes: limit of one request message.
+        max_connections: connections beyond this number are closed at once.
+        idle_seconds: connections without a call for this time are closed, and clients open new ones when they need
+            them; `None`: never.
 
     Raises:
         UsageError: the address cannot be bound.
@@ -101,7 +109,13 @@ async def start_server(
     if not separator or not port.isdecimal() or int(port) > 0xFFFF:
         raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field="grpc")
     calls = OpenCalls()
-    options: Options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes))
+    options: Options = (
+        *_SERVER_OPTIONS,
+        ("grpc.max_receive_message_length", max_request_bytes),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+    )
+    if idle_seconds is not None:
+        options = (*options, ("grpc.max_connection_idle_ms", round(idle_seconds * 1000)))
     guards = () if verifier is None else (CallGuard(verifier),)
     server = grpc.aio.server(interceptors=(*guards, CallInterceptor(calls)), options=options)
     for service in services:

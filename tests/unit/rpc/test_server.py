@@ -222,3 +222,41 @@ async def test_a_taken_port_is_a_usage_error(server):
 async def test_a_bad_address_is_a_usage_error(address):
     with pytest.raises(UsageError, match="host:port"):
         await start_server(address, [])
+
+
+async def opened(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Open a connection that speaks HTTP/2 and makes no call: the preface and empty settings."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+    await writer.drain()
+    return reader, writer
+
+
+async def test_connections_above_the_limit_are_closed(servicer):
+    add = inference_pb2_grpc.add_InferenceServicer_to_server
+    server = await start_server("127.0.0.1:0", [Service(_NAME, lambda s: add(servicer, s))], max_connections=4)
+    kept = [await opened(server.address) for _ in range(4)]
+    for reader, _ in kept:
+        assert await asyncio.wait_for(reader.read(9), 10)  # the server's settings
+    for _ in range(20):
+        reader, writer = await opened(server.address)
+        assert await asyncio.wait_for(reader.read(9), 10) == b""
+        writer.close()
+    for _, writer in kept:
+        writer.close()
+
+    async with open_channel(server.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        # The server notices closed connections a moment later; meanwhile the channel connects again.
+        await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1]), timeout=20, wait_for_ready=True)
+    await server.stop(0)
+
+
+async def test_a_connection_without_calls_is_closed(servicer):
+    add = inference_pb2_grpc.add_InferenceServicer_to_server
+    server = await start_server("127.0.0.1:0", [Service(_NAME, lambda s: add(servicer, s))], idle_seconds=0.2)
+    reader, writer = await opened(server.address)
+    assert await asyncio.wait_for(reader.read(), 20) != b""  # settings and goodbye, then the end
+    writer.close()
+    await server.stop(0)

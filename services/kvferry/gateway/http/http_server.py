@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 from collections.abc import Generator
 from dataclasses import replace
@@ -13,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvferry.core.errors import UsageError
+from kvferry.core.process.open_files import max_connections
 from kvferry.gateway.http.http_protocol import ConnectionLimits, protocol_under
 from kvferry.gateway.http.tls import Certificate
 
@@ -21,8 +21,8 @@ _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 64
 """Connections that asyncio accepts before it runs their protocols, which close those above the limit."""
-_RESERVED_FILES = 256
-"""Number of open files reserved for channels to workers, listening sockets and logs."""
+_SHARE_OF_FILES = 0.75
+"""Share of the open files for HTTP connections; the gRPC server has the rest."""
 _ACCEPT_LOG_SECONDS = 60.0
 _SUPPRESSED = frozenset(
     {
@@ -132,10 +132,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def _limits_here() -> ConnectionLimits:
     limits = ConnectionLimits()
-    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if open_files == resource.RLIM_INFINITY:
-        return limits
-    return replace(limits, max_connections=max(1, min(limits.max_connections, open_files - _RESERVED_FILES)))
+    return replace(limits, max_connections=max_connections(limits.max_connections, _SHARE_OF_FILES))
 
 
 class _RareAcceptErrors:
