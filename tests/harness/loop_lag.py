@@ -1,6 +1,7 @@
 """Measures the lag of an event loop: the time by which it runs callbacks late."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,9 +13,12 @@ _TICK_SECONDS = 0.005
 
 @dataclass
 class LoopLag:
-    """The longest lag so far, in seconds."""
+    """The longest lag so far."""
 
     seconds: float = 0.0
+    """Elapsed time by which a callback ran late; includes what other processes took."""
+    busy_seconds: float = 0.0
+    """CPU time of the loop's thread between two of its turns, which does not depend on other processes."""
 
 
 @asynccontextmanager
@@ -24,8 +28,9 @@ async def watch_lag(clock: Clock) -> AsyncIterator[LoopLag]:
 
     async def tick() -> None:
         while True:
-            before = clock.monotonic()
+            before, busy = clock.monotonic(), time.thread_time()
             await asyncio.sleep(_TICK_SECONDS)
+            lag.busy_seconds = max(lag.busy_seconds, time.thread_time() - busy)
             lag.seconds = max(lag.seconds, clock.monotonic() - before - _TICK_SECONDS)
 
     ticking = asyncio.create_task(tick())

@@ -86,3 +86,22 @@ async def test_samples_of_one_request_are_bounded(gateway):
         assert "16 prompts with n=64 are 1024 samples; at most 128" in refused.json()["error"]["message"]
         answered = await client.post(_TEXT, json={"prompt": ["a"] * 2, "n": 64, "max_tokens": 1})
         assert [choice["index"] for choice in answered.json()["choices"]] == list(range(128))
+
+
+@pytest.mark.parametrize("path", [_TEXT, _CHAT])
+async def test_a_large_answer_stops_no_other_request(gateway, path):
+    """128 samples with 20 log-probabilities for each token: up to 6 MB of JSON."""
+    asked = {"max_tokens": 100, "n": 64}
+    if path == _TEXT:
+        asked |= {"prompt": ["a"] * 2, "logprobs": 5}
+    else:
+        asked |= {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+    async with (
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as client,
+        watch_lag(SystemClock()) as lag,
+        client.stream("POST", path, json=asked) as answered,
+    ):
+        assert answered.status_code == 200, await answered.aread()
+        size = sum([len(part) async for part in answered.aiter_bytes()])
+    assert size > 500_000
+    assert lag.busy_seconds < _MAX_LAG_SECONDS

@@ -1,12 +1,14 @@
 """OpenAI's chat and text completions: validates requests and builds whole responses or event streams."""
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import SampledToken
 from kvferry.gateway.http import openai_reply as reply
 from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
 from kvferry.rpc.text.merging import merge
@@ -43,7 +45,7 @@ class Generation:
         """The response's `id` in OpenAI's form."""
         return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.requests[0].request_id}"
 
-    def reply(self, choices: Sequence[reply.Choice]) -> reply.Reply:
+    def reply(self, choices: Sequence[reply.Choice | msgspec.Raw]) -> reply.Reply:
         """Build a response, or a stream chunk, with these choices."""
         kind = "text_completion"
         if self.is_chat:
@@ -85,29 +87,18 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
         KvferryError: the generation failed.
     """
     samples: dict[int, _Sample] = {}
+    spell = generation.service.model.tokenizer.token_bytes
     usage: reply.Usage | None = None
     per_prompt = generation.requests[0].num_samples
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
-            samples.setdefault(chunk.index, _Sample()).add(chunk)
+            samples.setdefault(chunk.index, _Sample()).add(chunk, spell, is_chat=generation.is_chat)
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
     ordered = sorted(samples.items())
-    spell = generation.service.model.tokenizer.token_bytes
-    choices: Sequence[reply.Choice]
-    if generation.is_chat:
-        choices = [
-            reply.ChatChoice(
-                index, reply.ChatMessage(sample.text), reply.chat_logprobs(sample.tokens, spell), sample.finish_reason
-            )
-            for index, sample in ordered
-        ]
-    else:
-        choices = [
-            reply.TextChoice(
-                index, sample.text, reply.completion_logprobs(sample.tokens, spell, 0), sample.finish_reason
-            )
-            for index, sample in ordered
-        ]
+    choices: list[msgspec.Raw] = []
+    for index, sample in ordered:
+        choices.append(msgspec.Raw(reply.encode(sample.choice(index))))
+        await asyncio.sleep(0)  # a large answer is encoded in parts, between which other requests continue
     whole = generation.reply(choices)
     whole.usage = usage
     whole.kvferry = reply.timing_object(ordered[0][1].timing)
@@ -143,21 +134,36 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
 
 @dataclass(slots=True)
 class _Sample:
+    """A sample of a whole response. Log-probabilities are converted as they arrive, since all at once would stop the
+    event loop."""
+
     texts: list[str] = field(default_factory=list)
-    tokens: list[SampledToken] = field(default_factory=list)
+    chat_logprobs: reply.ChatLogprobs | None = None
+    text_logprobs: reply.CompletionLogprobs | None = None
+    offset: int = 0
+    """Number of characters of all tokens so far."""
+    is_chat: bool = False
     finish_reason: str = ""
     timing: Timing = field(default_factory=Timing)
 
-    def add(self, chunk: TextChunk) -> None:
+    def add(self, chunk: TextChunk, spell: reply.TokenBytes, *, is_chat: bool) -> None:
         self.texts.append(chunk.text)
-        self.tokens.extend(chunk.tokens)
+        self.is_chat = is_chat
+        if is_chat:
+            self.chat_logprobs = reply.continued(self.chat_logprobs, reply.chat_logprobs(chunk.tokens, spell))
+        elif (more := reply.completion_logprobs(chunk.tokens, spell, self.offset)) is not None:
+            self.offset += sum(map(len, more.tokens))
+            self.text_logprobs = reply.continued(self.text_logprobs, more)
         if chunk.finish_reason is not None and chunk.timing is not None:
             self.finish_reason = chunk.finish_reason.value
             self.timing = chunk.timing
 
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
+    def choice(self, index: int) -> reply.Choice:
+        """Build the response's choice `index`."""
+        text = "".join(self.texts)
+        if self.is_chat:
+            return reply.ChatChoice(index, reply.ChatMessage(text), self.chat_logprobs, self.finish_reason)
+        return reply.TextChoice(index, text, self.text_logprobs, self.finish_reason)
 
 
 def _chat_events(generation: Generation) -> Callable[[TextChunk], list[reply.ChunkChoice]]:

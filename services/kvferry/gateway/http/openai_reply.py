@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -29,6 +29,7 @@ _ERROR_TYPES: Mapping[int, str] = {
     504: "timeout_error",
 }
 encode = msgspec.json.Encoder().encode
+L = TypeVar("L", "ChatLogprobs", "CompletionLogprobs")
 
 
 class PromptTokensDetails(Struct):
@@ -110,7 +111,8 @@ class Reply(Struct):
     object: str
     created: int
     model: str
-    choices: Sequence[Choice]
+    choices: Sequence[Choice | msgspec.Raw]
+    """Choices, or their JSON."""
     usage: Usage | UnsetType | None = UNSET
     """Token usage. In streams only if `include_usage` is set; null in all chunks except the last."""
     kvferry: dict[str, Any] | UnsetType = UNSET
@@ -202,6 +204,21 @@ def completion_logprobs(tokens: Sequence[SampledToken], spell: TokenBytes, offse
         offset += len(text)
     tops = [{_text(spell(i)): logprob for i, logprob in token.top} for token in tokens]
     return CompletionLogprobs(texts, [token.logprob or 0.0 for token in tokens], tops, offsets)
+
+
+def continued(total: L | None, more: L | None) -> L | None:
+    """Append the log-probabilities of later tokens to those of earlier ones, and return all."""
+    match total, more:
+        case ChatLogprobs(), ChatLogprobs():
+            total.content += more.content
+        case CompletionLogprobs(), CompletionLogprobs():
+            total.tokens += more.tokens
+            total.token_logprobs += more.token_logprobs
+            total.top_logprobs += more.top_logprobs
+            total.text_offset += more.text_offset
+        case _:
+            return more if total is None else total
+    return total
 
 
 def add_usage(total: Usage | None, chunk: TextChunk, *, first_sample: bool) -> Usage | None:
