@@ -80,7 +80,7 @@ class Gateway:
             instruments=self.instruments,
             room=None if pool is None else WaitingRoom(self.fleet, self._holding, self._waker),
         )
-        keys = ApiKeys.load(config.http.api_keys_file)
+        keys = ApiKeys.load(config.http.api_keys_file, clock)
         self.service = TextService(
             self.dispatcher,
             model,

@@ -4,7 +4,9 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvferry.core.errors import Unauthenticated, UsageError
+from kvferry.core.clock import Clock
+from kvferry.core.errors import Overloaded, Unauthenticated, UsageError
+from kvferry.gateway.http.key_guesses import MAX_WRONG_KEYS, KeyGuesses
 
 _SCHEME = "bearer "
 
@@ -12,37 +14,53 @@ _SCHEME = "bearer "
 class ApiKeys:
     """Maps API keys to tenants. Immutable; stores only SHA-256 digests of the keys and never logs a key."""
 
-    def __init__(self, tenants: Mapping[str, str] | None) -> None:
+    def __init__(self, tenants: Mapping[str, str] | None, clock: Clock) -> None:
         """
         Args:
             tenants: dictionary from key to tenant; `None` disables authentication, and all requests use the default
                 tenant.
         """
+        self._clock = clock
+        self._guesses = KeyGuesses()
         self._tenants = None if tenants is None else {_digest(key): tenant for key, tenant in tenants.items()}
 
     @classmethod
-    def load(cls, path: Path | None) -> "ApiKeys":
+    def load(cls, path: Path | None, clock: Clock) -> "ApiKeys":
         """Read a file of keys (`read_keys`); `None` disables authentication.
 
         Raises:
             UsageError: the file cannot be read, or a line is invalid; the message contains the line number, never the
                 line.
         """
-        return cls(None if path is None else read_keys(path))
+        return cls(None if path is None else read_keys(path), clock)
 
-    def tenant_of(self, authorization: str | None) -> str:
+    def tenant_of(self, authorization: str | None, address: str) -> str:
         """Return the tenant for the value of an `Authorization` header.
+
+        Args:
+            address: host of the client.
 
         Raises:
             Unauthenticated: authentication is enabled, and the key is missing or unknown.
+            Overloaded: too many unknown keys came from this address within the last minute.
         """
         if self._tenants is None:
             return ""
         if authorization is None or not authorization.lower().startswith(_SCHEME):
             raise Unauthenticated("no API key; send `Authorization: Bearer <key>`")
         # Looked up by digest, so that timing reveals nothing about a key's prefix.
-        tenant = self._tenants.get(_digest(authorization[len(_SCHEME) :].strip()))
-        if tenant is None:
+        digest, now = _digest(authorization[len(_SCHEME) :].strip()), self._clock.monotonic()
+        if wait := self._guesses.wait_seconds(address, digest, now):
+            raise Overloaded(
+                f"{MAX_WRONG_KEYS} unknown API keys came from {address} within a minute; retry in {wait:.0f} s",
+                reason="TOO_MANY_KEYS",
+                retry_after_seconds=wait,
+            )
+        tenant = self._tenants.get(digest)
+        if tenant is not None:
+            self._guesses.note_right(address, digest)
+        else:
+            self._guesses.note_wrong(address, now)
             raise Unauthenticated("unknown API key; ask this gateway's administrator for a valid key")
         return tenant
 

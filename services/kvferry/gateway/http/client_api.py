@@ -92,8 +92,10 @@ class ClientApi:
 
         Raises:
             Unauthenticated: the API key is missing or unknown.
+            Overloaded: too many unknown keys came from the client's address.
         """
-        tenant = self.service.tenant_of(request.headers.get("authorization"))
+        address = request.client.host if request.client is not None else ""
+        tenant = self.service.tenant_of(request.headers.get("authorization"), address)
         return Caller(request.scope["kvferry.request_id"], tenant, self.service.clock.monotonic())
 
     async def _models(self, request: Request) -> Response:

@@ -145,6 +145,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if num_bytes > self.limits.max_header_bytes or len(self.headers) > self.limits.max_headers:
             self._refused = self._too_large()
             raise self._refused  # the parser stops; `send_400_response` sends the response
+        self._refused = self._misframed()
+        if self._refused is not None:
+            raise self._refused
         if len(self.pipeline) >= self.limits.max_pipelined:
             self._refused = _Refused(400, f"more than {self.limits.max_pipelined} pipelined requests")
             raise self._refused
@@ -166,6 +169,17 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
         super().on_response_complete()
+
+    def _misframed(self) -> _Refused | None:
+        """Return the error of a request that a proxy and this server could read differently (RFC 9112, sections 3.2,
+        6.1); `None` if there is none. The parser rejects a Content-Length beside a Transfer-Encoding itself."""
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            return _Refused(501, "Transfer-Encoding must be chunked; send the body without another coding")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):
+            return _Refused(400, f"the request has {hosts} Host headers; send exactly one")
+        return None
 
     # -- error responses -------------------------------------------------------------------------------------------
 

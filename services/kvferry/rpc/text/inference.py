@@ -88,7 +88,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         for key, value in context.invocation_metadata() or ():
             if key == "authorization" and isinstance(value, str):
                 header = value
-        tenant = self._text.tenant_of(header)
+        tenant = self._text.tenant_of(header, _host_of(context.peer() or ""))
         prompts.check_model(self._text.model, model)
         return tenant
 
@@ -118,3 +118,8 @@ def inference_service(text: TextService) -> Service:
     """Create the Inference service, to be passed to `rpc.server.start_server`."""
     servicer = InferenceServicer(text)
     return Service(SERVICE_NAME, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server))
+
+
+def _host_of(peer: str) -> str:
+    """Return the host in gRPC's name of a peer, for example `ipv4:10.0.0.5:40000`."""
+    return peer.partition(":")[2].rpartition(":")[0]

@@ -20,7 +20,7 @@ LARGE_CHARS = 16_384
 milliseconds."""
 
 
-def _one_tenant(_authorization: str | None) -> str:
+def _one_tenant(_authorization: str | None, _address: str) -> str:
     return ""
 
 
@@ -35,8 +35,9 @@ class TextService:
     """Function that returns the workers' current context length in tokens, prompt and output; `None` selects the
     model's."""
     new_seed: prompts.DrawSeed = prompts.draw_seed
-    tenant_of: Callable[[str | None], str] = _one_tenant
-    """Function that returns the tenant for the value of an `authorization` header; raises Unauthenticated."""
+    tenant_of: Callable[[str | None, str], str] = _one_tenant
+    """Function that returns the tenant for the value of an `authorization` header and the client's host; raises
+    Unauthenticated and Overloaded."""
     process: TextProcess | None = None
     """Process in which large requests are read; `None` uses a thread."""
 

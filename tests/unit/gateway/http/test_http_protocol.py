@@ -162,6 +162,24 @@ async def test_pipelined_requests_are_bounded() -> None:
             await few.reader.readuntil(b"0\r\n\r\n")
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n", b"400"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n", b"400"),
+        (b"GET / HTTP/1.0\r\n", b"200"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n", b"501"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n", b"501"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: identity\r\n", None),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n", b"400"),
+    ],
+)
+async def test_a_request_that_a_proxy_could_read_differently_is_refused(head: bytes, status: bytes | None) -> None:
+    async with serving() as connect:
+        answer = await (await connect()).ask(head + (b"\r\n0\r\n\r\n" if b"chunked" in head else b"\r\n"))
+        assert answer.split(b" ")[1] in ((status,) if status else (b"400", b"501"))
+
+
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nhost:"], ids=["silent", "half a head"])
 async def test_a_connection_without_a_whole_head_is_closed(begun: bytes) -> None:
     async with serving() as connect:

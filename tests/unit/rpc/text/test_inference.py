@@ -131,7 +131,8 @@ async def test_cancelling_stops_all_samples(server, stub, source):
 
 
 async def test_a_caller_without_a_tenant_is_refused(source):
-    def tenant_of(header: str | None) -> str:
+    def tenant_of(header: str | None, address: str) -> str:
+        assert address == "127.0.0.1"
         if header != "Bearer good":
             raise Unauthenticated("no key")
         return "acme"
