@@ -4,7 +4,7 @@
 | --- | --- |
 | bytes and number of headers | response 431, connection closed |
 | bytes of chunk framing and trailers | connection closed; trailers are dropped: they must not authenticate |
-| seconds until the headers are complete | connection closed without a response |
+| seconds until the headers are complete, or a body to which the response was sent | connection closed |
 | seconds during which a client reads nothing | connection aborted; same effect as a client's disconnect |
 | number of connections | the connection that has been idle longest is closed; if none is idle, the new connection |
 """
@@ -112,6 +112,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.close()
 
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
     def _cancel_timers(self) -> None:
         for timer in (self._head_timer, self._read_timer):
             if timer is not None:
@@ -153,9 +158,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise self._refused
         self._in_head = False
         self._head_bytes = self._framing_bytes = 0
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+        self._cancel_head_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -164,10 +167,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_head = True
+        self._cancel_head_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
+        if not self._in_head and self._head_timer is None:  # the body is of no use any more, but may never end
+            self._head_timer = self.loop.call_later(self.limits.header_seconds, self._close_silent)
         super().on_response_complete()
 
     def _misframed(self) -> _Refused | None:

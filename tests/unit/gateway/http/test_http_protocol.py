@@ -22,9 +22,9 @@ def _none_seen() -> None:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the length of the body; `/large` with 32 MB."""
+    """Answers with the length of the body; `/large` with 32 MB; `/at-once` without reading the body."""
     body = b""
-    while True:
+    while scope["path"] != "/at-once":
         message = await receive()
         if message["type"] == "http.disconnect":
             return
@@ -194,6 +194,19 @@ async def test_half_a_second_head_is_closed_too() -> None:
         await connection.ask(GET)
         connection.writer.write(b"GET / HT")
         assert await connection.is_closed()
+
+
+async def test_a_body_that_nothing_reads_is_not_awaited_without_end() -> None:
+    async with serving() as connect:
+        connection = await connect()
+        head = b"POST /at-once HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
+        assert (await connection.ask(head + b"a")).startswith(b"HTTP/1.1 200")
+        assert await connection.is_closed()
+        connection = await connect()
+        assert (await connection.ask(head + b"a")).startswith(b"HTTP/1.1 200")
+        connection.writer.write(b"bcd")  # the end of the body: the connection is kept
+        await connection.reader.readuntil(b"0\r\n\r\n")
+        assert await connection.is_served()
 
 
 async def test_a_new_connection_replaces_the_one_that_was_idle_longest() -> None:
