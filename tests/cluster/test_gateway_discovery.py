@@ -19,10 +19,10 @@ from harness.servers.processes import a_worker, running
 from kvferry.core.clock import SystemClock
 from kvferry.gateway.config import FleetConfig, GatewayConfig, HoldConfig, HttpConfig, PoolName
 from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
-from kvferry.gateway.fleet.pool_api import ApiTrouble, PoolApi, Watch
+from kvferry.gateway.fleet.pool_api import ApiError, PoolApi, Watch
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.gateway import Gateway
-from kvferry.gateway.routing.discovery import News
+from kvferry.gateway.routing.discovery import Update
 from kvferry.gateway.routing.holding import Holding
 
 pytestmark = pytest.mark.cluster
@@ -240,10 +240,10 @@ class Heard:
     """What a source says, as it says it."""
 
     def __init__(self) -> None:
-        self.news: list[News] = []
+        self.news: list[Update] = []
 
     async def follow(self, source: EndpointSlices) -> None:
-        async for news in source.news():
+        async for news in source.updates():
             self.news.append(news)
 
     @property
@@ -267,12 +267,12 @@ async def following(api: PoolApi, **settings: Any) -> AsyncIterator[Heard]:
 async def test_a_version_that_the_server_has_forgotten_is_answered_with_a_list(slices):
     api = Troubled.connect(PoolName(slices.namespace, POOL))
     assert isinstance(api, Troubled)
-    api.answers = (Forgotten(), ApiTrouble("too old resource version", 410))
+    api.answers = (Forgotten(), ApiError("too old resource version", 410))
     async with following(api) as heard:
         await until(lambda: api.lists == 3 and api.last is not None)
         await asyncio.to_thread(slices.put, "d-0", "decode", "10.9.9.9:9100")
         await until(lambda: heard.names == ["d-0"])
-    assert not [news.trouble for news in heard.news if news.trouble], "that is no trouble"
+    assert not [news.failure for news in heard.news if news.failure], "that is no trouble"
 
 
 async def test_everything_is_listed_anew_every_so_often(slices):
@@ -287,11 +287,11 @@ async def test_a_server_that_is_away_takes_nothing_back_and_is_found_again(slice
         await asyncio.to_thread(slices.put, "d-0", "decode", "10.9.9.9:9100")
         await until(lambda: heard.names == ["d-0"] and api.last is not None)
         api.break_off()
-        await until(lambda: heard.news[-1].trouble.startswith("the API server cannot be reached"))
+        await until(lambda: heard.news[-1].failure.startswith("the API server cannot be reached"))
         assert heard.names == ["d-0"]
         await asyncio.to_thread(slices.put, "d-1", "decode", "10.9.9.8:9100")
         api.mend()
-        await until(lambda: heard.names == ["d-0", "d-1"] and not heard.news[-1].trouble)
+        await until(lambda: heard.names == ["d-0", "d-1"] and not heard.news[-1].failure)
 
 
 async def test_nothing_is_left_of_it_when_its_reader_stops(slices):
@@ -342,7 +342,7 @@ async def test_a_scaler_that_somebody_else_set_meanwhile_is_left_alone(slices, s
     found = api.scaler("decode")
     assert found is not None
     slices.kube.kubectl("scale", "poolrolescalers", f"{POOL}-decode", "-n", slices.namespace, "--replicas=3")
-    with pytest.raises(ApiTrouble) as conflict:
+    with pytest.raises(ApiError) as conflict:
         api.wake("decode", found["metadata"]["resourceVersion"])
     assert conflict.value.status == 409
     assert scalers("decode") == 3
@@ -355,11 +355,11 @@ async def test_trouble_with_waking_is_told(slices):
     holding = Holding(HoldConfig(), "x")
     waker = Waker(api, holding, CLOCK)
     with holding.held():
-        await waker.look()
-        assert waker.trouble == ""
+        await waker.check()
+        assert waker.failure == ""
         api._http = NOWHERE
-        await waker.look()
-    assert "cannot be reached" in waker.trouble
+        await waker.check()
+    assert "cannot be reached" in waker.failure
     api.close()
 
 

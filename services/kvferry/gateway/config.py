@@ -131,7 +131,7 @@ class FleetConfig:
     status_timeout_seconds: float = 2.0
     """Timeout of a status poll; a worker that exceeds it gets no new requests. A shorter timeout causes false alarms:
     status has a separate port, but shares CPU cores and the GIL with the engine."""
-    silent_looks: int = 2
+    silent_polls: int = 2
     """Number of consecutive unanswered status polls, with no token received between them, after which calls to the
     worker are cancelled. A single missed poll only diverts new requests; cancelled calls must be recomputed."""
     max_backoff_seconds: float = 2.0

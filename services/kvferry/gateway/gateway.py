@@ -205,7 +205,7 @@ class Gateway:
             pool=str(self._config.fleet.pool or ""),
             held=self._holding.num_held,
             source=self.membership.state,
-            wake_trouble="" if self._waker is None else self._waker.trouble,
+            wake_failure="" if self._waker is None else self._waker.failure,
             handoffs=self.instruments.peer_load_counts(),
         )
 

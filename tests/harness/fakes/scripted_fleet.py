@@ -73,8 +73,8 @@ async def scripted_fleet(
         async def sleep(seconds: float) -> None:
             # Instead of sleeping, wait until every worker has been polled again.
             slept.append(seconds)
-            seen = fleet.num_looks
-            await fleet.wait_until(lambda f: f.num_looks > seen + len(workers.all))
+            seen = fleet.num_polls
+            await fleet.wait_until(lambda f: f.num_polls > seen + len(workers.all))
 
         dispatcher = Dispatcher(
             fleet,

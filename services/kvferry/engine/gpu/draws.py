@@ -53,13 +53,13 @@ def draw(
     sent = to_device(torch.from_numpy(numbers), device)[:, :count]
     top_k, seed, stream, position = sent[:4].unbind()
     temperature, top_p, min_p = sent[4:].view(torch.float64).unbind()
-    wishes = lists_of(sequences, logits.shape[1])
-    if not wishes.is_empty:
-        parts = (wishes.bias, wishes.seen, wishes.generated, wishes.banned)
+    lists = lists_of(sequences, logits.shape[1])
+    if not lists.is_empty:
+        parts = (lists.bias, lists.seen, lists.generated, lists.banned)
         bias, seen, generated, banned = (_sent(part, device) for part in parts)
         own = ops.adjust_logits(own, Adjustments(bias, seen, generated, banned))
     tokens = ops.sample(own, Draws(temperature, top_k, top_p, min_p, seed, stream, position))
-    if not wishes.is_empty:
+    if not lists.is_empty:
         tokens = tokens.masked_fill(~own.amax(dim=1).isfinite(), NONE_LEFT)
     return tokens.masked_fill(best.index_select(0, rows) < 0, NOT_FINITE)
 

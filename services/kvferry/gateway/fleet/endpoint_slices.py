@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 
 from kvferry.core.clock import Clock
-from kvferry.gateway.fleet.pool_api import ApiTrouble, PoolApi, Watch
-from kvferry.gateway.routing.discovery import News, SliceCache, WatchEnded
+from kvferry.gateway.fleet.pool_api import ApiError, PoolApi, Watch
+from kvferry.gateway.routing.discovery import SliceCache, Update, WatchEnded
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ class EndpointSlices:
         self._clock = clock
         self._relist_seconds = relist_seconds
 
-    async def news(self) -> AsyncIterator[News]:
-        """Yield the pool's workers whenever they change; see `discovery.Source.news`."""
+    async def updates(self) -> AsyncIterator[Update]:
+        """Yield the pool's workers whenever they change; see `discovery.Source.updates`."""
         follower = _Follower(self._api, self._clock, self._relist_seconds)
         follower.start()
         try:
@@ -49,12 +49,12 @@ class _Follower:
         self._clock = clock
         self._relist_seconds = relist_seconds
         self._loop = asyncio.get_running_loop()
-        self._latest: News | None = None
+        self._latest: Update | None = None
         self._said = asyncio.Event()
         self._stopped = threading.Event()
         self._watching = threading.Lock()  # guards _watch: the loop's thread may stop it
         self._watch: Watch | None = None
-        self._in_trouble = True
+        self._has_failed = True
         self._thread = threading.Thread(target=self._run, name="endpoint-slices", daemon=True)
 
     # ------------------------------------------------------------------ the event loop's thread
@@ -62,11 +62,11 @@ class _Follower:
     def start(self) -> None:
         self._thread.start()
 
-    async def next(self) -> News:
+    async def next(self) -> Update:
         await self._said.wait()
         self._said.clear()
         latest, self._latest = self._latest, None
-        assert latest is not None  # `_hear` sets both
+        assert latest is not None  # `_receive` sets both
         return latest
 
     async def stop(self) -> None:
@@ -76,11 +76,11 @@ class _Follower:
                 self._watch.stop()
         await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
 
-    def _hear(self, news: News) -> None:
+    def _receive(self, update: Update) -> None:
         before = self._latest
-        if news.listings is None and before is not None:  # after a failure, the known listings stay
-            news = News(before.listings, news.trouble)
-        self._latest = news
+        if update.listings is None and before is not None:  # after a failure, the known listings stay
+            update = Update(before.listings, update.failure)
+        self._latest = update
         self._said.set()
 
     # ------------------------------------------------------------------ the follower's own thread
@@ -95,19 +95,19 @@ class _Follower:
                 if not cache.version or begun >= relist_at:
                     cache.replace(self._api.list_slices())
                     relist_at = begun + self._relist_seconds
-                    self._say(News(cache.listings()))
+                    self._publish(Update(cache.listings()))
                 self._follow(cache, relist_at - begun)
             except WatchEnded as ended:
                 _log.info("%s", ended)
-            except ApiTrouble as trouble:
-                if trouble.status == 410:
+            except ApiError as failure:
+                if failure.status == 410:
                     cache.version = ""
                 else:
-                    self._say(News(None, str(trouble)))
+                    self._publish(Update(None, str(failure)))
             except Exception as error:  # a bug must not stop the thread
                 _log.exception("watching the pool's EndpointSlices failed unexpectedly")
                 cache.version = ""
-                self._say(News(None, f"unexpected {type(error).__name__}; the log has the details"))
+                self._publish(Update(None, f"unexpected {type(error).__name__}; the log has the details"))
             if self._clock.monotonic() - begun > _MAX_PAUSE_SECONDS:
                 pause = _FIRST_PAUSE_SECONDS
             self._stopped.wait(pause)
@@ -120,16 +120,16 @@ class _Follower:
                 if self._stopped.is_set():
                     return
             try:
-                if self._in_trouble:
-                    self._say(News(cache.listings()))
+                if self._has_failed:
+                    self._publish(Update(cache.listings()))
                 for event in watch:
                     if cache.apply(event):
-                        self._say(News(cache.listings()))
+                        self._publish(Update(cache.listings()))
             finally:
                 with self._watching:
                     self._watch = None
 
-    def _say(self, news: News) -> None:
-        self._in_trouble = bool(news.trouble)
+    def _publish(self, update: Update) -> None:
+        self._has_failed = bool(update.failure)
         with suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(self._hear, news)
+            self._loop.call_soon_threadsafe(self._receive, update)

@@ -38,7 +38,7 @@ class Fleet:
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._is_running = False
         self._change = asyncio.Event()
-        self.num_looks = 0
+        self.num_polls = 0
         """Number of completed status polls of all workers, including failed polls."""
         self.follow(static_listings(config))
 
@@ -177,7 +177,7 @@ class Fleet:
             await member.close(politely=member.has_left and self._is_running)
 
     async def _watch(self, member: Member) -> None:
-        backoff, silent_looks = _FIRST_BACKOFF_SECONDS, 0
+        backoff, silent_polls = _FIRST_BACKOFF_SECONDS, 0
         while not (member.has_left and not member.held):
             member.wake.clear()
             suspicions, answers = member.num_suspicions, member.num_answers
@@ -188,16 +188,16 @@ class Fleet:
                     error.message if isinstance(error, Unauthenticated) else f"{error.code().name}: {error.details()}"
                 )
                 # A worker that still sends tokens is busy, not lost, even if its status is late.
-                silent_looks = silent_looks + 1 if member.num_answers == answers else 0
-                if silent_looks >= self._config.silent_looks:
+                silent_polls = silent_polls + 1 if member.num_answers == answers else 0
+                if silent_polls >= self._config.silent_polls:
                     member.lose_calls()
                 delay = backoff
                 backoff = min(2 * backoff, self._config.max_backoff_seconds)
             else:
                 member.saw(status, clears_suspicion=member.num_suspicions == suspicions)
                 delay = self._config.status_interval_seconds
-                backoff, silent_looks = _FIRST_BACKOFF_SECONDS, 0
-            self.num_looks += 1
+                backoff, silent_polls = _FIRST_BACKOFF_SECONDS, 0
+            self.num_polls += 1
             self._announce()
             with suppress(TimeoutError):
                 # Not asyncio.wait_for: before Python 3.12 it can lose a cancellation that coincides with the event.

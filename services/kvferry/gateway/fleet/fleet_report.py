@@ -18,7 +18,7 @@ def fleet_report(
     pool: str,
     held: int,
     source: SourceState,
-    wake_trouble: str,
+    wake_failure: str,
     handoffs: Mapping[str, int],
 ) -> dict[str, Any]:
     """Build the JSON object that `GET /fleet` returns."""
@@ -27,7 +27,7 @@ def fleet_report(
         "pool": pool,
         "held": held,
         "source": {"state": source.state.value, "detail": source.detail},
-        "waking": {"detail": wake_trouble},
+        "waking": {"detail": wake_failure},
         "handoffs": dict(handoffs),
         "workers": [_worker(view) for view in views],
     }

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import cast
 
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.routing.discovery import News, Source
+from kvferry.gateway.routing.discovery import Source, Update
 
 _log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 1.0
@@ -48,7 +48,7 @@ class Membership:
         self._fleet = fleet
         self._source = source
         self._has_heard = False
-        self._trouble = ""
+        self._failure = ""
 
     @property
     def state(self) -> SourceState:
@@ -56,8 +56,8 @@ class Membership:
         if self._source is None:
             return SourceState(Knowledge.LISTED)
         if not self._has_heard:
-            return SourceState(Knowledge.UNKNOWN, self._trouble or "the pool has not been read yet")
-        return SourceState(Knowledge.STALE if self._trouble else Knowledge.FOLLOWED, self._trouble)
+            return SourceState(Knowledge.UNKNOWN, self._failure or "the pool has not been read yet")
+        return SourceState(Knowledge.STALE if self._failure else Knowledge.FOLLOWED, self._failure)
 
     def notes(self) -> list[str]:
         """Return the problems of the source, for `/ready`; empty if there are none."""
@@ -73,25 +73,25 @@ class Membership:
             try:
                 # The protocol declares an iterator, but this is an async generator: closing it stops the source's
                 # thread.
-                stream = cast("AsyncGenerator[News, None]", self._source.news())
+                stream = cast("AsyncGenerator[Update, None]", self._source.updates())
                 async with aclosing(stream) as updates:
-                    async for news in updates:
-                        self._take(news)
+                    async for update in updates:
+                        self._take(update)
                 self._note_failure("the source ended")
             except Exception as error:  # requests continue with the last known workers
                 _log.exception("the source of workers failed unexpectedly")
                 self._note_failure(f"{type(error).__name__}: {error}")
             await asyncio.sleep(_AGAIN_SECONDS)
 
-    def _take(self, news: News) -> None:
-        if news.listings is not None:
+    def _take(self, update: Update) -> None:
+        if update.listings is not None:
             self._has_heard = True
-            self._fleet.follow(news.listings)
-        self._note_failure(news.trouble)
+            self._fleet.follow(update.listings)
+        self._note_failure(update.failure)
 
-    def _note_failure(self, trouble: str) -> None:
-        if trouble and not self._trouble:
-            _log.warning("the list of workers may be stale: %s", trouble)
-        elif self._trouble and not trouble:
+    def _note_failure(self, failure: str) -> None:
+        if failure and not self._failure:
+            _log.warning("the list of workers may be stale: %s", failure)
+        elif self._failure and not failure:
             _log.info("the list of workers is current again")
-        self._trouble = trouble
+        self._failure = failure

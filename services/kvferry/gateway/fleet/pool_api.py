@@ -28,7 +28,7 @@ _MAX_BYTES = 64 << 20
 _MAX_MESSAGE_CHARS = 300
 
 
-class ApiTrouble(Exception):
+class ApiError(Exception):
     """A request to the API server failed; the message contains the reason."""
 
     def __init__(self, message: str, status: int = 0) -> None:
@@ -52,7 +52,7 @@ class Watch:
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         """
         Raises:
-            ApiTrouble: the connection was lost, or an event is too large.
+            ApiError: the connection was lost, or an event is too large.
         """
         rest = b""
         parts = self._response.stream(amt=None, decode_content=True)
@@ -60,12 +60,12 @@ class Watch:
             try:
                 part = next(parts, None)
             except Exception as error:  # from urllib3, sockets or http.client; all are handled the same way
-                raise ApiTrouble(f"the watch was interrupted: {_short(error)}") from error
+                raise ApiError(f"the watch was interrupted: {_short(error)}") from error
             if part is None:
                 return
             *lines, rest = (rest + part).split(b"\n")
             if len(rest) > _MAX_BYTES:
-                raise ApiTrouble(f"an event has more than {_MAX_BYTES} bytes")
+                raise ApiError(f"an event has more than {_MAX_BYTES} bytes")
             for line in filter(None, lines):
                 yield _object(line)
 
@@ -124,7 +124,7 @@ class PoolApi:
         """List all EndpointSlices of the pool.
 
         Raises:
-            ApiTrouble: the request failed.
+            ApiError: the request failed.
         """
         return self._ask("GET", self._slices(""))
 
@@ -132,7 +132,7 @@ class PoolApi:
         """Watch for changes after resource version `version` for about `seconds` seconds.
 
         Raises:
-            ApiTrouble: the request failed; status 410 if `version` has expired.
+            ApiError: the request failed; status 410 if `version` has expired.
         """
         query = f"&watch=1&allowWatchBookmarks=true&resourceVersion={version}&timeoutSeconds={max(1, round(seconds))}"
         return Watch(self._request("GET", self._slices(query), _SILENCE_SECONDS))
@@ -141,12 +141,12 @@ class PoolApi:
         """Return the `PoolRoleScaler` object of a role; `None` if it does not exist.
 
         Raises:
-            ApiTrouble: the request failed.
+            ApiError: the request failed.
         """
         try:
             return self._ask("GET", self._scaler(role))
-        except ApiTrouble as trouble:
-            if trouble.status == 404:
+        except ApiError as failure:
+            if failure.status == 404:
                 return None
             raise
 
@@ -154,7 +154,7 @@ class PoolApi:
         """Set a role's replica count to 1, if its scaler still has resource version `version`.
 
         Raises:
-            ApiTrouble: the request failed; status 409 if the scaler has changed since.
+            ApiError: the request failed; status 409 if the scaler has changed since.
         """
         body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": 1}}
         self._ask("PATCH", f"{self._scaler(role)}/scale?fieldManager={FIELD_MANAGER}", body)
@@ -171,10 +171,10 @@ class PoolApi:
         response = self._request(method, path, _ANSWER_SECONDS, body)
         try:
             return _object(response.read(_MAX_BYTES))
-        except ApiTrouble:
+        except ApiError:
             raise
         except Exception as error:
-            raise ApiTrouble(f"the API server's response was interrupted: {_short(error)}") from error
+            raise ApiError(f"the API server's response was interrupted: {_short(error)}") from error
         finally:
             response.close()
 
@@ -195,7 +195,7 @@ class PoolApi:
                 retries=False,
             )
         except Exception as error:  # from urllib3, sockets or an unreadable token file
-            raise ApiTrouble(f"the API server cannot be reached: {_short(error)}") from error
+            raise ApiError(f"the API server cannot be reached: {_short(error)}") from error
         if response.status >= 300:
             try:
                 said = response.read(4096).decode(errors="replace")
@@ -203,7 +203,7 @@ class PoolApi:
                 said = _short(error)
             finally:
                 response.close()
-            raise ApiTrouble(_refusal(method, path, response.status, said), response.status)
+            raise ApiError(_refusal(method, path, response.status, said), response.status)
         return response
 
     def _credentials(self) -> dict[str, str]:
@@ -223,9 +223,9 @@ def _object(text: bytes) -> Mapping[str, Any]:
     try:
         read = json.loads(text)
     except ValueError as error:
-        raise ApiTrouble("the API server's response is not JSON") from error
+        raise ApiError("the API server's response is not JSON") from error
     if not isinstance(read, dict):
-        raise ApiTrouble("the API server's response is not a JSON object")
+        raise ApiError("the API server's response is not a JSON object")
     return read
 
 

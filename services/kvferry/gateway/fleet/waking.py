@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from kvferry.core.clock import Clock
-from kvferry.gateway.fleet.pool_api import ApiTrouble, PoolApi
+from kvferry.gateway.fleet.pool_api import ApiError, PoolApi
 from kvferry.gateway.routing.holding import ROLES, Holding, Scaler, WakePolicy
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Waker:
         self._is_wanted = asyncio.Event()
         self.num_wakes = 0
         """Number of times that a role was scaled from 0 to 1."""
-        self.trouble = ""
+        self.failure = ""
         """Error of the last check; empty if it succeeded or none was needed."""
 
     def want(self) -> None:
@@ -45,18 +45,18 @@ class Waker:
             await self._is_wanted.wait()
             self._is_wanted.clear()
             while self._holding.num_held:
-                await self.look()
+                await self.check()
                 await self._sleep(_LOOK_SECONDS)
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Read the scalers of all roles once; set the replica counts of those that `WakePolicy` chooses to 1."""
-        troubles: list[str] = []
+        failures: list[str] = []
         scalers: list[Scaler] = []
         for role in ROLES:
             try:
                 found = await asyncio.to_thread(self._api.scaler, role)
-            except ApiTrouble as trouble:
-                troubles.append(str(trouble))
+            except ApiError as failure:
+                failures.append(str(failure))
                 continue
             scaler = None if found is None else Scaler.read(role, found)
             if scaler is not None:
@@ -64,13 +64,13 @@ class Waker:
         for scaler in self._policy.choose(scalers, num_held=self._holding.num_held, now=self._clock.monotonic()):
             try:
                 await asyncio.to_thread(self._api.wake, scaler.role, scaler.version)
-            except ApiTrouble as trouble:
-                if trouble.status != _CONFLICT:  # conflict: the scaler was changed by a different writer
-                    troubles.append(str(trouble))
+            except ApiError as failure:
+                if failure.status != _CONFLICT:  # conflict: the scaler was changed by a different writer
+                    failures.append(str(failure))
             else:
                 self.num_wakes += 1
                 _log.info("pool %s: scaled role %s from 0 to 1", self._api.pool, scaler.role)
-        heard = "; ".join(troubles)
-        if heard and heard != self.trouble:
-            _log.warning("pool %s cannot be scaled up from zero: %s", self._api.pool, heard)
-        self.trouble = heard
+        combined = "; ".join(failures)
+        if combined and combined != self.failure:
+            _log.warning("pool %s cannot be scaled up from zero: %s", self._api.pool, combined)
+        self.failure = combined

@@ -75,8 +75,8 @@ class HttpServer:
         Raises:
             UsageError: the address is invalid or cannot be bound.
         """
-        logging.getLogger("asyncio").addFilter(_is_news)
-        logging.getLogger("uvicorn.error").addFilter(_is_news)
+        logging.getLogger("asyncio").addFilter(_is_relevant)
+        logging.getLogger("uvicorn.error").addFilter(_is_relevant)
         asyncio.get_running_loop().set_exception_handler(_RareAcceptErrors())
         bound = _bind(address, field)
         settings = uvicorn.Config(
@@ -126,7 +126,7 @@ class _QuietUvicorn(uvicorn.Server):
         yield
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     return record.msg not in _SUPPRESSED
 
 

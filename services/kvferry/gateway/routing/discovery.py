@@ -44,19 +44,19 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class Update:
     """An update from a source of workers."""
 
     listings: tuple[Listing, ...] | None = None
     """All workers; `None` if they are unknown, in which case the last known workers stay."""
-    trouble: str = ""
+    failure: str = ""
     """Reason why the list is unknown or may be stale; empty if it is current."""
 
 
 class Source(Protocol):
     """A source of workers: yields all workers of a fleet whenever they change."""
 
-    def news(self) -> AsyncIterator[News]:
+    def updates(self) -> AsyncIterator[Update]:
         """Return an endless stream of updates; closing the iterator releases the source's thread and connections."""
         ...
 

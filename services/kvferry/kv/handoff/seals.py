@@ -1,4 +1,4 @@
-"""What a worker tells other workers about its pages, in the form that it seals with the pool's ticket key. Pure.
+"""Messages between workers about their pages, in the form that is sealed with the pool's ticket key. Pure.
 
     seal = [ key id 4 B ][ MAC 32 B ] over the MessagePack array of the fields
 

@@ -10,7 +10,7 @@
 A process gets only the key of its own role, so that a gateway cannot call what is reserved for workers or operators.
 The MAC is BLAKE3, keyed with the role's key, over method and audience; the audience is the `host:port` that the caller
 dials. A token that was sent to one address is therefore rejected at every other address, also if the first address
-meanwhile belongs to a different process. Tokens neither encrypt nor bind the content of a message: whoever can read
+meanwhile belongs to a different process. Tokens neither encrypt nor bind the content of a message: anyone who can read
 and alter the traffic between two pods needs to be kept out by the network or by TLS. The encoding is fixed by
 tests/golden/call_keys.json.
 """

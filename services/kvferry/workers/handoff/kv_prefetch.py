@@ -64,14 +64,14 @@ class KvPrefetcher:
         try:
             async with open_channel(request.prefill_address) as channel:
                 stub = kv_transfer_pb2_grpc.KvTransferStub(signed(channel, self._signer, request.prefill_address))
-                async for news in stub.WatchBlocks(asked, timeout=_SECONDS):
-                    self._keyring.check(_sealed_content(request, number, news), news.seal)
+                async for report in stub.WatchBlocks(asked, timeout=_SECONDS):
+                    self._keyring.check(_sealed_content(request, number, report), report.seal)
                     number += 1
-                    count = len(news.names)
-                    if list(news.names) == names[:count]:
+                    count = len(report.names)
+                    if list(report.names) == names[:count]:
                         num_reported = 0  # the prompt was preempted and restarted from its first block
-                    is_match = names[num_reported : num_reported + count] == list(news.names)
-                    lengths = {len(news.block_ids), len(news.epochs), len(news.digests or news.epochs)}
+                    is_match = names[num_reported : num_reported + count] == list(report.names)
+                    lengths = {len(report.block_ids), len(report.epochs), len(report.digests or report.epochs)}
                     if not is_match or lengths != {count}:
                         _log.warning(
                             "worker %s reported blocks of a different prompt",
@@ -80,7 +80,7 @@ class KvPrefetcher:
                         )
                         break
                     num_reported += count
-                    fetched += await self._fetch(request, tokens, names[:num_reported], news)
+                    fetched += await self._fetch(request, tokens, names[:num_reported], report)
         except grpc.aio.AioRpcError as error:
             _log.info("KV prefetch ended: %s", error.details(), extra={"request_id": request.request_id})
         except TicketRejected as error:
@@ -92,7 +92,7 @@ class KvPrefetcher:
         request: decode_pb2.PrefetchKvRequest,
         tokens: Sequence[int],
         names: Sequence[BlockHash],
-        news: kv_transfer_pb2.WatchBlocksResponse,
+        report: kv_transfer_pb2.WatchBlocksResponse,
     ) -> int:
         own = self._context
         size = own.layout.block_tokens
@@ -105,18 +105,18 @@ class KvPrefetcher:
             fingerprint=own.layout.fingerprint,
             tenant=request.tenant,
             tokens_digest=b"",
-            num_tokens=len(news.block_ids) * size,
-            block_ids=tuple(news.block_ids),
-            epochs=tuple(news.epochs),
+            num_tokens=len(report.block_ids) * size,
+            block_ids=tuple(report.block_ids),
+            epochs=tuple(report.epochs),
             expires_wall=own.clock.wall() + _SECONDS,
             held=False,
-            digests=tuple(news.digests),
+            digests=tuple(report.digests),
         )
         outcome = await own.loop.prefetch_kv(
             KvPrefetchRequest(
                 request_id=RequestId(f"{request.request_id}/ahead/{uuid4().hex[:8]}"),
                 source=FetchSource(ticket, 0),
-                first_block=len(names) - len(news.block_ids),
+                first_block=len(names) - len(report.block_ids),
                 names=tuple(names),
                 tokens=tuple(tokens[: len(names) * size]),
             )
@@ -127,15 +127,15 @@ class KvPrefetcher:
 
 
 def _sealed_content(
-    request: decode_pb2.PrefetchKvRequest, number: int, news: kv_transfer_pb2.WatchBlocksResponse
+    request: decode_pb2.PrefetchKvRequest, number: int, report: kv_transfer_pb2.WatchBlocksResponse
 ) -> BlocksSeal:
     """Return the fields of message `number` that its seal covers."""
     return BlocksSeal(
         request.ticket_id,
         request.prefill.incarnation,
         number,
-        tuple(news.block_ids),
-        tuple(news.epochs),
-        tuple(news.names),
-        tuple(news.digests),
+        tuple(report.block_ids),
+        tuple(report.epochs),
+        tuple(report.names),
+        tuple(report.digests),
     )

@@ -275,8 +275,8 @@ async def test_a_worker_too_busy_to_answer_keeps_the_streams_whose_tokens_come()
         worker = fleet.workers.decode[0]
 
         async def once_a_look() -> None:
-            seen = fleet.fleet.num_looks
-            await fleet.fleet.wait_until(lambda f: f.num_looks > seen)
+            seen = fleet.fleet.num_polls
+            await fleet.fleet.wait_until(lambda f: f.num_polls > seen)
 
         worker.step = once_a_look
         async with aclosing(fleet.dispatcher.stream(ask())) as events:
@@ -391,8 +391,8 @@ async def test_a_request_waits_for_a_worker_that_is_just_coming_back(pair):
     worker.ready = False
     await pair.fleet.wait_until(lambda f: not f.views()[1].takes_work)
     task = asyncio.create_task(collect(pair, ask()))
-    seen = pair.fleet.num_looks
-    await pair.fleet.wait_until(lambda f: f.num_looks > seen + 4)
+    seen = pair.fleet.num_polls
+    await pair.fleet.wait_until(lambda f: f.num_polls > seen + 4)
     assert not task.done()
     worker.ready = True
     check(await task, ask())

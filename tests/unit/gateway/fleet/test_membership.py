@@ -16,7 +16,7 @@ from kvferry.gateway.config import Endpoint
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.fleet_report import fleet_report
 from kvferry.gateway.fleet.membership import Knowledge, Membership
-from kvferry.gateway.routing.discovery import Listing, News
+from kvferry.gateway.routing.discovery import Listing, Update
 from kvferry.v1 import decode_pb2
 
 
@@ -72,7 +72,7 @@ async def test_who_joins_is_watched_and_who_leaves_is_forgotten(three):
     assert fleet.view(workers.decode[0].address) is None
     with pytest.raises(KeyError):
         fleet.prefill(workers.prefill[0].address)
-    fleet.suspect(workers.prefill[0].address, "a late failure is no trouble")
+    fleet.suspect(workers.prefill[0].address, "a late failure is no failure")
 
 
 async def test_who_stays_keeps_what_is_known_of_it(three):
@@ -96,9 +96,9 @@ async def test_running_calls_of_one_that_leaves_go_on_to_their_end(three):
         request.sampling.max_tokens = 3
         call = held.watch(fleet.decode(worker.address).Run(request, timeout=20))
         begun = asyncio.ensure_future(call.read())
-        looks = fleet.num_looks
+        polls = fleet.num_polls
         fleet.follow([])
-        await until(fleet, lambda f: f.num_looks > looks + 3)
+        await until(fleet, lambda f: f.num_polls > polls + 3)
         assert fleet.views()[0].why_not == "removed from the pool"
         gate.set()
         assert (await begun).tokens
@@ -137,8 +137,8 @@ async def test_one_that_is_being_stopped_gets_nothing_new_and_keeps_what_runs(th
         assert fleet.candidates().decode == ()
         assert not fleet.may_recover()
         assert not held.why_lost
-        looks = fleet.num_looks
-        await until(fleet, lambda f: f.num_looks > looks + 3)
+        polls = fleet.num_polls
+        await until(fleet, lambda f: f.num_polls > polls + 3)
         assert fleet.views()[0].in_flight == 1
 
 
@@ -198,11 +198,11 @@ class ScriptedSource:
     """Says what the test puts in; an exception in its place is raised."""
 
     def __init__(self) -> None:
-        self.lines: asyncio.Queue[News | Exception | None] = asyncio.Queue()
+        self.lines: asyncio.Queue[Update | Exception | None] = asyncio.Queue()
         self.num_opened = 0
         self.num_closed = 0
 
-    async def news(self):
+    async def updates(self):
         self.num_opened += 1
         try:
             while True:
@@ -223,15 +223,15 @@ async def test_a_source_that_fails_changes_nothing_and_says_so(three):
     assert membership.state.state is Knowledge.UNKNOWN
     assert "has not been read" in membership.notes()[0]
     running = asyncio.create_task(membership.run())
-    source.lines.put_nowait(News((listing(workers.decode[0]),)))
+    source.lines.put_nowait(Update((listing(workers.decode[0]),)))
     await until(fleet, lambda f: bool(f.views()) and f.views()[0].takes_work)
     assert membership.state.state is Knowledge.FOLLOWED
     assert membership.notes() == []
-    source.lines.put_nowait(News(None, "the API server cannot be reached"))
+    source.lines.put_nowait(Update(None, "the API server cannot be reached"))
     await soon(lambda: membership.state.state is Knowledge.STALE)
     assert fleet.views()[0].takes_work
     assert membership.notes() == ["pool: the API server cannot be reached; the last known workers are used"]
-    source.lines.put_nowait(News((listing(workers.decode[0]),)))
+    source.lines.put_nowait(Update((listing(workers.decode[0]),)))
     await soon(lambda: membership.state.state is Knowledge.FOLLOWED)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -244,10 +244,10 @@ async def test_a_source_that_ends_or_breaks_is_asked_again(three, line):
     source = ScriptedSource()
     membership = Membership(fleet, source)
     running = asyncio.create_task(membership.run())
-    source.lines.put_nowait(News((listing(workers.decode[0]),)))
+    source.lines.put_nowait(Update((listing(workers.decode[0]),)))
     await until(fleet, lambda f: bool(f.views()))
     source.lines.put_nowait(line)
-    source.lines.put_nowait(News(()))
+    source.lines.put_nowait(Update(()))
     await until(fleet, lambda f: not f.views())
     assert source.num_opened == 2
     running.cancel()
@@ -268,7 +268,7 @@ async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
         pool="ns/p",
         held=2,
         source=Membership(pair.fleet, None).state,
-        wake_trouble="not allowed",
+        wake_failure="not allowed",
         gateway="00ff",
         handoffs={"fetched": 3},
     )

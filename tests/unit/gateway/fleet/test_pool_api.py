@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from kvferry.cli.commands.gateway import command
 from kvferry.core.errors import UsageError
 from kvferry.gateway.config import PoolName
-from kvferry.gateway.fleet.pool_api import ApiTrouble, PoolApi, Watch
+from kvferry.gateway.fleet.pool_api import ApiError, PoolApi, Watch
 
 
 class Response:
@@ -48,13 +48,13 @@ def test_events_are_lines_however_they_are_cut():
     ],
 )
 def test_what_is_no_event_ends_the_watch(parts, why):
-    with Watch(Response(*parts)) as watch, pytest.raises(ApiTrouble, match=why):
+    with Watch(Response(*parts)) as watch, pytest.raises(ApiError, match=why):
         list(watch)
 
 
 def test_an_event_without_an_end_is_given_up(monkeypatch):
     monkeypatch.setattr("kvferry.gateway.fleet.pool_api._MAX_BYTES", 100)
-    with Watch(Response(b"x" * 60, b"x" * 60)) as watch, pytest.raises(ApiTrouble, match="more than 100 bytes"):
+    with Watch(Response(b"x" * 60, b"x" * 60)) as watch, pytest.raises(ApiError, match="more than 100 bytes"):
         list(watch)
 
 

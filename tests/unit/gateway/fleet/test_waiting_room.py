@@ -19,7 +19,7 @@ from kvferry.gateway.config import DispatchConfig, Endpoint, HoldConfig, PoolNam
 from kvferry.gateway.dispatch import calls
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.fleet.pool_api import ApiTrouble
+from kvferry.gateway.fleet.pool_api import ApiError
 from kvferry.gateway.fleet.waiting_room import WaitingRoom
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.lifecycle.sample_run import SampleRun
@@ -140,7 +140,7 @@ class ScriptedApi:
     def __init__(self, **scalers: Any) -> None:
         self.scalers = scalers
         self.wakes: list[tuple[str, str]] = []
-        self.wake_error: ApiTrouble | None = None
+        self.wake_error: ApiError | None = None
 
     def scaler(self, role: str) -> Any:
         found = self.scalers.get(role)
@@ -165,39 +165,39 @@ async def test_waiting_wakes_each_role_that_may_be_woken_once():
     holding = Holding(HoldConfig(), "ns/p")
     api = ScriptedApi(prefill=asleep("3"), decode=asleep("4"))
     waker = Waker(api, holding, CLOCK)  # type: ignore[arg-type]
-    await waker.look()
+    await waker.check()
     assert api.wakes == []
     with holding.held():
-        await waker.look()
-        await waker.look()
+        await waker.check()
+        await waker.check()
     assert api.wakes == [("prefill", "3"), ("decode", "4")]
-    assert (waker.num_wakes, waker.trouble) == (2, "")
+    assert (waker.num_wakes, waker.failure) == (2, "")
 
 
 async def test_trouble_is_logged_once_and_told_until_it_is_over(caplog):
     holding = Holding(HoldConfig(), "ns/p")
-    api = ScriptedApi(prefill=ApiTrouble("refused with 403", 403), decode=asleep())
+    api = ScriptedApi(prefill=ApiError("refused with 403", 403), decode=asleep())
     waker = Waker(api, holding, CLOCK)  # type: ignore[arg-type]
     with holding.held():
-        await waker.look()
-        await waker.look()
-        assert waker.trouble == "refused with 403"
-        assert api.wakes == [("decode", "1")], "one role's trouble is not another's"
+        await waker.check()
+        await waker.check()
+        assert waker.failure == "refused with 403"
+        assert api.wakes == [("decode", "1")], "one role's failure is not another's"
         api.scalers["prefill"] = None
-        await waker.look()
-        assert waker.trouble == ""
+        await waker.check()
+        assert waker.failure == ""
     assert len([record for record in caplog.records if "cannot be scaled up" in record.message]) == 1
 
 
-@pytest.mark.parametrize(("status", "trouble"), [(409, ""), (403, "no")])
-async def test_a_scaler_that_changed_meanwhile_is_no_trouble(status, trouble):
+@pytest.mark.parametrize(("status", "failure"), [(409, ""), (403, "no")])
+async def test_a_scaler_that_changed_meanwhile_is_no_trouble(status, failure):
     holding = Holding(HoldConfig(), "ns/p")
     api = ScriptedApi(decode=asleep())
-    api.wake_error = ApiTrouble("no", status)
+    api.wake_error = ApiError("no", status)
     waker = Waker(api, holding, CLOCK)  # type: ignore[arg-type]
     with holding.held():
-        await waker.look()
-    assert (waker.trouble, waker.num_wakes) == (trouble, 0)
+        await waker.check()
+    assert (waker.failure, waker.num_wakes) == (failure, 0)
 
 
 async def test_it_looks_as_long_as_anybody_waits():

@@ -27,7 +27,7 @@ class BreakerEvent(StrEnum):
 
     SUCCEED = "succeed"
     TRIP = "trip"
-    LOOK = "look"
+    PROBE = "probe"
 
 
 BREAKER_MACHINE = Machine(
@@ -37,7 +37,7 @@ BREAKER_MACHINE = Machine(
     table={
         (BreakerState.CLOSED, BreakerEvent.SUCCEED): BreakerState.CLOSED,
         (BreakerState.CLOSED, BreakerEvent.TRIP): BreakerState.OPEN,
-        (BreakerState.OPEN, BreakerEvent.LOOK): BreakerState.HALF_OPEN,
+        (BreakerState.OPEN, BreakerEvent.PROBE): BreakerState.HALF_OPEN,
         (BreakerState.HALF_OPEN, BreakerEvent.SUCCEED): BreakerState.CLOSED,
         (BreakerState.HALF_OPEN, BreakerEvent.TRIP): BreakerState.OPEN,
     },
@@ -79,11 +79,11 @@ class Breaker:
         """Whether requests may be sent, that is, the breaker is closed."""
         return self._state is BreakerState.CLOSED
 
-    def look(self, now: float) -> bool:
+    def probe(self, now: float) -> bool:
         """Return whether the caller must probe the server now and report the result with `looked`."""
         if self._state is not BreakerState.OPEN or now < self._open_until:
             return False
-        self._state = BREAKER_MACHINE.next(self._state, BreakerEvent.LOOK)
+        self._state = BREAKER_MACHINE.next(self._state, BreakerEvent.PROBE)
         return True
 
     def succeeded(self) -> None:
@@ -105,7 +105,7 @@ class Breaker:
         if self._failures >= self._times.failures and self._waited_seconds >= self._times.patience_seconds:
             self._trip(now)
 
-    def looked(self, now: float, *, alive: bool) -> None:
+    def probed(self, now: float, *, alive: bool) -> None:
         """Record the result of a probe.
 
         Raises:

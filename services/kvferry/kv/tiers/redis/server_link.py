@@ -171,7 +171,7 @@ class Link:
             raise BreakerOpen(f"tier {self._options.text}: the tier is closed")
         if self._breaker.passes:
             return
-        if self._breaker.look(self._clock.monotonic()):
+        if self._breaker.probe(self._clock.monotonic()):
             self._looker = threading.Thread(target=self._look, name="kv-redis-probe", daemon=True)
             self._looker.start()
         raise BreakerOpen(f"tier {self._options.text}: did not answer recently; its circuit breaker is open")
@@ -187,7 +187,7 @@ class Link:
         except (ConnectionLost, OSError):
             pass
         with self._lock:
-            self._breaker.looked(self._clock.monotonic(), alive=alive)
+            self._breaker.probed(self._clock.monotonic(), alive=alive)
         if alive:
             _log.info("tier %s answers again", self._options.text)
 

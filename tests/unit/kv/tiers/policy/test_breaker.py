@@ -1,4 +1,4 @@
-"""The breaker: opens after failures in a row, lets one look, closes when it is back."""
+"""The breaker: opens after failures in a row, lets one probe through, closes when it is back."""
 
 import pytest
 from hypothesis import given
@@ -50,18 +50,18 @@ def test_timeouts_count_by_what_they_cost() -> None:
 def test_one_looks_at_a_time_and_the_backoff_doubles_up_to_its_cap() -> None:
     breaker, now = opened(), 0.0
     for backoff in (1.0, 2.0, 4.0, 5.0, 5.0):
-        assert not breaker.look(now + backoff - 0.01)
+        assert not breaker.probe(now + backoff - 0.01)
         now += backoff
-        assert breaker.look(now)
-        assert not breaker.look(now), "another one looks"
+        assert breaker.probe(now)
+        assert not breaker.probe(now), "another one probes"
         assert not breaker.passes
-        breaker.looked(now, alive=False)
-    assert breaker.look(now + 5.0)
-    breaker.looked(now + 5.0, alive=True)
+        breaker.probed(now, alive=False)
+    assert breaker.probe(now + 5.0)
+    breaker.probed(now + 5.0, alive=True)
     assert breaker.passes
     for _ in range(3):
         breaker.failed(100.0, INFINITE)
-    assert breaker.look(101.0), "the backoff begins anew"
+    assert breaker.probe(101.0), "the backoff begins anew"
 
 
 def test_what_began_before_it_opened_changes_nothing() -> None:
@@ -69,7 +69,7 @@ def test_what_began_before_it_opened_changes_nothing() -> None:
     breaker.failed(0.5, INFINITE)
     breaker.succeeded()
     assert breaker.state is BreakerState.OPEN
-    assert breaker.look(1.0)
+    assert breaker.probe(1.0)
     breaker.failed(1.0, INFINITE)
     breaker.succeeded()
     assert breaker.state is BreakerState.HALF_OPEN
@@ -77,10 +77,10 @@ def test_what_began_before_it_opened_changes_nothing() -> None:
 
 def test_a_verdict_that_nobody_owed_is_a_mistake() -> None:
     with pytest.raises(InvariantBroken):
-        opened().looked(0.0, alive=True)
+        opened().probed(0.0, alive=True)
 
 
-@given(st.lists(st.sampled_from(["ok", "fail", "look", "alive", "dead", "wait"]), max_size=60))
+@given(st.lists(st.sampled_from(["ok", "fail", "probe", "alive", "dead", "wait"]), max_size=60))
 def test_requests_pass_exactly_when_it_is_closed(steps: list[str]) -> None:
     breaker, now, looking, in_a_row = Breaker(TIMES), 0.0, False, 0
     for step in steps:
@@ -92,10 +92,10 @@ def test_requests_pass_exactly_when_it_is_closed(steps: list[str]) -> None:
             breaker.failed(now, INFINITE)
             in_a_row += 1
             assert breaker.passes == (was_closed and in_a_row < TIMES.failures)
-        elif step == "look":
-            looking = breaker.look(now) or looking
+        elif step == "probe":
+            looking = breaker.probe(now) or looking
         elif step in ("alive", "dead") and looking:
-            breaker.looked(now, alive=step == "alive")
+            breaker.probed(now, alive=step == "alive")
             looking = False
             in_a_row = 0
         elif step == "wait":
