@@ -1,6 +1,8 @@
 """A GGUF file is read exactly, or refused with a clear word: never another exception, a hang or a huge allocation."""
 
+import contextlib
 import struct
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from kvferry.core.errors import ModelFileError
 from kvferry.model import tiny
 from kvferry.model.files.gguf_file import GgufModel
-from kvferry.model.files.gguf_header import read_header
+from kvferry.model.files.gguf_header import Array, read_header
 from kvferry.model.source import ModelSource, open_model
 from kvferry.model.text.byte_level import CHARACTER_OF
 from kvferry.model.text.tokenizer_files import tokenizer_from_gguf
@@ -263,6 +265,68 @@ def test_a_configuration_that_cannot_be_served_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelFileError, match=message):
         GgufModel(write_tiny(tmp_path / "t.gguf", pairs))
+
+
+def numbers(code: int, count: int, each: int) -> bytes:
+    return string("k") + struct.pack("<IIQ", 9, code, count) + bytes(count * each)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        header([numbers(0, 1 << 24, 1)], []),
+        header([numbers(7, 1 << 24, 1)], []),
+        header([numbers(12, 1 << 21, 8)], []),
+        header([numbers(8, 1 << 21, 8)], []),
+        header([numbers(8, 1 << 22, 8)], []),
+        header([string("k") + struct.pack("<IQ", 8, 17 << 20) + b"x" * (17 << 20)], []),
+        header([string(f"{i:x}") + struct.pack("<I?", 7, True) for i in range(1 << 18)], []),
+        header([], [tensor(f"{i:x}", [1], 0, 32 * i) for i in range(1 << 17)], 32 << 17),
+        header([string("k") + struct.pack("<IIQ", 9, 9, 1) * (1 << 16)], []),
+        header([string("k") + struct.pack("<IIQ", 9, 10, 1 << 40)], []),
+    ],
+    ids=["bytes", "bools", "doubles", "strings", "more-strings", "string", "pairs", "tensors", "nested", "2^40"],
+)
+def test_a_header_takes_little_more_than_its_own_size(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(ModelFileError):
+            read_header(data, Path("large.gguf"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(data) + (64 << 10)
+
+
+def test_more_merges_than_tokens_could_need_are_refused(good: Path) -> None:
+    model = GgufModel(good)
+    pairs = dict(model.pairs)
+    many = string("tokenizer.ggml.merges") + struct.pack("<IIQ", 9, 8, 5000) + string("a b") * 5000
+    pairs |= read_header(header([many], []), good).pairs
+    with pytest.raises(ModelFileError, match="merges has 5000 strings; at most 4144 are expected"):
+        tokenizer_from_gguf(pairs, model.config, "x.gguf")
+
+
+@pytest.mark.parametrize("key", ["tokens", "merges"])
+def test_strings_that_are_not_text_are_refused(good: Path, key: str) -> None:
+    model = GgufModel(good)
+    damaged = string(f"tokenizer.ggml.{key}") + struct.pack("<IIQQ", 9, 8, 1, 2) + b"\xff\xfe"
+    pairs = {**model.pairs, **read_header(header([damaged], []), good).pairs}
+    with pytest.raises(ModelFileError, match=f"{key} is not UTF-8"):
+        tokenizer_from_gguf(pairs, model.config, "x.gguf")
+
+
+def test_arrays_are_read_from_the_file_when_they_are_used() -> None:
+    words = string("w") + struct.pack("<IIQ", 9, 8, 2) + string("a") + string("b")
+    counts = string("n") + struct.pack("<IIQ3h", 9, 3, 3, -1, 0, 7)
+    flags = string("f") + struct.pack("<IIQ2?", 9, 7, 2, True, False)
+    pairs = read_header(header([words, counts, flags], []), Path("x.gguf")).pairs
+    w, n, f = pairs["w"], pairs["n"], pairs["f"]
+    assert isinstance(w, Array)
+    assert isinstance(n, Array)
+    assert isinstance(f, Array)
+    assert (w.strings(), n.numbers().tolist(), f.numbers().tolist()) == (["a", "b"], [-1, 0, 7], [1, 0])
+    assert (w.numbers().tolist(), n.strings(), len(w)) == ([], [], 2)
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:

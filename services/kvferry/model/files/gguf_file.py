@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvferry.core.errors import ModelFileError
 from kvferry.model.config import ModelConfig
 from kvferry.model.files.dequantize import dequantize
-from kvferry.model.files.gguf_header import Header, TensorInfo, Value, read_header
+from kvferry.model.files.gguf_header import Array, Header, TensorInfo, Value, read_header
 from kvferry.model.files.regular_file import map_file
 from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, Shape, Stored, check_shapes
 
@@ -138,7 +138,7 @@ class _Fields:
             raise ModelFileError(f"{self._path}: hidden size {hidden} is not divisible by {heads} heads")
         head_dim = self._whole(f"{a}.attention.key_length", hidden // heads)
         tokens = self._pairs.get("tokenizer.ggml.tokens")
-        vocab_size = len(tokens) if isinstance(tokens, list) else 0
+        vocab_size = len(tokens) if isinstance(tokens, Array) else 0
         declared = self._whole(f"{a}.vocab_size", vocab_size or None)
         if vocab_size and declared != vocab_size:
             raise ModelFileError(f"{self._path}: {vocab_size} tokens are listed but {a}.vocab_size is {declared}")

@@ -8,6 +8,9 @@
 A string is [ bytes u64 ][ UTF-8 ]; all little-endian. Extents are stored innermost first. Format: the ggml project's
 docs/gguf.md. The reader of the `gguf` library takes 2 s for a vocabulary of 49,152 and does not check counts; this
 parser takes tens of milliseconds.
+
+Memory: an array stays in the file until its values are used (`Array`), and the numbers of pairs, tensors and strings
+are limited. Therefore a header takes a few times its own size at most, whatever its counts say.
 """
 
 import math
@@ -16,18 +19,27 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.core.errors import ModelFileError
 
 Scalar = int | float | bool | str
-Value = Scalar | list[Scalar]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _MAX_DIMS = 4
 _MAX_NAME_BYTES = 1024
 _MAX_ALIGNMENT = 1 << 16
+_MAX_PAIRS = 1 << 16
+_MAX_TENSORS = 1 << 16
+_MAX_STRINGS = 1 << 21
+"""Longest array of strings; the largest vocabularies have 2^18 tokens and 2^19 merges."""
+_MAX_STRING_BYTES = 16 << 20
+"""Longest single string, for example a chat template."""
 
 TENSOR_TYPES = {
     0: ("F32", 1, 4),
@@ -71,6 +83,48 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Array:
+    """An array among the header's values. Its values are read from the file on each use."""
+
+    data: mmap.mmap | bytes
+    """The whole file."""
+    code: str
+    """Type of the numbers, as in `struct`; `s` for strings."""
+    count: int
+    start: int
+    """Offset of the first value from the start of the file."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __repr__(self) -> str:
+        return f"<array of {self.count} values>"
+
+    def numbers(self) -> npt.NDArray[np.generic]:
+        """Return the numbers as a read-only view of the file; empty for an array of strings."""
+        count = 0 if self.code == "s" else self.count
+        code = "B" if self.code in "s?" else self.code
+        return np.frombuffer(self.data, dtype="<" + code, count=count, offset=self.start)
+
+    def strings(self) -> list[str]:
+        """Decode the strings; empty for an array of numbers.
+
+        Raises:
+            UnicodeDecodeError: a string is not UTF-8.
+        """
+        data, at, found = self.data, self.start, []
+        unpack = _LENGTH.unpack_from
+        for _ in range(self.count if self.code == "s" else 0):
+            end = at + 8 + unpack(data, at)[0]
+            found.append(data[at + 8 : end].decode("utf-8"))
+            at = end
+        return found
+
+
+Value = Scalar | Array
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """Key-value pairs and tensor table of a GGUF file."""
 
@@ -94,10 +148,10 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> Header:
     version = cursor.unpack("I")
     if version not in _VERSIONS:
         raise cursor.damaged(f"version {version} is not supported (2 and 3 are)")
-    num_tensors, num_pairs = cursor.count("Q", 24), cursor.count("Q", 13)
+    num_tensors, num_pairs = cursor.count(33, _MAX_TENSORS), cursor.count(13, _MAX_PAIRS)
     pairs: dict[str, Value] = {}
     for _ in range(num_pairs):
-        key = cursor.string(_MAX_NAME_BYTES)
+        key = cursor.string(_MAX_NAME_BYTES, "name")
         if key in pairs:
             raise cursor.damaged(f"key {key!r} appears twice")
         pairs[key] = cursor.value(key)
@@ -107,7 +161,7 @@ def read_header(data: mmap.mmap | bytes, path: Path) -> Header:
 
 def _read_tensor(cursor: "_Cursor") -> TensorInfo:
     """Parse an entry of the tensor table; the result's `start` is still relative to the start of the data."""
-    name = cursor.string(_MAX_NAME_BYTES)
+    name = cursor.string(_MAX_NAME_BYTES, "name")
     num_dims = cursor.unpack("I")
     if not 1 <= num_dims <= _MAX_DIMS:
         raise cursor.damaged(f"tensor {name!r} has {num_dims} dimensions")
@@ -164,30 +218,36 @@ class _Cursor:
             " Download the file again"
         )
 
-    def take(self, num_bytes: int) -> bytes:
-        end = self.position + num_bytes
+    def skip(self, num_bytes: int) -> int:
+        """Step over `num_bytes` without reading them, and return the offset of the first."""
+        start, end = self.position, self.position + num_bytes
         if end > self.size:
-            raise self.damaged(f"{num_bytes} bytes are expected, but {self.size - self.position} are left")
-        taken = self._data[self.position : end]
+            raise self.damaged(f"{num_bytes} bytes are expected, but {self.size - start} are left")
         self.position = end
-        return taken
+        return start
+
+    def take(self, num_bytes: int) -> bytes:
+        start = self.skip(num_bytes)
+        return self._data[start : start + num_bytes]
 
     def unpack(self, code: str) -> int:
         (value,) = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))
         return int(value)
 
-    def count(self, code: str, least_bytes_each: int) -> int:
-        """Read a count and check that this many entries of at least `least_bytes_each` bytes fit in the rest of the
-        file."""
-        number = self.unpack(code)
+    def count(self, least_bytes_each: int, most: int | None = None) -> int:
+        """Read a count, and check that it is at most `most` and that this many entries of at least `least_bytes_each`
+        bytes fit in the rest of the file."""
+        number = self.unpack("Q")
         if number > (self.size - self.position) // least_bytes_each:
             raise self.damaged(f"its count of {number} entries exceeds the file's size")
+        if most is not None and number > most:
+            raise self.damaged(f"its count of {number} entries is more than {most}")
         return number
 
-    def string(self, max_bytes: int | None = None) -> str:
+    def string(self, max_bytes: int, what: str) -> str:
         length = self.unpack("Q")
-        if max_bytes is not None and length > max_bytes:
-            raise self.damaged(f"a name of {length} bytes")
+        if length > max_bytes:
+            raise self.damaged(f"a {what} of {length} bytes, where at most {max_bytes} bytes are expected")
         try:
             return self.take(length).decode("utf-8")
         except UnicodeDecodeError:
@@ -203,32 +263,27 @@ class _Cursor:
         if element not in _SCALARS:
             raise self.damaged(f"key {key!r} is an array of type {element}")
         code = _SCALARS[element]
-        number = self.count("Q", struct.calcsize("<" + code))
-        return list(struct.unpack(f"<{number}{code}", self.take(number * struct.calcsize("<" + code))))
+        size = struct.calcsize("<" + code)
+        number = self.count(size)
+        return Array(self._data, code, number, self.skip(number * size))
 
     def _scalar(self, kind: int, key: str) -> Scalar:
         if kind == _STRING:
-            return self.string()
+            return self.string(_MAX_STRING_BYTES, "string")
         if kind not in _SCALARS:
             raise self.damaged(f"key {key!r} has type {kind}")
         (value,) = struct.unpack("<" + _SCALARS[kind], self.take(struct.calcsize("<" + _SCALARS[kind])))
         scalar: Scalar = value
         return scalar
 
-    def _strings(self) -> list[Scalar]:
-        """Read an array of strings in a single loop without calls, since a vocabulary has 10^5 strings."""
-        number = self.count("Q", 8)
-        data, at, size = self._data, self.position, self.size
-        unpack = struct.Struct("<Q").unpack_from
-        strings: list[Scalar] = []
-        try:
-            for _ in range(number):
-                end = at + 8 + unpack(data, at)[0]
-                if end > size:
-                    raise self.damaged(f"string {len(strings)} of {number} is cut short")
-                strings.append(data[at + 8 : end].decode("utf-8"))
-                at = end
-        except (struct.error, UnicodeDecodeError):
-            raise self.damaged(f"string {len(strings)} of {number} is cut short or not UTF-8") from None
+    def _strings(self) -> Array:
+        """Step over an array of strings in a single loop without calls, since a vocabulary has 10^5 strings."""
+        number = self.count(8, _MAX_STRINGS)
+        data, start, size = self._data, self.position, self.size
+        unpack = _LENGTH.unpack_from
+        at = start
+        for index in range(number):
+            if at + 8 > size or (at := at + 8 + unpack(data, at)[0]) > size:
+                raise self.damaged(f"string {index} of {number} is cut short")
         self.position = at
-        return strings
+        return Array(data, "s", number, start)

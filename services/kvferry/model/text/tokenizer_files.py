@@ -13,11 +13,13 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from kvferry.core.errors import ModelFileError
 from kvferry.model.config import ModelConfig
-from kvferry.model.files.gguf_header import Value
+from kvferry.model.files.gguf_header import Array, Value
 from kvferry.model.files.regular_file import read_file
 from kvferry.model.text.tokenizer import Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4
+_MERGES_PER_TOKEN = 16
+"""Most merges per token of the vocabulary; published vocabularies have fewer than 3."""
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -76,9 +78,12 @@ def tokenizer_from_gguf(pairs: Mapping[str, Value], config: ModelConfig, where: 
         known = ", ".join(_PRE_TOKENIZERS)
         raise ModelFileError(f"{where}: pre-tokenizer {pre!r} is not supported; supported are {known}")
     tokens = _strings(pairs, "tokenizer.ggml.tokens", where)
-    merges = [_pair(merge, where) for merge in _strings(pairs, "tokenizer.ggml.merges", where)]
-    types = pairs.get("tokenizer.ggml.token_type")
-    if not isinstance(types, list) or len(types) != len(tokens):
+    # The number of tokens is that of the embedding's rows; a limit in tokens is therefore one in the file's bytes.
+    most_merges = _MERGES_PER_TOKEN * len(tokens)
+    merges = [_pair(merge, where) for merge in _strings(pairs, "tokenizer.ggml.merges", where, most_merges)]
+    stored_types = pairs.get("tokenizer.ggml.token_type")
+    types = stored_types.numbers().tolist() if isinstance(stored_types, Array) else []
+    if len(types) != len(tokens):
         raise ModelFileError(f"{where}: tokenizer.ggml.token_type does not match the {len(tokens)} tokens")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
@@ -121,11 +126,19 @@ def _checked(
     return tokenizer
 
 
-def _strings(pairs: Mapping[str, Value], key: str, where: str) -> list[str]:
-    values = pairs.get(key)
-    if not isinstance(values, list) or not values or not isinstance(values[0], str):
+def _strings(pairs: Mapping[str, Value], key: str, where: str, most: int | None = None) -> list[str]:
+    array = pairs.get(key)
+    if not isinstance(array, Array):
         raise ModelFileError(f"{where}: {key} is missing or not a list of strings")
-    return [str(value) for value in values]
+    if most is not None and len(array) > most:
+        raise ModelFileError(f"{where}: {key} has {len(array)} strings; at most {most} are expected")
+    try:
+        values = array.strings()
+    except UnicodeDecodeError as error:
+        raise ModelFileError(f"{where}: a string of {key} is not UTF-8: {error.reason}") from None
+    if not values:
+        raise ModelFileError(f"{where}: {key} is missing or not a list of strings")
+    return values
 
 
 def _pair(merge: str, where: str) -> tuple[str, str]:
