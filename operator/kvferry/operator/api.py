@@ -39,6 +39,7 @@ PLURALS = {
     "NetworkPolicy": "networkpolicies",
     "PodMonitor": "podmonitors",
     "InferencePool": "inferencepools",
+    names.EXTENSION_KIND: "inferencepools",
     "PoolRoleScaler": "poolrolescalers",
     "Lease": "leases",
     "Event": "events",
@@ -220,6 +221,19 @@ class KubeApi:
             if refusal.status == 409 and refusal.reason == "ALREADYEXISTS":
                 return None
             raise
+
+    def would_create(self, manifest: Mapping[str, Any]) -> bool:
+        """Return whether no object of this kind and name exists, without reading or writing it: by a dry run of its
+        creation, which needs only the permission to create."""
+        path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
+        query = {"fieldManager": names.FIELD_MANAGER, "dryRun": "All"}
+        try:
+            self._call("POST", path, manifest["kind"], query, manifest, "application/json")
+        except ApiRefusal as refusal:
+            if refusal.status == 409 and refusal.reason == "ALREADYEXISTS":
+                return False
+            raise
+        return True
 
     def replace(self, manifest: Mapping[str, Any]) -> Json:
         """Replace an object if its `resourceVersion` still equals that in `manifest`."""

@@ -13,7 +13,7 @@ from kvferry.operator.apply.executor import Executor, PoolTarget
 from kvferry.operator.plan.actions import Action, Outcome
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
-from kvferry.operator.process.watches import WATCHED
+from kvferry.operator.process.watches import POLLED, WATCHED
 from kvferry.operator.reconcile import Reconciler
 
 KEY = Key("team", "chat")
@@ -169,8 +169,11 @@ class Cluster:
         before = len(self.api.writes)
         store = Store()
         for (_, kind, _), held in list(self.api.objects.items()):
-            if kind in WATCHED and held.get("apiVersion") != "inference.networking.k8s.io/v1":
-                store.take(kind, copy.deepcopy(held), gone=False)
+            watched = names.kind_of(held)
+            if watched in WATCHED or watched in POLLED:
+                store.take(watched, copy.deepcopy(held), gone=False)
+        keys = ("v1", "Secret", names.keys_secret(KEY.pool))
+        store.take_keys(KEY, missing=keys not in self.api.objects)
         store.take_report(KEY, self.report)
         self.clock.now += 1
         self.again = self.reconciler.reconcile(KEY, store.facts(KEY))

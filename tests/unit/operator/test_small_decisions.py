@@ -17,6 +17,7 @@ from kvferry.operator.plan.process.lease import LeaseTimes, may_take, released, 
 from kvferry.operator.plan.revisions import next_number, record, recorded, superfluous
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store, WorkerReport
+from kvferry.operator.pool.ownership import version_of
 from kvferry.operator.pool.spec import parse_pool, pods_of
 from kvferry.operator.preview.preview import preview, read_pool
 from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
@@ -252,13 +253,55 @@ def test_a_store_tells_news_from_repetition():
     assert store.take("InferencePool", status, gone=False) == (KEY, False)
 
 
+def at(order: int, thing: dict) -> dict:
+    return {**thing, "metadata": {**thing["metadata"], "resourceVersion": str(order)}}
+
+
 def test_an_older_word_does_not_undo_a_newer_one():
     store = Store()
-    store.take("Deployment", deployment(generation=2), gone=False)
-    assert store.take("Deployment", deployment(generation=1), gone=False) == (KEY, False)
-    store.take("PoolRoleScaler", scaler(5, generation=2), gone=False)
-    store.take("PoolRoleScaler", scaler(1, generation=1), gone=False)
+    store.take("Deployment", at(2, deployment()), gone=False)
+    assert store.take("Deployment", at(1, deployment()), gone=False) == (KEY, False)
+    store.take("PoolRoleScaler", at(2, scaler(5)), gone=False)
+    store.take("PoolRoleScaler", at(1, scaler(1)), gone=False)
     assert store.facts(KEY).scalers["decode"].replicas == 5
+
+
+def test_the_late_answer_to_a_write_does_not_bring_back_what_was_deleted():
+    store = Store()
+    store.take("InferencePool", body(), gone=False)
+    store.take("Service", at(3, service()), gone=True)
+    assert store.take("Service", at(2, service()), gone=False) == (KEY, False)
+    assert store.names("Service") == set()
+    assert store.take("Service", at(4, service()), gone=False) == (KEY, True)
+    assert store.take("Service", at(3, service()), gone=True) == (KEY, False)
+    assert store.names("Service") == {("team", "chat")}
+
+
+def managed(*entries: tuple[str, str, dict]) -> dict:
+    fields = [{"manager": m, "operation": o, "time": "t", "fieldsV1": f} for m, o, f in entries]
+    return {"metadata": {"resourceVersion": "7", "managedFields": fields}}
+
+
+def test_the_version_of_an_object_is_that_of_the_fields_that_the_operator_applied():
+    ours = (names.FIELD_MANAGER, "Apply", {"f:spec": {"f:ports": {}}})
+    version = version_of(managed(ours))
+    assert version_of(managed(ours, ("kubectl", "Update", {"f:spec": {"f:other": {}}}))) == version
+    assert version_of(managed(ours, (names.FIELD_MANAGER, "Update", {"f:metadata": {}}))) == version
+    assert version_of(managed((names.FIELD_MANAGER, "Apply", {"f:spec": {}}), ("kubectl", "Update", {}))) != version
+    assert version_of(managed(("kubectl", "Update", {}))) not in (version, "")
+    assert version_of({"metadata": {"resourceVersion": "7"}}) == "7"
+
+
+def test_what_lost_its_owner_reference_is_still_of_the_pool():
+    store = Store()
+    store.take("InferencePool", body(), gone=False)
+    lost = deployment()
+    lost["metadata"] |= managed((names.FIELD_MANAGER, "Apply", {}))["metadata"] | {"ownerReferences": []}
+    store.take("Deployment", lost, gone=False)
+    assert store.facts(KEY).owned_by("u-1").deployments
+    lost["metadata"] |= managed(("kubectl", "Update", {}))["metadata"] | {"resourceVersion": "8"}
+    store.take("Deployment", lost, gone=False)
+    assert not store.facts(KEY).owned_by("u-1").deployments
 
 
 def test_what_is_gone_is_forgotten():

@@ -37,7 +37,8 @@ from kvferry.operator.plan.deletion_cost import changed_costs
 from kvferry.operator.plan.pod_diagnostics import troubles
 from kvferry.operator.plan.revisions import superfluous
 from kvferry.operator.pool import names
-from kvferry.operator.pool.facts import Key, owner_of
+from kvferry.operator.pool.facts import Key
+from kvferry.operator.pool.ownership import is_orphan, owner_of
 from kvferry.operator.pool.spec import Json
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class Executor:
         Args:
             instance: identity of the operator, for events.
             stamp: returns the wall-clock time as RFC 3339 text.
-            applied: called with every object that `ApplyObject` has stored, on the thread that executes.
+            applied: called with every object that was applied or created, or was found to exist, on the thread that
+                executes.
         """
         self._api = api
         self._instance = instance
@@ -112,7 +114,9 @@ class Executor:
                 return self._apply(action)
             case CreateKeys():
                 data = {name: base64.b64encode(secrets.token_hex(32).encode()).decode() for name in action.entries}
-                return Done(action, self._api.create({**action.manifest, "data": data}))
+                created = self._api.create({**action.manifest, "data": data})
+                self._applied(created or action.manifest)
+                return Done(action, created)
             case CreateRecord():
                 return self._create_record(pool, action)
             case SeedScaler():
@@ -150,7 +154,8 @@ class Executor:
         if found is None:
             return
         is_terminating = "deletionTimestamp" in found["metadata"]
-        if owner_of(found) != owner_of(manifest) or is_terminating:
+        is_ours = owner_of(found) == owner_of(manifest) or is_orphan(found)
+        if not is_ours or is_terminating:
             owners = found["metadata"].get("ownerReferences") or ()
             pools = {owner["name"] for owner in owners if owner["kind"] == "InferencePool"}
             # The object belongs to an earlier pool of the same name and has not been garbage-collected yet.
@@ -165,6 +170,7 @@ class Executor:
             if found is None or owner_of(found) != pool.uid:
                 raise NameTaken(action.target, is_terminating=False)
             stored = found
+        self._applied(stored)
         return Done(action, stored)
 
     def _seed(self, action: SeedScaler) -> Done:

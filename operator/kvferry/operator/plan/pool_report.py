@@ -118,8 +118,6 @@ def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[l
 def again_seconds(ctx: PlanContext, memory: Memory, waiting_for: str, *, is_refused: bool) -> float:
     """Return the seconds until the next pass, for changes that no watch reports."""
     waits = []
-    if memory.keys_until > ctx.now:  # otherwise the spec has its own Secret, or creating one was rejected
-        waits.append(memory.keys_until - ctx.now)
     if any(role.scaling.mode == "Auto" for role in ctx.pool.spec.roles):
         waits.append(_AUTOSCALE_SECONDS)
     if ctx.report is not None and _fresh_report(ctx, memory) is None:

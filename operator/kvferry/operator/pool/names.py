@@ -1,12 +1,18 @@
 """Names in the Kubernetes API: kinds, labels, annotations, conditions, field managers."""
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 GROUP = "kvferry.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 POOLS = "inferencepools"
 SCALERS = "poolrolescalers"
+POOL_KIND = "InferencePool"
+EXTENSION_KIND = "ExtensionPool"
+"""Name in the operator for the kind InferencePool of the Gateway API Inference Extension."""
+EXTENSION_GROUP = "inference.networking.k8s.io"
 
 FIELD_MANAGER = "kvferry-operator"
 SEED_MANAGER = "kvferry-operator-seed"
@@ -15,7 +21,7 @@ AUTOSCALER_MANAGER = "kvferry-autoscaler"
 GATEWAY_MANAGER = "kvferry-gateway"
 """Field manager of gateways, which scale a role from 0 to 1 when they receive a request."""
 PROBE_MANAGER = "kvferry-operator-watch-probe"
-"""Field manager of the watch probe, which marks a pool's status to verify the watch of pools."""
+"""Field manager of the watch probe, which marks objects to verify their watches."""
 OWN_MANAGERS = frozenset({FIELD_MANAGER, SEED_MANAGER, AUTOSCALER_MANAGER, GATEWAY_MANAGER})
 """Field managers of kvferry; conflicts between them are forced."""
 
@@ -64,6 +70,12 @@ class Condition(StrEnum):
     """True if all objects of the pool were applied."""
     GATEWAY_INTEGRATION = "GatewayIntegration"
     """True if an InferencePool of the Gateway API Inference Extension selects the gateway pods."""
+
+
+def kind_of(manifest: Mapping[str, Any]) -> str:
+    """Return the kind of an object; `EXTENSION_KIND` for the InferencePool of the inference extension."""
+    is_extension = str(manifest["apiVersion"]).startswith(f"{EXTENSION_GROUP}/")
+    return EXTENSION_KIND if is_extension else str(manifest["kind"])
 
 
 def role_object(pool: str, role: str) -> str:

@@ -17,6 +17,7 @@ from kvferry.operator.process.census import Census
 from kvferry.operator.process.config import OperatorConfig
 from kvferry.operator.process.discovery import OptionalKinds, wait_for_definitions
 from kvferry.operator.process.health import HealthServer
+from kvferry.operator.process.keys_probe import KeysProbe
 from kvferry.operator.process.leader import Leader
 from kvferry.operator.process.reports import Reports
 from kvferry.operator.process.watch_probe import WatchProbe
@@ -68,7 +69,9 @@ class Operator:
             default_image=config.default_image,
             installed=self._optional.installed,
         )
-        self._census = Census(api, self._store, config.namespaces, self._saw, self._workers.enqueue)
+        installed = self._optional.installed
+        self._census = Census(api, self._store, config.namespaces, self._saw, self._workers.enqueue, installed)
+        self._keys = KeysProbe(api, self._store, clock, self._workers.enqueue)
         self._leads = False
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -147,6 +150,8 @@ class Operator:
             asyncio.create_task(self._probe.run(), name="watch probe"),
             asyncio.create_task(self._optional.run(self._config.discovery_seconds), name="discovery"),
             asyncio.create_task(self._census.run(), name="census"),
+            asyncio.create_task(self._census.poll(), name="census of optional kinds"),
+            asyncio.create_task(self._keys.run(), name="keys"),
             asyncio.create_task(reports.run(), name="gateway reports"),
         }
 
@@ -163,7 +168,8 @@ class Operator:
         await kopf.run_tasks(tasks, ignored=others)
 
     def _saw(self, kind: str, body: Mapping[str, Any], gone: bool) -> None:
-        self._probe.saw(kind, body, gone)
+        if kind in watches.WATCHED:
+            self._probe.saw(kind, body, gone)
         key, changed = self._store.take(kind, body, gone=gone)
         if key is not None and changed:
             self._workers.enqueue(key)

@@ -10,6 +10,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError
 from kvferry.operator.api import KubeApi
 from kvferry.operator.plan.process.work_queue import WorkQueue
+from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
 from kvferry.operator.process.instruments import Instruments
 from kvferry.operator.reconcile import Installed, Reconciler
@@ -69,9 +70,16 @@ class Workers:
             await self._reconcile(key)
 
     def _applied(self, body: Mapping[str, Any]) -> None:
-        """Store the result of an apply before the watch delivers it. Called on the thread of a reconcile."""
-        if body["kind"] in ("Deployment", "PoolRoleScaler"):
-            self._loop.call_soon_threadsafe(lambda: self._store.take(body["kind"], body, gone=False))
+        """Store the result of a write before the watch delivers it. Called on the thread of a reconcile."""
+        self._loop.call_soon_threadsafe(self._store_applied, body)
+
+    def _store_applied(self, body: Mapping[str, Any]) -> None:
+        if body["kind"] == "Secret":
+            self._store.take_keys(
+                Key(body["metadata"]["namespace"], body["metadata"]["labels"][names.LABEL_POOL]), missing=False
+            )
+        else:
+            self._store.take(names.kind_of(body), body, gone=False)
 
     async def _reconcile(self, key: Key) -> None:
         facts = self._store.facts(key)

@@ -285,11 +285,20 @@ def test_a_first_plan_writes_the_record_before_its_deployments():
     assert plan_pool(ctx) == plan
 
 
-@pytest.mark.parametrize(
-    ("keys_until", "seconds"), [(float("-inf"), 600.0), (99.0, 600.0), (105.0, 5.0), (690.0, 590.0)]
-)
-def test_a_pool_with_its_own_keys_has_no_pass_for_them(keys_until, seconds):
-    memory = Memory("u-1", 0.0, 0.0, 0.0, keys_until=keys_until)
+def test_a_settled_pool_has_no_pass_but_the_resync():
+    memory = Memory("u-1", 0.0, 0.0)
     ctx = PlanContext(pool(), PoolFacts(), memory, 0, {}, IMAGE, frozenset(), 100.0, "now")
-    assert again_seconds(ctx, memory, "", is_refused=False) == seconds
-    assert again_seconds(ctx, memory, "pods", is_refused=False) == min(5.0, seconds)
+    assert again_seconds(ctx, memory, "", is_refused=False) == 600.0
+    assert again_seconds(ctx, memory, "pods", is_refused=False) == 5.0
+
+
+def test_every_object_that_is_deleted_is_written_again_at_the_next_pass():
+    cluster = Cluster(OPTIONAL, gateway={"inferenceExtension": "Auto"})
+    cluster.settle()
+    children = [place for place in cluster.api.objects if place[:2] != (names.API_VERSION, "InferencePool")]
+    assert len({kind for _, kind, _ in children}) == 12
+    for place in children:
+        del cluster.api.objects[place]
+        cluster.reconcile()
+        assert place in cluster.api.objects, place
+        cluster.settle()
