@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import msgspec
+
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.operator.api import KubeApi
@@ -73,6 +75,8 @@ class Reconciler:
         status = body.get("status") or {}
         try:
             pool = parse_pool(body)
+            if memory.keys:  # newer than those of the status, which may not have been observed yet
+                pool = msgspec.structs.replace(pool, keys=memory.keys)
             if memory.verified_generation != pool.generation:
                 verify(pool, self._default_image)
                 memory = replace(memory, verified_generation=pool.generation)

@@ -199,7 +199,8 @@ class Gateway:
             held=self._holding.num_held,
             source=self.membership.state,
             wake_trouble="" if self._waker is None else self._waker.trouble,
-            handoffs=self.instruments.peer_load_counts(),
+            handoffs=self.instruments.handoff_counts(),
+            model_tokens=self.service.model.max_model_tokens,
         )
 
     async def _follow_readiness(self) -> None:

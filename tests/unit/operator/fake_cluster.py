@@ -168,7 +168,7 @@ class Cluster:
         """One pass over what the watches show; the writes made."""
         before = len(self.api.writes)
         store = Store()
-        for (_, kind, _), held in list(self.api.objects.items()):
+        for held in list(self.api.objects.values()):
             watched = names.kind_of(held)
             if watched in WATCHED or watched in POLLED:
                 store.take(watched, copy.deepcopy(held), gone=False)

@@ -94,7 +94,7 @@ class Executor:
             except ApiRefusal as refusal:
                 if isinstance(action, WriteStatus) and action.manifest["kind"] == "InferencePool":
                     return Outcome(tuple(done), problems, failure=refusal)
-                problems[action.target] = problem_of(action.target, refusal)
+                problems[action.target] = problem_of(action.target, pool.key.namespace, refusal)
                 if _is_required(action):
                     return Outcome(tuple(done), problems, must_replan=True)
                 continue
@@ -242,20 +242,22 @@ class Executor:
         return Done(action)
 
 
-def problem_of(target: str, refusal: ApiRefusal) -> Problem:
-    """Convert a rejection to a problem for the pool's status."""
+def problem_of(target: str, namespace: str, refusal: ApiRefusal) -> Problem:
+    """Convert the rejection of a write to `target` (kind and name) to a problem for the pool's status."""
     if not isinstance(refusal, FieldConflict):
         message = refusal.message if refusal.message.startswith(target) else f"{target}: {refusal.message}"
         return Problem("Refused", message)
     others = [conflict for conflict in refusal.conflicts if conflict.manager not in names.OWN_MANAGERS]
     owners = ", ".join(sorted({conflict.manager for conflict in others}))
     owned = ", ".join(sorted({conflict.field for conflict in others}))
+    kind, _, name = target.partition(" ")
     if owned != _REPLICAS:
         return Problem(
             "FieldsOwnedByOthers",
-            f"{target}: {owners} owns {owned}; remove these fields there, or change them in the pool",
+            f"{target}: {owners} owns {owned}, so the operator does not change them. Once {owners} no longer writes "
+            f"them, return them to the operator: kubectl patch {kind} {name} -n {namespace} --type json -p "
+            """'[{"op":"replace","path":"/metadata/managedFields","value":[{}]}]'""",
         )
-    kind, _, name = target.partition(" ")
     instead = (
         f"Set the role's scaling.mode to External to let {owners} scale it"
         if kind == "PoolRoleScaler"
@@ -265,7 +267,7 @@ def problem_of(target: str, refusal: ApiRefusal) -> Problem:
         "OtherManager",
         f"{target}: {owners} owns spec.replicas too, so the operator does not change it. {instead}; or, once {owners} "
         f"no longer writes it, return the field to the operator, with the desired number for N: kubectl patch {kind} "
-        f'{name} --type merge --field-manager {names.FIELD_MANAGER} -p \'{{"spec":{{"replicas":N}}}}\'',
+        f'{name} -n {namespace} --type merge --field-manager {names.FIELD_MANAGER} -p \'{{"spec":{{"replicas":N}}}}\'',
     )
 
 

@@ -45,6 +45,7 @@ def revision_of(pool: Pool, default_image: str) -> str:
 def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
     spec = pool.spec
     return {
+        **({"keys": pool.keys} if pool.keys else {}),
         "model": spec.model,
         "connector": spec.connector,
         "tiers": spec.tiers,

@@ -64,6 +64,8 @@ class Memory:
     """Recorded Deployments, by revision and role."""
     has_keys: bool = False
     """Whether the Secret with the generated keys was created or found since the last resync."""
+    keys: str = ""
+    """Identifier of the generated keys, if they replaced lost ones since the operator started."""
     verified_generation: int = -1
     """Latest generation of the spec whose manifests were built without an error."""
     histories: Mapping[str, History] = field(default_factory=dict)
@@ -124,8 +126,10 @@ def _remember(memory: Memory, done: Done, pool: Pool, now: float, stamp: str) ->
             place = place_of(manifest)
             applied = Applied(digest_of(manifest), version_of(done.stored or {}))
             return replace(memory, applied={**memory.applied, place: applied}, removed=memory.removed - {place})
-        case CreateKeys():
-            return replace(memory, has_keys=True)
+        case CreateKeys(is_replacement=is_replacement):
+            is_redrawn = is_replacement and done.stored is not None
+            keys = str((done.stored or {})["metadata"]["uid"])[:8] if is_redrawn else memory.keys
+            return replace(memory, has_keys=True, keys=keys)
         case CreateRecord(revision=revision):
             kept = recorded(pool, revision, done.stored or {})
             return replace(memory, records={**memory.records, revision: kept})

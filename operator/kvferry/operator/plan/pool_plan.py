@@ -101,7 +101,7 @@ def plan_pool(ctx: PlanContext) -> Plan:
     target = _target(ctx)
     roles = role_states(ctx, scalers.wanted)
     step = next_step(roles, target.revision, rollout)
-    gateway = gateway_deployment(ctx.pool, ctx.default_image)
+    gateway = gateway_deployment(ctx.pool, ctx.default_image, _new_account(ctx))
     gateway_ready, gateway_needs = _gateway_state(ctx, gateway["metadata"]["name"])
     waiting_for = "; ".join(needs for needs in (step.waiting_for, gateway_needs) if needs)
     memory = replace(
@@ -173,7 +173,7 @@ def _surroundings(ctx: PlanContext) -> list[Action]:
     actions: list[Action] = []
     if not ctx.pool.spec.tenancy.keys_secret and (ctx.facts.is_without_keys or not ctx.memory.has_keys):
         secret = child(ctx.pool, "v1", "Secret", names.keys_secret(ctx.pool.name), type="Opaque")
-        actions.append(CreateKeys(secret, _KEYS))
+        actions.append(CreateKeys(secret, _KEYS, is_replacement=bool(ctx.facts.deployments)))
     for made in surroundings(ctx.pool, ctx.installed):
         actions += ctx.apply_if_changed(made)
     return [*actions, *_unwanted(ctx)]
@@ -211,11 +211,11 @@ def _target(ctx: PlanContext) -> _Target:
 
 
 def _lost_records(ctx: PlanContext) -> list[Action]:
-    """Plan to restore the known records of the target revision and of running revisions that no longer exist."""
+    """Plan to restore the known records of the target and running revisions that do not exist or have no owner."""
     actions: list[Action] = []
     for revision in revisions_to_read(ctx.pool, ctx.facts, ctx.default_image):
         kept, name = ctx.record(revision), names.revision_object(ctx.pool.name, revision)
-        if kept and not ctx.facts.version("ControllerRevision", name):
+        if kept and ctx.facts.is_lost("ControllerRevision", name):
             actions.append(ApplyObject(record(ctx.pool, revision, ctx.next_record, kept)))
     return actions
 
@@ -297,6 +297,17 @@ def _cleanup(ctx: PlanContext, revision: str, done: bool) -> list[Action]:
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def _new_account(ctx: PlanContext) -> str:
+    """Return the uid of the gateway's ServiceAccount if it was created again after the gateway's Deployment, since the
+    tokens of running pods are then invalid and the pods must be replaced; otherwise an empty string."""
+    name = names.role_object(ctx.pool.name, names.ROLE_GATEWAY)
+    account = ctx.facts.children.get(("ServiceAccount", name))
+    deployment = ctx.facts.children.get(("Deployment", name))
+    if account is None or deployment is None or account.created <= deployment.created:
+        return ""
+    return account.uid
 
 
 def _gateway_state(ctx: PlanContext, name: str) -> tuple[int, str]:

@@ -24,6 +24,7 @@ _WARNING_STATUS: Mapping[Condition, str] = {
     Condition.MODEL_AVAILABLE: "False",
     Condition.PAIRING_COMPATIBLE: "False",
     Condition.REPLICAS_CONTESTED: "True",
+    Condition.CONTEXT_AVAILABLE: "False",
     Condition.TRANSPORT_DEGRADED: "True",
     Condition.READY: "",
 }
@@ -76,6 +77,7 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: Memory) 
             refused=refused,
             rollback=plan.rollback,
             extension=extension,
+            keys=memory.keys or ctx.pool.keys,
         ),
         ctx.status,
         ctx.stamp,
@@ -117,6 +119,8 @@ def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[l
 
 def again_seconds(ctx: PlanContext, memory: Memory, waiting_for: str, *, is_refused: bool) -> float:
     """Return the seconds until the next pass, for changes that no watch reports."""
+    if memory.keys and memory.keys != ctx.pool.keys:
+        return 0.0  # Pods with lost keys are replaced.
     waits = []
     if any(role.scaling.mode == "Auto" for role in ctx.pool.spec.roles):
         waits.append(_AUTOSCALE_SECONDS)

@@ -38,11 +38,16 @@ class ChildFacts:
     """Uid of the owning pool; empty if there is none."""
     is_orphan: bool = False
     """Whether the operator wrote the object, but its owner reference was removed."""
+    uid: str = ""
+    created: str = ""
+    """Creation time, RFC 3339 in UTC, which is ordered as text."""
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> "ChildFacts":
         """Extract the facts from an object."""
-        return cls(version_of(body), owner_of(body), is_orphan(body))
+        meta = body["metadata"]
+        uid, created = str(meta.get("uid") or ""), str(meta.get("creationTimestamp") or "")
+        return cls(version_of(body), owner_of(body), is_orphan(body), uid, created)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,8 @@ class WorkerReport:
     family: str = ""
     connector: str = ""
     model_digest: str = ""
+    context_tokens: int = 0
+    """Maximum tokens of a request on this worker; 0 if unknown."""
     in_flight: int = 0
     load: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
 
@@ -165,9 +172,11 @@ class FleetReport:
     held: int = 0
     """Number of requests that wait at the gateway for the pool's first worker."""
     handoffs: Mapping[str, int] = field(default_factory=dict)
-    """Number of hand-offs by outcome, since the gateway started."""
+    """Number of hand-offs by outcome (`fetched`, `failed`, `rejected`, `key_unknown`)."""
     gateway: str = ""
     """Name of the gateway process."""
+    model_tokens: int = 0
+    """Context length of the model in tokens; 0 if unknown."""
 
     def of_role(self, role: str) -> tuple[WorkerReport, ...]:
         """Return the workers of one role."""
@@ -196,6 +205,11 @@ class PoolFacts:
         """Return the version of an observed object; empty if it does not exist."""
         found = self.children.get((kind, name))
         return "" if found is None else found.version
+
+    def is_lost(self, kind: str, name: str) -> bool:
+        """Return whether an object does not exist or has lost its owner reference."""
+        found = self.children.get((kind, name))
+        return found is None or found.is_orphan
 
     def take(self, kind: str, body: Mapping[str, Any], *, gone: bool) -> bool:
         """Add, update or remove one object; return whether the facts changed.

@@ -211,6 +211,8 @@ class Pool(_Struct, frozen=True):
     uid: str
     generation: int
     spec: PoolSpec
+    keys: str = ""
+    """Identifier of the generated keys, from the status; empty for the first ones."""
 
 
 def parse_pool(body: Mapping[str, Any]) -> Pool:
@@ -230,6 +232,7 @@ def parse_pool(body: Mapping[str, Any]) -> Pool:
         uid=meta.get("uid", ""),
         generation=meta.get("generation", 0),
         spec=spec,
+        keys=str((body.get("status") or {}).get("keys") or ""),
     )
 
 

@@ -297,8 +297,36 @@ def test_every_object_that_is_deleted_is_written_again_at_the_next_pass():
     cluster.settle()
     children = [place for place in cluster.api.objects if place[:2] != (names.API_VERSION, "InferencePool")]
     assert len({kind for _, kind, _ in children}) == 12
-    for place in children:
+    for place in sorted(children, key=lambda place: place[1] == "Secret"):  # New keys replace the Deployments.
         del cluster.api.objects[place]
         cluster.reconcile()
         assert place in cluster.api.objects, place
         cluster.settle()
+
+
+def test_lost_keys_are_generated_again_and_replace_all_pods_once():
+    cluster = Cluster()
+    cluster.settle()
+    first = cluster.body["status"]["revision"]
+    assert "keys" not in cluster.body["status"]
+    del cluster.api.objects["v1", "Secret", "chat-keys"]
+    assert "create Secret chat-keys" in cluster.reconcile()
+    assert cluster.again == 0
+    cluster.settle()
+    status = cluster.body["status"]
+    assert status["keys"]
+    assert status["revision"] != first
+    assert set(cluster.replicas("Deployment")) == {
+        "chat-gateway",
+        *(f"chat-{role}-{status['revision']}" for role in ("prefill", "decode")),
+    }
+    for (_, kind, _), made in cluster.api.objects.items():
+        if kind == "Deployment":
+            assert made["spec"]["template"]["metadata"]["annotations"] == {names.ANNOTATION_KEYS: status["keys"]}
+    cluster.reconciler._memories.clear()
+    cluster.settle()
+    assert cluster.body["status"]["revision"] == status["revision"]
+    cluster.body["spec"]["roles"] = "unreadable"
+    cluster.body["metadata"]["generation"] += 1
+    cluster.reconcile()
+    assert cluster.body["status"]["keys"] == status["keys"]

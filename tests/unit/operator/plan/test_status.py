@@ -42,6 +42,11 @@ def of(*workers: WorkerReport) -> FleetReport:
     return FleetReport(0.0, workers)
 
 
+def context(model: int, worker_tokens: int) -> FleetReport:
+    roles = ("prefill", "decode")
+    return FleetReport(0.0, tuple(worker(r, r, context_tokens=worker_tokens) for r in roles), model_tokens=model)
+
+
 ASLEEP = [RoleState("prefill", 0, {}), RoleState("decode", 0, {})]
 CASES = [
     (Condition.READY, {}, ("True", "Serving")),
@@ -91,6 +96,18 @@ CASES = [
         {"report": of(worker("p", "prefill"), worker("d", "decode", fingerprint="h", family="i"))},
         ("False", "NoCommonLayout"),
     ),
+    (Condition.CONTEXT_AVAILABLE, {"report": None}, ("Unknown", "GatewayReportMissing")),
+    (Condition.CONTEXT_AVAILABLE, {}, ("Unknown", "NoWorkerServes")),
+    (Condition.CONTEXT_AVAILABLE, {"report": context(8192, 8192)}, ("True", "FullContext")),
+    (Condition.CONTEXT_AVAILABLE, {"report": context(8192, 4096)}, ("False", "LimitedByKvMemory")),
+    (
+        Condition.CONTEXT_AVAILABLE,
+        {"report": context(8192, 4096), "spec": {"model": {"name": "m", "maxTokens": 4096}}},
+        ("True", "FullContext"),
+    ),
+    (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 2, "key_unknown": 2}}, ("Unknown", "InsufficientSamples")),
+    (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 3, "key_unknown": 3}}, ("True", "KeysDiffer")),
+    (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 97, "key_unknown": 3}}, ("False", "HandoffsFetched")),
     (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 19}}, ("Unknown", "InsufficientSamples")),
     (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 80, "failed": 20}}, ("False", "HandoffsFetched")),
     (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 79, "failed": 21}}, ("True", "HandoffsFail")),
