@@ -28,11 +28,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{/* Rules of the operator in the namespaces that it manages. Alphabetical, one rule for each set of verbs. */}}
 {{- define "kvferry.rules" -}}
 - apiGroups: [""]
-  resources: [events, secrets]
-  verbs: [create]
+  resources: [events]
+  verbs: [create, list]
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, patch]
+# The operator creates Secrets and cannot read them.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
 - apiGroups: [""]
   resources: [serviceaccounts]
   verbs: [create, get, list, patch, watch]

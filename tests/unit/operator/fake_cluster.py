@@ -40,7 +40,12 @@ class FakeApi:
         return copy.deepcopy(self.objects.get((api_version, kind, name)))
 
     def list(
-        self, api_version: str, kind: str, namespace: str | None, labels: Mapping[str, str] | None = None
+        self,
+        api_version: str,
+        kind: str,
+        namespace: str | None,
+        labels: Mapping[str, str] | None = None,
+        fields: Mapping[str, str] | None = None,
     ) -> Iterator[dict[str, Any]]:
         for (_, found, _), held in list(self.objects.items()):
             own = held["metadata"].get("labels") or {}

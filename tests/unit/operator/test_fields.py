@@ -149,7 +149,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     ),
     "roles[].scaling.downSeconds": (auto(downSeconds=0), decided(4, recommendations=((19_950.0, 4),)), 3),
     "roles[].scaling.idleSeconds": (auto(idleSeconds=800), decided(1, busy=False), 0),
-    "roles[].engine.kvMemory": (prefill(engine={"kvMemory": "2GiB"}), flag("kv-memory"), "2GiB"),
+    "roles[].engine.kvMemory": (prefill(engine={"kvMemory": "2Gi"}), flag("kv-memory"), "2GiB"),
     "roles[].engine.threads": (prefill(engine={"threads": 3}), flag("threads"), "3"),
     "roles[].engine.tokenBudget": (prefill(engine={"tokenBudget": 64}), flag("token-budget"), "64"),
     "roles[].engine.maxSequences": (prefill(engine={"maxSequences": 7}), flag("max-sequences"), "7"),

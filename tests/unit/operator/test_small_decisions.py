@@ -1,6 +1,7 @@
 """Leases, heartbeats, victims, overlays, records and previews: small pure decisions, each with its edge."""
 
 import json
+from typing import Any
 
 import pytest
 from tests.unit.operator.pools import IMAGE, body, pool
@@ -10,7 +11,7 @@ from kvferry.core.load import WorkerLoad
 from kvferry.operator.objects.overlay import overlay
 from kvferry.operator.objects.worker_pods import deployments
 from kvferry.operator.plan.deletion_cost import changed_costs, deletion_costs
-from kvferry.operator.plan.pod_diagnostics import troubles
+from kvferry.operator.plan.pod_diagnostics import mount_failures, needs_events, troubles
 from kvferry.operator.plan.process.fleet_page import read_fleet
 from kvferry.operator.plan.process.heartbeat import Heartbeat
 from kvferry.operator.plan.process.lease import LeaseTimes, may_take, released, sighted, taken
@@ -182,6 +183,40 @@ def test_what_pods_say_is_gathered_by_kind():
     assert found == ["a and 1 more: worker is waiting: ErrImagePull m", "d: cannot be scheduled: no room"]
 
 
+def pod(name: str, **status: Any) -> dict:
+    return {"metadata": {"name": name}, "status": status}
+
+
+def crashed(state: dict, **last: Any) -> dict:
+    return {"containerStatuses": [{"name": "worker", "state": state, "lastState": {"terminated": last}}]}
+
+
+def test_a_crash_is_told_by_the_last_line_of_its_log():
+    backs_off = {"waiting": {"reason": "CrashLoopBackOff"}}
+    log = "loading\nkv_memory of 3145728 bytes holds the KV of 136 tokens\n"
+    said = "a: worker exits with 1: kv_memory of 3145728 bytes holds the KV of 136 tokens"
+    assert troubles([pod("a", **crashed(backs_off, exitCode=1, message=log))]) == [said]
+    assert troubles([pod("a", **crashed({"terminated": {"exitCode": 1, "message": log}}))]) == [said]
+    silent = crashed(backs_off, exitCode=2)
+    assert troubles([pod("a", **silent)]) == ["a: worker exits with 2; see `kubectl logs --previous`"]
+
+
+def test_a_volume_that_cannot_be_mounted_is_told_by_the_event_of_the_kubelet():
+    starting = pod("a", containerStatuses=[{"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}])
+    starting["metadata"]["uid"] = "u"
+    ready = pod("b", conditions=[{"type": "Ready", "status": "True"}])
+    assert needs_events([starting, ready])
+    assert not needs_events([ready, pod("c", **crashed({"waiting": {"reason": "ErrImagePull"}}))])
+
+    def event(at: str, message: str, **more: Any) -> dict:
+        told = {"reason": "FailedMount", "lastTimestamp": at, "message": message}
+        return {"involvedObject": {"uid": "u"}, **told, **more}
+
+    failures = mount_failures([event("2", 'secret "x"\nnot found'), event("1", "older"), event("3", "n", reason="Odd")])
+    assert troubles([starting], failures) == ['a: secret "x" not found']
+    assert troubles([starting]) == []
+
+
 def test_a_preview_tells_the_steps_and_what_is_left():
     found = preview(pool(), pool(model={"name": "m", "maxTokens": 9}), IMAGE)
     assert found.restarts
@@ -190,6 +225,11 @@ def test_a_preview_tells_the_steps_and_what_is_left():
     assert "every worker pod is replaced" in found.as_text()
     assert json.loads(found.as_json())["restarts"] is True
     assert preview(pool(), pool(), IMAGE).as_text().endswith("nothing to do")
+
+
+def test_a_preview_of_a_stored_pool_keeps_its_keys():
+    stored = {**body(), "status": {"keys": "abcd"}}
+    assert "nothing to do" in preview(parse_pool(stored), pool(), IMAGE).as_text()
 
 
 def test_a_preview_of_scaling_replaces_nobody():

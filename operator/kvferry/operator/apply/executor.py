@@ -6,6 +6,7 @@ pool is replanned) or if the API server is unavailable (the pass fails).
 """
 
 import base64
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ from kvferry.operator.plan.actions import (
     target_of,
 )
 from kvferry.operator.plan.deletion_cost import changed_costs
-from kvferry.operator.plan.pod_diagnostics import troubles
+from kvferry.operator.plan.pod_diagnostics import mount_failures, needs_events, troubles
 from kvferry.operator.plan.revisions import superfluous
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key
@@ -44,6 +45,7 @@ from kvferry.operator.pool.spec import Json
 _log = logging.getLogger(__name__)
 _REPLICAS = ".spec.replicas"
 _MAX_CAUSES = 3
+_MAX_EVENTS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +135,7 @@ class Executor:
             case PruneRecords():
                 return self._prune(pool, action)
             case DiagnosePods():
-                labels = {names.LABEL_POOL: pool.key.pool}
-                causes = [*troubles(self._api.list("v1", "Pod", pool.key.namespace, labels)), *pool.stuck]
-                return Done(action, diagnosis="; ".join(causes[:_MAX_CAUSES]))
+                return self._diagnose(pool, action)
             case WriteStatus():
                 return Done(action, self._api.apply(action.manifest, subresource="status", force=True))
             case EmitEvent():
@@ -201,6 +201,16 @@ class Executor:
             uid = found["metadata"]["uid"]
         self._api.delete(action.api_version, action.kind, place, action.name, uid)
         return Done(action)
+
+    def _diagnose(self, pool: PoolTarget, action: DiagnosePods) -> Done:
+        place = pool.key.namespace
+        pods = list(self._api.list("v1", "Pod", place, {names.LABEL_POOL: pool.key.pool}))
+        mounts = {}
+        if needs_events(pods):
+            fields = {"involvedObject.kind": "Pod", "type": "Warning", "reason": "FailedMount"}
+            events = itertools.islice(self._api.list("v1", "Event", place, fields=fields), _MAX_EVENTS)
+            mounts = mount_failures(events)
+        return Done(action, diagnosis="; ".join([*troubles(pods, mounts), *pool.stuck][:_MAX_CAUSES]))
 
     def _prune(self, pool: PoolTarget, action: PruneRecords) -> Done:
         labels = {names.LABEL_POOL: pool.key.pool}

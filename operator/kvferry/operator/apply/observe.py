@@ -34,8 +34,8 @@ def read_records(
             if found is not None and owner_of(found) == pool.uid:
                 records[revision] = recorded(pool, revision, found)
     is_lost = any(
-        records.get(revision) and facts.is_lost("ControllerRevision", names.revision_object(pool.name, revision))
-        for revision in needed
+        kept and facts.is_lost("ControllerRevision", names.revision_object(pool.name, revision))
+        for revision, kept in records.items()
     )
     if not is_lost and (pool.spec.rollout.rollback_to or records.get(needed[0])):
         return records, 0

@@ -92,6 +92,8 @@ def _pod(pool: Pool, default_image: str) -> Json:
                     ],
                     "resources": pool.spec.gateway.resources or {"requests": {"cpu": "100m", "memory": "256Mi"}},
                     "volumeMounts": mounts,
+                    # The last lines of the log of a container that failed are the reason in the pool's status.
+                    "terminationMessagePolicy": "FallbackToLogsOnError",
                     **_probes(pool),
                 }
             )

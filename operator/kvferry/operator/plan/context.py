@@ -33,6 +33,8 @@ class PlanContext:
     """Time in seconds by a monotonic clock."""
     stamp: str
     """Wall-clock time as RFC 3339 text."""
+    operator: str = ""
+    """Namespace and name of this operator's lease; empty for previews."""
     problems: Mapping[str, Problem] = field(default_factory=dict)
     """Rejections of this pass, by target. Actions with these targets are not planned."""
     scaled: Mapping[str, int] = field(default_factory=dict)

@@ -79,6 +79,8 @@ class Memory:
     """Needed revisions and history limit of the last `PruneRecords`."""
     status: Json | None = None
     """Status of the pool as last written."""
+    observed_at: float = float("-inf")
+    """Time when `status.observedAt` was last written."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Reason by condition type, from the last event, or, after a restart, from the stored status."""
 

@@ -35,7 +35,7 @@ from kvferry.operator.plan.actions import (
     SetReplicas,
     WriteStatus,
 )
-from kvferry.operator.plan.context import PlanContext, revisions_to_read
+from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.deletion_cost import deletion_costs
 from kvferry.operator.plan.memory import Memory
 from kvferry.operator.plan.revisions import record, recorded
@@ -211,10 +211,10 @@ def _target(ctx: PlanContext) -> _Target:
 
 
 def _lost_records(ctx: PlanContext) -> list[Action]:
-    """Plan to restore the known records of the target and running revisions that do not exist or have no owner."""
+    """Plan to restore the known records that do not exist or have no owner."""
     actions: list[Action] = []
-    for revision in revisions_to_read(ctx.pool, ctx.facts, ctx.default_image):
-        kept, name = ctx.record(revision), names.revision_object(ctx.pool.name, revision)
+    for revision, kept in ctx.memory.records.items():
+        name = names.revision_object(ctx.pool.name, revision)
         if kept and ctx.facts.is_lost("ControllerRevision", name):
             actions.append(ApplyObject(record(ctx.pool, revision, ctx.next_record, kept)))
     return actions

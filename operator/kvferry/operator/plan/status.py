@@ -47,6 +47,12 @@ class Observed:
     disabled."""
     keys: str = ""
     """Identifier of the generated keys; empty for the first ones."""
+    fleet: FleetReport | None = None
+    """Latest report of the gateway, also if it is older than the end of the rollout."""
+    is_answering: bool = False
+    """Whether a gateway has answered in the last seconds."""
+    diagnosis: str = ""
+    """Reasons why pods are not ready; empty if unknown."""
 
 
 Verdict = tuple[str, str, str]
@@ -162,6 +168,7 @@ def _ready(seen: Observed, verdicts: Mapping[Condition, Verdict]) -> Verdict:
         Condition.ROLES_READY,
         Condition.MODEL_AVAILABLE,
         Condition.PAIRING_COMPATIBLE,
+        *(() if _is_scaled_to_zero(seen) else (Condition.AVAILABLE,)),
     )
     for condition in needed:
         status, reason, message = verdicts[condition]
@@ -187,11 +194,45 @@ def _progressing(seen: Observed) -> Verdict:
     return "True", "RollingOut", seen.waiting_for
 
 
+def _available(seen: Observed) -> Verdict:
+    gateway = _gateway(seen)
+    if seen.gateway_desired == 0 or (gateway[0] == "False" and not seen.is_answering):
+        return gateway
+    workers = () if seen.fleet is None else seen.fleet.workers
+    serving = {worker.role for worker in workers if worker.takes_work}
+    if "both" in serving or serving >= PAIRED:
+        return "True", "Serving", f"{sum(worker.takes_work for worker in workers)} workers accept requests"
+    roles = [(role, seen.pool.spec.role(role.name)) for role in seen.roles]
+    empty = [wish for role, wish in roles if wish is not None and not role.wanted]
+    if any(role.name == "both" and role.wanted for role in seen.roles):
+        empty = []  # A pool with pods of this role needs no others.
+    stopped = [role.name for role in empty if role.scaling.mode == "Static"]
+    if stopped:
+        return (
+            "False",
+            "RoleWithoutPods",
+            (
+                f"role {' and role '.join(stopped)} has replicas 0, so requests are not served: set roles[].replicas "
+                "to at least 1, or use scaling.mode Auto or External with minReplicas 0, which requests scale up"
+            ),
+        )
+    if empty:
+        return "True", "ScaledToZero", "a request is held until a pod of each role is ready"
+    if seen.fleet is None:
+        return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
+    why = "; ".join(f"{worker.name}: {worker.why_not}" for worker in workers[:3])
+    return "False", "NoWorkerServes", f"no worker accepts requests{': ' if why else ''}{why}{_because(seen)}"
+
+
+def _because(seen: Observed) -> str:
+    return f" ({seen.diagnosis})" if seen.diagnosis else ""
+
+
 def _gateway(seen: Observed) -> Verdict:
     if seen.gateway_desired == 0:
         return "False", "NoGateway", "spec.gateway.replicas is 0, so requests are not served"
     if seen.gateway_ready < 1:
-        return "False", "NoGatewayPodReady", f"0 of {seen.gateway_desired} gateway pods are ready"
+        return "False", "NoGatewayPodReady", f"0 of {seen.gateway_desired} gateway pods are ready{_because(seen)}"
     return "True", "GatewayPodsReady", f"{seen.gateway_ready} of {seen.gateway_desired} gateway pods are ready"
 
 
@@ -331,6 +372,7 @@ def _extension(seen: Observed) -> Verdict | None:
 
 
 _JUDGES: Mapping[Condition, Callable[[Observed], Verdict | None]] = {
+    Condition.AVAILABLE: _available,
     Condition.PROGRESSING: _progressing,
     Condition.GATEWAY_READY: _gateway,
     Condition.ROLES_READY: _roles,

@@ -60,6 +60,8 @@ class Condition(StrEnum):
     """Condition types of a pool. `Ready` summarizes the others."""
 
     READY = "Ready"
+    AVAILABLE = "Available"
+    """True if requests are served now, also during a rollout or with fewer pods than desired."""
     PROGRESSING = "Progressing"
     """True while a rollout is in progress."""
     GATEWAY_READY = "GatewayReady"

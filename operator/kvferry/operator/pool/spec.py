@@ -56,7 +56,7 @@ class Scaling(_Struct, frozen=True):
 class Engine(_Struct, frozen=True):
     """Engine settings of a worker."""
 
-    kv_memory: str = "1GiB"
+    kv_memory: str = "1Gi"
     threads: int = 0
     token_budget: int = 2048
     max_sequences: int = 64

@@ -9,6 +9,7 @@ from kvferry.operator.plan.actions import (
     Action,
     ApplyObject,
     Autoscale,
+    CreateKeys,
     CreateRecord,
     DeleteObject,
     Done,
@@ -81,6 +82,8 @@ class SimulatedCluster:
                 self._apply(manifest)
                 stored = {**manifest, "metadata": {**manifest["metadata"], "generation": int(_VERSION)}}
                 return Done(action, stored)
+            case CreateKeys():
+                return Done(action)  # The Secret exists, so that no pod is replaced for new keys.
             case CreateRecord(manifest=manifest):
                 facts.children[names.kind_of(manifest), manifest["metadata"]["name"]] = _CHILD
             case SetReplicas(name=name, replicas=replicas):

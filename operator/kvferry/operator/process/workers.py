@@ -22,11 +22,20 @@ class Workers:
     """Work queue of pools, with its workers. Call all methods on the event loop."""
 
     def __init__(
-        self, api: KubeApi, store: Store, clock: Clock, *, identity: str, default_image: str, installed: Installed
+        self,
+        api: KubeApi,
+        store: Store,
+        clock: Clock,
+        *,
+        identity: str,
+        operator: str,
+        default_image: str,
+        installed: Installed,
     ) -> None:
         """
         Args:
             identity: identity of the operator, for events.
+            operator: namespace and name of the operator's lease, for statuses.
             default_image: image for pools without `spec.image`.
             installed: optional kinds that the cluster serves.
         """
@@ -38,7 +47,13 @@ class Workers:
         self._loop = asyncio.get_running_loop()
         self.instruments = Instruments(api, self._queue, clock)
         self._reconciler = Reconciler(
-            api, clock, identity=identity, default_image=default_image, installed=installed, applied=self._applied
+            api,
+            clock,
+            identity=identity,
+            operator=operator,
+            default_image=default_image,
+            installed=installed,
+            applied=self._applied,
         )
 
     def enqueue(self, key: Key) -> None:

@@ -285,10 +285,10 @@ def test_a_first_plan_writes_the_record_before_its_deployments():
     assert plan_pool(ctx) == plan
 
 
-def test_a_settled_pool_has_no_pass_but_the_resync():
+def test_a_settled_pool_has_a_pass_a_minute():
     memory = Memory("u-1", 0.0, 0.0)
     ctx = PlanContext(pool(), PoolFacts(), memory, 0, {}, IMAGE, frozenset(), 100.0, "now")
-    assert again_seconds(ctx, memory, "", is_refused=False) == 600.0
+    assert again_seconds(ctx, memory, "", is_refused=False) == 60.0
     assert again_seconds(ctx, memory, "pods", is_refused=False) == 5.0
 
 
@@ -302,6 +302,18 @@ def test_every_object_that_is_deleted_is_written_again_at_the_next_pass():
         cluster.reconcile()
         assert place in cluster.api.objects, place
         cluster.settle()
+
+
+def test_the_time_of_the_observation_is_written_with_every_change_and_once_a_minute():
+    cluster = Cluster()
+    cluster.settle()
+    first = cluster.body["status"]["observedAt"]
+    cluster.clock.now += 30
+    assert cluster.reconcile() == []
+    cluster.clock.now += 30
+    assert cluster.reconcile() == ["apply InferencePool chat"]
+    assert cluster.body["status"]["observedAt"] > first
+    assert cluster.reconcile() == []
 
 
 def test_lost_keys_are_generated_again_and_replace_all_pods_once():
