@@ -44,7 +44,7 @@ def test_a_settled_pool_is_left_in_peace(world):
         found = {f"{kind}/{name}": made for kind in kinds for name, made in world.all(kind).items()}
         for made in found.values():
             made["metadata"].pop("resourceVersion")
-            made["metadata"]["labels"].pop("kvferry.dev/seen-at", None)
+            made["metadata"].get("labels", {}).pop("kvferry.dev/seen-at", None)
         return found
 
     before, events = contents(), len(world.all("events"))
