@@ -94,7 +94,7 @@ class Healing:
             now = CLOCK.monotonic()
             assert pool is not None
             said = {one["type"]: one["status"] for one in pool["status"]["conditions"]}
-            self.said[f"ChildrenApplied={said['ChildrenApplied']} Ready={said['Ready']}"] += 1
+            self.said[" ".join(f"{kind}={said[kind]}" for kind in ("ChildrenApplied", "Available", "Ready"))] += 1
             long = [victim for victim, since in list(self.away.items()) if now - since > CLAIM_SECONDS]
             if long and said["ChildrenApplied"] == "True":
                 self.claims.append(f"ChildrenApplied is True while {long} are away")
@@ -117,13 +117,15 @@ def test_children_are_restored_while_requests_flow(pool: PoolOnNode, say: Callab
     healing = Healing(KubeApi.connect(str(pool.cluster.kubeconfig)), pool.namespace)
     reader = threading.Thread(target=healing.read_status, daemon=True)
     rng = random.Random(7)
+    record = ("apps/v1", "ControllerRevision", f"chat-{pool.get()['status']['revision']}")
+    victims = (*VICTIMS, record)
     with Load(pool.http, MODEL, asked) as load:
         load.flows(2)
         reader.start()
         begun, pause = CLOCK.monotonic(), threading.Event()
         hurt = 0
         while CLOCK.monotonic() - begun < SECONDS:
-            free = [victim for victim in VICTIMS if victim not in healing.away]
+            free = [victim for victim in victims if victim not in healing.away]
             if free:
                 healing.hurt(rng.choice(free), rng)
                 hurt += 1
