@@ -243,7 +243,7 @@ class KubeApi:
         path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
         query = {"fieldManager": names.FIELD_MANAGER, "dryRun": "All"}
         try:
-            self._call("POST", path, manifest["kind"], query, manifest, "application/json")
+            self._call("POST", path, f"{manifest['kind']}DryRun", query, manifest, "application/json")
         except ApiRefusal as refusal:
             if refusal.status == 409 and refusal.reason == "ALREADYEXISTS":
                 return False
