@@ -237,6 +237,8 @@ class FakePods:
     namespace: str
     ends: threading.Event = field(default_factory=threading.Event)
     num_made: int = 0
+    are_stuck: bool = False
+    """Whether new pods say that their containers are being created instead."""
 
     def run(self) -> None:
         while not self.ends.wait(0.1):
@@ -248,14 +250,22 @@ class FakePods:
         told = {c["type"]: c["status"] for c in pod["status"].get("conditions") or ()}
         if told.get("Ready") == "True" or "deletionTimestamp" in pod["metadata"]:
             return
+        place, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
+        if self.are_stuck:
+            if told.get("PodScheduled") != "True":
+                waits = {"name": "worker", "ready": False, "restartCount": 0, "image": "x", "imageID": "x"}
+                waits["state"] = {"waiting": {"reason": "ContainerCreating"}}
+                scheduled = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "False"}]
+                status = {"conditions": scheduled, "containerStatuses": [waits]}
+                self.api.patch("v1", "Pod", place, name, {"status": status}, subresource="status")
+            return
         self.num_made += 1
         status = {
             "phase": "Running",
             "podIP": f"10.244.{self.num_made // 250}.{self.num_made % 250 + 1}",
             "conditions": [{"type": kind, "status": "True"} for kind in ("PodScheduled", "ContainersReady", "Ready")],
         }
-        place = pod["metadata"]["namespace"]
-        self.api.patch("v1", "Pod", place, pod["metadata"]["name"], {"status": status}, subresource="status")
+        self.api.patch("v1", "Pod", place, name, {"status": status}, subresource="status")
 
 
 @contextmanager

@@ -80,6 +80,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "endless window": (prefill(scaling={"mode": "Auto", "downSeconds": 86401}), "downSeconds"),
     "idle at once": (prefill(scaling={"mode": "Auto", "idleSeconds": 0}), "idleSeconds"),
     "a size without unit": (prefill(engine={"kvMemory": "much"}), "spec.roles[0].engine.kvMemory"),
+    "kvMemory in milli": (prefill(engine={"kvMemory": "512m"}), "a size with a unit, for example 512Mi or 4Gi"),
+    "kvMemory without unit": (prefill(engine={"kvMemory": "512"}), "a size with a unit, for example 512Mi or 4Gi"),
+    "no kvMemory": (prefill(engine={"kvMemory": "0Gi"}), "a size with a unit, for example 512Mi or 4Gi"),
+    "a tier without unit": (tiers({"type": "dram", "size": "8"}), "a size with a unit, for example 512Mi or 8Gi"),
+    "cpu: 2x": (prefill(resources={"limits": {"cpu": "2x"}}), "must be a quantity, for example 500m or 2 CPUs"),
+    "negative memory": (prefill(resources={"requests": {"memory": "-1Gi"}}), "must be a quantity"),
+    "memroy": (prefill(resources={"limits": {"memroy": "1Gi"}}), "unknown resource; use cpu, memory"),
+    "limit": (prefill(resources={"limit": {"cpu": 1}}), 'unknown field "spec.roles[0].resources.limit"'),
+    "cpus of the gateway": ({"gateway": {"resources": {"requests": {"cpus": 1}}}}, "unknown resource; use cpu, memory"),
+    "an image with a space": ({"image": "kvferry 1"}, "must be an image reference"),
+    "an image of upper case": ({"image": "host/Kvferry:1"}, "must be an image reference"),
+    "a model name with a space": ({"model": {"name": "my model"}}, "must be a name of letters, digits"),
+    "no name of a Secret": ({"tenancy": {"keysSecret": "My_Keys"}}, "spec.tenancy.keysSecret"),
     "negative threads": (prefill(engine={"threads": -2}), "spec.roles[0].engine.threads"),
     "no token budget": (prefill(engine={"tokenBudget": 0}), "spec.roles[0].engine.tokenBudget"),
     "no sequences": (prefill(engine={"maxSequences": 0}), "spec.roles[0].engine.maxSequences"),
@@ -145,6 +158,29 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "nine pull secrets": ({"imagePullSecrets": [str(i) for i in range(9)]}, "spec.imagePullSecrets"),
     "a field of nobody": ({"rolls": []}, 'unknown field "spec.rolls"'),
 }
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "resources": prefill(
+        resources={
+            "requests": {"cpu": "500m", "memory": "1.5Gi", "hugepages-2Mi": "64Mi"},
+            "limits": {"cpu": 2, "memory": 1073741824, "nvidia.com/gpu": 1, "rdma/hca": "1"},
+            "claims": [{"name": "gpu"}],
+        }
+    ),
+    "sizes": {**prefill(engine={"kvMemory": "0.5Gi"}), **tiers({"type": "disk", "size": "1Ti"})},
+    "the earlier notation": prefill(engine={"kvMemory": "512MiB"}),
+    "an image with everything": {"image": f"registry.example:5000/team/kvferry:0.1.0@sha256:{'0' * 64}"},
+    "a short image": {"image": "kvferry"},
+    "a local image": {"image": "localhost/kvferry-host:1"},
+    "a model name of a hub": {"model": {"name": "org/Model-1.5_8B:instruct"}},
+}
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_a_good_value_is_accepted(defined, case):
+    text = json.dumps(pool(**GOOD[case]))
+    defined.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", input=text)
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -25,6 +25,7 @@ def test_the_page_leads_from_nothing_to_an_answer_and_back(
 ) -> None:
     kube_node.cluster.keep_model(MODEL)  # as `make cluster-up` does
     wanted = [fence for fence in fences() if fence.mark == "node"]
+    assert {fence.language for fence in wanted} == {"sh"}, "so that every line can be typed as it is written"
     assert {fence.document for fence in wanted} == {"docs/try-on-kubernetes.md"}
     binaries = kube_node.cluster.assets.folder
     env = child_environment(
@@ -69,6 +70,5 @@ def script(wanted: list[Fence], ports: dict[str, int]) -> str:
         code = fence.code
         for written, free in ports.items():
             code = re.sub(rf"(?<=localhost:){written}\b|(?<= ){written}(?=:)", str(free), code)
-        body = code if fence.language == "sh" else f"python - <<'PYTHON'\n{code}PYTHON\n"
-        lines += [f"echo; echo '=== {fence.line}'", body]
+        lines += [f"echo; echo '=== {fence.line}'", code]
     return "\n".join(lines)

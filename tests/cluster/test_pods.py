@@ -45,13 +45,54 @@ def test_the_documented_pool_answers_with_one_engines_tokens(
     check_answers(pool, alone, "nixl")
     say("asked by openai and by kvferry.client: one engine's tokens, KV fetched")
     header, row = pool.kubectl("get", "kvpool").splitlines()
-    assert header.split() == ["NAME", "READY", "PREFILL", "DECODE", "MODEL", "AGE"]
-    assert row.split()[:5] == ["chat", "True", "1/1", "1/1", MODEL]
+    assert header.split() == ["NAME", "READY", "AVAILABLE", "PREFILL", "DECODE", "BOTH", "MODEL", "AGE"]
+    assert row.split()[:6] == ["chat", "True", "True", "1/1", "1/1", MODEL]
     pool.patch({"op": "replace", "path": "/spec/connector/type", "value": "tcp"})
     pool.wait_ready()
     say("rolled over to connector tcp")
     check_answers(pool, alone, "tcp")
     say("asked again: one engine's tokens, KV fetched")
+
+
+def conditions(pool: PoolOnNode) -> dict[str, dict[str, Any]]:
+    return {one["type"]: one for one in pool.get().get("status", {}).get("conditions", [])}
+
+
+def with_kv_memory(pool: PoolOnNode, size: str) -> None:
+    pool.patch(*({"op": "replace", "path": f"/spec/roles/{i}/engine/kvMemory", "value": size} for i in (0, 1)))
+
+
+def test_too_little_kv_memory_is_told_and_lost_keys_are_replaced(
+    pool: PoolOnNode, alone: Callable[[list[int]], list[int]], say: Callable[[str], None]
+) -> None:
+    pool.apply({"spec": {"connector": {"type": "tcp"}}})
+    pool.wait_ready()
+    with_kv_memory(pool, "64Mi")
+    pool.wait_ready()
+    with OpenAI(base_url=pool.http, api_key="none", timeout=60) as openai:
+        (card,) = openai.models.list().data
+    held = int((card.model_extra or {})["max_model_len"])
+    assert 1024 <= held < 2048
+    eventually(lambda: conditions(pool)["ContextAvailable"]["status"] == "False", "told in the condition", 30)
+    assert f"requests can have only {held:,} of 8,192 tokens" in conditions(pool)["ContextAvailable"]["message"]
+    say(f"64Mi: advertised {held} tokens, ContextAvailable is False")
+    with_kv_memory(pool, "3Mi")
+    eventually(lambda: "fewer than 1,024" in conditions(pool)["Ready"]["message"], "the reason is in Ready", 120)
+    assert {kind: conditions(pool)[kind]["status"] for kind in ("Ready", "Available")} == {
+        "Ready": "False",
+        "Available": "True",
+    }
+    say(f"3Mi: {conditions(pool)['Ready']['message']}")
+    with_kv_memory(pool, "256Mi")
+    before = pool.wait_ready()["status"]
+    uid = pool.kubectl("get", "secret", "chat-keys", "-o", "jsonpath={.metadata.uid}")
+    pool.kubectl("delete", "secret", "chat-keys")
+    eventually(lambda: pool.get()["status"].get("keys") not in (None, before.get("keys")), "new keys", 20)
+    assert pool.kubectl("get", "secret", "chat-keys", "-o", "jsonpath={.metadata.uid}") != uid
+    pool.until(lambda found: found["status"]["revision"] != before["revision"], "the rollout has begun", 30)
+    pool.wait_ready()
+    say("keys were generated again and all pods replaced")
+    check_answers(pool, alone, "tcp")
 
 
 def check_answers(pool: PoolOnNode, alone: Callable[[list[int]], list[int]], connector: str) -> None:

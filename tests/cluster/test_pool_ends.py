@@ -1,12 +1,10 @@
-"""The end of pools and of namespaces, with an operator and without."""
+"""The end of pools and of namespaces."""
 
-import copy
 import json
-from contextlib import ExitStack
 
 import pytest
-from harness.kube.fake_kubelet import kubelet, ready
-from tests.cluster.world import COLLECTED, World, operator, spec
+from harness.kube.fake_kubelet import ready
+from tests.cluster.world import COLLECTED, spec
 
 pytestmark = pytest.mark.cluster
 
@@ -52,26 +50,3 @@ def test_a_namespace_goes_with_its_pools(kube, world):
     body = {"apiVersion": "kvferry.dev/v1alpha1", "kind": "InferencePool", "metadata": {"name": "p"}, "spec": spec()}
     kube.kubectl("create", "-n", f"{world.namespace}-x", "-f", "-", input=json.dumps(body))
     kube.kubectl("delete", "namespace", f"{world.namespace}-x", "--timeout=60s")
-
-
-def test_while_no_operator_runs_pools_can_be_deleted_and_a_new_one_restarts_nothing(kube, api, namespace):
-    """An operator of its own, since this one is stopped and started."""
-    with kubelet(api, namespace) as acting, ExitStack() as stack:
-        own = ("--namespace", namespace, "--lease-namespace", namespace)
-        first = operator(stack, kube, *own, "--identity", "first")
-        world = World(kube, api, namespace, acting)
-        world.apply()
-        world.apply("other")
-        world.settled()
-        world.settled("other")
-        assert first.stop() == 0
-        kube.kubectl("delete", "kvpool", "other", "-n", namespace, "--timeout=10s")
-        pods = {n: p["metadata"]["uid"] for n, p in world.all("pod").items() if n.startswith("chat")}
-        operator(stack, kube, *own, "--identity", "second")
-        changed = copy.deepcopy(spec())
-        changed["roles"][1]["replicas"] = 3
-        world.apply(roles=changed["roles"])
-        world.settled()
-        after = {n: p["metadata"]["uid"] for n, p in world.all("pod").items() if n.startswith("chat")}
-        assert pods.items() <= after.items()
-        assert len(after) == len(pods) + 1

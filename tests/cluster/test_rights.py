@@ -11,6 +11,7 @@ import yaml
 from harness.kube.control_plane import PlaneWish
 from tests.cluster.operators import (
     API,
+    FakePods,
     Kube,
     a_cluster,
     a_pool,
@@ -103,11 +104,29 @@ def worker(name: str, role: str, load: int) -> dict[str, Any]:
     }
 
 
+def failed_mount(pod: Mapping[str, Any], message: str) -> dict[str, Any]:
+    """The event that a kubelet writes."""
+    meta = pod["metadata"]
+    place = {"namespace": meta["namespace"], "name": meta["name"], "uid": meta["uid"]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"generateName": f"{meta['name']}.", "namespace": meta["namespace"]},
+        "involvedObject": {"apiVersion": "v1", "kind": "Pod", **place},
+        "type": "Warning",
+        "reason": "FailedMount",
+        "message": message,
+        "source": {"component": "kubelet"},
+        "lastTimestamp": "2026-01-01T00:00:00Z",
+    }
+
+
 class Life:
     """A pool that wants everything that a pool can want, one thing after the other."""
 
-    def __init__(self, kube: Kube, namespace: str) -> None:
+    def __init__(self, kube: Kube, namespace: str, pods: FakePods) -> None:
         self.kube = kube
+        self.pods = pods
         self.namespace = namespace
         self.load = 1
 
@@ -140,6 +159,7 @@ class Life:
             eventually(lambda: kube.condition(namespace, "Ready").get("status") == "True")
             self._scaling()
             self._revisions()
+            self._missing_secret()
             self._removals()
         kube.kubectl("delete", "kvpool", "chat", "-n", namespace, "--wait=true")
         # The garbage collector looks for new kinds, such as ours in a young cluster, every half a minute.
@@ -162,6 +182,22 @@ class Life:
         self.roll(image="kvferry:four")  # records beyond the limit go
         record = f"controllerrevision/chat-{first}"
         eventually(lambda: not self.there(record))
+
+    def _missing_secret(self) -> None:
+        """A volume that cannot be mounted is the reason of Ready, from the kubelet's event."""
+        self.pods.are_stuck = True
+        self.kube.change(self.namespace, image="kvferry:five")
+
+        def stuck() -> list[dict[str, Any]]:
+            pods = self.kube.api.list("v1", "Pod", self.namespace, {"kvferry.dev/pool": "chat"})
+            return [pod for pod in pods if "containerStatuses" in pod["status"]]
+
+        pod = eventually(stuck)[0]
+        message = 'MountVolume.SetUp failed for volume "keys" : secret "gone" not found'
+        self.kube.api.create(failed_mount(pod, message))
+        eventually(lambda: message in self.kube.condition(self.namespace, "Ready").get("message", ""))
+        self.pods.are_stuck = False
+        self.kube.rolled_out(self.namespace)
 
     def _removals(self) -> None:
         assert self.there("podmonitors", "chat")
@@ -187,9 +223,9 @@ def test_what_is_granted_is_what_is_used(scope: str, kube: Kube, namespace: str,
     account = account_kubeconfig(kube, namespace, ACCOUNT, tmp_path / "kubeconfig")
     everywhere = ["--everywhere"] if scope == "cluster" else []
     with ExitStack() as stack:
-        stack.enter_context(fake_pods(kube, namespace))
+        pods = stack.enter_context(fake_pods(kube, namespace))
         operator = stack.enter_context(an_operator(account, namespace, "--watch-probe-seconds", "1", *everywhere))
-        Life(kube, namespace).run()
+        Life(kube, namespace, pods).run()
         assert operator.get("/healthz")[0] == 200
         assert operator.process.stop() == 0
     events = audited(kube, namespace)

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, a_worker
+from harness.servers.worker_channel import TEST_KEYS
 
 from kvferry.client import AsyncClient, FinishReason
 from kvferry.core.clock import SystemClock
 from kvferry.core.hashing import BlockNamers
 from kvferry.engine import LLM, SamplingParams
 from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway
 from kvferry.gateway.routing.prompt_names import prefix_key
 from kvferry.gateway.routing.replica_choice import pick
@@ -52,7 +54,12 @@ async def a_stack(prefill: list[RunningProcess], decode: list[RunningProcess]) -
         http=HttpConfig(address="127.0.0.1:0"),
         grpc_address="127.0.0.1:0",
     )
-    gateway = await Gateway.start(config, text_model_of(open_model("tiny")), SystemClock())
+    gateway = await Gateway.start(
+        config,
+        text_model_of(open_model("tiny")),
+        SystemClock(),
+        keys=WorkerKeys(lambda: [TEST_KEYS["KVFERRY_GATEWAY_KEY"].encode()]),
+    )
     try:
         async with asyncio.timeout(30):
             await gateway.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))

@@ -1,5 +1,7 @@
 """Keys of gateways and stacks, made and read by the command line."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -9,6 +11,7 @@ from harness.servers.processes import a_worker, running
 from harness.servers.worker_channel import TEST_KEYS
 
 from kvferry.client import Client
+from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.access.call_keys import CallSigner, role_key
 from kvferry.rpc.access.signed_channel import signed_blocking
@@ -17,6 +20,15 @@ from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
 
 SECONDS = 60.0
 ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "error")
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Check repeatedly until it holds; fail after SECONDS."""
+    clock, pause = SystemClock(), threading.Event()
+    deadline = clock.monotonic() + SECONDS
+    while not holds():
+        assert clock.monotonic() < deadline, f"not so within {SECONDS:.0f} s: {what}"
+        pause.wait(0.05)
 
 
 def printed(*arguments: str) -> str:
@@ -79,6 +91,28 @@ def test_a_gateway_uses_only_workers_that_have_its_key() -> None:
                     (listed,) = fleet["workers"]
                     assert "kvferry key gateway" in listed["why_not"]
                 assert gateway.stop() == 0
+
+
+def test_a_gateway_uses_workers_of_old_and_new_keys_while_a_pool_changes_its_own(tmp_path: Path) -> None:
+    new = b"the pool's next secret"
+    file = tmp_path / "gateway.key"
+    file.write_text(TEST_KEYS["KVFERRY_GATEWAY_KEY"])
+    with a_worker("both") as old, a_worker("both", env={"KVFERRY_TICKET_KEY": new.decode()}) as fresh:
+        endpoints: list[str] = []
+        for worker in (old, fresh):
+            listening = worker.events["listening"]
+            endpoints += ["--both", f"{listening['grpc']}/{str(listening['admin']).rpartition(':')[2]}"]
+        flags = ("gateway", "--model", "tiny", *endpoints, *ADDRESSES, "--gateway-key-file", str(file))
+        with running(*flags, env={"KVFERRY_GATEWAY_KEY": ""}) as gateway:
+            url = f"http://{gateway.wait_for('listening')['admin']}/fleet"
+
+            def number_used() -> int:
+                return sum(worker["takes_work"] for worker in httpx.get(url, timeout=SECONDS).json()["workers"])
+
+            until(lambda: number_used() == 1, "the worker with the first key is used")
+            file.write_text(role_key(new, CallerRole.GATEWAY).hex())
+            until(lambda: number_used() == 2, "both workers are used")
+            assert gateway.stop() == 0
 
 
 def test_a_stack_runs_under_a_given_key(tmp_path: Path) -> None:

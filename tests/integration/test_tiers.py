@@ -15,7 +15,20 @@ from kvferry.engine import LLM
 SECONDS = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 # 48 pages of the tiny model: two prompts of 320 tokens do not stay side by side.
-FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "384KiB", "--load-policy", "always")
+FLAGS = (
+    "--model",
+    "tiny",
+    "--dtype",
+    "float32",
+    "--threads",
+    "1",
+    "--kv-memory",
+    "384KiB",
+    "--max-model-tokens",
+    "768",
+    "--load-policy",
+    "always",
+)
 ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
 
 

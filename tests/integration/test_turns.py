@@ -27,7 +27,9 @@ def one_engine() -> LLM:
 @pytest.fixture(params=["shm", "nixl", "tcp", "memory"])
 def stack(request: pytest.FixtureRequest) -> Iterator[RunningProcess]:
     # 48 pages: a few other prompts push a conversation out.
-    with running("up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--connector", request.param) as process:
+    with running(
+        "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-tokens", "768", "--connector", request.param
+    ) as process:
         process.wait_for("ready")
         yield process
         admin = process.events["ready"]["workers"]
@@ -69,7 +71,9 @@ def test_blocks_that_were_reused_are_computed_again(stack: RunningProcess, one_e
 
 
 def test_a_worker_that_died_meanwhile_is_not_waited_for(one_engine: LLM) -> None:
-    with running("up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--decode", "2") as process:
+    with running(
+        "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-tokens", "768", "--decode", "2"
+    ) as process:
         with Client(str(process.wait_for("ready")["grpc"]), timeout=SECONDS) as client:
             prompt = opening(3)
             first = a_turn(client, one_engine, prompt, FIRST)

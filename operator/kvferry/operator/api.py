@@ -21,6 +21,8 @@ from kvferry.operator.pool.spec import Json
 _TIMEOUT_SECONDS = 15.0
 _PAGE = 500
 _CONNECTIONS = 16
+_ATTEMPTS = 4
+"""Maximum number of requests of one apply, while other writers change the object."""
 _BUSY = frozenset({429, 502, 503, 504})
 """HTTP status codes after which a request may be retried."""
 _MANAGER = re.compile(r'conflict(?:s)? with "([^"]+)"')
@@ -39,6 +41,7 @@ PLURALS = {
     "NetworkPolicy": "networkpolicies",
     "PodMonitor": "podmonitors",
     "InferencePool": "inferencepools",
+    names.EXTENSION_KIND: "inferencepools",
     "PoolRoleScaler": "poolrolescalers",
     "Lease": "leases",
     "Event": "events",
@@ -133,11 +136,18 @@ class KubeApi:
             raise
 
     def list(
-        self, api_version: str, kind: str, namespace: str | None, labels: Mapping[str, str] | None = None
+        self,
+        api_version: str,
+        kind: str,
+        namespace: str | None,
+        labels: Mapping[str, str] | None = None,
+        fields: Mapping[str, str] | None = None,
     ) -> Iterator[Json]:
         """List all objects of a kind in one namespace or in all, page by page. An empty label value matches any
         value."""
         query = {"limit": str(_PAGE)}
+        if fields:
+            query["fieldSelector"] = ",".join(f"{k}={v}" for k, v in fields.items())
         if labels:
             query["labelSelector"] = ",".join(f"{k}={v}" if v else k for k, v in labels.items())
         while True:
@@ -186,12 +196,18 @@ class KubeApi:
         query = {"fieldManager": manager, "force": "true" if force else "false"}
         if dry_run:
             query["dryRun"] = "All"
-        try:
-            return self._call("PATCH", path, manifest["kind"], query, manifest, "application/apply-patch+yaml")
-        except FieldConflict as conflict:
-            if force or not conflict.managers <= names.OWN_MANAGERS:
-                raise
-            return self.apply(manifest, manager=manager, subresource=subresource, force=True, dry_run=dry_run)
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            try:
+                return self._call("PATCH", path, manifest["kind"], query, manifest, "application/apply-patch+yaml")
+            except FieldConflict as conflict:
+                if query["force"] == "true" or not conflict.managers <= names.OWN_MANAGERS:
+                    raise
+                query["force"] = "true"
+            except ApiRefusal as refusal:
+                # The object was changed while the API server merged the manifest.
+                if refusal.status != 409 or not attempts_left:
+                    raise
+        raise Unavailable(f"{path} is changed too often to be applied")
 
     def patch(
         self,
@@ -220,6 +236,19 @@ class KubeApi:
             if refusal.status == 409 and refusal.reason == "ALREADYEXISTS":
                 return None
             raise
+
+    def would_create(self, manifest: Mapping[str, Any]) -> bool:
+        """Return whether no object of this kind and name exists, without reading or writing it: by a dry run of its
+        creation, which needs only the permission to create."""
+        path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"].get("namespace"))
+        query = {"fieldManager": names.FIELD_MANAGER, "dryRun": "All"}
+        try:
+            self._call("POST", path, f"{manifest['kind']}DryRun", query, manifest, "application/json")
+        except ApiRefusal as refusal:
+            if refusal.status == 409 and refusal.reason == "ALREADYEXISTS":
+                return False
+            raise
+        return True
 
     def replace(self, manifest: Mapping[str, Any]) -> Json:
         """Replace an object if its `resourceVersion` still equals that in `manifest`."""

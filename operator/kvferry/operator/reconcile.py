@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import msgspec
+
 from kvferry.core.clock import Clock
 from kvferry.core.errors import UsageError
 from kvferry.operator.api import KubeApi
@@ -37,6 +39,7 @@ class Reconciler:
         clock: Clock,
         *,
         identity: str,
+        operator: str = "",
         default_image: str,
         installed: Installed,
         applied: Callable[[Json], None] = lambda body: None,
@@ -44,6 +47,7 @@ class Reconciler:
         """
         Args:
             identity: identity of the operator, for events.
+            operator: namespace and name of the operator's lease, for the status.
             default_image: image for pools without `spec.image`.
             applied: called with every applied object, on the thread of the reconcile.
         """
@@ -51,6 +55,7 @@ class Reconciler:
         self._clock = clock
         self._executor = Executor(api, identity, lambda: rfc3339(clock.wall()), applied)
         self._default_image = default_image
+        self._operator = operator
         self._installed = installed
         self._memories: dict[Key, Memory] = {}
 
@@ -73,11 +78,13 @@ class Reconciler:
         status = body.get("status") or {}
         try:
             pool = parse_pool(body)
+            if memory.keys:  # newer than those of the status, which may not have been observed yet
+                pool = msgspec.structs.replace(pool, keys=memory.keys)
             if memory.verified_generation != pool.generation:
                 verify(pool, self._default_image)
                 memory = replace(memory, verified_generation=pool.generation)
         except UsageError as error:
-            self._report_unreadable(key, memory, unreadable_status(body, error.message, stamp))
+            self._report_unreadable(key, memory, unreadable_status(body, error.message, stamp), stamp)
             return None
         owned = facts.owned_by(pool.uid)
         self._memories[key] = memory
@@ -92,13 +99,14 @@ class Reconciler:
             installed=installed,
             now=now,
             stamp=stamp,
+            operator=self._operator,
         )
         stuck = tuple(f"{d.name}: {d.stuck}" for d in owned.deployments.values() if d.stuck)
         return self._run(ctx, PoolTarget(key, pool.uid, stuck))
 
-    def _report_unreadable(self, key: Key, memory: Memory, status: Json) -> None:
+    def _report_unreadable(self, key: Key, memory: Memory, status: Json, stamp: str) -> None:
         outcome = self._executor.run(
-            PoolTarget(key, memory.uid), status_change(key.namespace, key.pool, status, memory)
+            PoolTarget(key, memory.uid), status_change(key.namespace, key.pool, status, memory, stamp)
         )
         self._keep(key, memory if outcome.failure is not None else replace(memory, status=status), outcome)
 

@@ -330,6 +330,7 @@ OPERATOR_CHECK = (
 )
 
 CLUSTER = (
-    *(s for s in OPERATOR if s.name in {"kubeconfig", "lease_namespace"}),
+    *(s for s in OPERATOR if s.name == "kubeconfig"),
+    Setting("lease_namespace", "", "Namespace of the leader election lease; default: all namespaces are searched."),
     Setting("timeout", 10.0, "Seconds to wait for a leading operator.", parse=seconds(1, 3600)),
 )

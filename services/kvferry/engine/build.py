@@ -32,6 +32,9 @@ from kvferry.model.tensors import TensorSource
 
 _log = logging.getLogger(__name__)
 _MIN_BLOCKS = 2
+_MIB = 1 << 20
+MIN_KV_TOKENS = 1024
+"""Minimum tokens that the memory for KV must hold, unless the context is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +68,26 @@ class LoadedModel:
         """Number of pages that fit into the memory for KV.
 
         Raises:
-            UsageError: fewer than two pages fit.
+            UsageError: the pages hold fewer tokens than `MIN_KV_TOKENS` and than the context length.
         """
-        block_bytes = self.layout.block_bytes
+        block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
         count = self.settings.kv_bytes // block_bytes
-        if count < _MIN_BLOCKS:
+        needed = max(_MIN_BLOCKS, -(-min(MIN_KV_TOKENS, self.context_tokens) // block_tokens))
+        if count < needed:
             raise UsageError(
-                f"kv_memory of {self.settings.kv_bytes} bytes is too small: a page takes {block_bytes} bytes, and at "
-                f"least {_MIN_BLOCKS} are needed",
+                f"kv_memory of {self.settings.kv_bytes} bytes holds the KV of {count * block_tokens} tokens, fewer "
+                f"than {min(MIN_KV_TOKENS, self.context_tokens):,}, so that most requests could not be served; set "
+                f"kv_memory to at least {-(-needed * block_bytes // _MIB)}MiB, or max_model_tokens to a shorter "
+                "context",
                 field="kv_memory",
             )
         return count
+
+    @property
+    def context_tokens(self) -> int:
+        """Context length in tokens that the settings ask for, at most that of the model; the memory for KV may hold
+        less."""
+        return min(self.settings.max_model_tokens or self.config.max_model_tokens, self.config.max_model_tokens)
 
 
 def load_model(settings: EngineSettings, *, device: str | None = None) -> LoadedModel:
@@ -159,7 +171,7 @@ def build_engine(
         runner,
         num_blocks=runner.kv.num_blocks,
         block_tokens=settings.block_tokens,
-        max_model_tokens=min(settings.max_model_tokens or config.max_model_tokens, config.max_model_tokens),
+        max_model_tokens=loaded.context_tokens,
         vocab_size=config.vocab_size,
         eos_token_ids=config.eos_token_ids,
         fingerprint=layout.fingerprint,

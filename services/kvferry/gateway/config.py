@@ -124,8 +124,6 @@ class FleetConfig:
     decode: tuple[Endpoint, ...] = ()
     both: tuple[Endpoint, ...] = ()
     """Workers of role `both`: they serve whole requests when no prefill and decode pair is available."""
-    gateway_key: bytes = field(default=b"", repr=False)
-    """Key of role `gateway` (`rpc.access.call_keys`), with which calls to workers are signed."""
     status_interval_seconds: float = 0.5
     """Interval between status polls of a healthy worker; load and readiness are at most this old."""
     status_timeout_seconds: float = 2.0

@@ -18,6 +18,7 @@ from kvferry.gateway.fleet.pool_api import PoolApi
 from kvferry.gateway.fleet.readiness import FleetCollector, PoolCollector, can_serve, notes
 from kvferry.gateway.fleet.waiting_room import WaitingRoom
 from kvferry.gateway.fleet.waking import Waker
+from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.http.admin_api import AdminApi
 from kvferry.gateway.http.api_keys import ApiKeys
 from kvferry.gateway.http.client_api import ClientApi
@@ -60,6 +61,7 @@ class Gateway:
         clock: Clock,
         pool: PoolApi | None = None,
         text_process: TextProcess | None = None,
+        keys: WorkerKeys | None = None,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -67,7 +69,7 @@ class Gateway:
         self._draining = False
         self._incarnation = new_incarnation()
         self.instruments = Instruments()
-        self.fleet = Fleet(config.fleet, model.name)
+        self.fleet = Fleet(config.fleet, model.name, keys)
         FleetCollector(self.fleet, model.name, self.instruments.registry)
         self.membership = Membership(self.fleet, None if pool is None else EndpointSlices(pool, clock))
         self._holding = Holding(config.hold, str(config.fleet.pool))
@@ -80,13 +82,13 @@ class Gateway:
             instruments=self.instruments,
             room=None if pool is None else WaitingRoom(self.fleet, self._holding, self._waker),
         )
-        keys = ApiKeys.load(config.http.api_keys_file, clock)
+        api_keys = ApiKeys.load(config.http.api_keys_file, clock)
         self.service = TextService(
             self.dispatcher,
             model,
             clock,
             context_tokens=self.fleet.context_tokens,
-            tenant_of=keys.tenant_of,
+            tenant_of=api_keys.tenant_of,
             process=text_process,
         )
         self.client_api = ClientApi(
@@ -96,11 +98,18 @@ class Gateway:
 
     @classmethod
     async def start(
-        cls, config: GatewayConfig, model: TextModel, clock: Clock, *, text_process: TextProcess | None = None
+        cls,
+        config: GatewayConfig,
+        model: TextModel,
+        clock: Clock,
+        *,
+        keys: WorkerKeys | None = None,
+        text_process: TextProcess | None = None,
     ) -> "Gateway":
         """Bind all ports, then start polling the workers.
 
         Args:
+            keys: sign the calls to workers; `None` for workers that do not check them, in tests.
             text_process: reads large requests; started and stopped with the gateway. `None` uses a thread.
 
         Raises:
@@ -108,7 +117,7 @@ class Gateway:
         """
         name = config.fleet.pool
         pool = None if name is None else await asyncio.to_thread(PoolApi.connect, name)
-        gateway = cls(config, model, clock, pool, text_process)
+        gateway = cls(config, model, clock, pool, text_process, keys)
         certificate = gateway._certificate
         credentials = None if certificate is None else certificate.grpc_credentials()
         gateway._rpc = await start_server(
@@ -206,7 +215,8 @@ class Gateway:
             held=self._holding.num_held,
             source=self.membership.state,
             wake_failure="" if self._waker is None else self._waker.failure,
-            handoffs=self.instruments.peer_load_counts(),
+            handoffs=self.instruments.handoff_counts(),
+            model_tokens=self.service.model.max_model_tokens,
         )
 
     async def _follow_readiness(self) -> None:

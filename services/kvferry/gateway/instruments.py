@@ -1,5 +1,7 @@
 """The gateway's metrics, created from the table in `core.metrics`; each gateway has its own registry."""
 
+from collections.abc import Iterator, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.core import metrics
@@ -45,11 +47,16 @@ class Instruments:
         if usage.output_tokens:
             self.first_token_seconds.observe(timing.first_token_seconds)
 
-    def peer_load_counts(self) -> dict[str, int]:
-        """Return the number of KV fetches from peers by outcome; prompts that were cheaper to recompute are not
-        counted."""
-        samples = (sample for family in self.peer_loads.collect() for sample in family.samples)
-        return {s.labels["outcome"]: int(s.value) for s in samples if s.name.endswith("_total")}
+    def handoff_counts(self) -> dict[str, int]:
+        """Return the number of KV fetches from peers by outcome: `fetched`; `failed`; `key_unknown` and `rejected`,
+        tickets that a decode worker did not accept, because of their key or for another reason. Prompts that were
+        cheaper to recompute are not counted."""
+        counts = {labels["outcome"]: n for labels, n in _totals(self.peer_loads)}
+        for labels, n in _totals(self.retries):
+            if labels["reason"].startswith("TICKET_"):
+                outcome = "key_unknown" if labels["reason"] == "TICKET_KEY_UNKNOWN" else "rejected"
+                counts[outcome] = counts.get(outcome, 0) + n
+        return counts
 
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
@@ -59,3 +66,10 @@ class Instruments:
 
     def _histogram(self, metric: Metric) -> Histogram:
         return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)
+
+
+def _totals(counter: Counter) -> Iterator[tuple[Mapping[str, str], int]]:
+    for family in counter.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                yield sample.labels, int(sample.value)

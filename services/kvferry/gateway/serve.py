@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway, Listening
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
@@ -21,6 +22,7 @@ async def run_gateway(
     config: GatewayConfig,
     model: TextModel,
     *,
+    keys: WorkerKeys | None = None,
     text_process: TextProcess | None = None,
     announce: Announce | None = None,
     clock: Clock | None = None,
@@ -31,6 +33,7 @@ async def run_gateway(
     Args:
         config: all settings.
         model: the served model's tokenizer, chat template and limits, without weights.
+        keys: sign the calls to workers; `None` for workers that do not check them, in tests.
         text_process: reads large requests; `None` uses a thread.
         announce: called when all ports accept connections.
         clock: time source; `None` selects the system clock.
@@ -39,7 +42,7 @@ async def run_gateway(
     Raises:
         UsageError: an address cannot be bound, the API keys cannot be read, or the cluster cannot be accessed.
     """
-    gateway = await Gateway.start(config, model, clock or SystemClock(), text_process=text_process)
+    gateway = await Gateway.start(config, model, clock or SystemClock(), keys=keys, text_process=text_process)
     try:
         if announce is not None:
             announce(gateway.listening)

@@ -9,27 +9,15 @@ from pathlib import Path
 
 from harness.kube.image import NONROOT, Entry, Image, write_archive
 from kvferry.bench.commit import ROOT
-from kvferry.core.errors import UsageError
 
 NAME = "localhost/kvferry-host:1"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
-_COVERED = Path("/tmp")
 ACCOUNTS = {
     "etc/passwd": f"root:x:0:0:root:/root:/bin/false\nnonroot:x:{NONROOT}:{NONROOT}:nonroot:/tmp:/bin/false\n",
     "etc/group": f"root:x:0:\nnonroot:x:{NONROOT}:\n",
     "etc/nsswitch.conf": "hosts: files dns\n",
 }
 _COPIED = ("/etc/ld.so.cache", "/etc/ssl/certs/ca-certificates.crt")
-
-
-def why_not(environment: Path = Path(sys.prefix)) -> str:
-    """Return the reason why containers cannot access the Python environment; empty if they can."""
-    if _COVERED not in environment.resolve().parents:
-        return ""
-    return (
-        f"the environment {environment} is in {_COVERED}, which every pod hides with its own mount;"
-        " use a checkout in a different folder"
-    )
 
 
 def folders(more: Iterable[Path] = ()) -> list[Path]:
@@ -50,14 +38,8 @@ def outermost(paths: Iterable[Path]) -> list[Path]:
 
 
 def write(out: Path, mounts: Iterable[Path]) -> Path:
-    """Write the archive and return its path; the entry point is `kvferry` of the current Python environment.
-
-    Raises:
-        UsageError: the environment's folder is below a path at which pods mount a volume.
-    """
+    """Write the archive and return its path; the entry point is `kvferry` of the current Python environment."""
     environment = Path(sys.prefix)
-    if reason := why_not(environment):
-        raise UsageError(reason, field="environment")
     env = {"PATH": f"{environment}/bin:/usr/bin:/bin", "HOME": "/tmp", "PYTHONSAFEPATH": "1"}
     image = Image(NAME, [str(environment / "bin" / "kvferry")], env)
     write_archive(out, image, [entries(mounts)])

@@ -2,8 +2,9 @@
 
 import json
 import shutil
+import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,22 @@ _UNUSED = (
     "io.containerd.snapshotter.v1.zfs",
     "io.containerd.tracing.processor.v1.otlp",
 )
+
+
+_RUNC_FOR_HOST = """#!{python} -IS
+import json, os, sys
+arguments = sys.argv[1:]
+if "create" in arguments and "--bundle" in arguments:
+    path = os.path.join(arguments[arguments.index("--bundle") + 1], "config.json")
+    with open(path) as file:
+        spec = json.load(file)
+    spec["mounts"].sort(key=lambda mount: mount["destination"].rstrip("/").count("/"))
+    with open(path, "w") as file:
+        json.dump(spec, file)
+os.execv("{runc}", ["{runc}", *arguments])
+"""
+"""Program of the runtime `host`: runc, with every folder mounted after its parents. containerd appends a pod's volumes
+to the mounts of the base specification, so that a volume at /tmp would hide a checkout below /tmp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +68,17 @@ def start(folder: Path, box: Box, children: Children, host_folders: Sequence[Pat
     """
     (folder / "cni.d").mkdir()
     (folder / "cni.d" / "10-bridge.conflist").write_text(json.dumps(network(box), indent=1), "utf-8")
-    spec = None
+    runc = shutil.which("runc") or "runc"
+    runtimes: dict[str, tuple[str, Path | None]] = {"runc": (runc, None)}
     if host_folders:
-        spec = folder / "host-spec.json"
+        spec, program = folder / "host-spec.json", folder / "runc-host"
         spec.write_text(json.dumps(host_spec(json.loads(run("ctr", "oci", "spec")), host_folders)), "utf-8")
-    runc = shutil.which("runc")
+        program.write_text(_RUNC_FOR_HOST.format(python=sys.executable, runc=runc), "utf-8")
+        program.chmod(0o755)
+        runtimes[HOST_RUNTIME] = (str(program), spec)
     second = " v2." in run("containerd", "--version")
     settings = folder / "containerd.toml"
-    settings.write_text(containerd_settings(folder, runc or "runc", second=second, host_spec=spec), "utf-8")
+    settings.write_text(containerd_settings(folder, runtimes, second=second), "utf-8")
     children.spawn("containerd", [*box.cgroups.entering(inner=True), *box.enter, "containerd", "-c", settings])
     pause = threading.Event()
     deadline = children.clock.monotonic() + _START_SECONDS
@@ -96,8 +116,11 @@ def network(box: Box) -> dict[str, object]:
     return {"cniVersion": "1.0.0", "name": "kvferry", "plugins": [bridge, ports]}
 
 
-def containerd_settings(folder: Path, runc: str, *, second: bool, host_spec: Path | None) -> str:
+def containerd_settings(folder: Path, runtimes: Mapping[str, tuple[str, Path | None]], *, second: bool) -> str:
     """Return containerd's configuration file for major version 1, or 2 if `second`; the two use different names.
+
+    Args:
+        runtimes: program and base specification of each runtime; without a specification, containerd's own is used.
 
     A process without CAP_SYS_RESOURCE cannot lower its out-of-memory score, therefore `restrict_oom_score_adj` is set.
     """
@@ -116,16 +139,13 @@ def containerd_settings(folder: Path, runc: str, *, second: bool, host_spec: Pat
     if not second:
         lines.append(f'  sandbox_image = "{PAUSE_IMAGE}"')
     lines += [f'[plugins."{cri}".cni]', f'  bin_dir = "{CNI_BINARIES}"', f'  conf_dir = "{folder}/cni.d"']
-    runtimes: dict[str, Path | None] = {"runc": None}
-    if host_spec is not None:
-        runtimes[HOST_RUNTIME] = host_spec
-    for name, spec in runtimes.items():
+    for name, (program, spec) in runtimes.items():
         lines += [f'[plugins."{cri}".containerd.runtimes.{name}]', '  runtime_type = "io.containerd.runc.v2"']
         if spec is not None:
             lines.append(f'  base_runtime_spec = "{spec}"')
         lines += [
             f'[plugins."{cri}".containerd.runtimes.{name}.options]',
-            f'  BinaryName = "{runc}"',
+            f'  BinaryName = "{program}"',
             "  SystemdCgroup = false",
         ]
     return "\n".join(lines) + "\n"

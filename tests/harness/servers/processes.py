@@ -73,9 +73,11 @@ def running(
 
 
 @contextmanager
-def a_worker(role: str, *arguments: str, model: str = "tiny") -> Iterator[RunningProcess]:
+def a_worker(
+    role: str, *arguments: str, model: str = "tiny", env: Mapping[str, str] | None = None
+) -> Iterator[RunningProcess]:
     """Yield a ready worker; by default with the tiny model in float32, one thread, and load policy `always`."""
     engine = ("--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--load-policy", "always")
-    with running("worker", "--role", role, "--model", model, *engine, *arguments) as worker:
+    with running("worker", "--role", role, "--model", model, *engine, *arguments, env=env) as worker:
         worker.wait_for("ready")
         yield worker

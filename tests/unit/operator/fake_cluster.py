@@ -13,7 +13,7 @@ from kvferry.operator.apply.executor import Executor, PoolTarget
 from kvferry.operator.plan.actions import Action, Outcome
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
-from kvferry.operator.process.watches import WATCHED
+from kvferry.operator.process.watches import POLLED, WATCHED
 from kvferry.operator.reconcile import Reconciler
 
 KEY = Key("team", "chat")
@@ -40,7 +40,12 @@ class FakeApi:
         return copy.deepcopy(self.objects.get((api_version, kind, name)))
 
     def list(
-        self, api_version: str, kind: str, namespace: str | None, labels: Mapping[str, str] | None = None
+        self,
+        api_version: str,
+        kind: str,
+        namespace: str | None,
+        labels: Mapping[str, str] | None = None,
+        fields: Mapping[str, str] | None = None,
     ) -> Iterator[dict[str, Any]]:
         for (_, found, _), held in list(self.objects.items()):
             own = held["metadata"].get("labels") or {}
@@ -168,9 +173,12 @@ class Cluster:
         """One pass over what the watches show; the writes made."""
         before = len(self.api.writes)
         store = Store()
-        for (_, kind, _), held in list(self.api.objects.items()):
-            if kind in WATCHED and held.get("apiVersion") != "inference.networking.k8s.io/v1":
-                store.take(kind, copy.deepcopy(held), gone=False)
+        for held in list(self.api.objects.values()):
+            watched = names.kind_of(held)
+            if watched in WATCHED or watched in POLLED:
+                store.take(watched, copy.deepcopy(held), gone=False)
+        keys = ("v1", "Secret", names.keys_secret(KEY.pool))
+        store.take_keys(KEY, missing=keys not in self.api.objects)
         store.take_report(KEY, self.report)
         self.clock.now += 1
         self.again = self.reconciler.reconcile(KEY, store.facts(KEY))

@@ -104,6 +104,7 @@ def text(what: str):
     return lambda pool: dig(msgspec.to_builtins(pool.spec), what)
 
 
+RESOURCES = {"requests": {"memory": "1Gi"}, "limits": {"nvidia.com/gpu": 1}, "claims": [{"name": "gpu"}]}
 EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     # path: (a spec that sets it, where its effect is seen, what is seen then)
     "model.name": ({"model": {"name": "other"}}, flag("served-name", GATEWAY), "other"),
@@ -149,15 +150,18 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     ),
     "roles[].scaling.downSeconds": (auto(downSeconds=0), decided(4, recommendations=((19_950.0, 4),)), 3),
     "roles[].scaling.idleSeconds": (auto(idleSeconds=800), decided(1, busy=False), 0),
-    "roles[].engine.kvMemory": (prefill(engine={"kvMemory": "2GiB"}), flag("kv-memory"), "2GiB"),
+    "roles[].engine.kvMemory": (prefill(engine={"kvMemory": "2Gi"}), flag("kv-memory"), "2GiB"),
     "roles[].engine.threads": (prefill(engine={"threads": 3}), flag("threads"), "3"),
     "roles[].engine.tokenBudget": (prefill(engine={"tokenBudget": 64}), flag("token-budget"), "64"),
     "roles[].engine.maxSequences": (prefill(engine={"maxSequences": 7}), flag("max-sequences"), "7"),
-    "roles[].resources": (
-        prefill(resources={"limits": {"nvidia.com/gpu": 1}}),
-        lambda pool: container(pool)["resources"],
-        {"limits": {"nvidia.com/gpu": 1}},
-    ),
+    **{
+        f"roles[].resources.{part}": (
+            prefill(resources={part: value}),
+            lambda pool: container(pool)["resources"],
+            {part: value},
+        )
+        for part, value in RESOURCES.items()
+    },
     "roles[].template": (
         prefill(template={"spec": {"runtimeClassName": "nvidia"}, "metadata": {"labels": {"a": "b"}}}),
         at(WORKER, "spec.template.spec.runtimeClassName"),
@@ -273,11 +277,14 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         at("Service/chat", "metadata.annotations"),
         {"a": "b"},
     ),
-    "gateway.resources": (
-        {"gateway": {"resources": {"limits": {"cpu": "1"}}}},
-        lambda pool: container(pool, GATEWAY)["resources"],
-        {"limits": {"cpu": "1"}},
-    ),
+    **{
+        f"gateway.resources.{part}": (
+            {"gateway": {"resources": {part: value}}},
+            lambda pool: container(pool, GATEWAY)["resources"],
+            {part: value},
+        )
+        for part, value in RESOURCES.items()
+    },
     "gateway.template": (
         {"gateway": {"template": {"spec": {"priorityClassName": "high"}}}},
         at(GATEWAY, "spec.template.spec.priorityClassName"),
@@ -315,9 +322,9 @@ OTHERWISE = {"roles[].scaling.upSeconds": auto(requestsTarget=5)}
 CHANGES_WORKERS = {
     "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "connector.type",
     "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "image",
-    "imagePullPolicy", "imagePullSecrets", "roles[].name", "roles[].resources", "roles[].template",
+    "imagePullPolicy", "imagePullSecrets", "roles[].name", "roles[].template",
 }  # fmt: skip
-CHANGES_WORKERS_UNDER = ("model.cache.", "roles[].engine.", "tiers[].")
+CHANGES_WORKERS_UNDER = ("model.cache.", "roles[].engine.", "roles[].resources.", "tiers[].")
 
 
 def test_the_table_has_every_field_and_no_other():

@@ -1,6 +1,7 @@
 """Leases, heartbeats, victims, overlays, records and previews: small pure decisions, each with its edge."""
 
 import json
+from typing import Any
 
 import pytest
 from tests.unit.operator.pools import IMAGE, body, pool
@@ -10,13 +11,14 @@ from kvferry.core.load import WorkerLoad
 from kvferry.operator.objects.overlay import overlay
 from kvferry.operator.objects.worker_pods import deployments
 from kvferry.operator.plan.deletion_cost import changed_costs, deletion_costs
-from kvferry.operator.plan.pod_diagnostics import troubles
+from kvferry.operator.plan.pod_diagnostics import mount_failures, needs_events, troubles
 from kvferry.operator.plan.process.fleet_page import read_fleet
 from kvferry.operator.plan.process.heartbeat import Heartbeat
 from kvferry.operator.plan.process.lease import LeaseTimes, may_take, released, sighted, taken
 from kvferry.operator.plan.revisions import next_number, record, recorded, superfluous
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store, WorkerReport
+from kvferry.operator.pool.ownership import version_of
 from kvferry.operator.pool.spec import parse_pool, pods_of
 from kvferry.operator.preview.preview import preview, read_pool
 from kvferry.operator.process.checkup import judge_definitions, judge_nodes, judge_pool, judge_version
@@ -181,6 +183,40 @@ def test_what_pods_say_is_gathered_by_kind():
     assert found == ["a and 1 more: worker is waiting: ErrImagePull m", "d: cannot be scheduled: no room"]
 
 
+def pod(name: str, **status: Any) -> dict:
+    return {"metadata": {"name": name}, "status": status}
+
+
+def crashed(state: dict, **last: Any) -> dict:
+    return {"containerStatuses": [{"name": "worker", "state": state, "lastState": {"terminated": last}}]}
+
+
+def test_a_crash_is_told_by_the_last_line_of_its_log():
+    backs_off = {"waiting": {"reason": "CrashLoopBackOff"}}
+    log = "loading\nkv_memory of 3145728 bytes holds the KV of 136 tokens\n"
+    said = "a: worker exits with 1: kv_memory of 3145728 bytes holds the KV of 136 tokens"
+    assert troubles([pod("a", **crashed(backs_off, exitCode=1, message=log))]) == [said]
+    assert troubles([pod("a", **crashed({"terminated": {"exitCode": 1, "message": log}}))]) == [said]
+    silent = crashed(backs_off, exitCode=2)
+    assert troubles([pod("a", **silent)]) == ["a: worker exits with 2; see `kubectl logs --previous`"]
+
+
+def test_a_volume_that_cannot_be_mounted_is_told_by_the_event_of_the_kubelet():
+    starting = pod("a", containerStatuses=[{"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}])
+    starting["metadata"]["uid"] = "u"
+    ready = pod("b", conditions=[{"type": "Ready", "status": "True"}])
+    assert needs_events([starting, ready])
+    assert not needs_events([ready, pod("c", **crashed({"waiting": {"reason": "ErrImagePull"}}))])
+
+    def event(at: str, message: str, **more: Any) -> dict:
+        told = {"reason": "FailedMount", "lastTimestamp": at, "message": message}
+        return {"involvedObject": {"uid": "u"}, **told, **more}
+
+    failures = mount_failures([event("2", 'secret "x"\nnot found'), event("1", "older"), event("3", "n", reason="Odd")])
+    assert troubles([starting], failures) == ['a: secret "x" not found']
+    assert troubles([starting]) == []
+
+
 def test_a_preview_tells_the_steps_and_what_is_left():
     found = preview(pool(), pool(model={"name": "m", "maxTokens": 9}), IMAGE)
     assert found.restarts
@@ -189,6 +225,11 @@ def test_a_preview_tells_the_steps_and_what_is_left():
     assert "every worker pod is replaced" in found.as_text()
     assert json.loads(found.as_json())["restarts"] is True
     assert preview(pool(), pool(), IMAGE).as_text().endswith("nothing to do")
+
+
+def test_a_preview_of_a_stored_pool_keeps_its_keys():
+    stored = {**body(), "status": {"keys": "abcd"}}
+    assert "nothing to do" in preview(parse_pool(stored), pool(), IMAGE).as_text()
 
 
 def test_a_preview_of_scaling_replaces_nobody():
@@ -252,13 +293,55 @@ def test_a_store_tells_news_from_repetition():
     assert store.take("InferencePool", status, gone=False) == (KEY, False)
 
 
+def at(order: int, thing: dict) -> dict:
+    return {**thing, "metadata": {**thing["metadata"], "resourceVersion": str(order)}}
+
+
 def test_an_older_word_does_not_undo_a_newer_one():
     store = Store()
-    store.take("Deployment", deployment(generation=2), gone=False)
-    assert store.take("Deployment", deployment(generation=1), gone=False) == (KEY, False)
-    store.take("PoolRoleScaler", scaler(5, generation=2), gone=False)
-    store.take("PoolRoleScaler", scaler(1, generation=1), gone=False)
+    store.take("Deployment", at(2, deployment()), gone=False)
+    assert store.take("Deployment", at(1, deployment()), gone=False) == (KEY, False)
+    store.take("PoolRoleScaler", at(2, scaler(5)), gone=False)
+    store.take("PoolRoleScaler", at(1, scaler(1)), gone=False)
     assert store.facts(KEY).scalers["decode"].replicas == 5
+
+
+def test_the_late_answer_to_a_write_does_not_bring_back_what_was_deleted():
+    store = Store()
+    store.take("InferencePool", body(), gone=False)
+    store.take("Service", at(3, service()), gone=True)
+    assert store.take("Service", at(2, service()), gone=False) == (KEY, False)
+    assert store.names("Service") == set()
+    assert store.take("Service", at(4, service()), gone=False) == (KEY, True)
+    assert store.take("Service", at(3, service()), gone=True) == (KEY, False)
+    assert store.names("Service") == {("team", "chat")}
+
+
+def managed(*entries: tuple[str, str, dict]) -> dict:
+    fields = [{"manager": m, "operation": o, "time": "t", "fieldsV1": f} for m, o, f in entries]
+    return {"metadata": {"resourceVersion": "7", "managedFields": fields}}
+
+
+def test_the_version_of_an_object_is_that_of_the_fields_that_the_operator_applied():
+    ours = (names.FIELD_MANAGER, "Apply", {"f:spec": {"f:ports": {}}})
+    version = version_of(managed(ours))
+    assert version_of(managed(ours, ("kubectl", "Update", {"f:spec": {"f:other": {}}}))) == version
+    assert version_of(managed(ours, (names.FIELD_MANAGER, "Update", {"f:metadata": {}}))) == version
+    assert version_of(managed((names.FIELD_MANAGER, "Apply", {"f:spec": {}}), ("kubectl", "Update", {}))) != version
+    assert version_of(managed(("kubectl", "Update", {}))) not in (version, "")
+    assert version_of({"metadata": {"resourceVersion": "7"}}) == "7"
+
+
+def test_what_lost_its_owner_reference_is_still_of_the_pool():
+    store = Store()
+    store.take("InferencePool", body(), gone=False)
+    lost = deployment()
+    lost["metadata"] |= managed((names.FIELD_MANAGER, "Apply", {}))["metadata"] | {"ownerReferences": []}
+    store.take("Deployment", lost, gone=False)
+    assert store.facts(KEY).owned_by("u-1").deployments
+    lost["metadata"] |= managed(("kubectl", "Update", {}))["metadata"] | {"resourceVersion": "8"}
+    store.take("Deployment", lost, gone=False)
+    assert not store.facts(KEY).owned_by("u-1").deployments
 
 
 def test_what_is_gone_is_forgotten():

@@ -6,6 +6,7 @@ pool is replanned) or if the API server is unavailable (the pass fails).
 """
 
 import base64
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -35,15 +36,17 @@ from kvferry.operator.plan.actions import (
     target_of,
 )
 from kvferry.operator.plan.deletion_cost import changed_costs
-from kvferry.operator.plan.pod_diagnostics import troubles
+from kvferry.operator.plan.pod_diagnostics import mount_failures, needs_events, troubles
 from kvferry.operator.plan.revisions import superfluous
 from kvferry.operator.pool import names
-from kvferry.operator.pool.facts import Key, owner_of
+from kvferry.operator.pool.facts import Key
+from kvferry.operator.pool.ownership import is_orphan, owner_of
 from kvferry.operator.pool.spec import Json
 
 _log = logging.getLogger(__name__)
 _REPLICAS = ".spec.replicas"
 _MAX_CAUSES = 3
+_MAX_EVENTS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ class Executor:
         Args:
             instance: identity of the operator, for events.
             stamp: returns the wall-clock time as RFC 3339 text.
-            applied: called with every object that `ApplyObject` has stored, on the thread that executes.
+            applied: called with every object that was applied or created, or was found to exist, on the thread that
+                executes.
         """
         self._api = api
         self._instance = instance
@@ -93,7 +97,7 @@ class Executor:
             except ApiRefusal as refusal:
                 if isinstance(action, WriteStatus) and action.manifest["kind"] == "InferencePool":
                     return Outcome(tuple(done), problems, failure=refusal)
-                problems[action.target] = problem_of(action.target, refusal)
+                problems[action.target] = problem_of(action.target, pool.key.namespace, refusal)
                 if _is_required(action):
                     return Outcome(tuple(done), problems, must_replan=True)
                 continue
@@ -114,7 +118,9 @@ class Executor:
             case CreateKeys():
                 keys = key_entries(secrets.token_hex(32), secrets.token_hex(32))
                 data = {name: base64.b64encode(key.encode()).decode() for name, key in keys.items()}
-                return Done(action, self._api.create({**action.manifest, "data": data}))
+                created = self._api.create({**action.manifest, "data": data})
+                self._applied(created or action.manifest)
+                return Done(action, created)
             case CreateRecord():
                 return self._create_record(pool, action)
             case SeedScaler():
@@ -131,9 +137,7 @@ class Executor:
             case PruneRecords():
                 return self._prune(pool, action)
             case DiagnosePods():
-                labels = {names.LABEL_POOL: pool.key.pool}
-                causes = [*troubles(self._api.list("v1", "Pod", pool.key.namespace, labels)), *pool.stuck]
-                return Done(action, diagnosis="; ".join(causes[:_MAX_CAUSES]))
+                return self._diagnose(pool, action)
             case WriteStatus():
                 return Done(action, self._api.apply(action.manifest, subresource="status", force=True))
             case EmitEvent():
@@ -152,7 +156,8 @@ class Executor:
         if found is None:
             return
         is_terminating = "deletionTimestamp" in found["metadata"]
-        if owner_of(found) != owner_of(manifest) or is_terminating:
+        is_ours = owner_of(found) == owner_of(manifest) or is_orphan(found)
+        if not is_ours or is_terminating:
             owners = found["metadata"].get("ownerReferences") or ()
             pools = {owner["name"] for owner in owners if owner["kind"] == "InferencePool"}
             # The object belongs to an earlier pool of the same name and has not been garbage-collected yet.
@@ -167,6 +172,7 @@ class Executor:
             if found is None or owner_of(found) != pool.uid:
                 raise NameTaken(action.target, is_terminating=False)
             stored = found
+        self._applied(stored)
         return Done(action, stored)
 
     def _seed(self, action: SeedScaler) -> Done:
@@ -197,6 +203,16 @@ class Executor:
             uid = found["metadata"]["uid"]
         self._api.delete(action.api_version, action.kind, place, action.name, uid)
         return Done(action)
+
+    def _diagnose(self, pool: PoolTarget, action: DiagnosePods) -> Done:
+        place = pool.key.namespace
+        pods = list(self._api.list("v1", "Pod", place, {names.LABEL_POOL: pool.key.pool}))
+        mounts = {}
+        if needs_events(pods):
+            fields = {"involvedObject.kind": "Pod", "type": "Warning", "reason": "FailedMount"}
+            events = itertools.islice(self._api.list("v1", "Event", place, fields=fields), _MAX_EVENTS)
+            mounts = mount_failures(events)
+        return Done(action, diagnosis="; ".join([*troubles(pods, mounts), *pool.stuck][:_MAX_CAUSES]))
 
     def _prune(self, pool: PoolTarget, action: PruneRecords) -> Done:
         labels = {names.LABEL_POOL: pool.key.pool}
@@ -238,20 +254,22 @@ class Executor:
         return Done(action)
 
 
-def problem_of(target: str, refusal: ApiRefusal) -> Problem:
-    """Convert a rejection to a problem for the pool's status."""
+def problem_of(target: str, namespace: str, refusal: ApiRefusal) -> Problem:
+    """Convert the rejection of a write to `target` (kind and name) to a problem for the pool's status."""
     if not isinstance(refusal, FieldConflict):
         message = refusal.message if refusal.message.startswith(target) else f"{target}: {refusal.message}"
         return Problem("Refused", message)
     others = [conflict for conflict in refusal.conflicts if conflict.manager not in names.OWN_MANAGERS]
     owners = ", ".join(sorted({conflict.manager for conflict in others}))
     owned = ", ".join(sorted({conflict.field for conflict in others}))
+    kind, _, name = target.partition(" ")
     if owned != _REPLICAS:
         return Problem(
             "FieldsOwnedByOthers",
-            f"{target}: {owners} owns {owned}; remove these fields there, or change them in the pool",
+            f"{target}: {owners} owns {owned}, so the operator does not change them. Once {owners} no longer writes "
+            f"them, return them to the operator: kubectl patch {kind} {name} -n {namespace} --type json -p "
+            """'[{"op":"replace","path":"/metadata/managedFields","value":[{}]}]'""",
         )
-    kind, _, name = target.partition(" ")
     instead = (
         f"Set the role's scaling.mode to External to let {owners} scale it"
         if kind == "PoolRoleScaler"
@@ -261,7 +279,7 @@ def problem_of(target: str, refusal: ApiRefusal) -> Problem:
         "OtherManager",
         f"{target}: {owners} owns spec.replicas too, so the operator does not change it. {instead}; or, once {owners} "
         f"no longer writes it, return the field to the operator, with the desired number for N: kubectl patch {kind} "
-        f'{name} --type merge --field-manager {names.FIELD_MANAGER} -p \'{{"spec":{{"replicas":N}}}}\'',
+        f'{name} -n {namespace} --type merge --field-manager {names.FIELD_MANAGER} -p \'{{"spec":{{"replicas":N}}}}\'',
     )
 
 

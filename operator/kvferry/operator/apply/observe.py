@@ -6,7 +6,8 @@ from kvferry.operator.api import KubeApi
 from kvferry.operator.plan.context import revisions_to_read
 from kvferry.operator.plan.revisions import next_number, recorded
 from kvferry.operator.pool import names
-from kvferry.operator.pool.facts import PoolFacts, owner_of
+from kvferry.operator.pool.facts import PoolFacts
+from kvferry.operator.pool.ownership import owner_of
 from kvferry.operator.pool.spec import Json, Pool
 
 Records = Mapping[str, Mapping[str, Json]]
@@ -18,8 +19,8 @@ def read_records(
 ) -> tuple[dict[str, Mapping[str, Json]], int]:
     """Return the known records plus those that the plan needs, and the number of the next ControllerRevision.
 
-    The number is determined (by listing the records) only if the target revision has no record. Records never change,
-    so known records are not read again.
+    The number is determined (by listing the records) only if a record has to be created. Records never change, so known
+    records are not read again.
 
     Raises:
         KvferryError: the records cannot be read.
@@ -32,7 +33,11 @@ def read_records(
             found = api.get("apps/v1", "ControllerRevision", pool.namespace, name)
             if found is not None and owner_of(found) == pool.uid:
                 records[revision] = recorded(pool, revision, found)
-    if pool.spec.rollout.rollback_to or records.get(needed[0]):
+    is_lost = any(
+        kept and facts.is_lost("ControllerRevision", names.revision_object(pool.name, revision))
+        for revision, kept in records.items()
+    )
+    if not is_lost and (pool.spec.rollout.rollback_to or records.get(needed[0])):
         return records, 0
     listed = api.list("apps/v1", "ControllerRevision", pool.namespace, {names.LABEL_POOL: pool.name})
     return records, next_number(listed)

@@ -20,11 +20,20 @@ _TLS_FOLDER = "/etc/kvferry/tls"
 _START_SECONDS = 600
 
 
-def gateway_deployment(pool: Pool, default_image: str) -> Json:
-    """Build the Deployment of the gateway pods."""
+def gateway_deployment(pool: Pool, default_image: str, account: str = "") -> Json:
+    """Build the Deployment of the gateway pods.
+
+    Args:
+        account: uid of the ServiceAccount if pods with tokens of an earlier one must be replaced.
+    """
     marks = {names.LABEL_POOL: pool.name, names.LABEL_ROLE: names.ROLE_GATEWAY}
     labels = names.pool_labels(pool.name, names.ROLE_GATEWAY)
     template = pod_template(pool, labels, _pod(pool, default_image), pool.spec.gateway.template)
+    if account:
+        template["metadata"]["annotations"] = {
+            **template["metadata"].get("annotations", {}),
+            names.ANNOTATION_ACCOUNT: account,
+        }
     return child(
         pool,
         "apps/v1",
@@ -85,6 +94,8 @@ def _pod(pool: Pool, default_image: str) -> Json:
                     ],
                     "resources": pool.spec.gateway.resources or {"requests": {"cpu": "100m", "memory": "256Mi"}},
                     "volumeMounts": mounts,
+                    # The last lines of the log of a container that failed are the reason in the pool's status.
+                    "terminationMessagePolicy": "FallbackToLogsOnError",
                     **_probes(pool),
                 }
             )

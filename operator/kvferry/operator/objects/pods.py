@@ -56,7 +56,7 @@ def confined(container: Json) -> Json:
 
 def pod_template(pool: Pool, labels: dict[str, str], pod_spec: Json, template: Json) -> Json:
     """Build a pod template and merge the user's template over it."""
-    base = {
+    base: Json = {
         "metadata": {"labels": labels},
         "spec": {
             "securityContext": {
@@ -72,6 +72,8 @@ def pod_template(pool: Pool, labels: dict[str, str], pod_spec: Json, template: J
     }
     if pool.spec.image_pull_secrets:
         base["spec"]["imagePullSecrets"] = [{"name": name} for name in pool.spec.image_pull_secrets]
+    if pool.keys:
+        base["metadata"]["annotations"] = {names.ANNOTATION_KEYS: pool.keys}
     merged = overlay(base, {name: template[name] for name in ("metadata", "spec") if name in template})
     # The user's template cannot change these labels, since Deployments and Services select pods by them.
     merged["metadata"]["labels"] = {**merged["metadata"].get("labels", {}), **labels}

@@ -24,7 +24,7 @@ from kvferry.operator.objects.pods import (
 )
 from kvferry.operator.objects.pods import child as pool_child
 from kvferry.operator.pool import names
-from kvferry.operator.pool.spec import Json, Pool, Role, Tier
+from kvferry.operator.pool.spec import Engine, Json, Pool, Role, Tier
 
 _DISK_TIER = "/var/cache/tier"
 _DRAIN_MARGIN_SECONDS = 15
@@ -45,6 +45,7 @@ def revision_of(pool: Pool, default_image: str) -> str:
 def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
     spec = pool.spec
     return {
+        **({"keys": pool.keys} if pool.keys else {}),
         "model": spec.model,
         "connector": spec.connector,
         "tiers": spec.tiers,
@@ -53,10 +54,15 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
         "tenancy": spec.tenancy,
         "image": [spec.image or default_image, spec.image_pull_policy, spec.image_pull_secrets],
         "roles": sorted(
-            ([role.name, role.engine, role.resources, role.template] for role in spec.roles),
+            ([role.name, _engine(role), role.resources, role.template] for role in spec.roles),
             key=lambda part: str(part[0]),
         ),
     }
+
+
+def _engine(role: Role) -> Engine:
+    """Return a role's engine settings with the size in one notation, so that 1Gi and 1GiB are the same revision."""
+    return msgspec.structs.replace(role.engine, kv_memory=size(role.engine.kv_memory))
 
 
 def deployments(pool: Pool, revision: str, default_image: str) -> dict[str, Json]:
@@ -130,6 +136,8 @@ def _pod(pool: Pool, role: Role, default_image: str) -> Json:
                     ],
                     "resources": role.resources or _default_resources(role),
                     "volumeMounts": mounts,
+                    # The last lines of the log of a container that failed are the reason in the pool's status.
+                    "terminationMessagePolicy": "FallbackToLogsOnError",
                     **_probes(),
                 }
             )
@@ -153,7 +161,7 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
         "dtype": spec.model.dtype,
         "max-model-tokens": spec.model.max_tokens,
         "block-tokens": spec.routing.block_tokens,
-        "kv-memory": role.engine.kv_memory,
+        "kv-memory": size(role.engine.kv_memory),
         "threads": role.engine.threads,
         "token-budget": role.engine.token_budget,
         "max-sequences": role.engine.max_sequences,
@@ -187,7 +195,7 @@ def _tier_environment(tiers: tuple[Tier, ...]) -> list[Json]:
 
 
 def _default_resources(role: Role) -> Json:
-    memory = int(str(size_bytes(role.engine.kv_memory))) + _BESIDE_KV_BYTES
+    memory = int(str(size_bytes(size(role.engine.kv_memory)))) + _BESIDE_KV_BYTES
     return {"requests": {"cpu": "100m", "memory": str(memory)}}
 
 

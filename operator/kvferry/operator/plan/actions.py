@@ -50,6 +50,8 @@ class CreateKeys:
     manifest: Json
     """Secret without data; the executor generates the keys, so that plans do not contain them."""
     entries: tuple[str, ...]
+    is_replacement: bool = False
+    """Whether pods with earlier keys may exist, which must be replaced."""
 
     @property
     def target(self) -> str:

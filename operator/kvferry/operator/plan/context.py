@@ -18,7 +18,7 @@ class PlanContext:
 
     pool: Pool
     facts: PoolFacts
-    """Observed Deployments and scalers that the pool controls, and observed Services, which are compared by version."""
+    """Observed objects that the pool controls."""
     memory: Memory
     """Results of earlier passes; its `records` contain all existing records of the revisions in `revisions_to_read`."""
     next_record: int
@@ -33,6 +33,8 @@ class PlanContext:
     """Time in seconds by a monotonic clock."""
     stamp: str
     """Wall-clock time as RFC 3339 text."""
+    operator: str = ""
+    """Namespace and name of this operator's lease; empty for previews."""
     problems: Mapping[str, Problem] = field(default_factory=dict)
     """Rejections of this pass, by target. Actions with these targets are not planned."""
     scaled: Mapping[str, int] = field(default_factory=dict)
@@ -47,17 +49,12 @@ class PlanContext:
         """Return the recorded Deployments of a revision by role; empty if the revision has no record."""
         return self.memory.records.get(revision, {})
 
-    def apply_if_changed(
-        self, manifest: Json, live: str | None, *, is_required: bool = False
-    ) -> tuple[ApplyObject, ...]:
-        """Return an action that applies `manifest`, or no action if it was applied and the object has not changed
-        since.
-
-        Args:
-            live: version of the observed object, empty if it does not exist, `None` if its kind is not watched.
-        """
+    def apply_if_changed(self, manifest: Json, *, is_required: bool = False) -> tuple[ApplyObject, ...]:
+        """Return an action that applies `manifest`, or no action if it was applied and the applied fields have not
+        changed since."""
+        live = self.facts.version(names.kind_of(manifest), manifest["metadata"]["name"])
         applied = self.memory.applied.get(place_of(manifest))
-        if applied is not None and applied.digest == digest_of(manifest) and live in (None, applied.version):
+        if applied is not None and applied.digest == digest_of(manifest) and live == applied.version:
             return ()
         return (ApplyObject(manifest, check_owner=applied is None or live == "", is_required=is_required),)
 

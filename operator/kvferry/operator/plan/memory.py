@@ -25,19 +25,14 @@ from kvferry.operator.plan.actions import (
 )
 from kvferry.operator.plan.autoscale import History
 from kvferry.operator.plan.revisions import recorded
+from kvferry.operator.pool.facts import Place
+from kvferry.operator.pool.ownership import version_of
 from kvferry.operator.pool.spec import Json, Pool
 
 _RESYNC_SECONDS = 600.0
 _SCALING_LOG_ENTRIES = 5
-_YOUNG_SECONDS = 60.0
-_KEYS_RECHECK_YOUNG_SECONDS, _KEYS_RECHECK_SECONDS = 5.0, 590.0
-"""Intervals, in seconds, at which the operator checks that the Secret with the keys exists, since Secrets are not
-watched: the first one applies in a pool's first minute, the second one later."""
 
 _OPTIONAL_KINDS = {POD_MONITOR: "PodMonitor", EXTENSION_POOL: "InferencePool"}
-
-Place = tuple[str, str]
-"""Kind and name of an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +42,7 @@ class Applied:
     digest: bytes
     """Digest of the applied manifest."""
     version: str
-    """Generation of the stored object, or its resourceVersion if it has no generation."""
+    """Version of the applied fields of the stored object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +51,6 @@ class Memory:
 
     uid: str
     """Uid of the pool; a pool of the same name with a different uid starts with an empty memory."""
-    created_at: float
     resynced_at: float
     """Time of the last resync, in which all objects are applied even if they appear unchanged."""
     moved_at: float
@@ -68,8 +62,10 @@ class Memory:
     """Unwanted objects that are known to be deleted or to have a different owner."""
     records: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
     """Recorded Deployments, by revision and role."""
-    keys_until: float = float("-inf")
-    """Time until which the Secret with the keys is assumed to exist."""
+    has_keys: bool = False
+    """Whether the Secret with the generated keys was created or found since the last resync."""
+    keys: str = ""
+    """Identifier of the generated keys, if they replaced lost ones since the operator started."""
     verified_generation: int = -1
     """Latest generation of the spec whose manifests were built without an error."""
     histories: Mapping[str, History] = field(default_factory=dict)
@@ -83,6 +79,8 @@ class Memory:
     """Needed revisions and history limit of the last `PruneRecords`."""
     status: Json | None = None
     """Status of the pool as last written."""
+    observed_at: float = float("-inf")
+    """Time when `status.observedAt` was last written."""
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Reason by condition type, from the last event, or, after a restart, from the stored status."""
 
@@ -101,9 +99,9 @@ def begin_pass(
     """
     uid = body["metadata"]["uid"]
     if memory is None or memory.uid != uid:
-        memory = Memory(uid, now, now, now)
+        memory = Memory(uid, now, now)
     if now - memory.resynced_at > _RESYNC_SECONDS:
-        memory = replace(memory, applied={}, removed=frozenset(), resynced_at=now)
+        memory = replace(memory, applied={}, removed=frozenset(), has_keys=False, resynced_at=now)
     missing = {kind for resource, kind in _OPTIONAL_KINDS.items() if resource not in installed}
     if any(kind in missing for kind, _ in (*memory.applied, *memory.removed)):
         memory = replace(
@@ -130,11 +128,10 @@ def _remember(memory: Memory, done: Done, pool: Pool, now: float, stamp: str) ->
             place = place_of(manifest)
             applied = Applied(digest_of(manifest), version_of(done.stored or {}))
             return replace(memory, applied={**memory.applied, place: applied}, removed=memory.removed - {place})
-        case CreateKeys():
-            existed = done.stored is None
-            # In a pool's first minute, the Secret may belong to an earlier pool and be about to be garbage-collected.
-            young = existed and now - memory.created_at < _YOUNG_SECONDS
-            return replace(memory, keys_until=now + (_KEYS_RECHECK_YOUNG_SECONDS if young else _KEYS_RECHECK_SECONDS))
+        case CreateKeys(is_replacement=is_replacement):
+            is_redrawn = is_replacement and done.stored is not None
+            keys = str((done.stored or {})["metadata"]["uid"])[:8] if is_redrawn else memory.keys
+            return replace(memory, has_keys=True, keys=keys)
         case CreateRecord(revision=revision):
             kept = recorded(pool, revision, done.stored or {})
             return replace(memory, records={**memory.records, revision: kept})
@@ -171,10 +168,3 @@ def place_of(manifest: Mapping[str, Any]) -> Place:
 def digest_of(manifest: Mapping[str, Any]) -> bytes:
     """Compute the digest of a manifest; equal manifests have equal digests."""
     return blake3(msgspec.json.encode(manifest, order="sorted")).digest(16)
-
-
-def version_of(body: Mapping[str, Any]) -> str:
-    """Return the version of an object, for detecting changes: its generation, or its resourceVersion if it has no
-    generation."""
-    meta = body.get("metadata") or {}
-    return str(meta.get("generation") or meta.get("resourceVersion") or "")

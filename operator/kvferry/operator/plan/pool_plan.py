@@ -25,6 +25,7 @@ from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
 from kvferry.operator.objects.worker_pods import deployments, revision_of, with_replicas
 from kvferry.operator.plan.actions import (
     Action,
+    ApplyObject,
     CreateKeys,
     CreateRecord,
     DeleteObject,
@@ -100,7 +101,7 @@ def plan_pool(ctx: PlanContext) -> Plan:
     target = _target(ctx)
     roles = role_states(ctx, scalers.wanted)
     step = next_step(roles, target.revision, rollout)
-    gateway = gateway_deployment(ctx.pool, ctx.default_image)
+    gateway = gateway_deployment(ctx.pool, ctx.default_image, _new_account(ctx))
     gateway_ready, gateway_needs = _gateway_state(ctx, gateway["metadata"]["name"])
     waiting_for = "; ".join(needs for needs in (step.waiting_for, gateway_needs) if needs)
     memory = replace(
@@ -112,14 +113,14 @@ def plan_pool(ctx: PlanContext) -> Plan:
             if (role := ctx.pool.spec.role(name)) is not None and role.scaling.mode != "Static"
         },
     )
-    observed_gateway = ctx.facts.deployments.get(gateway["metadata"]["name"])
     actions: list[Action] = [
         *_first_status(ctx),
         *_surroundings(ctx),
         *scalers.actions,
         *target.actions,
+        *_lost_records(ctx),
         *(() if target.problem is not None else _step_actions(ctx, roles, step, target)),
-        *ctx.apply_if_changed(gateway, "" if observed_gateway is None else str(observed_gateway.generation)),
+        *ctx.apply_if_changed(gateway),
         *_cleanup(ctx, target.revision, step.done),
         *plan_scale_status(ctx, roles),
     ]
@@ -170,15 +171,11 @@ def pool_status(namespace: str, name: str, status: Json) -> Json:
 
 def _surroundings(ctx: PlanContext) -> list[Action]:
     actions: list[Action] = []
-    if not ctx.pool.spec.tenancy.keys_secret and ctx.now >= ctx.memory.keys_until:
+    if not ctx.pool.spec.tenancy.keys_secret and (ctx.facts.is_without_keys or not ctx.memory.has_keys):
         secret = child(ctx.pool, "v1", "Secret", names.keys_secret(ctx.pool.name), type="Opaque")
-        actions.append(CreateKeys(secret, KEY_ENTRIES))
+        actions.append(CreateKeys(secret, KEY_ENTRIES, is_replacement=bool(ctx.facts.deployments)))
     for made in surroundings(ctx.pool, ctx.installed):
-        live: str | None = None
-        if made["kind"] == "Service":
-            found = ctx.facts.services.get(made["metadata"]["name"])
-            live = "" if found is None else found.version
-        actions += ctx.apply_if_changed(made, live)
+        actions += ctx.apply_if_changed(made)
     return [*actions, *_unwanted(ctx)]
 
 
@@ -211,6 +208,16 @@ def _target(ctx: PlanContext) -> _Target:
     if create.target in ctx.problems:
         return _Target(revision, {})
     return _Target(revision, recorded(pool, revision, manifest), (create,))
+
+
+def _lost_records(ctx: PlanContext) -> list[Action]:
+    """Plan to restore the known records that do not exist or have no owner."""
+    actions: list[Action] = []
+    for revision, kept in ctx.memory.records.items():
+        name = names.revision_object(ctx.pool.name, revision)
+        if kept and ctx.facts.is_lost("ControllerRevision", name):
+            actions.append(ApplyObject(record(ctx.pool, revision, ctx.next_record, kept)))
+    return actions
 
 
 def _rollback_target(ctx: PlanContext, asked: str) -> _Target:
@@ -259,8 +266,7 @@ def _step_actions(ctx: PlanContext, roles: list[RoleState], step: Step, target: 
             if facts is not None and facts.desired != pods:
                 actions.append(SetReplicas(name, pods))
         elif facts is not None or pods > 0:
-            live = "" if facts is None else str(facts.generation)
-            actions += ctx.apply_if_changed(with_replicas(made, pods), live)
+            actions += ctx.apply_if_changed(with_replicas(made, pods))
     return actions
 
 
@@ -291,6 +297,17 @@ def _cleanup(ctx: PlanContext, revision: str, done: bool) -> list[Action]:
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def _new_account(ctx: PlanContext) -> str:
+    """Return the uid of the gateway's ServiceAccount if it was created again after the gateway's Deployment, since the
+    tokens of running pods are then invalid and the pods must be replaced; otherwise an empty string."""
+    name = names.role_object(ctx.pool.name, names.ROLE_GATEWAY)
+    account = ctx.facts.children.get(("ServiceAccount", name))
+    deployment = ctx.facts.children.get(("Deployment", name))
+    if account is None or deployment is None or account.created <= deployment.created:
+        return ""
+    return account.uid
 
 
 def _gateway_state(ctx: PlanContext, name: str) -> tuple[int, str]:

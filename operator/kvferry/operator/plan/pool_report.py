@@ -9,14 +9,16 @@ from kvferry.operator.plan.actions import Action, EmitEvent, Outcome, Problem, W
 from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.memory import Memory
 from kvferry.operator.plan.pool_plan import DIAGNOSE_SECONDS, Plan, pool_status
+from kvferry.operator.plan.process.rivals import RENEWED_SECONDS
 from kvferry.operator.plan.status import Observed, status_of
 from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition
 from kvferry.operator.pool.spec import Json
 
-_RESYNC_SECONDS = 600.0
 _AUTOSCALE_SECONDS = 2.0
 _REFUSED_SECONDS = 5.0
+_ANSWERING_SECONDS = 5.0
+"""Age in seconds of a gateway's report up to which the gateway is reachable, whatever its Deployment says."""
 
 _WARNING_STATUS: Mapping[Condition, str] = {
     Condition.PROGRESSING: "",
@@ -24,6 +26,7 @@ _WARNING_STATUS: Mapping[Condition, str] = {
     Condition.MODEL_AVAILABLE: "False",
     Condition.PAIRING_COMPATIBLE: "False",
     Condition.REPLICAS_CONTESTED: "True",
+    Condition.CONTEXT_AVAILABLE: "False",
     Condition.TRANSPORT_DEGRADED: "True",
     Condition.READY: "",
 }
@@ -76,6 +79,10 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: Memory) 
             refused=refused,
             rollback=plan.rollback,
             extension=extension,
+            keys=memory.keys or ctx.pool.keys,
+            fleet=ctx.report,
+            is_answering=ctx.report is not None and ctx.now - ctx.report.at <= _ANSWERING_SECONDS,
+            diagnosis=outcome.diagnosis,
         ),
         ctx.status,
         ctx.stamp,
@@ -83,17 +90,31 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: Memory) 
     log = memory.scaling_log or ctx.status.get("scaling")
     if log:
         status["scaling"] = list(log)
+    if ctx.operator:
+        status["operator"] = ctx.operator
     events, reasons = new_events(status, memory.reasons)
-    actions: list[Action] = [*events, *status_change(ctx.pool.namespace, ctx.pool.name, status, memory)]
+    is_due = ctx.now - memory.observed_at >= RENEWED_SECONDS
+    written = None if is_due else memory
+    actions: list[Action] = [*events, *status_change(ctx.pool.namespace, ctx.pool.name, status, written, ctx.stamp)]
     again = again_seconds(ctx, memory, plan.waiting_for, is_refused=refused is not None or contested is not None)
-    return Report(tuple(actions), replace(memory, reasons=reasons), again)
+    observed_at = ctx.now if is_due or len(actions) > len(events) else memory.observed_at
+    return Report(tuple(actions), replace(memory, reasons=reasons, observed_at=observed_at), again)
 
 
-def status_change(namespace: str, name: str, status: Json, memory: Memory | None) -> tuple[WriteStatus, ...]:
-    """Return the action that writes `status`, or no action if it was already written."""
-    if memory is not None and status == memory.status:
-        return ()
-    return (WriteStatus(pool_status(namespace, name, status)),)
+def status_change(
+    namespace: str, name: str, status: Json, memory: Memory | None, stamp: str
+) -> tuple[WriteStatus, ...]:
+    """Return the action that writes `status` with the time of the observation, or no action if it was already written.
+
+    Args:
+        memory: memory with the last written status; `None` to write in any case.
+        stamp: wall-clock time, RFC 3339.
+    """
+    if memory is not None and memory.status is not None:
+        before = {name: value for name, value in memory.status.items() if name != "observedAt"}
+        if status == before:
+            return ()
+    return (WriteStatus(pool_status(namespace, name, {**status, "observedAt": stamp})),)
 
 
 def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[list[EmitEvent], dict[str, str]]:
@@ -117,9 +138,9 @@ def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[l
 
 def again_seconds(ctx: PlanContext, memory: Memory, waiting_for: str, *, is_refused: bool) -> float:
     """Return the seconds until the next pass, for changes that no watch reports."""
+    if memory.keys and memory.keys != ctx.pool.keys:
+        return 0.0  # Pods with lost keys are replaced.
     waits = []
-    if memory.keys_until > ctx.now:  # otherwise the spec has its own Secret, or creating one was rejected
-        waits.append(memory.keys_until - ctx.now)
     if any(role.scaling.mode == "Auto" for role in ctx.pool.spec.roles):
         waits.append(_AUTOSCALE_SECONDS)
     if ctx.report is not None and _fresh_report(ctx, memory) is None:
@@ -128,7 +149,7 @@ def again_seconds(ctx: PlanContext, memory: Memory, waiting_for: str, *, is_refu
         waits.append(_REFUSED_SECONDS)
     if waiting_for:
         waits.append(DIAGNOSE_SECONDS)
-    return min(waits, default=_RESYNC_SECONDS)
+    return min(waits, default=RENEWED_SECONDS)
 
 
 def _fresh_report(ctx: PlanContext, memory: Memory) -> FleetReport | None:

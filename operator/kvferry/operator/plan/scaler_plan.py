@@ -76,9 +76,7 @@ def plan_scale_status(ctx: PlanContext, roles: list[RoleState]) -> list[Action]:
 def _static(ctx: PlanContext, role: Role) -> tuple[int, list[Action]]:
     if _is_refused(ctx, role):
         return _current(ctx, role), []
-    facts = ctx.facts.scalers.get(role.name)
-    live = "" if facts is None else str(facts.generation)
-    return role.replicas, list(ctx.apply_if_changed(scaler(ctx.pool, role, role.replicas), live, is_required=True))
+    return role.replicas, list(ctx.apply_if_changed(scaler(ctx.pool, role, role.replicas), is_required=True))
 
 
 def _external(ctx: PlanContext, role: Role) -> tuple[int, list[Action]]:
@@ -109,7 +107,7 @@ def _seed(ctx: PlanContext, role: Role) -> list[Action]:
     """
     if _is_refused(ctx, role):
         return []
-    apply = ctx.apply_if_changed(scaler(ctx.pool, role, None), None, is_required=True)
+    apply = ctx.apply_if_changed(scaler(ctx.pool, role, None), is_required=True)
     if ctx.memory.seeded.get(role.name) == role.scaling.mode:
         return list(apply)
     whole = scaler(ctx.pool, role, _current(ctx, role))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.operator.objects.pods import keys_secret_of
 from kvferry.operator.plan.actions import Problem
 from kvferry.operator.plan.rollout import PAIRED, RoleState
 from kvferry.operator.pool.facts import FleetReport
@@ -17,6 +18,8 @@ from kvferry.operator.pool.spec import Json, Pool
 _MIN_HANDOFFS = 20
 """Minimum number of recent hand-offs for evaluating the transport."""
 _MAX_RECOMPUTED = 0.2
+_MIN_UNKNOWN_KEYS, _MAX_UNKNOWN_KEYS = 3, 0.05
+"""Number and share of recent hand-offs with an unknown ticket key above which the pods' keys differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,14 @@ class Observed:
     extension: Problem | None = None
     """State of the inference extension's InferencePool: reason `Emitted` if it was applied, `None` if it is
     disabled."""
+    keys: str = ""
+    """Identifier of the generated keys; empty for the first ones."""
+    fleet: FleetReport | None = None
+    """Latest report of the gateway, also if it is older than the end of the rollout."""
+    is_answering: bool = False
+    """Whether a gateway has answered in the last seconds."""
+    diagnosis: str = ""
+    """Reasons why pods are not ready; empty if unknown."""
 
 
 Verdict = tuple[str, str, str]
@@ -82,6 +93,7 @@ def status_of(seen: Observed, before: Mapping[str, Any], now: str) -> Json:
     return {
         "observedGeneration": pool.generation,
         "revision": seen.revision,
+        **({"keys": seen.keys} if seen.keys else {}),
         "url": f"{'https' if pool.spec.gateway.tls_secret else 'http'}://{pool.name}.{pool.namespace}.svc:{pool.spec.gateway.service.http_port}/v1",
         "roles": [_role(seen, role) for role in seen.roles if pool.spec.role(role.name) is not None],
         "gateway": {"desired": seen.gateway_desired, "ready": seen.gateway_ready},
@@ -112,6 +124,7 @@ def unreadable_status(body: Mapping[str, Any], message: str, now: str) -> Json:
     was = next((c for c in before.get("conditions") or () if c["type"] == Condition.READY), None)
     return {
         "observedGeneration": generation,
+        **({"keys": before["keys"]} if before.get("keys") else {}),
         "conditions": [
             {
                 "type": Condition.READY.value,
@@ -155,6 +168,7 @@ def _ready(seen: Observed, verdicts: Mapping[Condition, Verdict]) -> Verdict:
         Condition.ROLES_READY,
         Condition.MODEL_AVAILABLE,
         Condition.PAIRING_COMPATIBLE,
+        *(() if _is_scaled_to_zero(seen) else (Condition.AVAILABLE,)),
     )
     for condition in needed:
         status, reason, message = verdicts[condition]
@@ -180,11 +194,45 @@ def _progressing(seen: Observed) -> Verdict:
     return "True", "RollingOut", seen.waiting_for
 
 
+def _available(seen: Observed) -> Verdict:
+    gateway = _gateway(seen)
+    if seen.gateway_desired == 0 or (gateway[0] == "False" and not seen.is_answering):
+        return gateway
+    workers = () if seen.fleet is None else seen.fleet.workers
+    serving = {worker.role for worker in workers if worker.takes_work}
+    if "both" in serving or serving >= PAIRED:
+        return "True", "Serving", f"{sum(worker.takes_work for worker in workers)} workers accept requests"
+    roles = [(role, seen.pool.spec.role(role.name)) for role in seen.roles]
+    empty = [wish for role, wish in roles if wish is not None and not role.wanted]
+    if any(role.name == "both" and role.wanted for role in seen.roles):
+        empty = []  # A pool with pods of this role needs no others.
+    stopped = [role.name for role in empty if role.scaling.mode == "Static"]
+    if stopped:
+        return (
+            "False",
+            "RoleWithoutPods",
+            (
+                f"role {' and role '.join(stopped)} has replicas 0, so requests are not served: set roles[].replicas "
+                "to at least 1, or use scaling.mode Auto or External with minReplicas 0, which requests scale up"
+            ),
+        )
+    if empty:
+        return "True", "ScaledToZero", "a request is held until a pod of each role is ready"
+    if seen.fleet is None:
+        return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
+    why = "; ".join(f"{worker.name}: {worker.why_not}" for worker in workers[:3])
+    return "False", "NoWorkerServes", f"no worker accepts requests{': ' if why else ''}{why}{_because(seen)}"
+
+
+def _because(seen: Observed) -> str:
+    return f" ({seen.diagnosis})" if seen.diagnosis else ""
+
+
 def _gateway(seen: Observed) -> Verdict:
     if seen.gateway_desired == 0:
         return "False", "NoGateway", "spec.gateway.replicas is 0, so requests are not served"
     if seen.gateway_ready < 1:
-        return "False", "NoGatewayPodReady", f"0 of {seen.gateway_desired} gateway pods are ready"
+        return "False", "NoGatewayPodReady", f"0 of {seen.gateway_desired} gateway pods are ready{_because(seen)}"
     return "True", "GatewayPodsReady", f"{seen.gateway_ready} of {seen.gateway_desired} gateway pods are ready"
 
 
@@ -254,11 +302,43 @@ def _pairing(seen: Observed) -> Verdict:
     )
 
 
+def _context(seen: Observed) -> Verdict:
+    if seen.report is None:
+        return "Unknown", "GatewayReportMissing", "the gateway has not reported its workers yet"
+    serving = [worker for worker in seen.report.workers if worker.takes_work and worker.context_tokens]
+    wanted = min((n for n in (seen.pool.spec.model.max_tokens, seen.report.model_tokens) if n), default=0)
+    if not serving or not wanted:
+        return "Unknown", "NoWorkerServes", "no worker has reported its context length"
+    least = min(serving, key=lambda worker: (worker.context_tokens, worker.name))
+    if least.context_tokens >= wanted:
+        return "True", "FullContext", f"requests can have {wanted:,} tokens"
+    return (
+        "False",
+        "LimitedByKvMemory",
+        (
+            f"requests can have only {least.context_tokens:,} of {wanted:,} tokens, since the KV memory of "
+            f"{least.name} holds no more. Increase roles[].engine.kvMemory of role {least.role} by the factor "
+            f"{wanted / least.context_tokens:.1f}, or set model.maxTokens to {least.context_tokens}"
+        ),
+    )
+
+
 def _transport(seen: Observed) -> Verdict:
     total = sum(seen.handoffs.values())
+    unknown = seen.handoffs.get("key_unknown", 0)
+    if unknown >= _MIN_UNKNOWN_KEYS and unknown / total > _MAX_UNKNOWN_KEYS:
+        return (
+            "True",
+            "KeysDiffer",
+            (
+                f"{unknown} of the last {total} hand-offs were recomputed, since the pods have different ticket keys "
+                f"(TICKET_KEY_UNKNOWN): the Secret {keys_secret_of(seen.pool)} has changed after some of them started. "
+                "A rollout gives all pods the same keys: change an annotation in roles[].template.metadata.annotations"
+            ),
+        )
     if total < _MIN_HANDOFFS:
         return "Unknown", "InsufficientSamples", f"{total} recent hand-offs are too few to judge"
-    lost = seen.handoffs.get("failed", 0)
+    lost = total - seen.handoffs.get("fetched", 0)
     summary = f"{lost} of the last {total} hand-offs failed and were recomputed"
     if lost / total > _MAX_RECOMPUTED:
         return (
@@ -292,11 +372,13 @@ def _extension(seen: Observed) -> Verdict | None:
 
 
 _JUDGES: Mapping[Condition, Callable[[Observed], Verdict | None]] = {
+    Condition.AVAILABLE: _available,
     Condition.PROGRESSING: _progressing,
     Condition.GATEWAY_READY: _gateway,
     Condition.ROLES_READY: _roles,
     Condition.MODEL_AVAILABLE: _model,
     Condition.PAIRING_COMPATIBLE: _pairing,
+    Condition.CONTEXT_AVAILABLE: _context,
     Condition.TRANSPORT_DEGRADED: _transport,
     Condition.REPLICAS_CONTESTED: _contested,
     Condition.CHILDREN_APPLIED: _children,

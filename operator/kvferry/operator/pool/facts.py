@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvferry.core.errors import InvariantBroken
 from kvferry.core.load import WorkerLoad
 from kvferry.operator.pool import names
+from kvferry.operator.pool.ownership import is_orphan, order_of, owner_of, version_of
+
+Place = tuple[str, str]
+"""Kind and name of an object, as `names.kind_of` and the metadata have them."""
+_TOMBSTONES = 64
+"""Deleted objects of a pool whose last resourceVersion is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +29,36 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
+class ChildFacts:
+    """Facts about any observed object of a pool."""
+
+    version: str
+    """Version of the fields that the operator has applied; see `ownership.version_of`."""
+    owner: str
+    """Uid of the owning pool; empty if there is none."""
+    is_orphan: bool = False
+    """Whether the operator wrote the object, but its owner reference was removed."""
+    uid: str = ""
+    created: str = ""
+    """Creation time, RFC 3339 in UTC, which is ordered as text."""
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> "ChildFacts":
+        """Extract the facts from an object."""
+        meta = body["metadata"]
+        uid, created = str(meta.get("uid") or ""), str(meta.get("creationTimestamp") or "")
+        return cls(version_of(body), owner_of(body), is_orphan(body), uid, created)
+
+
+@dataclass(frozen=True, slots=True)
 class DeploymentFacts:
     """Facts about a pool's Deployment."""
 
     name: str
     uid: str
-    owner: str
-    """Uid of the owning pool."""
     role: str
     revision: str
     """Revision of the worker pods; empty for the gateway."""
-    generation: int
     settled: bool
     """Whether the Deployment controller has observed the latest generation, so that the status is current."""
     desired: int
@@ -60,10 +84,8 @@ class DeploymentFacts:
         return cls(
             name=meta["name"],
             uid=meta["uid"],
-            owner=owner_of(body),
             role=labels.get(names.LABEL_ROLE, ""),
             revision=labels.get(names.LABEL_REVISION, ""),
-            generation=meta.get("generation", 0),
             settled=status.get("observedGeneration", 0) >= meta.get("generation", 0),
             desired=spec.get("replicas", 1),
             pods=status.get("replicas", 0),
@@ -78,11 +100,10 @@ class DeploymentFacts:
 class ScalerFacts:
     """Facts about a role's PoolRoleScaler."""
 
+    name: str
     role: str
     uid: str
-    owner: str
     replicas: int
-    generation: int
     shown: tuple[int, str]
     """Status of the scaler: replicas and selector."""
 
@@ -93,7 +114,7 @@ class ScalerFacts:
         spec = body["spec"]
         shown = (status.get("replicas", -1), status.get("selector", ""))
         meta = body["metadata"]
-        return cls(spec["role"], meta["uid"], owner_of(body), spec.get("replicas", 1), meta.get("generation", 0), shown)
+        return cls(meta["name"], spec["role"], meta["uid"], spec.get("replicas", 1), shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +122,6 @@ class ServiceFacts:
     """Facts about a pool's Service."""
 
     name: str
-    version: str
-    """resourceVersion of the Service, since Services have no generation."""
     address: str
     """Cluster IP of the Service; empty if there is none."""
     admin_port: int = 0
@@ -115,7 +134,6 @@ class ServiceFacts:
         ports = {port.get("name"): port["port"] for port in body["spec"].get("ports") or ()}
         return cls(
             body["metadata"]["name"],
-            body["metadata"]["resourceVersion"],
             "" if address == "None" else address,
             ports.get("admin", 0),
         )
@@ -133,6 +151,8 @@ class WorkerReport:
     family: str = ""
     connector: str = ""
     model_digest: str = ""
+    context_tokens: int = 0
+    """Maximum tokens of a request on this worker; 0 if unknown."""
     in_flight: int = 0
     load: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
 
@@ -152,9 +172,11 @@ class FleetReport:
     held: int = 0
     """Number of requests that wait at the gateway for the pool's first worker."""
     handoffs: Mapping[str, int] = field(default_factory=dict)
-    """Number of hand-offs by outcome, since the gateway started."""
+    """Number of hand-offs by outcome (`fetched`, `failed`, `rejected`, `key_unknown`)."""
     gateway: str = ""
     """Name of the gateway process."""
+    model_tokens: int = 0
+    """Context length of the model in tokens; 0 if unknown."""
 
     def of_role(self, role: str) -> tuple[WorkerReport, ...]:
         """Return the workers of one role."""
@@ -167,60 +189,89 @@ class PoolFacts:
 
     body: Mapping[str, Any] | None = None
     """The InferencePool object; `None` if it does not exist or has not been observed yet."""
+    children: dict[Place, ChildFacts] = field(default_factory=dict)
+    """All observed objects of the pool."""
     deployments: dict[str, DeploymentFacts] = field(default_factory=dict)
     scalers: dict[str, ScalerFacts] = field(default_factory=dict)
     """Scalers by role."""
     services: dict[str, ServiceFacts] = field(default_factory=dict)
     report: FleetReport | None = None
+    is_without_keys: bool = False
+    """Whether the Secret with the generated keys was found missing."""
+    orders: dict[Place, int] = field(default_factory=dict)
+    """Latest observed resourceVersion of each object, also of recently deleted ones."""
+
+    def version(self, kind: str, name: str) -> str:
+        """Return the version of an observed object; empty if it does not exist."""
+        found = self.children.get((kind, name))
+        return "" if found is None else found.version
+
+    def is_lost(self, kind: str, name: str) -> bool:
+        """Return whether an object does not exist or has lost its owner reference."""
+        found = self.children.get((kind, name))
+        return found is None or found.is_orphan
 
     def take(self, kind: str, body: Mapping[str, Any], *, gone: bool) -> bool:
-        """Add, update or remove one object; return whether the facts changed."""
+        """Add, update or remove one object; return whether the facts changed.
+
+        The response to a write may arrive before watch events of earlier changes, or after the event of a deletion.
+        Observations that are older than the latest one are therefore ignored.
+        """
         name = body["metadata"]["name"]
+        if kind == names.POOL_KIND:
+            before, self.body = self.body, None if gone else body
+            return _matters(before) != _matters(self.body)
+        place, order = (kind, name), order_of(body)
+        if order < self.orders.get(place, 0):
+            return False
+        self._ordered(place, order, gone=gone)
+        changed = _put(self.children, place, None if gone else ChildFacts.of(body))
         match kind:
-            case "InferencePool":
-                before, self.body = self.body, None if gone else body
-                return _matters(before) != _matters(self.body)
             case "Deployment":
-                known = self.deployments.get(name)
-                # The response to a write may arrive before watch events of earlier changes.
-                if known and known.uid == body["metadata"]["uid"] and not gone and _is_older(body, known.generation):
-                    return False
-                return _put(self.deployments, name, None if gone else DeploymentFacts.of(body))
+                return _put(self.deployments, name, None if gone else DeploymentFacts.of(body)) or changed
             case "PoolRoleScaler":
-                role = body["spec"]["role"]
-                scaler = self.scalers.get(role)
-                if scaler and not gone and scaler.uid == body["metadata"]["uid"] and _is_older(body, scaler.generation):
-                    return False
-                return _put(self.scalers, role, None if gone else ScalerFacts.of(body))
+                return _put(self.scalers, body["spec"]["role"], None if gone else ScalerFacts.of(body)) or changed
             case "Service":
-                return _put(self.services, name, None if gone else ServiceFacts.of(body))
-        raise InvariantBroken(f"{kind} is not watched")
+                return _put(self.services, name, None if gone else ServiceFacts.of(body)) or changed
+        return changed
+
+    def _ordered(self, place: Place, order: int, *, gone: bool) -> None:
+        self.orders.pop(place, None)
+        self.orders[place] = order
+        if gone and len(self.orders) > len(self.children) + _TOMBSTONES:
+            oldest = next(other for other in self.orders if other not in self.children)
+            del self.orders[oldest]
 
     def owned_by(self, uid: str) -> "PoolFacts":
-        """Return the facts without objects of an earlier pool of the same name, which are being garbage collected."""
+        """Return the facts without objects of other owners, such as those of an earlier pool of the same name that are
+        being garbage collected. Orphans are included: the next apply restores their owner reference."""
+        children = {place: c for place, c in self.children.items() if c.owner == uid or c.is_orphan}
         return replace(
             self,
-            deployments={name: d for name, d in self.deployments.items() if d.owner == uid},
-            scalers={role: s for role, s in self.scalers.items() if s.owner == uid},
+            children=children,
+            deployments={name: d for name, d in self.deployments.items() if ("Deployment", name) in children},
+            scalers={role: s for role, s in self.scalers.items() if ("PoolRoleScaler", s.name) in children},
         )
 
     def drop(self, kind: str, pool: str, name: str) -> bool:
         """Remove an object by its name; return whether it was known."""
+        if kind == names.POOL_KIND:
+            known, self.body = self.body is not None and name == pool, None if name == pool else self.body
+            return known
+        self.orders.pop((kind, name), None)
         match kind:
-            case "InferencePool":
-                known, self.body = self.body is not None and name == pool, None if name == pool else self.body
-                return known
             case "Deployment":
-                return self.deployments.pop(name, None) is not None
+                self.deployments.pop(name, None)
             case "PoolRoleScaler":
-                return self.scalers.pop(name.removeprefix(f"{pool}-"), None) is not None
-            case _:
-                return self.services.pop(name, None) is not None
+                self.scalers.pop(name.removeprefix(f"{pool}-"), None)
+            case "Service":
+                self.services.pop(name, None)
+        return self.children.pop((kind, name), None) is not None
 
     @property
     def is_empty(self) -> bool:
         """Whether no object of the pool has been observed."""
-        return self.body is None and not (self.deployments or self.scalers or self.services)
+        return self.body is None and not self.children
 
 
 class Store:
@@ -232,7 +283,14 @@ class Store:
     def facts(self, key: Key) -> PoolFacts:
         """Return a copy of the facts about a pool."""
         found = self._pools.get(key, PoolFacts())
-        return PoolFacts(found.body, dict(found.deployments), dict(found.scalers), dict(found.services), found.report)
+        return replace(
+            found,
+            children=dict(found.children),
+            deployments=dict(found.deployments),
+            scalers=dict(found.scalers),
+            services=dict(found.services),
+            orders={},  # Only the store compares them.
+        )
 
     def pools(self) -> list[Key]:
         """Return the keys of the existing pools."""
@@ -242,16 +300,10 @@ class Store:
         """Return the namespace and name of every known object of a kind."""
         found: set[tuple[str, str]] = set()
         for key, facts in self._pools.items():
-            place = key.namespace
-            match kind:
-                case "InferencePool":
-                    found |= {(place, key.pool)} if facts.body is not None else set()
-                case "Deployment":
-                    found |= {(place, name) for name in facts.deployments}
-                case "PoolRoleScaler":
-                    found |= {(place, names.role_object(key.pool, role)) for role in facts.scalers}
-                case "Service":
-                    found |= {(place, name) for name in facts.services}
+            if kind == names.POOL_KIND:
+                found |= {(key.namespace, key.pool)} if facts.body is not None else set()
+            else:
+                found |= {(key.namespace, name) for other, name in facts.children if other == kind}
         return found
 
     def drop(self, kind: str, namespace: str, name: str) -> Key | None:
@@ -268,10 +320,18 @@ class Store:
         if key in self._pools:
             self._pools[key].report = report
 
+    def take_keys(self, key: Key, *, missing: bool) -> bool:
+        """Store whether the Secret with a pool's generated keys is missing; return whether this changed."""
+        facts = self._pools.get(key)
+        if facts is None or facts.is_without_keys == missing:
+            return False
+        facts.is_without_keys = missing
+        return True
+
     def take(self, kind: str, body: Mapping[str, Any], *, gone: bool) -> tuple[Key | None, bool]:
         """Store an object from a watch event; return the affected pool, if any, and whether its facts changed."""
         meta = body["metadata"]
-        pool = meta["name"] if kind == "InferencePool" else (meta.get("labels") or {}).get(names.LABEL_POOL)
+        pool = meta["name"] if kind == names.POOL_KIND else (meta.get("labels") or {}).get(names.LABEL_POOL)
         if not pool:
             return None, False
         key = Key(meta["namespace"], pool)
@@ -280,12 +340,6 @@ class Store:
         if facts.is_empty:
             del self._pools[key]
         return key, changed
-
-
-def owner_of(body: Mapping[str, Any]) -> str:
-    """Return the uid of the controller that owns an object; empty if there is none."""
-    owners = body["metadata"].get("ownerReferences") or ()
-    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
 
 
 def _matters(body: Mapping[str, Any] | None) -> tuple[object, ...]:
@@ -297,11 +351,7 @@ def _matters(body: Mapping[str, Any] | None) -> tuple[object, ...]:
     return meta["uid"], meta.get("generation"), "deletionTimestamp" in meta
 
 
-def _is_older(body: Mapping[str, Any], generation: int) -> bool:
-    return bool(body["metadata"].get("generation", 0) < generation)
-
-
-def _put(table: dict[str, Any], name: str, value: object | None) -> bool:
+def _put(table: dict[Any, Any], name: object, value: object | None) -> bool:
     before = table.get(name)
     if value is None:
         table.pop(name, None)

@@ -1,12 +1,18 @@
 """Names in the Kubernetes API: kinds, labels, annotations, conditions, field managers."""
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 GROUP = "kvferry.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 POOLS = "inferencepools"
 SCALERS = "poolrolescalers"
+POOL_KIND = "InferencePool"
+EXTENSION_KIND = "ExtensionPool"
+"""Name in the operator for the kind InferencePool of the Gateway API Inference Extension."""
+EXTENSION_GROUP = "inference.networking.k8s.io"
 
 FIELD_MANAGER = "kvferry-operator"
 SEED_MANAGER = "kvferry-operator-seed"
@@ -15,9 +21,12 @@ AUTOSCALER_MANAGER = "kvferry-autoscaler"
 GATEWAY_MANAGER = "kvferry-gateway"
 """Field manager of gateways, which scale a role from 0 to 1 when they receive a request."""
 PROBE_MANAGER = "kvferry-operator-watch-probe"
-"""Field manager of the watch probe, which marks a pool's status to verify the watch of pools."""
-OWN_MANAGERS = frozenset({FIELD_MANAGER, SEED_MANAGER, AUTOSCALER_MANAGER, GATEWAY_MANAGER})
-"""Field managers of kvferry; conflicts between them are forced."""
+"""Field manager of the watch probe, which marks objects to verify their watches."""
+RESET_MANAGER = "before-first-apply"
+"""Field manager to which the API server assigns all fields of an object whose managed fields were cleared."""
+OWN_MANAGERS = frozenset({FIELD_MANAGER, SEED_MANAGER, AUTOSCALER_MANAGER, GATEWAY_MANAGER, RESET_MANAGER})
+"""Field managers whose fields the operator may take over; conflicts with others are reported. Clearing the managed
+fields of an object returns them to the operator."""
 
 LABEL_POOL = f"{GROUP}/pool"
 LABEL_ROLE = f"{GROUP}/role"
@@ -27,6 +36,10 @@ LABEL_SEEN = f"{GROUP}/seen-at"
 whose status would be stale until its controller has observed the change."""
 ANNOTATION_WAKE = f"{GROUP}/wake"
 """Annotation of a scaler; `true` allows the gateway to scale the role from 0 to 1."""
+ANNOTATION_KEYS = f"{GROUP}/keys"
+"""Annotation of pods: identifier of the generated keys, if the Secret was generated again."""
+ANNOTATION_ACCOUNT = f"{GROUP}/account"
+"""Annotation of gateway pods: uid of the ServiceAccount, if it was created again."""
 ANNOTATION_DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 ROLE_GATEWAY = "gateway"
@@ -47,6 +60,8 @@ class Condition(StrEnum):
     """Condition types of a pool. `Ready` summarizes the others."""
 
     READY = "Ready"
+    AVAILABLE = "Available"
+    """True if requests are served now, also during a rollout or with fewer pods than desired."""
     PROGRESSING = "Progressing"
     """True while a rollout is in progress."""
     GATEWAY_READY = "GatewayReady"
@@ -56,14 +71,22 @@ class Condition(StrEnum):
     """True if workers serve the model with the required digest."""
     PAIRING_COMPATIBLE = "PairingCompatible"
     """True if the gateway reports at least one prefill pod that can hand off KV to a decode pod."""
+    CONTEXT_AVAILABLE = "ContextAvailable"
+    """True if the workers' memory for KV holds a request of the pool's context length."""
     TRANSPORT_DEGRADED = "TransportDegraded"
-    """True if many hand-offs fail and are recomputed."""
+    """True if many hand-offs fail and are recomputed, or if pods have different ticket keys."""
     REPLICAS_CONTESTED = "ReplicasContested"
     """True if a different field manager owns a number of replicas that the operator should write."""
     CHILDREN_APPLIED = "ChildrenApplied"
     """True if all objects of the pool were applied."""
     GATEWAY_INTEGRATION = "GatewayIntegration"
     """True if an InferencePool of the Gateway API Inference Extension selects the gateway pods."""
+
+
+def kind_of(manifest: Mapping[str, Any]) -> str:
+    """Return the kind of an object; `EXTENSION_KIND` for the InferencePool of the inference extension."""
+    is_extension = str(manifest["apiVersion"]).startswith(f"{EXTENSION_GROUP}/")
+    return EXTENSION_KIND if is_extension else str(manifest["kind"])
 
 
 def role_object(pool: str, role: str) -> str:

@@ -56,7 +56,7 @@ class Scaling(_Struct, frozen=True):
 class Engine(_Struct, frozen=True):
     """Engine settings of a worker."""
 
-    kv_memory: str = "1GiB"
+    kv_memory: str = "1Gi"
     threads: int = 0
     token_budget: int = 2048
     max_sequences: int = 64
@@ -211,6 +211,8 @@ class Pool(_Struct, frozen=True):
     uid: str
     generation: int
     spec: PoolSpec
+    keys: str = ""
+    """Identifier of the generated keys, from the status; empty for the first ones."""
 
 
 def parse_pool(body: Mapping[str, Any]) -> Pool:
@@ -230,6 +232,7 @@ def parse_pool(body: Mapping[str, Any]) -> Pool:
         uid=meta.get("uid", ""),
         generation=meta.get("generation", 0),
         spec=spec,
+        keys=str((body.get("status") or {}).get("keys") or ""),
     )
 
 

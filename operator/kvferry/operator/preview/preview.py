@@ -104,6 +104,7 @@ def preview(old: Pool, new: Pool, default_image: str) -> Preview:
 
     The optional kinds (PodMonitor, InferencePool of the inference extension) are assumed to be installed.
     """
+    new = msgspec.structs.replace(new, keys=old.keys or new.keys)  # A file with the new spec has no status.
     before = revision_of(old, default_image)
     after = new.spec.rollout.rollback_to or revision_of(new, default_image)
     plain = msgspec.structs.replace(old.spec.rollout, rollback_to="", paused=False)

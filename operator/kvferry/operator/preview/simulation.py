@@ -9,6 +9,8 @@ from kvferry.operator.plan.actions import (
     Action,
     ApplyObject,
     Autoscale,
+    CreateKeys,
+    CreateRecord,
     DeleteObject,
     Done,
     SeedScaler,
@@ -19,12 +21,13 @@ from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.memory import Memory, begin_pass, remember
 from kvferry.operator.plan.pool_plan import Plan, plan_pool
 from kvferry.operator.pool import names
-from kvferry.operator.pool.facts import DeploymentFacts, PoolFacts, ScalerFacts, ServiceFacts
+from kvferry.operator.pool.facts import ChildFacts, DeploymentFacts, PoolFacts, ScalerFacts, ServiceFacts
 from kvferry.operator.pool.spec import Json, Pool
 
 _INSTALLED = frozenset({POD_MONITOR, EXTENSION_POOL})
 _REPORTED = {"conditions": [{"type": "Ready", "reason": "Serving"}]}
 _VERSION = "1"
+_CHILD = ChildFacts(_VERSION, "")
 
 
 class SimulatedCluster:
@@ -41,6 +44,7 @@ class SimulatedCluster:
         if pool.spec.rollout.rollback_to == revision and revision not in memory.records:
             made = deployments(pool, revision, self._default_image)
             self._memory = replace(memory, records={**memory.records, revision: made})
+            self._facts.children["ControllerRevision", names.revision_object(pool.name, revision)] = _CHILD
 
     def settle(self, pool: Pool, max_passes: int) -> list[Plan]:
         """Reconcile until a plan has no actions; return the plans with actions."""
@@ -71,11 +75,17 @@ class SimulatedCluster:
 
     def _execute(self, action: Action) -> Done:
         facts = self._facts
+        if isinstance(action, DeleteObject):
+            facts.children.pop((action.kind, action.name), None)
         match action:
             case ApplyObject(manifest=manifest) | SeedScaler(manifest=manifest) | Autoscale(manifest=manifest):
                 self._apply(manifest)
                 stored = {**manifest, "metadata": {**manifest["metadata"], "generation": int(_VERSION)}}
                 return Done(action, stored)
+            case CreateKeys():
+                return Done(action)  # The Secret exists, so that no pod is replaced for new keys.
+            case CreateRecord(manifest=manifest):
+                facts.children[names.kind_of(manifest), manifest["metadata"]["name"]] = _CHILD
             case SetReplicas(name=name, replicas=replicas):
                 facts.deployments[name] = _with_pods(facts.deployments[name], replicas)
             case DeleteObject(kind="Deployment", name=name):
@@ -97,15 +107,14 @@ class SimulatedCluster:
 
     def _apply(self, manifest: Json) -> None:
         name, labels = manifest["metadata"]["name"], manifest["metadata"].get("labels") or {}
+        self._facts.children[names.kind_of(manifest), name] = _CHILD
         match manifest["kind"]:
             case "Deployment":
                 plain = DeploymentFacts(
                     name=name,
                     uid=name,
-                    owner="",
                     role=labels[names.LABEL_ROLE],
                     revision=labels.get(names.LABEL_REVISION, ""),
-                    generation=int(_VERSION),
                     settled=True,
                     desired=0,
                     pods=0,
@@ -119,9 +128,9 @@ class SimulatedCluster:
                 known = self._facts.scalers.get(role)
                 replicas = manifest["spec"].get("replicas", known.replicas if known else 1)
                 shown = known.shown if known else (-1, "")
-                self._facts.scalers[role] = ScalerFacts(role, name, "", replicas, int(_VERSION), shown)
+                self._facts.scalers[role] = ScalerFacts(name, role, name, replicas, shown)
             case "Service":
-                self._facts.services[name] = ServiceFacts(name, _VERSION, "")
+                self._facts.services[name] = ServiceFacts(name, "")
 
 
 def _with_pods(facts: DeploymentFacts, pods: int) -> DeploymentFacts:

@@ -1,32 +1,44 @@
 """Census: compares the store with lists of the watched kinds, adds missed objects and removes deleted objects.
 
-The first census precedes the first reconcile, since a pool with missing objects would be planned wrongly.
+The first census precedes the first reconcile, since a pool with missing objects would be planned wrongly. Optional
+kinds have no watch; a census of them is taken every few seconds.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.core.errors import KvferryError
 from kvferry.operator.api import KubeApi
+from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
 from kvferry.operator.process import watches
+from kvferry.operator.reconcile import Installed
 
 _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
 _FIRST_SECONDS, _PERIOD_SECONDS = 5.0, 600.0
 """Seconds from the first to the second census, which also covers the start of the watches, and between later
 censuses."""
+_POLL_SECONDS = 2.0
+"""Seconds between lists of the optional kinds."""
 
 
 class Census:
-    """Job that periodically updates a store from lists of the watched kinds."""
+    """Jobs that periodically update a store from lists of the watched kinds and of the optional kinds."""
 
     def __init__(
-        self, api: KubeApi, store: Store, namespaces: Sequence[str], saw: watches.Saw, enqueue: Callable[[Key], None]
+        self,
+        api: KubeApi,
+        store: Store,
+        namespaces: Sequence[str],
+        saw: watches.Saw,
+        enqueue: Callable[[Key], None],
+        installed: Installed,
     ) -> None:
         """
         Args:
+            installed: optional kinds that the cluster serves.
             saw: called with every object that is missing in the store, like the callback of a watch.
             enqueue: called with every pool whose object was deleted.
         """
@@ -35,12 +47,13 @@ class Census:
         self._namespaces = namespaces
         self._saw = saw
         self._enqueue = enqueue
+        self._installed = installed
 
     async def first(self) -> None:
         """Run a census until one succeeds."""
         while True:
             try:
-                return await self._once()
+                return await self._once((*watches.WATCHED, *self._optional()))
             except KvferryError as error:  # A kind whose definition was just installed is not served immediately.
                 _log.warning("the first census failed: %s", error.message)
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -52,23 +65,37 @@ class Census:
             await asyncio.sleep(wait)
             wait = _PERIOD_SECONDS
             try:
-                await self._once()
+                await self._once(watches.WATCHED)
             except KvferryError as error:
                 _log.warning("the census failed: %s", error.message)
                 wait = _FIRST_SECONDS
 
-    async def _once(self) -> None:
+    async def poll(self) -> None:
+        """Repeat the census of the optional kinds until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                await self._once(self._optional())
+            except KvferryError as error:
+                _log.warning("the census of optional kinds failed: %s", error.message)
+
+    def _optional(self) -> list[str]:
+        installed = self._installed()
+        return [kind for kind, resource in watches.POLLED.items() if resource in installed]
+
+    async def _once(self, kinds: Iterable[str]) -> None:
         """
         Raises:
             KvferryError: the API server is unavailable or rejected a list request.
         """
-        for kind in watches.WATCHED:
+        for kind in kinds:
             before = self._store.names(kind)
             listed = await asyncio.to_thread(watches.list_all, self._api, kind, self._namespaces)
             existing = {(body["metadata"]["namespace"], body["metadata"]["name"]) for body in listed}
             known = self._store.names(kind)  # with objects that a watch added during the list: these are not older
             for body in listed:
-                if (body["metadata"]["namespace"], body["metadata"]["name"]) not in known:
+                is_known = (body["metadata"]["namespace"], body["metadata"]["name"]) in known
+                if not is_known or kind != names.POOL_KIND:
                     self._saw(kind, body, False)
             for namespace, name in before - existing:
                 key = self._store.drop(kind, namespace, name)

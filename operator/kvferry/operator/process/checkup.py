@@ -26,11 +26,11 @@ class Finding:
     """Description of the result, with a remedy if there is a problem."""
 
 
-def check_cluster(api: KubeApi, leader: str) -> list[Finding]:
+def check_cluster(api: KubeApi, leaders: Mapping[str, str]) -> list[Finding]:
     """Check that a cluster meets the requirements of pools.
 
     Args:
-        leader: holder of the operator's lease; empty if no holder renews the lease.
+        leaders: holders of the operators' leases that are renewed, by namespace of the lease.
 
     Raises:
         Unavailable: the API server is unavailable.
@@ -39,13 +39,7 @@ def check_cluster(api: KubeApi, leader: str) -> list[Finding]:
     found = [judge_version(api.raw("/version"))]
     missing = [plural for plural in (names.POOLS, names.SCALERS) if not api.serves(names.API_VERSION, plural)]
     found.append(judge_definitions(missing))
-    found.append(
-        Finding("ok", "operator", f"{leader} leads")
-        if leader
-        else Finding(
-            "bad", "operator", "its lease is not renewed; install the chart, or check the logs of the operator pods"
-        )
-    )
+    found += judge_operators(leaders)
     for kind, use in (
         (POD_MONITOR, "served; pools get PodMonitors"),
         (EXTENSION_POOL, "served; pools can get an InferencePool of the inference extension"),
@@ -67,6 +61,14 @@ def judge_version(version: Mapping[str, Any]) -> Finding:
     if number < _OLDEST:
         return Finding("bad", "Kubernetes", f"{said}; the CustomResourceDefinitions require 1.29 or newer")
     return Finding("ok", "Kubernetes", said)
+
+
+def judge_operators(leaders: Mapping[str, str]) -> list[Finding]:
+    """Check that an operator leads."""
+    if not leaders:
+        why = "no lease is renewed; install the chart, or check the logs of the operator pods"
+        return [Finding("bad", "operator", why)]
+    return [Finding("ok", "operator", f"{leader} leads (lease in namespace {at})") for at, leader in leaders.items()]
 
 
 def judge_definitions(missing: Iterable[str]) -> Finding:

@@ -26,3 +26,8 @@ class OperatorConfig:
     """Seconds between discoveries of optional kinds."""
     workers: int = 4
     """Maximum number of pools reconciled in parallel."""
+
+    @property
+    def lease_id(self) -> str:
+        """Namespace and name of the Lease, which identify an operator with all its replicas."""
+        return f"{self.own_namespace}/{self.lease_name}"

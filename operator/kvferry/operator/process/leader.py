@@ -134,6 +134,18 @@ class Leader:
         return datetime.fromtimestamp(self._clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
+async def leaders_of(api: KubeApi, timeout: float, name: str = LEASE) -> dict[str, str]:
+    """Return the current holders of the operators' leases in all namespaces, by namespace of the lease.
+
+    Raises:
+        ApiRefusal: the account may not list leases.
+    """
+    leases = await asyncio.to_thread(lambda: list(api.list(_API, "Lease", None, fields={"metadata.name": name})))
+    places = [str(lease["metadata"]["namespace"]) for lease in leases]
+    found = await asyncio.gather(*(leader_of(api, place, timeout, name) for place in places))
+    return {place: holder for place, holder in zip(places, found, strict=True) if holder}
+
+
 async def leader_of(api: KubeApi, namespace: str, timeout: float, name: str = LEASE) -> str:
     """Return the current holder of the lease; empty if no renewal was observed within `timeout` seconds."""
     renewed = ""

@@ -123,5 +123,9 @@ def _state(report: FleetReport | None) -> object:
     periodically."""
     if report is None:
         return None
-    lost = {outcome: n // 10 for outcome, n in report.handoffs.items()}
-    return frozenset((w.name, w.role, w.takes_work, w.fingerprint, w.model_digest) for w in report.workers), lost
+    # The first tickets with an unknown key are significant, of the other outcomes only large changes.
+    lost = {outcome: min(n, 3) if outcome == "key_unknown" else n // 10 for outcome, n in report.handoffs.items()}
+    workers = frozenset(
+        (w.name, w.role, w.takes_work, w.fingerprint, w.model_digest, w.context_tokens) for w in report.workers
+    )
+    return workers, lost

@@ -10,13 +10,17 @@ from typing import Any
 import kopf
 
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.errors import KvferryError
 from kvferry.operator.api import KubeApi
+from kvferry.operator.plan.process.rivals import Rivals
+from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Store
 from kvferry.operator.process import watches
 from kvferry.operator.process.census import Census
 from kvferry.operator.process.config import OperatorConfig
 from kvferry.operator.process.discovery import OptionalKinds, wait_for_definitions
 from kvferry.operator.process.health import HealthServer
+from kvferry.operator.process.keys_probe import KeysProbe
 from kvferry.operator.process.leader import Leader
 from kvferry.operator.process.reports import Reports
 from kvferry.operator.process.watch_probe import WatchProbe
@@ -27,9 +31,17 @@ _DRAIN_SECONDS = 1.5
 """Seconds for which reconciles in progress may continue before the lease is released."""
 _STOP_SECONDS = 2.0
 _KOPF_WORKERS = 64
+_RIVALS_SECONDS = 2.0
+"""Seconds between two looks for other operators."""
 
 Announce = Callable[[Mapping[str, object]], None]
 """Callback for the events `listening`, with the health port, and `leading`."""
+
+
+class RivalOperator(KvferryError):
+    """Another operator reconciles the same pools."""
+
+    reason = "RIVAL_OPERATOR"
 
 
 async def run_operator(config: OperatorConfig, api: KubeApi, announce: Announce, *, clock: Clock | None = None) -> int:
@@ -65,10 +77,13 @@ class Operator:
             self._store,
             clock,
             identity=config.identity,
+            operator=config.lease_id,
             default_image=config.default_image,
             installed=self._optional.installed,
         )
-        self._census = Census(api, self._store, config.namespaces, self._saw, self._workers.enqueue)
+        installed = self._optional.installed
+        self._census = Census(api, self._store, config.namespaces, self._saw, self._workers.enqueue, installed)
+        self._keys = KeysProbe(api, self._store, clock, self._workers.enqueue)
         self._leads = False
 
     async def run(self, stop: asyncio.Event) -> int:
@@ -101,10 +116,35 @@ class Operator:
 
     async def _acquire(self, leader: Leader) -> None:
         await wait_for_definitions(self._api)
+        await self._refuse_rivals()
         await leader.acquire()
         self._leads = True
         self._announce({"event": "leading", "identity": self._config.identity})
         self._workers.instruments.leads.set(1)
+
+    async def _refuse_rivals(self) -> None:
+        """Wait until no other operator reconciles this operator's pools.
+
+        Raises:
+            RivalOperator: an operator with a different lease reconciles them.
+        """
+        rivals = Rivals(self._config.lease_id, self._clock.monotonic())
+        logged = ""
+        while True:
+            try:
+                pools = await asyncio.to_thread(watches.list_all, self._api, names.POOL_KIND, self._config.namespaces)
+            except KvferryError as error:
+                pools = []
+                _log.warning("cannot look for other operators: %s", error.message)
+            told, is_certain = rivals.look(pools, self._clock.monotonic(), self._clock.wall())
+            if is_certain:
+                raise RivalOperator(told)
+            if not told:
+                return
+            if told != logged:
+                _log.warning("waiting whether another operator works: %s", told)
+                logged = told
+            await asyncio.sleep(_RIVALS_SECONDS)
 
     async def _lead(self, leader: Leader, stop: asyncio.Event, stopping: asyncio.Task[bool]) -> int:
         lease = asyncio.create_task(leader.keep(), name="lease")
@@ -147,6 +187,8 @@ class Operator:
             asyncio.create_task(self._probe.run(), name="watch probe"),
             asyncio.create_task(self._optional.run(self._config.discovery_seconds), name="discovery"),
             asyncio.create_task(self._census.run(), name="census"),
+            asyncio.create_task(self._census.poll(), name="census of optional kinds"),
+            asyncio.create_task(self._keys.run(), name="keys"),
             asyncio.create_task(reports.run(), name="gateway reports"),
         }
 
@@ -163,7 +205,8 @@ class Operator:
         await kopf.run_tasks(tasks, ignored=others)
 
     def _saw(self, kind: str, body: Mapping[str, Any], gone: bool) -> None:
-        self._probe.saw(kind, body, gone)
+        if kind in watches.WATCHED:
+            self._probe.saw(kind, body, gone)
         key, changed = self._store.take(kind, body, gone=gone)
         if key is not None and changed:
             self._workers.enqueue(key)

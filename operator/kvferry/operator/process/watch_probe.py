@@ -12,7 +12,7 @@ from kvferry.operator.api import ApiRefusal, KubeApi
 from kvferry.operator.plan.process.heartbeat import Heartbeat
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
-from kvferry.operator.process.watches import WATCHED
+from kvferry.operator.process.watches import WATCHED, api_version_of
 
 _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.5
@@ -73,17 +73,15 @@ class WatchProbe:
         return f"{wall:.6f}"  # Label values must not contain colons.
 
     def _write(self, kind: str, namespace: str, name: str, mark: str) -> None:
-        group, version, _ = WATCHED[kind]
-        api_version = f"{group}/{version}" if group else version
-        if kind == "InferencePool":
+        if kind == names.POOL_KIND:
             # The mark is in the status, which the operator owns; the metadata belongs to the user.
             change: dict[str, Any] = {"status": {"operatorObservedAt": mark}}
-            self._api.patch(
-                api_version, kind, namespace, name, change, subresource="status", manager=names.PROBE_MANAGER
-            )
+            subresource = "status"
         else:
-            change = {"metadata": {"labels": {names.LABEL_SEEN: mark}}}
-            self._api.patch(api_version, kind, namespace, name, change)
+            change, subresource = {"metadata": {"labels": {names.LABEL_SEEN: mark}}}, ""
+        self._api.patch(
+            api_version_of(kind), kind, namespace, name, change, subresource=subresource, manager=names.PROBE_MANAGER
+        )
 
     def _target(self, kind: str) -> tuple[str, str] | None:
         """Choose an object of a kind, a different one each time, to spread the writes."""
@@ -102,15 +100,12 @@ class WatchProbe:
         facts = self._store.facts(key)
         if facts.body is None or "deletionTimestamp" in facts.body["metadata"]:
             return ""
-        match kind:
-            case "InferencePool":
-                return key.pool
-            case "Deployment":
-                return next((name for name, d in facts.deployments.items() if not d.deleting), "")
-            case "PoolRoleScaler":
-                return next((names.role_object(key.pool, role) for role in facts.scalers), "")
-            case _:
-                return next(iter(facts.services), "")
+        if kind == names.POOL_KIND:
+            return key.pool
+        if kind == "Deployment":
+            return next((name for name, d in facts.deployments.items() if not d.deleting), "")
+        uid = facts.body["metadata"]["uid"]
+        return next((name for (other, name), c in facts.children.items() if other == kind and c.owner == uid), "")
 
 
 def mark_of(kind: str, body: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import kopf
 
 from kvferry.operator.api import KubeApi
+from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
 from kvferry.operator.pool import names
 from kvferry.operator.pool.spec import Json
 
@@ -22,8 +23,18 @@ WATCHED: Mapping[str, tuple[str, str, str]] = {
     "PoolRoleScaler": (names.GROUP, names.VERSION, names.SCALERS),
     "Deployment": ("apps", "v1", "deployments"),
     "Service": ("", "v1", "services"),
+    "ServiceAccount": ("", "v1", "serviceaccounts"),
+    "Role": ("rbac.authorization.k8s.io", "v1", "roles"),
+    "RoleBinding": ("rbac.authorization.k8s.io", "v1", "rolebindings"),
+    "PodDisruptionBudget": ("policy", "v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ("networking.k8s.io", "v1", "networkpolicies"),
+    "ControllerRevision": ("apps", "v1", "controllerrevisions"),
 }
 """Watched kinds with group, version and plural."""
+
+POLLED: Mapping[str, tuple[str, str]] = {"PodMonitor": POD_MONITOR, names.EXTENSION_KIND: EXTENSION_POOL}
+"""Optional kinds with apiVersion and plural, which are listed periodically while the cluster serves them: kopf does not
+notice that a kind was installed or removed."""
 
 _SERVER_TIMEOUT_SECONDS = 300
 """Maximum duration of a watch request in seconds, after which kopf lists the objects and restarts the watch."""
@@ -69,7 +80,7 @@ def settings(workers: int) -> kopf.OperatorSettings:
     made.queueing.worker_limit = workers
     made.queueing.idle_timeout = 1.0
     for kind, (group, version, plural) in WATCHED.items():
-        if kind != "InferencePool":  # only Deployments and Services of kvferry are listed
+        if kind != names.POOL_KIND:  # only objects of kvferry are listed
             made.watching.label_selectors[resource(group, version, plural)] = names.LABEL_POOL
     made.persistence.finalizer = f"{names.GROUP}/finalizer"
     # This logger would write "succeeded" for every event of every object.
@@ -83,10 +94,17 @@ def resource(group: str, version: str, plural: str) -> tuple[str, str]:
 
 
 def list_all(api: KubeApi, kind: str, namespaces: Sequence[str]) -> list[Json]:
-    """List all objects of a kind that its watch would deliver. Blocking."""
-    group, version, _ = WATCHED[kind]
-    labels = {} if kind == "InferencePool" else {names.LABEL_POOL: ""}
+    """List all objects of a watched or polled kind that belong to pools. Blocking."""
+    labels = {} if kind == names.POOL_KIND else {names.LABEL_POOL: ""}
     found: list[Json] = []
     for namespace in namespaces or (None,):
-        found += api.list(f"{group}/{version}" if group else version, kind, namespace, labels)
+        found += api.list(api_version_of(kind), kind, namespace, labels)
     return found
+
+
+def api_version_of(kind: str) -> str:
+    """Return the apiVersion of a watched or polled kind."""
+    if kind in POLLED:
+        return POLLED[kind][0]
+    group, version, _ = WATCHED[kind]
+    return f"{group}/{version}" if group else version

@@ -10,6 +10,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError
 from kvferry.operator.api import KubeApi
 from kvferry.operator.plan.process.work_queue import WorkQueue
+from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Key, Store
 from kvferry.operator.process.instruments import Instruments
 from kvferry.operator.reconcile import Installed, Reconciler
@@ -21,11 +22,20 @@ class Workers:
     """Work queue of pools, with its workers. Call all methods on the event loop."""
 
     def __init__(
-        self, api: KubeApi, store: Store, clock: Clock, *, identity: str, default_image: str, installed: Installed
+        self,
+        api: KubeApi,
+        store: Store,
+        clock: Clock,
+        *,
+        identity: str,
+        operator: str,
+        default_image: str,
+        installed: Installed,
     ) -> None:
         """
         Args:
             identity: identity of the operator, for events.
+            operator: namespace and name of the operator's lease, for statuses.
             default_image: image for pools without `spec.image`.
             installed: optional kinds that the cluster serves.
         """
@@ -37,7 +47,13 @@ class Workers:
         self._loop = asyncio.get_running_loop()
         self.instruments = Instruments(api, self._queue, clock)
         self._reconciler = Reconciler(
-            api, clock, identity=identity, default_image=default_image, installed=installed, applied=self._applied
+            api,
+            clock,
+            identity=identity,
+            operator=operator,
+            default_image=default_image,
+            installed=installed,
+            applied=self._applied,
         )
 
     def enqueue(self, key: Key) -> None:
@@ -69,9 +85,16 @@ class Workers:
             await self._reconcile(key)
 
     def _applied(self, body: Mapping[str, Any]) -> None:
-        """Store the result of an apply before the watch delivers it. Called on the thread of a reconcile."""
-        if body["kind"] in ("Deployment", "PoolRoleScaler"):
-            self._loop.call_soon_threadsafe(lambda: self._store.take(body["kind"], body, gone=False))
+        """Store the result of a write before the watch delivers it. Called on the thread of a reconcile."""
+        self._loop.call_soon_threadsafe(self._store_applied, body)
+
+    def _store_applied(self, body: Mapping[str, Any]) -> None:
+        if body["kind"] == "Secret":
+            self._store.take_keys(
+                Key(body["metadata"]["namespace"], body["metadata"]["labels"][names.LABEL_POOL]), missing=False
+            )
+        else:
+            self._store.take(names.kind_of(body), body, gone=False)
 
     async def _reconcile(self, key: Key) -> None:
         facts = self._store.facts(key)

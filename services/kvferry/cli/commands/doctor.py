@@ -75,11 +75,15 @@ def command(values: Values, *, as_json: bool, cluster: bool) -> None:
 def _cluster(values: Values, as_json: bool) -> None:
     from kvferry.operator.api import KubeApi
     from kvferry.operator.process.checkup import check_cluster
-    from kvferry.operator.process.leader import leader_of
+    from kvferry.operator.process.leader import leader_of, leaders_of
 
     api = KubeApi.connect(values["kubeconfig"])
-    leader = asyncio.run(leader_of(api, values["lease_namespace"], values["timeout"]))
-    findings = check_cluster(api, leader)
+    if place := values["lease_namespace"]:
+        holder = asyncio.run(leader_of(api, place, values["timeout"]))
+        leaders = {place: holder} if holder else {}
+    else:
+        leaders = asyncio.run(leaders_of(api, values["timeout"]))
+    findings = check_cluster(api, leaders)
     if as_json:
         print_json({"cluster": [asdict(finding) for finding in findings]})
     else:

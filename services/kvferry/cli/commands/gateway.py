@@ -42,6 +42,7 @@ def command(values: Values) -> None:
         RetryConfig,
         RoutingConfig,
     )
+    from kvferry.gateway.fleet.worker_keys import WorkerKeys
     from kvferry.gateway.gateway import Listening
     from kvferry.gateway.serve import run_gateway
     from kvferry.rpc.text.model_text import open_text_model
@@ -62,7 +63,6 @@ def command(values: Values) -> None:
             prefill=endpoints("prefill"),
             decode=endpoints("decode"),
             both=endpoints("both"),
-            gateway_key=_gateway_key(values, needed=bool(values["pool"] or listed)),
         ),
         hold=HoldConfig(max_held=values["max_held"], seconds=values["hold_seconds"]),
         linger_seconds=values["linger_seconds"],
@@ -87,34 +87,9 @@ def command(values: Values) -> None:
     def listening(bound: Listening) -> None:
         announce({"event": "listening", "http": bound.http, "grpc": bound.grpc, "admin": bound.admin})
 
+    keys = WorkerKeys(functools.partial(read_key, values, "gateway_key")) if values["pool"] or listed else None
     open_model = functools.partial(open_text_model, values["model"], values["served_name"])
-    asyncio.run(run_gateway(config, open_model(), text_process=TextProcess(open_model), announce=listening))
-
-
-def _gateway_key(values: Values, *, needed: bool) -> bytes:
-    """Read the key that signs calls to workers.
-
-    Raises:
-        UsageError: the key is malformed, or workers are given without a key.
-    """
-    lines = read_key(values, "gateway_key")
-    if not lines:
-        if needed:
-            raise UsageError(
-                "no gateway key, without which workers reject all calls; set --gateway-key-file to a file that "
-                "`kvferry key gateway --ticket-key-file ticket.key > gateway.key` makes from the workers' ticket key",
-                field="gateway_key_file",
-            )
-        return b""
-    try:
-        key = bytes.fromhex(lines[0].decode("ascii"))
-    except ValueError:
-        key = b""
-    if len(key) != 32:
-        raise UsageError(
-            "the gateway key is not 64 hexadecimal digits; make it with `kvferry key gateway`", field="gateway_key"
-        )
-    return key
+    asyncio.run(run_gateway(config, open_model(), keys=keys, text_process=TextProcess(open_model), announce=listening))
 
 
 def _tls(values: Values) -> tuple[Path, Path] | None:

@@ -16,10 +16,9 @@ import grpc
 from kvferry.core.errors import Unauthenticated
 from kvferry.gateway.config import FleetConfig
 from kvferry.gateway.fleet.member import Hold, Member, WorkerView
+from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.routing.discovery import Listing
 from kvferry.gateway.routing.replica_choice import Candidates
-from kvferry.rpc.access.call_keys import CallSigner
-from kvferry.rpc.access.table import CallerRole
 from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -29,10 +28,14 @@ _FIRST_BACKOFF_SECONDS = 0.1
 class Fleet:
     """All workers of one gateway. Call `start` before use and `stop` at the end."""
 
-    def __init__(self, config: FleetConfig, model: str) -> None:
+    def __init__(self, config: FleetConfig, model: str, keys: WorkerKeys | None = None) -> None:
+        """
+        Args:
+            keys: sign the calls to workers; `None` for workers that do not check them, in tests.
+        """
         self._config = config
         self._model = model
-        self._signer = CallSigner(CallerRole.GATEWAY, config.gateway_key) if config.gateway_key else None
+        self._keys = keys
         self._members: list[Member] = []
         self._by_address: dict[str, Member] = {}
         self._tasks: dict[Member, asyncio.Task[None]] = {}
@@ -77,7 +80,7 @@ class Fleet:
         for key, listing in listed.items():
             if key in known:
                 continue
-            member = Member(listing, self._model, self._signer)
+            member = Member(listing, self._model, self._keys)
             self._members.append(member)
             if self._is_running:
                 _log.info("worker %s (%s) added", listing.name, listing.endpoint.address)

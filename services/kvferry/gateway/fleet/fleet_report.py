@@ -20,6 +20,7 @@ def fleet_report(
     source: SourceState,
     wake_failure: str,
     handoffs: Mapping[str, int],
+    model_tokens: int,
 ) -> dict[str, Any]:
     """Build the JSON object that `GET /fleet` returns."""
     return {
@@ -29,6 +30,7 @@ def fleet_report(
         "source": {"state": source.state.value, "detail": source.detail},
         "waking": {"detail": wake_failure},
         "handoffs": dict(handoffs),
+        "model_tokens": model_tokens,
         "workers": [_worker(view) for view in views],
     }
 
@@ -47,6 +49,7 @@ def _worker(view: WorkerView) -> dict[str, Any]:
         "connector": view.connector,
         "domain": view.domain,
         "model_digest": view.model_digest,
+        "context_tokens": view.max_model_tokens,
         "in_flight": view.in_flight,
         "load": asdict(view.load),
     }

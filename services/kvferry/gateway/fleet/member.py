@@ -7,6 +7,7 @@ Whether it accepts requests depends on its status (ready, not draining, matching
 import asyncio
 import logging
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,11 +17,13 @@ from kvferry.core.errors import Unauthenticated
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.load import WorkerLoad
 from kvferry.gateway.config import Endpoint
+from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.routing.discovery import Listing
 from kvferry.gateway.routing.replica_choice import Replica
 from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.channel import open_channel
+from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.wire import load_from_wire
 from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2, worker_admin_pb2_grpc
 
@@ -108,10 +111,10 @@ class Hold:
 class Member:
     """Channels and latest status of a worker. Changed only on the event loop."""
 
-    def __init__(self, listing: Listing, model: str, signer: CallSigner | None) -> None:
+    def __init__(self, listing: Listing, model: str, keys: WorkerKeys | None) -> None:
         """
         Args:
-            signer: makes the tokens of calls; `None` for workers that do not check them, in tests.
+            keys: sign the calls; `None` for workers that do not check them, in tests.
         """
         self.listing = listing
         """The worker's latest listing."""
@@ -123,7 +126,9 @@ class Member:
         self.num_suspicions = 0
         self.wake = asyncio.Event()
         self._model = model
-        self._signer = signer
+        self._keys = keys
+        self._signer = None if keys is None else keys.signers[0]
+        """Signer whose key the worker has accepted last."""
         self._status: worker_admin_pb2.StatusResponse | None = None
         self._why_lost = "no status yet"
         self._channels: list[grpc.aio.Channel] = []
@@ -136,11 +141,16 @@ class Member:
     def open(self) -> None:
         """Open the worker's channels. Must be called on a running event loop."""
         # Status polls use a separate channel, so that they do not queue behind requests.
-        admin_address = self.listing.endpoint.admin_address
-        work, admin = open_channel(self.address), open_channel(admin_address)
-        self._channels = [work, admin]
-        if self._signer is not None:
-            work, admin = signed(work, self._signer, self.address), signed(admin, self._signer, admin_address)
+        self._channels = [open_channel(self.address), open_channel(self.listing.endpoint.admin_address)]
+        self._sign(self._signer)
+
+    def _sign(self, signer: CallSigner | None) -> None:
+        """Make the stubs, whose calls `signer` signs."""
+        self._signer = signer
+        work, admin = self._channels
+        if signer is not None:
+            work = signed(work, signer, self.address)
+            admin = signed(admin, signer, self.listing.endpoint.admin_address)
         self.prefill = prefill_pb2_grpc.PrefillStub(work)
         self.decode = decode_pb2_grpc.DecodeStub(work)
         self.admin = worker_admin_pb2_grpc.WorkerAdminStub(admin)
@@ -152,14 +162,36 @@ class Member:
             await channel.close(_CLOSE_SECONDS if politely else None)
 
     async def status(self, timeout: float) -> worker_admin_pb2.StatusResponse:
-        """Request the worker's status.
+        """Request the worker's status. A worker that does not accept the key of earlier calls is asked with each of the
+        gateway's keys.
 
         Raises:
             grpc.aio.AioRpcError: the worker does not answer within `timeout` seconds, or rejects the call.
-            Unauthenticated: the answer does not prove that the worker has the pool's secret.
+            Unauthenticated: the worker accepts no key of this gateway, or does not prove that it has the pool's secret.
         """
+        try:
+            return await self._proved_status(timeout)
+        except Unauthenticated as error:
+            if self._keys is None:
+                raise
+            self._keys.renew()
+            rejected = self._signer
+            for signer in self._keys.signers:
+                if signer is not rejected:
+                    self._sign(signer)
+                    with suppress(Unauthenticated):
+                        return await self._proved_status(timeout)
+            self._sign(rejected)
+            raise error
+
+    async def _proved_status(self, timeout: float) -> worker_admin_pb2.StatusResponse:
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        answer = await self.admin.Status(worker_admin_pb2.StatusRequest(nonce=nonce), timeout=timeout)
+        try:
+            answer = await self.admin.Status(worker_admin_pb2.StatusRequest(nonce=nonce), timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise error_from_rpc(error) from error
+            raise
         audience = self.listing.endpoint.admin_address
         if self._signer is not None and not self._signer.proves(answer.proof, audience, nonce):
             raise Unauthenticated(

@@ -114,7 +114,7 @@ class ClientApi:
     def _card(self) -> openai_reply.Model:
         model = self.service.model
         # The weights' creation time is unknown; clients only sort by it.
-        return openai_reply.Model(model.name, created=0, max_model_len=model.max_model_tokens)
+        return openai_reply.Model(model.name, created=0, max_model_len=self.service.served_tokens)
 
     async def _explain(self, request: Request) -> Response:
         tenant = self.caller(request).tenant

@@ -77,7 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.GetModelInfoResponse(
             model=model.name,
             digest=model.digest,
-            max_model_tokens=model.max_model_tokens,
+            max_model_tokens=self._text.served_tokens,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
         )

@@ -56,15 +56,20 @@ class TextService:
             return await asyncio.to_thread(job, self.model, *args, **kwargs)
         return await self.process.run(job, *args, **kwargs)
 
+    @property
+    def served_tokens(self) -> int:
+        """Maximum tokens of a request now, prompt and output: the context length of the model, or that of the workers
+        if their memory for KV holds less."""
+        limit = self.context_tokens()
+        return self.model.max_model_tokens if limit is None else min(limit, self.model.max_model_tokens)
+
     def fit(self, request: TextRequest) -> TextRequest:
         """Complete the sampling parameters of `request`; see `prompts.fit`.
 
         Raises:
             InvalidRequest: the request cannot be served with this model.
         """
-        limit = self.context_tokens()
-        context = self.model.max_model_tokens if limit is None else min(limit, self.model.max_model_tokens)
-        sampling = prompts.fit(self.model, request.token_ids, request.sampling, context, self.new_seed)
+        sampling = prompts.fit(self.model, request.token_ids, request.sampling, self.served_tokens, self.new_seed)
         return replace(request, sampling=sampling)
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:

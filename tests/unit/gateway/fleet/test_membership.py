@@ -271,6 +271,7 @@ async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
         wake_failure="not allowed",
         gateway="00ff",
         handoffs={"fetched": 3},
+        model_tokens=512,
     )
     assert {key: value for key, value in report.items() if key != "workers"} == {
         "pool": "ns/p",
@@ -279,6 +280,7 @@ async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
         "waking": {"detail": "not allowed"},
         "gateway": "00ff",
         "handoffs": {"fetched": 3},
+        "model_tokens": 512,
     }
     assert report["workers"][1] == {
         "name": worker.address,
@@ -293,6 +295,7 @@ async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
         "connector": "scripted",
         "domain": "",
         "model_digest": "",
+        "context_tokens": 512,
         "in_flight": 0,
         "load": asdict(WorkerLoad(blocks_total=100, blocks_free=75)),
     }

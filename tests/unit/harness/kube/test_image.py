@@ -104,8 +104,3 @@ def test_the_closure_of_a_package_is_what_it_imports() -> None:
 
 def test_libraries_are_found_as_the_loader_finds_them() -> None:
     assert any(path.name.startswith("libc.so") for path in linked([Path("/bin/sh").resolve()]))
-
-
-def test_an_environment_that_pods_cover_is_refused_by_name(tmp_path: Path) -> None:
-    assert host_image.why_not(Path("/opt/kvferry/.venv")) == ""
-    assert "use a checkout in a different folder" in host_image.why_not(Path("/tmp/checkout/.venv"))

@@ -1,5 +1,8 @@
 """Settings of the node's programs, and their cgroups."""
 
+import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,15 +21,30 @@ HERE = Path("/where")
     ("second", "plugin"), [(False, "io.containerd.grpc.v1.cri"), (True, "io.containerd.cri.v1.runtime")]
 )
 def test_containerd_knows_two_runtimes_in_either_dialect(second: bool, plugin: str) -> None:
-    said = tomllib.loads(runtime.containerd_settings(HERE, "/bin/runc", second=second, host_spec=HERE / "spec.json"))
+    both = {"runc": ("/bin/runc", None), "host": ("/where/runc-host", HERE / "spec.json")}
+    said = tomllib.loads(runtime.containerd_settings(HERE, both, second=second))
     runtimes = said["plugins"][plugin]["containerd"]["runtimes"]
     assert set(runtimes) == {"runc", "host"}
     assert runtimes["host"]["base_runtime_spec"] == "/where/spec.json"
+    assert runtimes["host"]["options"]["BinaryName"] == "/where/runc-host"
     assert "base_runtime_spec" not in runtimes["runc"]
     assert said["plugins"][plugin]["restrict_oom_score_adj"] is True
     assert runtime.PAUSE_IMAGE in str(said["plugins"])
-    plain = tomllib.loads(runtime.containerd_settings(HERE, "/bin/runc", second=second, host_spec=None))
-    assert set(plain["plugins"][plugin]["containerd"]["runtimes"]) == {"runc"}
+
+
+def test_a_folder_is_mounted_after_the_volumes_that_would_hide_it(tmp_path: Path) -> None:
+    mounts = [{"destination": place} for place in ("/proc", "/tmp/checkout/.venv", "/usr", "/tmp", "/etc/hosts")]
+    (tmp_path / "config.json").write_text(json.dumps({"mounts": mounts}))
+    program, runc = tmp_path / "runc-host", tmp_path / "runc"
+    program.write_text(runtime._RUNC_FOR_HOST.format(python=sys.executable, runc=runc))
+    runc.write_text('#!/bin/sh\necho "$@"\n')
+    for path in (program, runc):
+        path.chmod(0o755)
+    words = ["--root", "/run/runc", "create", "--bundle", str(tmp_path), "name"]
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == words
+    places = [mount["destination"] for mount in json.loads((tmp_path / "config.json").read_text())["mounts"]]
+    assert places == ["/proc", "/usr", "/tmp", "/etc/hosts", "/tmp/checkout/.venv"]
 
 
 def test_host_containers_see_folders_read_only() -> None:

@@ -285,11 +285,60 @@ def test_a_first_plan_writes_the_record_before_its_deployments():
     assert plan_pool(ctx) == plan
 
 
-@pytest.mark.parametrize(
-    ("keys_until", "seconds"), [(float("-inf"), 600.0), (99.0, 600.0), (105.0, 5.0), (690.0, 590.0)]
-)
-def test_a_pool_with_its_own_keys_has_no_pass_for_them(keys_until, seconds):
-    memory = Memory("u-1", 0.0, 0.0, 0.0, keys_until=keys_until)
+def test_a_settled_pool_has_a_pass_a_minute():
+    memory = Memory("u-1", 0.0, 0.0)
     ctx = PlanContext(pool(), PoolFacts(), memory, 0, {}, IMAGE, frozenset(), 100.0, "now")
-    assert again_seconds(ctx, memory, "", is_refused=False) == seconds
-    assert again_seconds(ctx, memory, "pods", is_refused=False) == min(5.0, seconds)
+    assert again_seconds(ctx, memory, "", is_refused=False) == 60.0
+    assert again_seconds(ctx, memory, "pods", is_refused=False) == 5.0
+
+
+def test_every_object_that_is_deleted_is_written_again_at_the_next_pass():
+    cluster = Cluster(OPTIONAL, gateway={"inferenceExtension": "Auto"})
+    cluster.settle()
+    children = [place for place in cluster.api.objects if place[:2] != (names.API_VERSION, "InferencePool")]
+    assert len({kind for _, kind, _ in children}) == 12
+    for place in sorted(children, key=lambda place: place[1] == "Secret"):  # New keys replace the Deployments.
+        del cluster.api.objects[place]
+        cluster.reconcile()
+        assert place in cluster.api.objects, place
+        cluster.settle()
+
+
+def test_the_time_of_the_observation_is_written_with_every_change_and_once_a_minute():
+    cluster = Cluster()
+    cluster.settle()
+    first = cluster.body["status"]["observedAt"]
+    cluster.clock.now += 30
+    assert cluster.reconcile() == []
+    cluster.clock.now += 30
+    assert cluster.reconcile() == ["apply InferencePool chat"]
+    assert cluster.body["status"]["observedAt"] > first
+    assert cluster.reconcile() == []
+
+
+def test_lost_keys_are_generated_again_and_replace_all_pods_once():
+    cluster = Cluster()
+    cluster.settle()
+    first = cluster.body["status"]["revision"]
+    assert "keys" not in cluster.body["status"]
+    del cluster.api.objects["v1", "Secret", "chat-keys"]
+    assert "create Secret chat-keys" in cluster.reconcile()
+    assert cluster.again == 0
+    cluster.settle()
+    status = cluster.body["status"]
+    assert status["keys"]
+    assert status["revision"] != first
+    assert set(cluster.replicas("Deployment")) == {
+        "chat-gateway",
+        *(f"chat-{role}-{status['revision']}" for role in ("prefill", "decode")),
+    }
+    for (_, kind, _), made in cluster.api.objects.items():
+        if kind == "Deployment":
+            assert made["spec"]["template"]["metadata"]["annotations"] == {names.ANNOTATION_KEYS: status["keys"]}
+    cluster.reconciler._memories.clear()
+    cluster.settle()
+    assert cluster.body["status"]["revision"] == status["revision"]
+    cluster.body["spec"]["roles"] = "unreadable"
+    cluster.body["metadata"]["generation"] += 1
+    cluster.reconcile()
+    assert cluster.body["status"]["keys"] == status["keys"]

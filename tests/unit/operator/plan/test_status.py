@@ -30,6 +30,7 @@ def seen(spec: dict[str, Any] | None = None, **fields: Any) -> Observed:
         "gateway_ready": 1,
         "report": GOOD,
     }
+    plain["fleet"] = fields.get("report", GOOD)
     return Observed(**{**plain, **fields})
 
 
@@ -42,7 +43,14 @@ def of(*workers: WorkerReport) -> FleetReport:
     return FleetReport(0.0, workers)
 
 
+def context(model: int, worker_tokens: int) -> FleetReport:
+    roles = ("prefill", "decode")
+    return FleetReport(0.0, tuple(worker(r, r, context_tokens=worker_tokens) for r in roles), model_tokens=model)
+
+
 ASLEEP = [RoleState("prefill", 0, {}), RoleState("decode", 0, {})]
+NO_DECODE = [RoleState("prefill", 1, {"r": Count(1, 1)}), RoleState("decode", 0, {})]
+WAKES = {"roles": [{"name": "prefill"}, {"name": "decode", "scaling": {"mode": "External", "minReplicas": 0}}]}
 CASES = [
     (Condition.READY, {}, ("True", "Serving")),
     (Condition.READY, {"gateway_ready": 0}, ("False", "NoGatewayPodReady")),
@@ -50,6 +58,17 @@ CASES = [
     (Condition.READY, {"refused": Problem("Refused", "m")}, ("False", "Refused")),
     (Condition.READY, {"report": None}, ("Unknown", "GatewayReportMissing")),
     (Condition.READY, {"roles": ASLEEP, "report": of()}, ("True", "ScaledToZero")),
+    (Condition.READY, {"roles": NO_DECODE, "report": of(worker("p", "prefill"))}, ("False", "RoleWithoutPods")),
+    (Condition.AVAILABLE, {}, ("True", "Serving")),
+    (Condition.AVAILABLE, {"waiting_for": "x", "stuck": "y", "report": None, "fleet": GOOD}, ("True", "Serving")),
+    (Condition.AVAILABLE, {"gateway_ready": 0}, ("False", "NoGatewayPodReady")),
+    (Condition.AVAILABLE, {"gateway_ready": 0, "is_answering": True}, ("True", "Serving")),
+    (Condition.AVAILABLE, {"gateway_desired": 0, "is_answering": True}, ("False", "NoGateway")),
+    (Condition.AVAILABLE, {"report": None}, ("Unknown", "GatewayReportMissing")),
+    (Condition.AVAILABLE, {"report": of(worker("p", "prefill"))}, ("False", "NoWorkerServes")),
+    (Condition.AVAILABLE, {"roles": ASLEEP, "report": of()}, ("False", "RoleWithoutPods")),
+    (Condition.AVAILABLE, {"spec": WAKES, "roles": NO_DECODE, "report": of()}, ("True", "ScaledToZero")),
+    (Condition.AVAILABLE, {"report": of(worker("b", "both"))}, ("True", "Serving")),
     (Condition.PROGRESSING, {}, ("False", "Complete")),
     (Condition.PROGRESSING, {"waiting_for": "x"}, ("True", "RollingOut")),
     (Condition.PROGRESSING, {"waiting_for": "x", "stuck": "y"}, ("False", "DeadlineExceeded")),
@@ -91,6 +110,18 @@ CASES = [
         {"report": of(worker("p", "prefill"), worker("d", "decode", fingerprint="h", family="i"))},
         ("False", "NoCommonLayout"),
     ),
+    (Condition.CONTEXT_AVAILABLE, {"report": None}, ("Unknown", "GatewayReportMissing")),
+    (Condition.CONTEXT_AVAILABLE, {}, ("Unknown", "NoWorkerServes")),
+    (Condition.CONTEXT_AVAILABLE, {"report": context(8192, 8192)}, ("True", "FullContext")),
+    (Condition.CONTEXT_AVAILABLE, {"report": context(8192, 4096)}, ("False", "LimitedByKvMemory")),
+    (
+        Condition.CONTEXT_AVAILABLE,
+        {"report": context(8192, 4096), "spec": {"model": {"name": "m", "maxTokens": 4096}}},
+        ("True", "FullContext"),
+    ),
+    (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 2, "key_unknown": 2}}, ("Unknown", "InsufficientSamples")),
+    (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 3, "key_unknown": 3}}, ("True", "KeysDiffer")),
+    (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 97, "key_unknown": 3}}, ("False", "HandoffsFetched")),
     (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 19}}, ("Unknown", "InsufficientSamples")),
     (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 80, "failed": 20}}, ("False", "HandoffsFetched")),
     (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 79, "failed": 21}}, ("True", "HandoffsFail")),
@@ -153,3 +184,9 @@ def test_a_spec_that_is_not_understood_says_so_once():
 def test_a_message_is_bounded():
     status = status_of(seen(refused=Problem("Refused", "x" * 40_000)), {}, "now")
     assert max(len(c["message"]) for c in status["conditions"]) == 32768
+
+
+def test_ready_carries_the_cause():
+    entries = status_of(seen(gateway_ready=0, diagnosis='secret "x" not found'), {}, "now")["conditions"]
+    ready = next(entry for entry in entries if entry["type"] == "Ready")
+    assert ready["message"] == '0 of 1 gateway pods are ready (secret "x" not found)'

@@ -145,3 +145,9 @@ async def test_a_caller_without_a_tenant_is_refused(source):
         good = stub.Generate(ask(), metadata=(("authorization", "Bearer good"),))
         assert [reply async for reply in good]
     await running.stop(0)
+
+
+@pytest.mark.parametrize(("workers", "served"), [(None, 512), (1024, 512), (176, 176)])
+def test_the_limit_of_a_request_is_what_the_workers_hold(workers, served):
+    service = TextService(ScriptedSource(), byte_model(), context_tokens=lambda: workers)
+    assert service.served_tokens == served

@@ -10,7 +10,7 @@ from kvferry.operator.pool.facts import FleetReport, WorkerReport
 
 MAX_BYTES = 4 << 20
 _MOST_WORKERS = 5000
-_OUTCOMES = ("fetched", "failed")
+_OUTCOMES = ("fetched", "failed", "rejected", "key_unknown")
 
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
@@ -35,6 +35,7 @@ class _Worker(msgspec.Struct):
     family: _Text = ""
     connector: _Text = ""
     model_digest: _Text = ""
+    context_tokens: _Count = 0
     in_flight: _Count = 0
     load: _Load = msgspec.field(default_factory=_Load)
 
@@ -43,6 +44,7 @@ class _Page(msgspec.Struct):
     workers: Annotated[list[_Worker], msgspec.Meta(max_length=_MOST_WORKERS)]
     gateway: _Text = ""
     held: _Count = 0
+    model_tokens: _Count = 0
     handoffs: Annotated[dict[_Text, _Count], msgspec.Meta(max_length=64)] = {}
 
 
@@ -60,7 +62,8 @@ def read_fleet(raw: bytes, at: float) -> FleetReport:
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"not a fleet report: {error}") from error
     handoffs = {outcome: page.handoffs[outcome] for outcome in _OUTCOMES if outcome in page.handoffs}
-    return FleetReport(at, tuple(_report(worker) for worker in page.workers), page.held, handoffs, page.gateway)
+    workers = tuple(_report(worker) for worker in page.workers)
+    return FleetReport(at, workers, page.held, handoffs, page.gateway, page.model_tokens)
 
 
 def _report(worker: _Worker) -> WorkerReport:
@@ -73,6 +76,7 @@ def _report(worker: _Worker) -> WorkerReport:
         family=worker.family,
         connector=worker.connector,
         model_digest=worker.model_digest,
+        context_tokens=worker.context_tokens,
         in_flight=worker.in_flight,
         load=WorkerLoad(
             running=worker.load.running,

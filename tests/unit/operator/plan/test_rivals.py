@@ -1,0 +1,32 @@
+"""A second operator over the same pools is found by the statuses that it writes."""
+
+from typing import Any
+
+from kvferry.operator.plan.process.rivals import Rivals
+
+OWN = "here/kvferry-operator"
+NOW = 1_000_000_000.0
+"""2001-09-09T01:46:40Z."""
+
+
+def pool(operator: str, at: str, name: str = "chat") -> dict[str, Any]:
+    return {"metadata": {"namespace": "team", "name": name}, "status": {"operator": operator, "observedAt": at}}
+
+
+def test_pools_of_this_operator_of_none_and_old_statuses_are_no_rivals() -> None:
+    rivals = Rivals(OWN, 0.0)
+    new = {"metadata": {"namespace": "team", "name": "new"}}
+    pools = [pool(OWN, "2001-09-09T01:46:39Z"), new, pool("there/x", "2001-09-09T01:40:00Z", "old")]
+    assert rivals.look(pools, 0.0, NOW) == ("", False)
+    assert rivals.look([pool("there/x", "never")], 0.0, NOW) == ("", False)
+
+
+def test_a_rival_is_certain_when_it_writes_and_gone_when_it_is_silent() -> None:
+    rivals = Rivals(OWN, 0.0)
+    told, is_certain = rivals.look([pool("there/x", "2001-09-09T01:46:30Z")], 0.0, NOW)
+    assert ("the lease there/x" in told, is_certain) == (True, False)
+    told, is_certain = rivals.look([pool("there/x", "2001-09-09T01:46:30Z")], 60.0, NOW + 60)
+    assert (bool(told), is_certain) == (True, False)
+    assert rivals.look([pool("there/x", "2001-09-09T01:46:30Z")], 76.0, NOW + 66) == ("", False)
+    told, is_certain = rivals.look([pool("there/x", "2001-09-09T01:47:30Z")], 60.0, NOW + 60)
+    assert (bool(told), is_certain) == (True, True)
