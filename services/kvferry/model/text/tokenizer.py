@@ -104,9 +104,9 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("the text is not valid Unicode (an unpaired surrogate)", field="text") from None
         except BaseException as error:
-            if (
-                type(error).__name__ != "PanicException"
-            ):  # raised by the library's runtime; a BaseException that cannot be imported
+            # The library raises `Exception` where its file contradicts itself, for example without an unknown token;
+            # its runtime raises a BaseException that cannot be imported.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise InvalidRequest("the text cannot be encoded by this model's tokenizer", field="text") from None
         return [*self._prefix, *ids] if add_special else ids
