@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ test-long: $(READY) redis ## thousands of requests over each transport and tier,
 
 siege: $(READY) ## hostile clients against `kvferry up`, and the latency of a canary; 10 minutes (ARGS="--seconds 60")
 	@$(BIN)/python -m harness.siege $(ARGS)
+
+fuzz: $(READY) ## fuzzers of everything that comes from outside, an hour each (ARGS="--seconds 600 --target gguf")
+	@$(BIN)/python -m harness.fuzz $(ARGS)
 
 faults: $(READY) redis ## the fault injection alone; rewrites docs/faults.md
 	@$(BIN)/python -m pytest -m long tests/faults $(ARGS)

@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import settings
 
 # Triton decides when it is imported whether it compiles or interprets; `make test-gpu` says 0.
@@ -12,3 +13,7 @@ if os.environ["TRITON_INTERPRET"] != "0":
 # No test depends on the speed of the machine.
 settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-seconds", type=float, default=10.0, help="time per fuzz target (tests/fuzz)")

@@ -10,6 +10,7 @@ from kvferry.core.epochs import EpochTable
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
+from kvferry.kv.interface.packed import unpacked
 
 _exposed: dict[str, "MemoryTransport"] = {}
 _guard = threading.Lock()  # guards _exposed; held only during dictionary accesses
@@ -44,7 +45,7 @@ class MemoryTransport:
 
     def connect(self, peer: Peer, address: bytes) -> None:
         try:
-            named = msgspec.msgpack.decode(address, type=str)
+            named = unpacked(address, str)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         if named != peer.incarnation:

@@ -17,7 +17,7 @@ import logging
 import mmap
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import nixl_cu13._api as nixl_api
@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
+from kvferry.kv.interface.packed import unpacked
 
 # On import, NIXL starts to log to standard output, where kvferry prints results; redirect its log to Python's logging.
 _log = logging.getLogger("nixl")
@@ -42,16 +43,21 @@ _BUSY_PROGRESS_SECONDS = 0.0005
 _IDLE_PROGRESS_SECONDS = 0.02
 
 
+_MAX_BLOCKS = 1 << 21
+"""Most pages of a peer. A descriptor takes 24 bytes here and more in NIXL, whatever memory the peer really has."""
+_Place = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
 class _Address(msgspec.Struct, frozen=True, array_like=True):
     """Addresses of a worker's registered pages."""
 
     incarnation: str
     metadata: bytes
     """Opaque metadata of the NIXL agent: its name and endpoints."""
-    pages: int
-    epochs: int
-    num_blocks: int
-    block_bytes: int
+    pages: _Place
+    epochs: _Place
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=_MAX_BLOCKS)]
+    block_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
 class _Remote:
@@ -172,10 +178,10 @@ class NixlTransport:
 
     def connect(self, peer: Peer, address: bytes) -> None:
         try:
-            where = msgspec.msgpack.decode(address, type=_Address)
+            where = unpacked(address, _Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
-        if where.incarnation != peer.incarnation or self._own is None or min(where.num_blocks, where.block_bytes) < 1:
+        if where.incarnation != peer.incarnation or self._own is None:
             raise ReadError("the peer's address does not match the peer")
         with self._lock:
             if peer.incarnation in self._remotes:

@@ -20,6 +20,7 @@ import msgspec
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connectors.windows import CompletedRead, Pages, as_pages, copy_pages, copy_raw, epochs_of
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
+from kvferry.kv.interface.packed import unpacked
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _EPOCH_BYTES = 8
@@ -93,7 +94,7 @@ class ShmTransport:
         if peer.incarnation in self._peers:
             return
         try:
-            where = msgspec.msgpack.decode(address, type=_Address)
+            where = unpacked(address, _Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         if where.incarnation != peer.incarnation or where.num_blocks < 1 or where.block_bytes < 1:

@@ -20,6 +20,7 @@ from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.connectors.tcp_server import PageServer, runs
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
+from kvferry.kv.interface.packed import unpacked
 
 _STALL_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
@@ -149,7 +150,7 @@ class TcpTransport:
         if peer.incarnation in self._owners:
             return
         try:
-            where = msgspec.msgpack.decode(address, type=_Address)
+            where = unpacked(address, _Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         own = self._where
@@ -158,7 +159,7 @@ class TcpTransport:
         owner = _Owner(where, wire.connection_key(self._setup.secrets[0], Incarnation(where.incarnation)))
         try:
             owner.give_back(owner.take(_CONNECT_SECONDS))
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # the latter two: no host name, or no port
             raise ReadError(f"worker {peer.worker_id} cannot be reached over tcp ({error})") from error
         with self._connecting:
             kept = self._owners.setdefault(peer.incarnation, owner)

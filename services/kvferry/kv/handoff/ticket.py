@@ -17,6 +17,7 @@ from blake3 import blake3
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import Incarnation, TicketId, WorkerId
 from kvferry.kv.handoff.seals import Sealed, sealed_bytes
+from kvferry.kv.interface.packed import unpacked
 from kvferry.kv.pages.layout import Description, KvLayout, described
 from kvferry.kv.pages.relayout import Relayout, plan
 
@@ -116,7 +117,7 @@ class Keyring:
         if not compare_digest(mac, self._mac(key_id, body)):
             raise TicketRejected("the ticket was altered in transit", reason="TICKET_FORGED", field="ticket")
         try:
-            ticket = msgspec.msgpack.decode(body, type=Ticket)
+            ticket = unpacked(body, Ticket)
         except msgspec.DecodeError as error:
             raise TicketRejected(
                 "the ticket has a version that this worker cannot read", reason="TICKET_MALFORMED", field="ticket"

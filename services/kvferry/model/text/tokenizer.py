@@ -13,6 +13,7 @@ from tokenizers import decoders
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.model.text.byte_level import bytes_of
+from kvferry.model.text.panics import panics_as_exceptions
 
 _MAX_SHORTENING = 4
 
@@ -100,14 +101,11 @@ class Tokenizer:
         """
         try:
             fast = self._fast if parse_control else self._plain
-            ids = fast.encode(text, add_special_tokens=add_special).ids
+            with panics_as_exceptions():
+                ids = fast.encode(text, add_special_tokens=add_special).ids
         except (UnicodeEncodeError, TypeError):
             raise InvalidRequest("the text is not valid Unicode (an unpaired surrogate)", field="text") from None
-        except BaseException as error:
-            if (
-                type(error).__name__ != "PanicException"
-            ):  # raised by the library's runtime; a BaseException that cannot be imported
-                raise
+        except Exception:  # of a file that contradicts itself, for example without an unknown token
             raise InvalidRequest("the text cannot be encoded by this model's tokenizer", field="text") from None
         return [*self._prefix, *ids] if add_special else ids
 
@@ -137,11 +135,19 @@ class Tokenizer:
         return token.replace("\u2581", " ").encode("utf-8")
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Convert a complete sequence to text, without control tokens; invalid UTF-8 becomes U+FFFD."""
+        """Convert a complete sequence to text, without control tokens; invalid UTF-8 becomes U+FFFD.
+
+        Raises:
+            InvalidRequest: the model's tokenizer cannot decode the tokens.
+        """
         kept = [token for token in token_ids if token not in self._control_ids]
         if self.is_byte_level:
             return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
-        return self._fast.decode(kept, skip_special_tokens=False)
+        try:
+            with panics_as_exceptions():
+                return self._fast.decode(kept, skip_special_tokens=False)
+        except Exception:
+            raise InvalidRequest("the tokens cannot be decoded by this model's tokenizer", field="token_ids") from None
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this text in the vocabulary; `None` if it does not exist."""

@@ -15,6 +15,7 @@ from kvferry.core.errors import ModelFileError
 from kvferry.model.config import ModelConfig
 from kvferry.model.files.gguf_header import Array, Value
 from kvferry.model.files.regular_file import read_file
+from kvferry.model.text.panics import panics_as_exceptions
 from kvferry.model.text.tokenizer import Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -54,7 +55,8 @@ def tokenizer_from_json(path: Path, config: ModelConfig) -> Tokenizer:
 
     def make() -> tokenizers.Tokenizer:
         try:
-            fast = tokenizers.Tokenizer.from_str(text)
+            with panics_as_exceptions():
+                fast = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
             raise ModelFileError(f"{path} is not a usable tokenizer.json: {error}") from error
         fast.no_truncation()  # for training; it would shorten prompts without an error
@@ -91,7 +93,8 @@ def tokenizer_from_gguf(pairs: Mapping[str, Value], config: ModelConfig, where: 
 
     def make() -> tokenizers.Tokenizer:
         try:
-            bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
+            with panics_as_exceptions():
+                bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
         except Exception as error:  # the library raises no subclass; usually a merge of unknown tokens
             raise ModelFileError(f"{where}: vocabulary and merges are inconsistent: {error}") from error
         fast = tokenizers.Tokenizer(bpe)

@@ -1,0 +1,20 @@
+"""Decodes MessagePack that came from another worker."""
+
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+def unpacked(data: bytes, kind: type[T]) -> T:
+    """Decode a MessagePack document of this type.
+
+    Raises:
+        msgspec.DecodeError: the bytes are not such a document. The library itself raises other errors for text that is
+            not UTF-8 and for deep nesting.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(f"not a MessagePack document: {type(error).__name__}") from None

@@ -1,0 +1,26 @@
+"""Turns panics of the tokenizers library into exceptions."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class LibraryPanic(Exception):
+    """The library's code, in Rust, met a state that its authors excluded."""
+
+
+@contextmanager
+def panics_as_exceptions() -> Iterator[None]:
+    """Raise `LibraryPanic` for a panic in the `with` block.
+
+    The library's runtime raises a panic as a `BaseException` of a class that cannot be imported, which no handler of
+    exceptions would end.
+
+    Raises:
+        LibraryPanic: the library panicked.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise LibraryPanic(str(error)) from None
