@@ -11,14 +11,15 @@ from kvferry.operator.plan.memory import Memory
 from kvferry.operator.plan.pool_plan import DIAGNOSE_SECONDS, Plan, pool_status
 from kvferry.operator.plan.process.rivals import RENEWED_SECONDS
 from kvferry.operator.plan.status import Observed, status_of
+from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition
 from kvferry.operator.pool.spec import Json
 
 _AUTOSCALE_SECONDS = 2.0
 _REFUSED_SECONDS = 5.0
-_ANSWERING_SECONDS = 5.0
-"""Age in seconds of a gateway's report up to which the gateway is reachable, whatever its Deployment says."""
+_ANSWERING_SECONDS = 30.0
+"""Age in seconds of a gateway's report up to which the gateway is assumed to run if its Deployment is not known."""
 
 _WARNING_STATUS: Mapping[Condition, str] = {
     Condition.PROGRESSING: "",
@@ -81,7 +82,7 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: Memory) 
             extension=extension,
             keys=memory.keys or ctx.pool.keys,
             fleet=ctx.report,
-            is_answering=ctx.report is not None and ctx.now - ctx.report.at <= _ANSWERING_SECONDS,
+            is_answering=_is_answering(ctx),
             diagnosis=outcome.diagnosis,
         ),
         ctx.status,
@@ -157,6 +158,12 @@ def _fresh_report(ctx: PlanContext, memory: Memory) -> FleetReport | None:
     report = ctx.report
     stale = report is not None and memory.settled_at is not None and report.at < memory.settled_at
     return None if stale else report
+
+
+def _is_answering(ctx: PlanContext) -> bool:
+    """Return whether a gateway runs although its Deployment is not known, since its labels were just removed."""
+    is_known = names.role_object(ctx.pool.name, names.ROLE_GATEWAY) in ctx.facts.deployments
+    return not is_known and ctx.report is not None and ctx.now - ctx.report.at <= _ANSWERING_SECONDS
 
 
 def _extension(ctx: PlanContext, problems: dict[str, Problem]) -> Problem | None:

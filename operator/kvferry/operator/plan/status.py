@@ -50,7 +50,7 @@ class Observed:
     fleet: FleetReport | None = None
     """Latest report of the gateway, also if it is older than the end of the rollout."""
     is_answering: bool = False
-    """Whether a gateway has answered in the last seconds."""
+    """Whether a gateway has answered a short time ago, although its Deployment is not known."""
     diagnosis: str = ""
     """Reasons why pods are not ready; empty if unknown."""
 

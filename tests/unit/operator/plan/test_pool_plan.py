@@ -342,3 +342,21 @@ def test_lost_keys_are_generated_again_and_replace_all_pods_once():
     cluster.body["metadata"]["generation"] += 1
     cluster.reconcile()
     assert cluster.body["status"]["keys"] == status["keys"]
+
+
+def test_a_pool_whose_gateway_loses_its_labels_stays_available():
+    cluster = Cluster()
+    workers = tuple(WorkerReport(role, role, takes_work=True, fingerprint="f") for role in ("prefill", "decode"))
+    cluster.settle()
+    cluster.report = FleetReport(cluster.clock.now, workers)
+    cluster.reconcile()
+    assert cluster.condition("Available")[:2] == ("True", "Serving")
+    place = ("apps/v1", "Deployment", "chat-gateway")
+    labels = cluster.api.objects[place]["metadata"].pop("labels")
+    cluster.clock.now += 10
+    cluster.reconcile()
+    assert cluster.condition("Available")[:2] == ("True", "Serving")
+    assert cluster.api.objects[place]["metadata"]["labels"] == labels
+    cluster.api.objects[place]["status"]["readyReplicas"] = 0
+    cluster.reconcile()
+    assert cluster.condition("Available")[:2] == ("False", "NoGatewayPodReady")
