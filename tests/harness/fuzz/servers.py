@@ -16,6 +16,8 @@ from google.protobuf import message_factory
 from harness.fuzz.mutation import bytes_at_random, json_at_random, message_at_random
 from harness.fuzz.target import MAX_MEMORY_BYTES, MAX_SECONDS, Run, Target
 from harness.servers.processes import RunningProcess, running
+from harness.servers.worker_channel import signer_of
+from kvferry.rpc.access.table import ALLOWED
 from kvferry.v1 import (
     decode_pb2,
     inference_pb2,
@@ -25,6 +27,9 @@ from kvferry.v1 import (
     worker_admin_pb2,
 )
 
+Metadata = tuple[tuple[str, str], ...]
+_SIGNED = 224
+"""Value of an input's second byte from which its call carries no token."""
 _CANARY_EVERY = 25
 _CANARY_SECONDS = 20.0
 _FILES = (inference_pb2, prefill_pb2, decode_pb2, kv_transfer_pb2, kv_events_pb2, worker_admin_pb2)
@@ -33,6 +38,8 @@ METHODS = [
 ]
 _STREAM_SECONDS = 0.3
 """Time for which a stream without an end is read."""
+_ANSWER_SECONDS = 0.3
+"""Time without a byte after which an answer is complete, or not begun because the gateway expects more."""
 
 
 class Stack:
@@ -175,10 +182,11 @@ def _http() -> Iterator[Run]:
                 answer = b""
                 try:
                     link.sendall(data)
-                    link.shutdown(socket.SHUT_WR)
+                    # The end of the input is not sent: for the gateway it is a client that has left.
+                    link.settimeout(_ANSWER_SECONDS)
                     while len(answer) < 1 << 20 and (more := link.recv(65536)):
                         answer += more
-                except (ConnectionError, BrokenPipeError):  # refused while it was sent
+                except (ConnectionError, TimeoutError):  # refused while it was sent, or more is expected
                     pass
             assert not answer or answer.startswith(b"HTTP/1.1 "), f"not HTTP: {answer[:100]!r}"
             assert answer[9:12] not in (b"500", b"502"), f"answered {answer[:600]!r}"
@@ -237,7 +245,9 @@ def _grpc() -> Iterator[Run]:
             path = f"/{method.containing_service.full_name}/{method.name}"
             # A message that can be read would stop the worker, as it should.
             payload = (b"\xff" if method.name == "Drain" else b"") + data[2:]
-            call = _open(channels[data[1] % len(channels)], path, method.server_streaming)
+            number, signed = data[1] % len(channels), data[1] < _SIGNED
+            metadata = _signed(path, f"127.0.0.1:{stack.ports[number]}") if signed else ()
+            call = _open(channels[number], path, method.server_streaming, metadata)
             try:
                 call(payload)
             except grpc.RpcError as error:
@@ -254,14 +264,19 @@ def _grpc() -> Iterator[Run]:
                 channel.close()
 
 
-def _open(channel: grpc.Channel, path: str, streams: bool) -> Callable[[bytes], object]:
+def _signed(path: str, address: str) -> Metadata:
+    """Return the token of a process that may call the method."""
+    return signer_of(min(ALLOWED[path])).metadata(path, address) if path in ALLOWED else ()
+
+
+def _open(channel: grpc.Channel, path: str, streams: bool, metadata: Metadata) -> Callable[[bytes], object]:
     """Return a function that calls a method with the bytes of a message, and reads some of its answer."""
     if not streams:
-        return partial(channel.unary_unary(path), timeout=MAX_SECONDS)
+        return partial(channel.unary_unary(path), timeout=MAX_SECONDS, metadata=metadata)
 
     def read(payload: bytes) -> None:
         method: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
-        answers = method(payload, timeout=_STREAM_SECONDS)
+        answers = method(payload, timeout=_STREAM_SECONDS, metadata=metadata)
         try:
             for _, _ in zip(range(50), answers, strict=False):
                 pass
