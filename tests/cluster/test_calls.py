@@ -49,7 +49,8 @@ def test_what_each_change_costs(kube: Kube) -> None:
         # The first pool brings the first watch probe and the census with it.
         kube.apply(a_pool(namespace, "first"))
         kube.rolled_out(namespace, "first")
-        eventually(lambda: calls(operator).get('kind="InferencePool",method="GET"}', 0) >= 2, "the second census")
+        # Of the last kinds of a census: two lists, and the check of its owner.
+        eventually(lambda: calls(operator).get('kind="NetworkPolicy",method="GET"}', 0) >= 3, "the second census")
 
         def made() -> None:
             kube.apply(a_pool(namespace))

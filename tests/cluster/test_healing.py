@@ -58,6 +58,14 @@ class Pool:
                 found[f"{kind}/{item['metadata']['name']}"] = item["metadata"]
         return found
 
+    def is_rolled_over(self) -> bool:
+        """Whether the Secret was generated again and only pods with its keys are left."""
+        status = self.kube.pool(self.namespace)["status"]
+        deployed = [child for child in self.children() if child.startswith("deployments/")]
+        wanted = {"chat-gateway", *(f"chat-{role}-{status['revision']}" for role in ("prefill", "decode"))}
+        is_ready = self.kube.condition(self.namespace, "RolesReady").get("status") == "True"
+        return bool(status.get("keys")) and is_ready and {child.partition("/")[2] for child in deployed} == wanted
+
     def meta(self, child: str) -> dict[str, Any]:
         raw = self.kubectl("get", child, "--ignore-not-found", "-o", "json")
         return json.loads(raw)["metadata"] if raw.strip() else {}
@@ -95,7 +103,7 @@ def test_a_child_of_any_kind_that_is_deleted_is_restored(pool: Pool) -> None:
         pool.kubectl("delete", child, "--wait=false")
         took.append(pool.healed(child, "deleted", lambda now, was=meta["uid"]: now and now["uid"] != was))
     pool.say(f"{len(took)} children deleted, restored after at most {max(took):.1f} s")
-    pool.kube.rolled_out(pool.namespace)
+    eventually(pool.is_rolled_over, "the pods with the lost keys are replaced", 60)
 
 
 def test_a_child_of_any_kind_that_loses_a_field_gets_it_back(pool: Pool) -> None:
