@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _MIN_BLOCKS = 2
 _MIB = 1 << 20
 MIN_KV_TOKENS = 1024
-"""Minimum tokens that the memory for KV must hold, unless the context is shorter."""
+"""Minimum tokens that the memory for KV of a worker must hold, unless the context is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +68,36 @@ class LoadedModel:
         """Number of pages that fit into the memory for KV.
 
         Raises:
-            UsageError: the pages hold fewer tokens than `MIN_KV_TOKENS` and than the context length.
+            UsageError: fewer than two pages fit.
         """
-        block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
+        block_bytes = self.layout.block_bytes
         count = self.settings.kv_bytes // block_bytes
-        needed = max(_MIN_BLOCKS, -(-min(MIN_KV_TOKENS, self.context_tokens) // block_tokens))
-        if count < needed:
+        if count < _MIN_BLOCKS:
             raise UsageError(
-                f"kv_memory of {self.settings.kv_bytes} bytes holds the KV of {count * block_tokens} tokens, fewer "
-                f"than {min(MIN_KV_TOKENS, self.context_tokens):,}, so that most requests could not be served; set "
-                f"kv_memory to at least {-(-needed * block_bytes // _MIB)}MiB, or max_model_tokens to a shorter "
-                "context",
+                f"kv_memory of {self.settings.kv_bytes} bytes is too small: a page takes {block_bytes} bytes, and at "
+                f"least {_MIN_BLOCKS} are needed",
                 field="kv_memory",
             )
         return count
+
+    def check_serves(self) -> None:
+        """Check that the memory for KV suffices to serve requests of strangers, whose lengths are not known; a caller
+        of the engine itself may do with less.
+
+        Raises:
+            UsageError: it holds fewer tokens than `MIN_KV_TOKENS` and than the context length.
+        """
+        block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
+        least = min(MIN_KV_TOKENS, self.context_tokens)
+        needed = max(_MIN_BLOCKS, -(-least // block_tokens))
+        count = self.settings.kv_bytes // block_bytes
+        if count < needed:
+            raise UsageError(
+                f"kv_memory of {self.settings.kv_bytes} bytes holds the KV of {count * block_tokens} tokens, fewer "
+                f"than {least:,}, so that most requests could not be served; set kv_memory to at least "
+                f"{-(-needed * block_bytes // _MIB)}MiB, or max_model_tokens to a shorter context",
+                field="kv_memory",
+            )
 
     @property
     def context_tokens(self) -> int:

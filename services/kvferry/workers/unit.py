@@ -186,6 +186,7 @@ class WorkerUnit:
     def _build(self) -> "_Parts":
         """Create all components; blocks. Loader and tiers are created before the engine and use the same queue."""
         config, model = self._config, self._model
+        model.check_serves()
         layout, num_blocks = model.layout, model.num_blocks
         setup = TransportSetup(
             listen_host=host_of(self._endpoint.listen),

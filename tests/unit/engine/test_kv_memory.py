@@ -14,7 +14,9 @@ def num_blocks(kv_bytes: int, max_model_tokens: int = 0) -> int:
     settings = EngineSettings(
         model="tiny", dtype="float32", kv_bytes=kv_bytes, max_model_tokens=max_model_tokens, threads=1
     )
-    return load_model(settings).num_blocks
+    loaded = load_model(settings)
+    loaded.check_serves()
+    return loaded.num_blocks
 
 
 def test_memory_for_fewer_than_1024_tokens_is_refused_unless_the_context_is_shorter() -> None:
@@ -28,3 +30,8 @@ def test_memory_for_fewer_than_1024_tokens_is_refused_unless_the_context_is_shor
     assert num_blocks(32 * PAGE, max_model_tokens=512) == 32
     with pytest.raises(UsageError, match="fewer than 513"):
         num_blocks(32 * PAGE, max_model_tokens=513)
+
+
+def test_an_engine_of_its_own_may_have_less() -> None:
+    settings = EngineSettings(model="tiny", dtype="float32", kv_bytes=2 * PAGE, threads=1)
+    assert load_model(settings).num_blocks == 2
