@@ -26,7 +26,7 @@ from tests.cluster.operators import (
 
 from kvferry.core.errors import Unavailable
 from kvferry.gateway.config import PoolName
-from kvferry.gateway.fleet.pool_api import ApiTrouble, PoolApi
+from kvferry.gateway.fleet.pool_api import ApiError, PoolApi
 from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
 from kvferry.operator.pool.names import GATEWAY_ADMIN
 
@@ -254,7 +254,7 @@ def test_a_gateway_may_read_slices_and_wake_what_sleeps(
     gateway.wake("decode", scaler["metadata"]["resourceVersion"])
     assert kube.api.get(API, "PoolRoleScaler", namespace, "chat-decode")["spec"]["replicas"] == 1
     gateway.pool = PoolName(namespace, "awake")
-    with pytest.raises(ApiTrouble) as refusal:
+    with pytest.raises(ApiError) as refusal:
         gateway.scaler("decode")
     assert refusal.value.status == 403
     gateway.close()
