@@ -22,7 +22,7 @@ MAX_CONNECTIONS = 1024
 
 _SERVER_OPTIONS: Options = (
     *PING_OPTIONS,
-    # Connections without calls are pinged, too: a peer that does not answer holds an open file.
+    # Connections without calls are pinged, too: that of a dead peer would otherwise keep a file descriptor open.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Clients ping every KEEPALIVE_SECONDS; by default, a server closes connections that ping so often.

@@ -45,7 +45,7 @@ class WorkerConfig:
     """Maximum seconds for running requests to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
-        """Check combinations of settings.
+        """Check that the settings are valid together.
 
         Raises:
             UsageError: a combination is invalid; `field` is the name of a setting.

@@ -147,7 +147,7 @@ class EngineLoop:
     async def stop(self) -> None:
         """Stop after the step in progress. Open streams end with `Unavailable`. Idempotent."""
         ending = Unavailable("the worker is shutting down")
-        self._failure = self._failure or ending  # later streams would get no events
+        self._failure = self._failure or ending  # rejects later streams, which would never get an event
         self._commands.put(_Stop())
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)

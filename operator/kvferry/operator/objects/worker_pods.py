@@ -1,7 +1,7 @@
 """Worker pods: the Deployment of each role at a revision.
 
 A Deployment's template never changes: a different template is a different revision with its own Deployments, so that
-the operator controls the rollout of all roles and an upgrade of the operator restarts no pod.
+the operator controls the rollout of all roles and an upgrade of the operator does not restart any pods.
 """
 
 from collections.abc import Mapping

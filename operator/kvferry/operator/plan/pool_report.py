@@ -122,7 +122,7 @@ def new_events(status: Mapping[str, Any], reasons: Mapping[str, str]) -> tuple[l
     """Return an event for each condition whose reason changed, and the new reasons by condition type.
 
     Args:
-        reasons: reasons by condition type at the last events.
+        reasons: reason of the most recent event, by condition type.
     """
     events, after = [], dict(reasons)
     for entry in status["conditions"]:

@@ -193,7 +193,7 @@ def _unblock(group: list[RoleState], revision: str, bounds: Mapping[str, Bounds]
 
 
 def _victims(roles: list[RoleState], revision: str) -> list[tuple[str, str]]:
-    """List the old pods as (role, revision), in order of removal."""
+    """List the old revisions as (role, revision), in the order in which they lose pods."""
     found = []
     for role in roles:
         for old, count in role.revisions.items():

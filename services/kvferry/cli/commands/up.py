@@ -116,4 +116,4 @@ async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> in
         return 0
     finally:
         await stack.stop(drain_seconds + 5.0)
-        signal.set_wakeup_fd(-1)  # later signals must not write to the closing loop
+        signal.set_wakeup_fd(-1)  # later signals must not write to the event loop that is being closed

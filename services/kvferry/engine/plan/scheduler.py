@@ -177,7 +177,7 @@ class Scheduler:
     # ------------------------------------------------------------------ loads
 
     def answered(self, request_id: RequestId, remote: RemoteKv | None) -> bool:
-        """Record the result of a tier lookup; return whether the sequence is still waiting and can load the KV."""
+        """Record the result of a tier lookup; return whether the sequence is still waiting."""
         if not self.is_waiting(request_id):
             return False
         sequence = self._known[request_id]
@@ -303,7 +303,9 @@ class Scheduler:
                 break
             self.allocator.hold(sequence.table, hit)
             if self.allocator.grow(sequence.table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is None:
-                raise InvariantBroken("admitted pages could not be allocated")  # full blocks need no copy
+                raise InvariantBroken(
+                    "the pages of an admitted sequence could not be allocated"
+                )  # full blocks need no copy
             pages.admit(sequence)
             self._waiting.popleft()
             sequence.num_computed = hit_tokens

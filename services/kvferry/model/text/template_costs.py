@@ -184,7 +184,7 @@ def _to_json(budget: Budget, value: object, indent: object = None) -> None:
 
 
 def _depth(value: object) -> int:
-    """Return the nesting of a value that was read already."""
+    """Return the nesting depth of a value. `Budget.read` must have counted the value before, which bounds this walk."""
     depth, level = 0, [value]
     while level:
         depth += 1

@@ -60,7 +60,7 @@ class _Format:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Compiles and runs chat templates. The context of a rendering must get a budget before it runs."""
+    """Compiles and runs chat templates. The caller sets `budget` on the context before it starts a rendering."""
 
     context_class = BudgetContext
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
