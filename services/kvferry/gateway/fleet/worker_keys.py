@@ -27,6 +27,7 @@ class WorkerKeys:
         """
         self._read = read
         self._keys = [_parsed(read())]
+        self._failure = ""
         self.signers = self._made()
         """A signer for each key, newest first; replaced when the file changes."""
 
@@ -35,8 +36,11 @@ class WorkerKeys:
         try:
             key = _parsed(self._read())
         except UsageError as error:
-            _log.warning("the gateway key cannot be read again: %s", error)
+            if str(error) != self._failure:  # renewed at each poll of a worker that rejects the keys
+                _log.warning("the gateway key cannot be read again: %s", error)
+            self._failure = str(error)
             return
+        self._failure = ""
         if key != self._keys[0]:
             self._keys = [key, *(known for known in self._keys if known != key)][:_MAX_KEYS]
             self.signers = self._made()
