@@ -20,6 +20,10 @@ _GOOD = {"prompt": "hi", "max_tokens": 2}
 _MAX_LAG_SECONDS = 0.25
 """Far above what a loaded machine causes, far below the seconds that each of these bodies took on the event loop."""
 
+_MAX_BUSY_SECONDS = 0.45
+"""Three times what the largest answer takes at once, with the client and the workers on the same loop; encoded in one
+piece it takes 0.66 s."""
+
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def gateway() -> AsyncIterator[ScriptedGateway]:
@@ -104,4 +108,4 @@ async def test_a_large_answer_stops_no_other_request(gateway, path):
         assert answered.status_code == 200, await answered.aread()
         size = sum([len(part) async for part in answered.aiter_bytes()])
     assert size > 500_000
-    assert lag.busy_seconds < _MAX_LAG_SECONDS
+    assert lag.busy_seconds < _MAX_BUSY_SECONDS
