@@ -1,6 +1,7 @@
 """The gRPC server of every process: kvferry's services, standard health, reflection, graceful stop."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from kvferry.rpc.access.guard import CallGuard
 from kvferry.rpc.calls import CallInterceptor, OpenCalls
 from kvferry.rpc.channel import KEEPALIVE_SECONDS, MAX_MESSAGE_BYTES, PING_OPTIONS, Options
 
+_log = logging.getLogger(__name__)
+_REBIND_SECONDS = 0.02
 _FLUSH_SECONDS = 0.25
 """Seconds to flush the last call's response before remaining streams (health watches) are closed."""
 
@@ -49,15 +52,61 @@ class RpcServer:
     """A running server, created by `start_server`. Await `stop` before the event loop ends."""
 
     def __init__(
-        self, server: grpc.aio.Server, calls: OpenCalls, names: Sequence[str], statuses: health.aio.HealthServicer
+        self,
+        build: Callable[[], grpc.aio.Server],
+        bind: Callable[[grpc.aio.Server, str], int],
+        calls: OpenCalls,
+        names: Sequence[str],
+        statuses: health.aio.HealthServicer,
     ) -> None:
-        self._server = server
+        self._build = build
+        self._bind = bind
         self._names = names
         self._health = statuses
+        self._server = build()
+        self._serving: asyncio.Task[None] | None = None
+        self._is_stopping = False
         self.calls = calls
         """Calls in flight, except those of health and reflection."""
         self.address = ""
         """Bound address, `host:port`."""
+
+    async def start(self, address: str) -> None:
+        """Bind and serve.
+
+        Raises:
+            UsageError: the address cannot be bound.
+        """
+        try:
+            bound = self._bind(self._server, address)
+        except RuntimeError as error:
+            raise UsageError(
+                f"cannot listen on {address}: {error}; another process may use the port", field="grpc"
+            ) from error
+        self.address = f"{address.rpartition(':')[0]}:{bound}"
+        await self.set_ready(False)
+        await self._server.start()
+        self._serving = asyncio.create_task(self._keep_serving(), name=f"grpc {self.address}")
+
+    async def _keep_serving(self) -> None:
+        """Serve again after gRPC has ended the server by itself: its loop ends at a method name that is not UTF-8,
+        which any client can send."""
+        while not self._is_stopping:
+            try:
+                await self._server.wait_for_termination()  # never cancelled: that would cancel what `stop` waits for
+                return
+            except Exception as error:
+                _log.error("the gRPC server on %s ended: %r; it is started again", self.address, error)
+            server = self._build()
+            while not self._is_stopping:
+                try:
+                    self._bind(server, self.address)
+                except RuntimeError:  # the ended server has not closed the port yet
+                    await asyncio.sleep(_REBIND_SECONDS)
+                    continue
+                await server.start()
+                self._server = server
+                break
 
     async def set_ready(self, ready: bool, *names: str) -> None:
         """Set the status of these services in `grpc.health.v1.Health`; without names, of all services and the server
@@ -68,6 +117,7 @@ class RpcServer:
 
     async def stop(self, grace_seconds: float) -> None:
         """Reject new calls, wait up to `grace_seconds` for running calls, then cancel the rest. Idempotent."""
+        self._is_stopping = True
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.create_task(self._server.stop(grace_seconds))
         # Health watches never end; an idle server must not wait for them.
@@ -78,6 +128,8 @@ class RpcServer:
             await asyncio.wait((stopping,), timeout=_FLUSH_SECONDS)
         await self._server.stop(None)
         await stopping
+        if self._serving is not None:
+            await self._serving
 
 
 async def start_server(
@@ -105,7 +157,7 @@ async def start_server(
     Raises:
         UsageError: the address cannot be bound.
     """
-    host, separator, port = address.rpartition(":")
+    _, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 0xFFFF:
         raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field="grpc")
     calls = OpenCalls()
@@ -117,26 +169,24 @@ async def start_server(
     if idle_seconds is not None:
         options = (*options, ("grpc.max_connection_idle_ms", round(idle_seconds * 1000)))
     guards = () if verifier is None else (CallGuard(verifier),)
-    server = grpc.aio.server(interceptors=(*guards, CallInterceptor(calls)), options=options)
-    for service in services:
-        service.add_to(server)
     names = [service.name for service in services]
     statuses = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(statuses, server)
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    try:
+
+    def build() -> grpc.aio.Server:
+        server = grpc.aio.server(interceptors=(*guards, CallInterceptor(calls)), options=options)
+        for service in services:
+            service.add_to(server)
+        health_pb2_grpc.add_HealthServicer_to_server(statuses, server)
+        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        return server
+
+    def bind(server: grpc.aio.Server, address: str) -> int:
         if credentials is None:
-            bound = server.add_insecure_port(address)
-        else:
-            bound = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise UsageError(
-            f"cannot listen on {address}: {error}; another process may use the port", field="grpc"
-        ) from error
-    running = RpcServer(server, calls, names, statuses)
-    running.address = f"{host}:{bound}"
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+
+    running = RpcServer(build, bind, calls, names, statuses)
+    await running.start(address)
     if verifier is not None:
         verifier.listen_at(running.address, *advertised_hosts)
-    await running.set_ready(False)
-    await server.start()
     return running

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import UsageError
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.handoff.offers import OfferTimes
+from kvferry.rpc.access.call_keys import is_host
 
 ROLES = ("prefill", "decode", "both", "split")
 EPOCHS, DIGEST = "epochs", "digest"
@@ -75,6 +76,12 @@ class WorkerConfig:
                 f"tier_object_tokens={self.tier_object_tokens} is not a multiple of block_tokens="
                 f"{self.engine.block_tokens}",
                 field="tier_object_tokens",
+            )
+        if self.advertise_host and not is_host(self.advertise_host):
+            raise UsageError(
+                f"advertise_host {self.advertise_host!r} is neither an IP address nor a host name; the port is that of "
+                "--listen",
+                field="advertise_host",
             )
         if not self.ticket_secrets:
             raise UsageError(

@@ -8,6 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, UsageError
+from kvferry.rpc.access.call_keys import CallVerifier
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server
@@ -258,5 +259,48 @@ async def test_a_connection_without_calls_is_closed(servicer):
     server = await start_server("127.0.0.1:0", [Service(_NAME, lambda s: add(servicer, s))], idle_seconds=0.2)
     reader, writer = await opened(server.address)
     assert await asyncio.wait_for(reader.read(), 20) != b""  # settings and goodbye, then the end
+    writer.close()
+    await server.stop(0)
+
+
+def headers_frame(path: bytes) -> bytes:
+    """Return the frame that begins a call, in literal HPACK."""
+
+    def text(value: bytes) -> bytes:
+        return bytes([len(value)]) + value
+
+    block = b"\x83\x86" + b"\x04" + text(path) + b"\x01" + text(b"x") + b"\x00" + text(b"te") + text(b"trailers")
+    block += b"\x0f\x10" + text(b"application/grpc")
+    return len(block).to_bytes(3, "big") + b"\x01\x04" + (1).to_bytes(4, "big") + block
+
+
+@pytest.mark.parametrize("path", [b"/\xff", b"/\xed\xa0\x80"])
+async def test_a_method_that_is_not_utf8_does_not_end_the_server(server, path):
+    for _ in range(3):
+        reader, writer = await opened(server.address)
+        await asyncio.wait_for(reader.read(9), 10)
+        writer.write(headers_frame(path))
+        await writer.drain()
+        await asyncio.wait_for(reader.read(), 10)  # gRPC ends, and closes its connections
+        writer.close()
+        async with open_channel(server.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            request = inference_pb2.DetokenizeRequest(token_ids=[1])
+            assert (await stub.Detokenize(request, timeout=20, wait_for_ready=True)).text == "x"
+
+
+async def test_a_rejected_call_is_answered_before_its_message_has_arrived(servicer):
+    add = inference_pb2_grpc.add_InferenceServicer_to_server
+    service = Service(_NAME, lambda s: add(servicer, s))
+    server = await start_server("127.0.0.1:0", [service], verifier=CallVerifier([b"s" * 16]))
+    reader, writer = await opened(server.address)
+    writer.write(headers_frame(b"/kvferry.v1.Inference/Tokenize"))
+    writer.write((5).to_bytes(3, "big") + b"\x00\x00" + (1).to_bytes(4, "big") + b"\x00" + (1 << 20).to_bytes(4, "big"))
+    await writer.drain()
+    answered = b""
+    while b"grpc-status" not in answered:
+        part = await asyncio.wait_for(reader.read(1 << 16), 10)
+        assert part, "the connection was closed without an answer"
+        answered += part
     writer.close()
     await server.stop(0)

@@ -1,4 +1,4 @@
-"""Keys of the roles and tokens of calls. Pure.
+"""Keys of the roles and tokens of calls.
 
     pool secret (the ticket key; only workers have it)
       ├── key of role gateway
@@ -16,9 +16,13 @@ tests/golden/call_keys.json.
 """
 
 import ipaddress
+import re
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from hmac import compare_digest
 
+import psutil
 from blake3 import blake3
 
 from kvferry.core.errors import Unauthenticated
@@ -32,6 +36,9 @@ MAX_NONCE_BYTES = 64
 _CONTEXT = "kvferry 2026-11 call key "
 _KEY_ID_BYTES = 4
 _MAX_CACHED = 1024
+_NAME = re.compile(r"[A-Za-z0-9_]([-A-Za-z0-9_.]{0,251}[A-Za-z0-9_])?\.?")
+_NUMERIC = re.compile(r"[0-9.]+")
+"""Forms of IPv4 addresses that some resolvers accept, but that are no names."""
 
 
 def role_key(secret: bytes, role: CallerRole) -> bytes:
@@ -83,22 +90,19 @@ class CallVerifier:
         }
         self._valid: dict[tuple[str, str], CallerRole] = {}
         self._port = ""
-        self._hosts: frozenset[str] | None = None
+        self._hosts: frozenset[str] = frozenset()
+        self._names: frozenset[str] = frozenset()
 
     def listen_at(self, address: str, *more: str) -> None:
-        """Set the addresses under which callers reach this server: the bound address and the advertised ones.
+        """Set the addresses under which callers reach this server: the bound address and the advertised hosts.
 
-        Names are accepted in every audience, since a name may be one of this host. Among IP addresses only the given
-        ones are accepted, and all of them if the server is bound to the wildcard and advertises none.
+        Among IP addresses only those of these hosts are accepted; the wildcard stands for all addresses of this
+        machine. A name is accepted from a gateway or an operator, since it may be a name of this machine that only the
+        caller's name service knows, but from workers, which dial advertised hosts, only if it is one of these hosts.
         """
         host, _, self._port = address.rpartition(":")
-        hosts = {found for text in (host, *more) if (found := _ip_of(text)) and not found.is_unspecified}
-        bound = _ip_of(host)
-        if bound is not None and bound.is_unspecified:
-            loopback = {ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1")}
-            self._hosts = frozenset(map(str, hosts | loopback)) if hosts else None
-        else:
-            self._hosts = frozenset(map(str, hosts)) or None
+        self._names = frozenset({host, *more}) | {"localhost"}
+        self._hosts = frozenset(found for text in (host, *more) for found in _addresses(text))
         self._valid.clear()
 
     def verify(self, method: str, token: str) -> CallerRole:
@@ -116,7 +120,7 @@ class CallVerifier:
                 reason="CALLER_UNKNOWN",
             )
         parts = token.split(" ")
-        if len(token) > MAX_TOKEN_CHARS or len(parts) != 4:
+        if len(token) > MAX_TOKEN_CHARS or len(parts) != 4 or not token.isascii():
             raise Unauthenticated("the call's token is malformed", reason="CALLER_UNKNOWN")
         role, key_id, audience, mac = parts
         key = self._keys.get((role, key_id))
@@ -128,10 +132,11 @@ class CallVerifier:
             )
         if not compare_digest(mac, _mac(key, "call", method, audience.encode()).hex()):
             raise Unauthenticated("the call's token is invalid", reason="CALLER_UNKNOWN")
-        if not self._is_own(audience):
+        if not self._is_own(audience, CallerRole(role)):
             raise Unauthenticated(
-                f"the call's token is for {audience}, not for this worker; set --advertise-host to the address that "
-                "other processes use",
+                f"the call's token is for {audience}, which is not an address of this worker; it knows its port "
+                f"{self._port} on {', '.join(sorted(self._hosts))}. Set --advertise-host to the host that other "
+                "processes dial, and dial the port that the worker listens on",
                 reason="CALLER_AUDIENCE",
             )
         if len(self._valid) >= _MAX_CACHED:
@@ -143,12 +148,14 @@ class CallVerifier:
         role, key_id, audience, _ = token.split(" ")
         return _mac(self._keys[role, key_id], "proof", audience, nonce) if nonce else b""
 
-    def _is_own(self, audience: str) -> bool:
+    def _is_own(self, audience: str, role: CallerRole) -> bool:
         host, _, port = audience.rpartition(":")
         if port != self._port:
             return False
         address = _ip_of(host)
-        return address is None or self._hosts is None or str(address) in self._hosts
+        if address is not None:
+            return str(address) in self._hosts
+        return host in self._names or (role is not CallerRole.WORKER and is_host(host))
 
 
 def _mac(key: bytes, purpose: str, where: str, content: bytes) -> bytes:
@@ -157,6 +164,24 @@ def _mac(key: bytes, purpose: str, where: str, content: bytes) -> bytes:
 
 def _key_id(key: bytes) -> str:
     return blake3(key).digest(length=_KEY_ID_BYTES).hex()
+
+
+def is_host(text: str) -> bool:
+    """Return whether `text` is an IP address, with or without brackets, or a host name."""
+    return _ip_of(text) is not None or (_NAME.fullmatch(text) is not None and not _NUMERIC.fullmatch(text))
+
+
+def _addresses(host: str) -> set[str]:
+    """Return the IP addresses of a host, of this machine for the wildcard; none for a name that is unknown here."""
+    address = _ip_of(host)
+    if address is None:
+        with suppress(OSError):
+            return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
+        return set()
+    if not address.is_unspecified:
+        return {str(address)}
+    found = {one.address for listed in psutil.net_if_addrs().values() for one in listed}
+    return {str(own) for text in found if (own := _ip_of(text.partition("%")[0])) is not None}
 
 
 def _ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -45,7 +45,7 @@ def token_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def _rejection(handler: Any, method: str, error: KvferryError) -> Any:
-    """Return a handler of the same kind that ends the call with `error` without parsing its messages."""
+    """Return a handler that ends the call with `error` before its messages are received."""
     if handler is None:  # the server has no such method
         return None
 
@@ -53,12 +53,6 @@ def _rejection(handler: Any, method: str, error: KvferryError) -> Any:
         _log.info("%s: %s: %s", method, error.reason, error.message, extra={"peer": context.peer()})
         await context.abort(*status_of(error))
 
-    if handler.response_streaming:
-        make = (
-            grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
-        )
-    else:
-        make = (
-            grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        )
-    return make(reject)
+    # A streaming handler, whatever the method is: it answers before a message has arrived, of which a caller may send
+    # all but the last bytes to occupy memory.
+    return grpc.stream_stream_rpc_method_handler(reject)

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvferry.core.errors import KvferryError, TicketRejected
+from kvferry.core.errors import InvalidRequest, KvferryError, TicketRejected
 from kvferry.core.ids import new_ticket_id
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import Export
@@ -16,6 +16,7 @@ from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.kv.handoff.ticket import Keyring, Ticket, check_ticket, digest_tokens
 from kvferry.kv.interface.connector import FetchSource, Peer, PeerControl
 from kvferry.rpc import wire
+from kvferry.rpc.access.call_keys import is_host
 from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
 from kvferry.workers.context import WorkerContext, sequence_id
@@ -139,6 +140,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     ) -> decode_pb2.PrefetchKvResponse:
         self._context.admit("", request.tenant)
         tokens = wire.token_ids_from_wire(request.token_ids, "token_ids")
+        host, _, port = request.prefill_address.rpartition(":")
+        if not is_host(host) or not port.isdecimal():  # gRPC would accept other schemes, too
+            raise InvalidRequest("prefill_address is not host:port", field="prefill_address")
         return decode_pb2.PrefetchKvResponse(num_blocks=await self._kv_prefetch.run(request, tokens))
 
     def _open(self, request: decode_pb2.DecodeRequest, tokens: list[int]) -> _Handoff:

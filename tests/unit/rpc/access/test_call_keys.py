@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import Unauthenticated
-from kvferry.rpc.access.call_keys import CALLER_METADATA, CallSigner, CallVerifier, role_key
+from kvferry.rpc.access.call_keys import CALLER_METADATA, CallSigner, CallVerifier, is_host, role_key
 from kvferry.rpc.access.table import ALLOWED, CallerRole, may_call
 from kvferry.v1 import decode_pb2, inference_pb2, kv_events_pb2, kv_transfer_pb2, prefill_pb2, worker_admin_pb2
 
@@ -70,13 +70,21 @@ def test_a_token_is_for_one_method_and_one_address() -> None:
         ("0.0.0.0:9100", "10.0.0.7", "10.0.0.7:9100", True),
         ("0.0.0.0:9100", "10.0.0.7", "127.0.0.1:9100", True),
         ("0.0.0.0:9100", "10.0.0.7", "10.0.0.8:9100", False),
-        ("0.0.0.0:9100", "", "10.0.0.8:9100", True),
+        ("0.0.0.0:9100", "", "10.0.0.8:9100", False),
+        ("0.0.0.0:9100", "", "127.0.0.1:9100", True),
+        ("0.0.0.0:9100", "", "worker-0.pool:9100", True),
+        ("0.0.0.0:9100", "nowhere.invalid", "10.0.0.8:9100", False),
         ("[::]:9100", "fd00::7", "[fd00::7]:9100", True),
         ("[::]:9100", "fd00::7", "[fd00:0::7]:9100", True),
         ("[::]:9100", "fd00::7", "[fd00::8]:9100", False),
         ("localhost:9100", "", "localhost:9100", True),
         ("localhost:9100", "", "127.0.0.1:9100", True),
+        ("localhost:9100", "", "10.0.0.8:9100", False),
         ("10.0.0.7:9100", "", "worker-0.pool:9100", True),
+        ("10.0.0.7:9100", "", "ipv4:10.0.0.8:9100", False),
+        ("10.0.0.7:9100", "", "10.0.0.007:9100", False),
+        ("10.0.0.7:9100", "", "dns://server/name:9100", False),
+        ("10.0.0.7:9100", "", ":9100", False),
     ],
 )
 def test_an_audience_is_an_address_of_the_server(bound: str, advertised: str, audience: str, accepted: bool) -> None:
@@ -87,6 +95,33 @@ def test_an_audience_is_an_address_of_the_server(bound: str, advertised: str, au
     else:
         with pytest.raises(Unauthenticated):
             checks.verify(METHOD, made)
+
+
+def test_workers_reach_each_other_only_by_advertised_names() -> None:
+    checks = verifier("10.0.0.7:9100", "worker-0.pool")
+    for name, accepted in (("worker-0.pool", True), ("attacker.example", False)):
+        made = token(signer(CallerRole.WORKER), audience=f"{name}:9100")
+        if accepted:
+            assert checks.verify(METHOD, made) is CallerRole.WORKER
+        else:
+            with pytest.raises(Unauthenticated):
+                checks.verify(METHOD, made)
+
+
+@pytest.mark.parametrize("text", ["10.0.0.5", "fd00::7", "[fd00::7]", "worker-0", "worker_0.pool.svc.", "localhost"])
+def test_hosts_are_addresses_and_names(text: str) -> None:
+    assert is_host(text)
+
+
+@pytest.mark.parametrize("text", ["", "10.0.0.5:9100", "a b", "http://x", "10.0.0.300", "a,b", "-x", "ipv4:1.2.3.4"])
+def test_nothing_else_is_a_host(text: str) -> None:
+    assert not is_host(text)
+
+
+def test_a_token_with_other_characters_is_rejected() -> None:
+    made = token(signer())
+    with pytest.raises(Unauthenticated):
+        verifier().verify(METHOD, made[:-1] + "é")
 
 
 def test_secrets_are_rotated_one_after_the_other() -> None:
