@@ -45,7 +45,7 @@ def test_a_gateway_key_is_derived_from_the_ticket_key(tmp_path: Path) -> None:
     assert len(bytes.fromhex(ticket_key)) == 32
     assert printed("key", "new") != ticket_key
     file = tmp_path / "ticket.key"
-    file.write_text(ticket_key + "an older key of 16 bytes or more\n")
+    file.write_text(f"  {ticket_key.strip()}  \r\n\n" + "an older key of 16 bytes or more\n")
     for role in (CallerRole.GATEWAY, CallerRole.OPERATOR):
         derived = printed("key", role, "--ticket-key-file", str(file))
         assert bytes.fromhex(derived) == role_key(ticket_key.strip().encode(), role)
@@ -59,6 +59,8 @@ def test_a_gateway_key_is_derived_from_the_ticket_key(tmp_path: Path) -> None:
         (("gateway", "--model", "tiny", "--both", "127.0.0.1:1"), {"KVFERRY_GATEWAY_KEY": "x" * 64}, "64 hexadecimal"),
         (("key", "gateway"), {"KVFERRY_TICKET_KEY": ""}, "--ticket-key-file"),
         (("key", "gateway"), {"KVFERRY_TICKET_KEY": "short"}, "at least 16 bytes"),
+        (("up", "--model", "tiny"), {"KVFERRY_TICKET_KEY": "ä" * 16}, "kvferry key new"),
+        (("worker", "--role", "both", "--model", "tiny", "--advertise-host", "10.0.0.5:9100"), {}, "host name"),
     ],
 )
 def test_a_missing_or_malformed_key_is_named(

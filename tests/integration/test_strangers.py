@@ -116,7 +116,9 @@ def test_a_status_is_proved_to_its_caller(worker: RunningProcess) -> None:
         stub = worker_admin_pb2_grpc.WorkerAdminStub(channel)
         metadata = gateway.metadata(method, address)
         status = stub.Status(worker_admin_pb2.StatusRequest(nonce=b"n" * 16), timeout=SECONDS, metadata=metadata)
-        assert gateway.proves(status.proof, address, b"n" * 16)
+        port = str(worker.events["listening"]["grpc"]).rpartition(":")[2].encode()
+        assert gateway.proves(status.proof, address, b"n" * 16 + port)
+        assert not gateway.proves(status.proof, address, b"n" * 16 + b"1")
         with pytest.raises(grpc.RpcError) as caught:
             stub.Status(worker_admin_pb2.StatusRequest(nonce=b"n" * 65), timeout=SECONDS, metadata=metadata)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
@@ -142,6 +144,15 @@ class LyingPeer(kv_transfer_pb2_grpc.KvTransferServicer):
     def Describe(self, request: kv_transfer_pb2.DescribeRequest, context: Any) -> Any:
         self.described += 1
         return kv_transfer_pb2.DescribeResponse(identity=WORKER, fingerprint=request.fingerprint, address=b"x")
+
+
+@pytest.mark.parametrize("address", ["ipv4:127.0.0.1:9", "unix:/tmp/x", "dns://127.0.0.1/x:9", "127.0.0.1", "", ":9"])
+def test_only_a_host_and_a_port_are_dialed(worker: RunningProcess, address: str) -> None:
+    method = "/kvferry.v1.Decode/PrefetchKv"
+    with worker_channel(str(worker.events["listening"]["grpc"])) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            decode_pb2_grpc.DecodeStub(channel).PrefetchKv(requests(address)[method], timeout=SECONDS)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
 
 
 @contextmanager

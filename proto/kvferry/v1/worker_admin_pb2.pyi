@@ -78,7 +78,7 @@ class StatusResponse(_message.Message):
     family: _builtins.bytes
     """of the KV layout; pages of equal families are convertible; empty: unknown"""
     proof: _builtins.bytes
-    """MAC of the nonce: the worker has the pool's secret"""
+    """MAC of the nonce and the port of the request services"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property

@@ -79,15 +79,17 @@ def with_settings(settings: Sequence[Setting]) -> Callable[[Callable[..., None]]
 
 
 def read_key(values: Values, name: str) -> list[bytes]:
-    """Read keys, newest first, from the environment setting `<name>` or the file `<name>_file`.
+    """Read keys, newest first, from the environment setting `<name>` or the file `<name>_file`: one per line, without
+    the spaces around it.
 
     Raises:
         UsageError: a key has fewer than 16 bytes.
     """
     if values[f"{name}_file"]:
-        lines = config.read_secret_file(Path(values[f"{name}_file"]), f"{name}_file").splitlines()
+        text = config.read_secret_file(Path(values[f"{name}_file"]), f"{name}_file")
     else:
-        lines = [values[name].encode()] if values[name] else []
+        text = values[name].encode("utf-8", "surrogateescape")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in lines:
         if len(line) < 16:
             raise UsageError(f"{name}: a key needs at least 16 bytes; this key has {len(line)}", field=name)

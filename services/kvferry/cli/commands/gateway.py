@@ -22,8 +22,8 @@ def command(values: Values) -> None:
     \b
       kvferry key gateway --ticket-key-file ticket.key > gateway.key
       kvferry gateway --both 127.0.0.1:9100/9101 --gateway-key-file gateway.key
-      kvferry gateway --prefill 10.0.0.5:9100/9101 --decode 10.0.0.6:9100/9101 --http 0.0.0.0:8000
-      kvferry gateway --pool chat/smollm --http 0.0.0.0:8000 --linger-seconds 5
+      kvferry gateway --prefill 10.0.0.5:9100/9101 --decode 10.0.0.6:9100/9101 --gateway-key-file gateway.key
+      kvferry gateway --pool chat/smollm --http 0.0.0.0:8000 --linger-seconds 5 --gateway-key-file gateway.key
 
     With --pool the gateway watches the pool's EndpointSlices. While the pool has no worker, requests are held, and
     roles that were scaled to zero are scaled from 0 replicas to 1.

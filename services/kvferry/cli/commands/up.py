@@ -48,9 +48,19 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         worker_flags=tuple(worker_flags),
         gateway_flags=tuple(gateway_flags),
         api_key=api_key,
-        ticket_key=next((key.decode() for key in read_key(values, "ticket_key")), "") if "ticket_key" in has else "",
+        ticket_key=_text_key(values) if "ticket_key" in has else "",
         **counts,
     )
+
+
+def _text_key(values: Values) -> str:
+    """Return the newest ticket key, which the processes inherit by their environment; empty if none is given."""
+    try:
+        return next((key.decode("ascii") for key in read_key(values, "ticket_key")), "")
+    except UnicodeDecodeError:
+        raise UsageError(
+            "the ticket key is not ASCII text; make one with `kvferry key new`", field="ticket_key"
+        ) from None
 
 
 def _first_key(path: Path) -> str:

@@ -31,6 +31,7 @@ _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
 """Grace period in seconds of a channel that is being closed, for releases of offers and final statuses of streams."""
 _NONCE_BYTES = 16
+_MAX_REASON_CHARS = 300
 C = TypeVar("C", bound=grpc.aio.Call)
 
 
@@ -193,9 +194,11 @@ class Member:
                 raise error_from_rpc(error) from error
             raise
         audience = self.listing.endpoint.admin_address
-        if self._signer is not None and not self._signer.proves(answer.proof, audience, nonce):
+        port = self.address.rpartition(":")[2].encode()
+        if self._signer is not None and not self._signer.proves(answer.proof, audience, nonce + port):
             raise Unauthenticated(
-                "the process at this address has another ticket key, or is not a worker of this pool",
+                f"the process at {audience} has another ticket key, or is not the worker that listens on port "
+                f"{port.decode()}",
                 reason="WORKER_UNKNOWN",
             )
         return answer
@@ -203,9 +206,9 @@ class Member:
     def lost(self, why: str) -> None:
         """Record that a status poll failed."""
         if self._status is not None:
-            _log.warning("worker %s does not answer: %s", self.address, why)
+            _log.warning("worker %s does not answer: %s", self.address, _cleaned(why))
         self._status = None
-        self._why_lost = f"does not answer: {why}"
+        self._why_lost = f"does not answer: {_cleaned(why)}"
 
     def lose_calls(self, why: str = "") -> None:
         """Cancel all calls to the worker; their streams resume on other workers."""
@@ -280,3 +283,8 @@ class Member:
         if not status.ready:
             return "not ready"
         return self.why_suspect
+
+
+def _cleaned(text: str) -> str:
+    """Return a peer's text for logs and reports: at most 300 characters, all printable."""
+    return "".join(c if c.isprintable() else "?" for c in text[:_MAX_REASON_CHARS])

@@ -59,7 +59,8 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             raise InvalidRequest(f"nonce has {len(request.nonce)} bytes; send at most {MAX_NONCE_BYTES}", field="nonce")
         status = self.status()
         if request.nonce:
-            status.proof = self._verifier.proof(token_of(context.invocation_metadata()), request.nonce)
+            port = self._context.address.rpartition(":")[2].encode()
+            status.proof = self._verifier.proof(token_of(context.invocation_metadata()), request.nonce + port)
         return status
 
     def status(self) -> worker_admin_pb2.StatusResponse:
