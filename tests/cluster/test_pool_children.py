@@ -53,7 +53,7 @@ def test_the_keys_are_drawn_once(world):
     world.apply()
     world.settled()
     drawn = world.get("secret", "chat-keys")["data"]
-    assert len(set(drawn.values())) == 2
+    assert len(set(drawn.values())) == 3
     world.apply(drain={"seconds": 31})
     world.settled()
     assert world.get("secret", "chat-keys")["data"] == drawn

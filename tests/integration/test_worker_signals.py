@@ -39,7 +39,9 @@ class Asked:
     def __init__(self, worker: RunningProcess) -> None:
         self.worker = worker
         self.work = worker_channel(str(worker.events["listening"]["grpc"]))
-        self.admin = worker_channel(str(worker.events["listening"]["admin"]))
+        # A caller dials an address, not the wildcard on which the worker may listen.
+        admin = str(worker.events["listening"]["admin"]).replace("0.0.0.0:", "127.0.0.1:")
+        self.admin = worker_channel(admin)
         self.decode = decode_pb2_grpc.DecodeStub(self.work)
         self.prefill = prefill_pb2_grpc.PrefillStub(self.work)
         self.operate = worker_admin_pb2_grpc.WorkerAdminStub(self.admin)
