@@ -1,7 +1,8 @@
 """Large and hostile bodies over real sockets: refused by name, while the event loop goes on for everyone else."""
 
+import gc
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
@@ -92,6 +93,16 @@ async def test_samples_of_one_request_are_bounded(gateway):
         assert [choice["index"] for choice in answered.json()["choices"]] == list(range(128))
 
 
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """Leave out collections, which take half a second after thousands of other tests in this process."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("path", [_TEXT, _CHAT])
 async def test_a_large_answer_stops_no_other_request(gateway, path):
     """128 samples with 20 log-probabilities for each token: up to 6 MB of JSON."""
