@@ -163,7 +163,7 @@ def test_draining_by_call_makes_it_not_ready_too() -> None:
 @pytest.mark.parametrize("model", ["tiny", "smollm2-135m-instruct"])
 @pytest.mark.parametrize("after_seconds", [0.3, 1.5, 3.0])
 def test_a_signal_while_it_starts_ends_it_at_once(model: str, after_seconds: float) -> None:
-    with running("worker", "--role", "both", "--model", model, "--kv-memory", "16MiB", "--threads", "1") as worker:
+    with running("worker", "--role", "both", "--model", model, "--kv-memory", "64MiB", "--threads", "1") as worker:
         with suppress(subprocess.TimeoutExpired):
             worker.process.wait(after_seconds)
         begun = time.monotonic()
