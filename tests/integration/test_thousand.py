@@ -142,9 +142,12 @@ def test_every_transport_gives_one_engines_tokens(
     with a_stack("--connector", connector, "--kv-memory", "4MiB") as ready:
         seen = check(ready, asked, expected)
     assert seen["fetched"] > 300
-    # A read over NIXL cannot be ended: where a machine is slow, those of clients that left still hold their pages.
-    declined = sum(count for kind, count in seen.items() if kind.startswith("why: quarantine is full"))
-    assert seen["recomputed"] == (declined if connector == "nixl" else 0), f"what could be fetched was: {seen}"
+    # A slow machine exceeds the time limit of a transfer now and then, and abandoned reads hold their pages until they
+    # end; nothing else may keep a prompt from being fetched.
+    slow = ("why: quarantine is full", "why: the transfer took longer")
+    declined = sum(count for kind, count in seen.items() if kind.startswith(slow))
+    assert seen["recomputed"] == declined, f"what could be fetched was: {seen}"
+    assert declined < 0.05 * seen["fetched"], f"too many transfers were slow: {seen}"
     assert declined < 10
 
 
