@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,9 +12,9 @@ import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, running
 from harness.servers.worker_channel import worker_channel
+from harness.waiting import until
 
 from kvferry.client import Client
-from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unauthenticated
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
@@ -28,15 +27,6 @@ LONG = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True)
 # On a loaded machine a worker may have sent its last token before this process reads its twentieth: the fault then
 # interrupts no stream, and is tried on another request.
 ATTEMPTS = 10
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Look until it holds; fail after SECONDS."""
-    clock, pause = SystemClock(), threading.Event()
-    deadline = clock.monotonic() + SECONDS
-    while not holds():
-        assert clock.monotonic() < deadline, f"not so within {SECONDS:.0f} s: {what}"
-        pause.wait(0.02)
 
 
 @contextmanager

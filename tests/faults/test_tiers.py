@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 import redis
 from harness.servers.redis_relay import relay
 from harness.servers.redis_server import RedisServer, redis_server
+from harness.waiting import until
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -32,15 +33,6 @@ SECONDS = 30.0
 GRACE = 2.0
 QUICK = BreakerTimes(failures=3, first_backoff_seconds=0.05, longest_backoff_seconds=0.2)
 CLOCK = SystemClock()
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Look until it holds; fail after SECONDS."""
-    pause = threading.Event()
-    deadline = CLOCK.monotonic() + SECONDS
-    while not holds():
-        assert CLOCK.monotonic() < deadline, f"not so within {SECONDS:.0f} s: {what}"
-        pause.wait(0.02)
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Keys of gateways and stacks, made and read by the command line."""
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -9,9 +7,9 @@ import httpx
 import pytest
 from harness.servers.processes import a_worker, running
 from harness.servers.worker_channel import TEST_KEYS
+from harness.waiting import until
 
 from kvferry.client import Client
-from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.access.call_keys import CallSigner, role_key
 from kvferry.rpc.access.signed_channel import signed_blocking
@@ -20,15 +18,6 @@ from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
 
 SECONDS = 60.0
 ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "error")
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Check repeatedly until it holds; fail after SECONDS."""
-    clock, pause = SystemClock(), threading.Event()
-    deadline = clock.monotonic() + SECONDS
-    while not holds():
-        assert clock.monotonic() < deadline, f"not so within {SECONDS:.0f} s: {what}"
-        pause.wait(0.05)
 
 
 def printed(*arguments: str) -> str:

@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import grpc
@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.servers.processes import RunningProcess, a_worker, running
 from harness.servers.worker_channel import worker_channel
+from harness.waiting import until
 
 from kvferry.engine import SamplingParams
 from kvferry.rpc.errors import error_from_rpc
@@ -24,13 +25,6 @@ SECONDS = 30.0
 POD_IP = "127.0.0.2"
 """An address that no process listens on by default."""
 PROMPT = [(11 * i) % 200 for i in range(40)]
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.01)
 
 
 class Asked:

@@ -299,8 +299,6 @@ UP = (
     DRAIN,
 )
 
-KEY = TICKET_KEY
-
 OPERATOR = (
     Setting(
         "namespace",

@@ -91,22 +91,28 @@ class RpcServer:
     async def _keep_serving(self) -> None:
         """Serve again after gRPC has ended the server by itself: its loop ends at a method name that is not UTF-8,
         which any client can send."""
-        while not self._is_stopping:
+        while True:
             try:
                 await self._server.wait_for_termination()  # never cancelled: that would cancel what `stop` waits for
                 return
             except Exception as error:
                 _log.error("the gRPC server on %s ended: %r; it is started again", self.address, error)
-            server = self._build()
-            while not self._is_stopping:
-                try:
-                    self._bind(server, self.address)
-                except RuntimeError:  # the ended server has not closed the port yet
-                    await asyncio.sleep(_REBIND_SECONDS)
-                    continue
-                await server.start()
-                self._server = server
-                break
+            self._server = self._build()
+            await self._rebind()
+            if not self._is_stopping:
+                await self._server.start()
+            if self._is_stopping:  # `stop` may have ended only the earlier server
+                await self._server.stop(None)
+                return
+
+    async def _rebind(self) -> None:
+        """Bind the address again as soon as the ended server has closed it."""
+        while not self._is_stopping:
+            try:
+                self._bind(self._server, self.address)
+                return
+            except RuntimeError:
+                await asyncio.sleep(_REBIND_SECONDS)
 
     async def set_ready(self, ready: bool, *names: str) -> None:
         """Set the status of these services in `grpc.health.v1.Health`; without names, of all services and the server

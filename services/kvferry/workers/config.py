@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import UsageError
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.handoff.offers import OfferTimes
-from kvferry.rpc.access.call_keys import is_host
+from kvferry.rpc.access.hosts import is_host
 
 ROLES = ("prefill", "decode", "both", "split")
 EPOCHS, DIGEST = "epochs", "digest"

@@ -150,7 +150,7 @@ class WorkerUnit:
         )
         self._desk = OfferDesk(self.context, self._keyring, self._config.offers, parts.transport)
         self._loop.start()
-        hosts = [host for host in (host_of(f"{self._config.advertise_host}:0"),) if host]
+        hosts = [self._config.advertise_host] if self._config.advertise_host else []
         work = await start_server(
             self._endpoint.listen, self._services(), verifier=self._verifier(), advertised_hosts=hosts
         )

@@ -32,14 +32,14 @@ def new() -> None:
 
 
 @command.command("gateway")
-@with_settings(settings.KEY)
+@with_settings(settings.TICKET_KEY)
 def gateway(values: Values) -> None:
     """Print the gateway key of a ticket key."""
     click.echo(_derived(values, CallerRole.GATEWAY))
 
 
 @command.command("operator")
-@with_settings(settings.KEY)
+@with_settings(settings.TICKET_KEY)
 def operator(values: Values) -> None:
     """Print the key of programs that read the status of workers and drain them."""
     click.echo(_derived(values, CallerRole.OPERATOR))

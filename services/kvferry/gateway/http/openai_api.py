@@ -92,7 +92,7 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
     per_prompt = generation.requests[0].num_samples
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
-            samples.setdefault(chunk.index, _Sample()).add(chunk, spell, is_chat=generation.is_chat)
+            samples.setdefault(chunk.index, _Sample(generation.is_chat)).add(chunk, spell)
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
     ordered = sorted(samples.items())
     choices: list[msgspec.Raw] = []
@@ -137,19 +137,18 @@ class _Sample:
     """A sample of a whole response. Log-probabilities are converted as they arrive, since all at once would stop the
     event loop."""
 
+    is_chat: bool
     texts: list[str] = field(default_factory=list)
     chat_logprobs: reply.ChatLogprobs | None = None
     text_logprobs: reply.CompletionLogprobs | None = None
     offset: int = 0
     """Number of characters of all tokens so far."""
-    is_chat: bool = False
     finish_reason: str = ""
     timing: Timing = field(default_factory=Timing)
 
-    def add(self, chunk: TextChunk, spell: reply.TokenBytes, *, is_chat: bool) -> None:
+    def add(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
         self.texts.append(chunk.text)
-        self.is_chat = is_chat
-        if is_chat:
+        if self.is_chat:
             self.chat_logprobs = reply.continued(self.chat_logprobs, reply.chat_logprobs(chunk.tokens, spell))
         elif (more := reply.completion_logprobs(chunk.tokens, spell, self.offset)) is not None:
             self.offset += sum(map(len, more.tokens))

@@ -15,17 +15,13 @@ and alter the traffic between two pods needs to be kept out by the network or by
 tests/golden/call_keys.json.
 """
 
-import ipaddress
-import re
-import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from hmac import compare_digest
 
-import psutil
 from blake3 import blake3
 
 from kvferry.core.errors import Unauthenticated
+from kvferry.rpc.access.hosts import addresses_of, ip_of, is_host
 from kvferry.rpc.access.table import CallerRole
 
 CALLER_METADATA = "kvferry-caller"
@@ -36,9 +32,6 @@ MAX_NONCE_BYTES = 64
 _CONTEXT = "kvferry 2026-11 call key "
 _KEY_ID_BYTES = 4
 _MAX_CACHED = 1024
-_NAME = re.compile(r"[A-Za-z0-9_]([-A-Za-z0-9_.]{0,251}[A-Za-z0-9_])?\.?")
-_NUMERIC = re.compile(r"[0-9.]+")
-"""Forms of IPv4 addresses that some resolvers accept, but that are no names."""
 
 
 def role_key(secret: bytes, role: CallerRole) -> bytes:
@@ -102,7 +95,7 @@ class CallVerifier:
         """
         host, _, self._port = address.rpartition(":")
         self._names = frozenset({host, *more}) | {"localhost"}
-        self._hosts = frozenset(found for text in (host, *more) for found in _addresses(text))
+        self._hosts = frozenset(found for text in (host, *more) for found in addresses_of(text))
         self._valid.clear()
 
     def verify(self, method: str, token: str) -> CallerRole:
@@ -152,7 +145,7 @@ class CallVerifier:
         host, _, port = audience.rpartition(":")
         if port != self._port:
             return False
-        address = _ip_of(host)
+        address = ip_of(host)
         if address is not None:
             return str(address) in self._hosts
         return host in self._names or (role is not CallerRole.WORKER and is_host(host))
@@ -164,29 +157,3 @@ def _mac(key: bytes, purpose: str, where: str, content: bytes) -> bytes:
 
 def _key_id(key: bytes) -> str:
     return blake3(key).digest(length=_KEY_ID_BYTES).hex()
-
-
-def is_host(text: str) -> bool:
-    """Return whether `text` is an IP address, with or without brackets, or a host name."""
-    return _ip_of(text) is not None or (_NAME.fullmatch(text) is not None and not _NUMERIC.fullmatch(text))
-
-
-def _addresses(host: str) -> set[str]:
-    """Return the IP addresses of a host, of this machine for the wildcard; none for a name that is unknown here."""
-    address = _ip_of(host)
-    if address is None:
-        with suppress(OSError):
-            return {str(found[4][0]).partition("%")[0] for found in socket.getaddrinfo(host, None)}
-        return set()
-    if not address.is_unspecified:
-        return {str(address)}
-    found = {one.address for listed in psutil.net_if_addrs().values() for one in listed}
-    return {str(own) for text in found if (own := _ip_of(text.partition("%")[0])) is not None}
-
-
-def _ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Parse an IP address, with or without brackets; `None` for a name."""
-    try:
-        return ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        return None

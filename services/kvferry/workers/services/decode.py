@@ -16,7 +16,7 @@ from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.kv.handoff.ticket import Keyring, Ticket, check_ticket, digest_tokens
 from kvferry.kv.interface.connector import FetchSource, Peer, PeerControl
 from kvferry.rpc import wire
-from kvferry.rpc.access.call_keys import is_host
+from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
 from kvferry.workers.context import WorkerContext, sequence_id

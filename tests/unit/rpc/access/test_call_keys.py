@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import Unauthenticated
-from kvferry.rpc.access.call_keys import CALLER_METADATA, CallSigner, CallVerifier, is_host, role_key
+from kvferry.rpc.access.call_keys import CALLER_METADATA, CallSigner, CallVerifier, role_key
+from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.access.table import ALLOWED, CallerRole, may_call
 from kvferry.v1 import decode_pb2, inference_pb2, kv_events_pb2, kv_transfer_pb2, prefill_pb2, worker_admin_pb2
 
