@@ -49,7 +49,7 @@ CONNECTORS = ("shm", "nixl", "memory")
 PROMPTS = (32, 256, 1024)
 FRESH_TOKENS = 8
 """At the end of a warm prompt; fewer than a block, so that all blocks but the last are cached."""
-DECODE_TOKENS = 64
+DECODE_TOKENS = 256
 STREAMS = 8
 ATTEMPTS = 5
 READ_BYTES = 512 << 20
