@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kvferry.core.constraint import Constraint
 from kvferry.core.errors import InvalidRequest, shortened
 
 MAX_STOP_STRINGS = 16
@@ -62,10 +63,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence and stay in the output."""
     ignore_eos: bool = False
-    """Whether generation continues after an end-of-sequence token; for benchmarks with a fixed output length."""
+    """Whether generation continues after an end-of-sequence token; for benchmarks with a fixed output length. A
+    constrained output ends with it nevertheless, since no token can follow."""
     logprobs: int | None = None
     """Number of alternative tokens with log-probabilities per sampled token; 0 returns only that of the sampled token;
     `None` disables log-probabilities."""
+    constraint: Constraint | None = None
+    """Grammar or schema that the output satisfies; `None` leaves the output free."""
 
     def __post_init__(self) -> None:
         """Check the range of every field.

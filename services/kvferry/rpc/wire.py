@@ -1,9 +1,11 @@
 """Converts between domain values and `kvferry.v1` messages; checks sizes and ranges only."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import cast
 
+from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.load import WorkerLoad
 from kvferry.core.sampling import (
@@ -52,7 +54,39 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
     if params.seed is not None:
         # Random numbers use the low 64 bits, so an unsigned seed and its signed equivalent are the same.
         message.seed = params.seed - (1 << 64) if params.seed >= 1 << 63 else params.seed
+    if params.constraint is not None:
+        message.constraint.CopyFrom(constraint_to_wire(params.constraint))
     return message
+
+
+def constraint_to_wire(constraint: Constraint) -> common_pb2.Constraint:
+    """Convert a constraint to a message."""
+    message = common_pb2.Constraint(after=constraint.after)
+    match constraint.kind:
+        case ConstraintKind.JSON_OBJECT:
+            message.json_object = True
+        case ConstraintKind.CHOICE:
+            message.choice.items.extend(json.loads(constraint.source))
+        case kind:
+            setattr(message, kind.value, constraint.source)
+    return message
+
+
+def constraint_from_wire(message: common_pb2.Constraint) -> Constraint:
+    """Convert a message to a constraint.
+
+    Raises:
+        InvalidRequest: no kind is set, or the constraint is too large.
+    """
+    name = message.WhichOneof("kind")
+    if name is None or (name == "json_object" and not message.json_object):
+        raise InvalidRequest("constraint has no kind; set one of its fields, or leave it out", field="constraint")
+    kind = ConstraintKind(name)
+    if kind is ConstraintKind.JSON_OBJECT:
+        return Constraint(kind, "", message.after)
+    if kind is ConstraintKind.CHOICE:
+        return Constraint(kind, json.dumps(list(message.choice.items), ensure_ascii=False), message.after)
+    return Constraint(kind, getattr(message, name), message.after)
 
 
 def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
@@ -86,6 +120,7 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        constraint=constraint_from_wire(message.constraint) if message.HasField("constraint") else None,
     )
 
 

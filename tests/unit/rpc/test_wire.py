@@ -4,12 +4,21 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.philox import uniform
+from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.rpc import wire
 from kvferry.v1 import common_pb2
 
 _floats = st.floats(allow_nan=False, allow_infinity=False)
 _ids = st.integers(0, (1 << 31) - 1)
+_constraints = st.builds(
+    Constraint,
+    kind=st.sampled_from([k for k in ConstraintKind if k not in (ConstraintKind.JSON_OBJECT, ConstraintKind.CHOICE)]),
+    source=st.text(min_size=1, max_size=8),
+    after=st.sampled_from(["", "</think>"]),
+) | st.sampled_from(
+    [Constraint(ConstraintKind.JSON_OBJECT, ""), Constraint(ConstraintKind.CHOICE, '["yes", "nö"]', "</think>")]
+)
 _params = st.builds(
     SamplingParams,
     max_tokens=st.none() | st.integers(1, 1 << 20),
@@ -27,6 +36,7 @@ _params = st.builds(
     stop_token_ids=st.lists(_ids, max_size=4).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
+    constraint=st.none() | _constraints,
 )
 
 
@@ -85,3 +95,10 @@ def test_sizes_are_bounded():
 def test_request_ids_that_could_harm_a_log_are_refused(value):
     with pytest.raises(InvalidRequest):
         wire.check_request_id(value)
+
+
+@pytest.mark.parametrize("message", [common_pb2.Constraint(), common_pb2.Constraint(json_object=False)])
+def test_a_constraint_without_a_kind_is_rejected(message):
+    with pytest.raises(InvalidRequest, match="set one of its fields") as caught:
+        wire.constraint_from_wire(message)
+    assert caught.value.field == "constraint"
