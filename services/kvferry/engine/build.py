@@ -4,6 +4,7 @@
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.core.clock import Clock
@@ -12,6 +13,7 @@ from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.engine.engine import Engine
+from kvferry.engine.grammar.grammar_masks import OFFLINE_SECONDS, GrammarMasks
 from kvferry.engine.models.build import build_model
 from kvferry.engine.models.model import Model
 from kvferry.engine.run.build_runner import build_runner
@@ -26,6 +28,7 @@ from kvferry.kv.interface.tiering import KvTiers
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pricing.price import PriceBook
 from kvferry.model.config import ModelConfig
+from kvferry.model.grammar.vocabulary import GrammarVocabulary
 from kvferry.model.shapes import shape_of
 from kvferry.model.source import ModelSource, open_model
 from kvferry.model.tensors import TensorSource
@@ -169,6 +172,7 @@ def build_engine(
     epochs: EpochTable | None = None,
     loader: KvLoader | None = None,
     tiers: KvTiers | None = None,
+    on_mask: Callable[[], None] | None = None,
     clock: Clock | None = None,
 ) -> Engine:
     """Build an engine for a loaded model.
@@ -180,6 +184,8 @@ def build_engine(
         epochs: the transport's epoch table; default: a private table.
         loader: fetches KV from peers; without it, prompts are computed.
         tiers: KV tiers to load from and store to.
+        on_mask: called on another thread when a sequence can run whose mask was late; must make the owner call `step`.
+            `None` if steps wait for masks, because the engine has no other callers.
         clock: measures the steps; default: the system's clock.
     """
     settings, config, layout = loaded.settings, loaded.config, loaded.layout
@@ -198,8 +204,18 @@ def build_engine(
         epochs=epochs,
         block_bytes=layout.block_bytes,
         prices=PriceBook(settings.load_policy),
+        masks=_masks(loaded, on_mask),
         clock=clock,
     )
+
+
+def _masks(loaded: LoadedModel, on_mask: Callable[[], None] | None) -> GrammarMasks | None:
+    if loaded.source is None:
+        return None
+    vocabulary = GrammarVocabulary(loaded.source.tokenizer)
+    if on_mask is None:
+        return GrammarMasks(vocabulary, late_seconds=OFFLINE_SECONDS)
+    return GrammarMasks(vocabulary, notify=on_mask)
 
 
 def _dtype(settings: EngineSettings, config: ModelConfig, device: str) -> str:

@@ -15,6 +15,7 @@ from kvferry.core.load import WorkerLoad
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.prefix_index import PrefixIndex
+from kvferry.engine.grammar.grammar_masks import GrammarMasks
 from kvferry.engine.loads.kv_loads import KvLoads
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.messages import EngineRequest, StepOutput
@@ -50,6 +51,7 @@ class Engine:
         max_waiting: int = 1024,
         block_bytes: int = 1,
         prices: PriceBook | None = None,
+        masks: GrammarMasks | None = None,
         clock: Clock | None = None,
     ) -> None:
         """
@@ -63,6 +65,7 @@ class Engine:
             max_waiting: maximum number of waiting requests; further requests are rejected.
             block_bytes: bytes of one page, for cost estimates.
             prices: estimates the seconds of loading and computing; updated by each step and load. Default: always load.
+            masks: masks of constrained sequences; without it, constraints are rejected.
             clock: measures the steps.
         """
         index = PrefixIndex()
@@ -77,6 +80,7 @@ class Engine:
         self._namers = namers
         self._max_waiting = max_waiting
         self._prices = prices or PriceBook(LoadPolicy.ALWAYS)
+        self._masks = masks
         self._clock = clock or SystemClock()
         self._loads = KvLoads(
             self.scheduler, self.allocator, loader=loader, tiers=tiers, prices=self._prices, block_bytes=block_bytes
@@ -118,6 +122,8 @@ class Engine:
             remote=request.remote if self._loads.can_fetch else None,
         )
         self.scheduler.add(sequence)
+        if self._masks is not None and request.sampling.constraint is not None:
+            sequence.mask = self._masks.begin(request.sampling.constraint, sequence.tokens[num_prompt:])
         self._loads.arrive(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -235,6 +241,10 @@ class Engine:
         if not request.sampling.is_greedy and request.sampling.seed is None:
             # The gateway chooses the seed, so that a request samples the same tokens on every worker.
             raise InvalidRequest("seed is missing; set a seed for requests with a temperature above 0", field="seed")
+        if request.sampling.constraint is not None and self._masks is None:
+            raise InvalidRequest(
+                "constraints need a tokenizer; this engine has a model without one", field="constraint"
+            )
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._vocab_size:
             raise InvalidRequest(f"token ids must be from 0 to {self._vocab_size - 1}", field="token_ids")
 

@@ -45,7 +45,12 @@ class ReleaseExport:
     number: int
 
 
-Command = EngineRequest | KvPrefetchRequest | Abort | ReleaseExport | KvMessage
+@dataclass(frozen=True, slots=True)
+class MaskReady:
+    """Command without effect: wakes the engine's thread, since a sequence that waited for its mask can run."""
+
+
+Command = EngineRequest | KvPrefetchRequest | Abort | ReleaseExport | MaskReady | KvMessage
 """Any command to an engine."""
 
 

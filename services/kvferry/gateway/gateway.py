@@ -28,6 +28,7 @@ from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.routing.holding import Holding
 from kvferry.rpc.channel import MAX_CLIENT_MESSAGE_BYTES
 from kvferry.rpc.server import MAX_CONNECTIONS, RpcServer, start_server
+from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.inference import inference_service
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
@@ -61,6 +62,7 @@ class Gateway:
         clock: Clock,
         pool: PoolApi | None = None,
         text_process: TextProcess | None = None,
+        constraints: ConstraintCheck | None = None,
         keys: WorkerKeys | None = None,
     ) -> None:
         self._config = config
@@ -90,6 +92,7 @@ class Gateway:
             context_tokens=self.fleet.context_tokens,
             tenant_of=api_keys.tenant_of,
             process=text_process,
+            constraints=constraints,
         )
         self.client_api = ClientApi(
             self.service, config.http, self.instruments, self._readiness, self.dispatcher.journal
@@ -105,19 +108,21 @@ class Gateway:
         *,
         keys: WorkerKeys | None = None,
         text_process: TextProcess | None = None,
+        constraints: ConstraintCheck | None = None,
     ) -> "Gateway":
         """Bind all ports, then start polling the workers.
 
         Args:
             keys: sign the calls to workers; `None` for workers that do not check them, in tests.
             text_process: reads large requests; started and stopped with the gateway. `None` uses a thread.
+            constraints: checks constraints; stopped with the gateway. `None` uses a thread.
 
         Raises:
             UsageError: an address cannot be bound, the API keys cannot be read, or the cluster cannot be accessed.
         """
         name = config.fleet.pool
         pool = None if name is None else await asyncio.to_thread(PoolApi.connect, name)
-        gateway = cls(config, model, clock, pool, text_process, keys)
+        gateway = cls(config, model, clock, pool, text_process, constraints, keys)
         certificate = gateway._certificate
         credentials = None if certificate is None else certificate.grpc_credentials()
         gateway._rpc = await start_server(
@@ -180,6 +185,8 @@ class Gateway:
         await asyncio.gather(self._rpc.stop(self._config.drain_seconds), self._http.stop())
         if self.service.process is not None:
             await self.service.process.stop()
+        if self.service.constraints is not None:
+            await self.service.constraints.stop()
         await self.dispatcher.wait_idle()
         await self._admin.stop()
         await self._stop_tasks(self._following)

@@ -9,6 +9,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway, Listening
+from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
 
@@ -24,6 +25,7 @@ async def run_gateway(
     *,
     keys: WorkerKeys | None = None,
     text_process: TextProcess | None = None,
+    constraints: ConstraintCheck | None = None,
     announce: Announce | None = None,
     clock: Clock | None = None,
     stop: asyncio.Event | None = None,
@@ -35,6 +37,7 @@ async def run_gateway(
         model: the served model's tokenizer, chat template and limits, without weights.
         keys: sign the calls to workers; `None` for workers that do not check them, in tests.
         text_process: reads large requests; `None` uses a thread.
+        constraints: checks the constraints of requests; `None` uses a thread.
         announce: called when all ports accept connections.
         clock: time source; `None` selects the system clock.
         stop: stops the gateway when set; signals are handled only if it is `None`.
@@ -42,7 +45,9 @@ async def run_gateway(
     Raises:
         UsageError: an address cannot be bound, the API keys cannot be read, or the cluster cannot be accessed.
     """
-    gateway = await Gateway.start(config, model, clock or SystemClock(), keys=keys, text_process=text_process)
+    gateway = await Gateway.start(
+        config, model, clock or SystemClock(), keys=keys, text_process=text_process, constraints=constraints
+    )
     try:
         if announce is not None:
             announce(gateway.listening)

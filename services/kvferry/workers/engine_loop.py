@@ -17,7 +17,7 @@ from kvferry.core.load import WorkerLoad
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
-from kvferry.engine.messages import Abort, Command, EngineRequest, ReleaseExport, StepOutput
+from kvferry.engine.messages import Abort, Command, EngineRequest, MaskReady, ReleaseExport, StepOutput
 from kvferry.engine.plan.kv_jobs import Progress, SequenceUpdate
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pricing.price import Decision
@@ -241,6 +241,8 @@ class EngineLoop:
                 self._engine.release_export(number)
             case Abort(request_id):
                 self._engine.abort(request_id)
+            case MaskReady():
+                pass  # the step that follows finds the mask
             case message:
                 self._engine.post(message)
 

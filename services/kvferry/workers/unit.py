@@ -1,6 +1,7 @@
 """Worker unit: an engine with its services. A process has one unit, or two with role `split`."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import LoadedModel, build_engine, runner_for
 from kvferry.engine.engine import Engine
-from kvferry.engine.messages import EngineRequest
+from kvferry.engine.messages import EngineRequest, MaskReady
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.interface.connector import PageMemory, Transport, TransportSetup
@@ -25,8 +26,10 @@ from kvferry.model.source import ModelSource
 from kvferry.rpc.access.call_keys import CallSigner, CallVerifier, role_key
 from kvferry.rpc.access.table import CallerRole
 from kvferry.rpc.server import RpcServer, Service, start_server
+from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.inference import inference_service
-from kvferry.rpc.text.model_text import text_model_of
+from kvferry.rpc.text.model_text import open_text_model, text_model_of
+from kvferry.rpc.text.text_process import TextProcess
 from kvferry.rpc.text.text_service import TextService
 from kvferry.v1 import (
     common_pb2,
@@ -119,6 +122,8 @@ class WorkerUnit:
         self._cache = CacheFeed(incarnation)
         self._worker_id = WorkerId("")
         self._running: _Running | None = None
+        open_text = functools.partial(open_text_model, config.engine.model, config.engine.served_name)
+        self._text_process, self._constraints = TextProcess(open_text), ConstraintCheck(open_text)
         self._stopped = threading.Event()
         self._service: AdminService | None = None
 
@@ -214,6 +219,7 @@ class WorkerUnit:
             epochs=memory.epochs,
             loader=fetcher,
             tiers=tiers,
+            on_mask=lambda: commands.put(MaskReady()),
         )
         return _Parts(engine, commands, memory, transport, control, fetcher, tiers)
 
@@ -256,6 +262,7 @@ class WorkerUnit:
             task.cancel()
         await asyncio.gather(*running.tasks, return_exceptions=True)
         await running.admin.stop(_FLUSH_SECONDS)
+        await asyncio.gather(self._text_process.stop(), self._constraints.stop())
         await self._loop.stop()  # first, so that no further fetches start
         parts = self._parts
         parts.fetcher.close()
@@ -335,6 +342,8 @@ class WorkerUnit:
             text_model_of(self._source),
             clock=self.context.clock,
             context_tokens=lambda: self.context.max_model_tokens,
+            process=self._text_process,
+            constraints=self._constraints,
         )
         return [*makers["prefill"], *makers["decode"], pages, feed, inference_service(text)]
 

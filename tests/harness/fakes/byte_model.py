@@ -3,6 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
+from kvferry.core.constraint import Constraint
 from kvferry.core.errors import InvalidRequest
 from kvferry.rpc.text.text_model import ChatMessages, TextModel
 
@@ -72,6 +73,12 @@ def encode_chat(messages: ChatMessages) -> list[int]:
     return list(f"{text}<assistant>".encode())
 
 
+def check_constraint(constraint: Constraint) -> None:
+    """Reject constraints that contain `unsupported`."""
+    if "unsupported" in constraint.source:
+        raise InvalidRequest("the constraint cannot be used: unsupported", field="constraint")
+
+
 def byte_model(max_model_tokens: int = 512) -> TextModel:
     """Create a byte-level `TextModel`; its chat template rejects unknown roles."""
     return TextModel(
@@ -86,4 +93,5 @@ def byte_model(max_model_tokens: int = 512) -> TextModel:
         max_prompt_chars=max_model_tokens
         * 64,  # greater than the number of tokens, so that tests reach the check after encoding
         encode_chat=encode_chat,
+        check_constraint=check_constraint,
     )

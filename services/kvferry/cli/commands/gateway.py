@@ -45,6 +45,7 @@ def command(values: Values) -> None:
     from kvferry.gateway.fleet.worker_keys import WorkerKeys
     from kvferry.gateway.gateway import Listening
     from kvferry.gateway.serve import run_gateway
+    from kvferry.rpc.text.constraint_check import ConstraintCheck
     from kvferry.rpc.text.model_text import open_text_model
     from kvferry.rpc.text.text_process import TextProcess
 
@@ -89,7 +90,16 @@ def command(values: Values) -> None:
 
     keys = WorkerKeys(functools.partial(read_key, values, "gateway_key")) if values["pool"] or listed else None
     open_model = functools.partial(open_text_model, values["model"], values["served_name"])
-    asyncio.run(run_gateway(config, open_model(), keys=keys, text_process=TextProcess(open_model), announce=listening))
+    asyncio.run(
+        run_gateway(
+            config,
+            open_model(),
+            keys=keys,
+            text_process=TextProcess(open_model),
+            constraints=ConstraintCheck(open_model),
+            announce=listening,
+        )
+    )
 
 
 def _tls(values: Values) -> tuple[Path, Path] | None:

@@ -56,7 +56,7 @@ class LaunchedStep:
             elif token < 0:
                 sampled.append(not_finite(s))
             else:
-                sampled.append(self.by_host.get(row) or SampledToken(token))
+                sampled.append(self.by_host[row] if row in self.by_host else SampledToken(token))
         return StepResult.of(self.scheduled, sampled)
 
 

@@ -32,6 +32,7 @@ def share(sequence: Sequence, count: int) -> ScheduledSequence:
         sample_index=sequence.sample_index,
         banned_token_ids=sequence.banned_now(),
         table_version=sequence.table.version,
+        mask=sequence.mask,
     )
 
 

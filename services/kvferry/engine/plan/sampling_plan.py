@@ -66,7 +66,7 @@ def alters(s: ScheduledSequence) -> bool:
 
 def sampling_path(s: ScheduledSequence) -> SamplingPath:
     """Select the sampling path of a sequence's token."""
-    if s.sampling.logprobs is not None:
+    if s.sampling.logprobs is not None or s.mask is not None:
         return SamplingPath.HOST
     return SamplingPath.BEST if s.sampling.is_greedy and not alters(s) else SamplingPath.DRAWN
 
@@ -110,7 +110,8 @@ def not_finite(s: ScheduledSequence) -> GenerationFailed:
 def none_left(s: ScheduledSequence) -> InvalidRequest:
     """Return the error for a sequence whose sampling parameters leave no token to sample."""
     return InvalidRequest(
-        f"request {s.request_id}: logit_bias, penalties and min_tokens leave no token that can be sampled",
+        f"request {s.request_id}: logit_bias, penalties, min_tokens and the constraint leave no token that can be "
+        "sampled",
         field="logit_bias",
         reason="NO_TOKEN_LEFT",
     )

@@ -97,6 +97,8 @@ class Scheduler:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted earlier in this loop
+            if sequence.waits_for_mask:
+                continue
             wanted = sequence.num_tokens - sequence.num_computed
             count = room.fit(wanted)
             if count == 0:
@@ -167,7 +169,11 @@ class Scheduler:
                 updates.append(self._fail(sequence, error))
                 continue
             output = result.outputs.get(item.request_id)
-            if output is None and not item.num_sampled:
+            sequence.is_postponed = item.request_id in result.postponed
+            if sequence.is_postponed:
+                sequence.num_computed += item.num_scheduled - 1  # the next step computes and samples the last row again
+                self.blocks.list_full(sequence)
+            elif output is None and not item.num_sampled:
                 sequence.num_computed += item.num_scheduled
                 self.blocks.list_full(sequence)
             else:
@@ -342,6 +348,8 @@ class Scheduler:
         sequence.num_computed += accepted
         self.blocks.list_full(sequence)
         drawn, reason = sequence.extend(drawn)
+        if sequence.mask is not None and reason is None and not sequence.exports:
+            sequence.mask = sequence.mask.after([token.token_id for token in drawn])
         if accepted > item.num_scheduled - item.num_sampled + 1:  # several rows: accepted draft tokens are now named
             sequence.num_computed = sequence.num_tokens - 1  # fewer than accepted if the sequence ended before
             self.blocks.list_full(sequence)

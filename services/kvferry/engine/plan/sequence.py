@@ -16,6 +16,7 @@ from kvferry.core.ids import BlockHash, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.core.states import Machine
 from kvferry.engine.blocks.allocation import BlockTable
+from kvferry.engine.plan.token_mask import TokenMask
 
 
 class SequenceState(StrEnum):
@@ -115,6 +116,11 @@ class Sequence:
     num_cached: int = 0
     """Number of tokens found in the prefix cache at the first admission."""
     num_preemptions: int = 0
+    mask: TokenMask | None = None
+    """Mask of the next token, of a sequence with a constraint."""
+    is_postponed: bool = False
+    """Whether the last step sampled no token because the mask was not ready; the sequence takes part in steps again
+    when it is."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -143,6 +149,11 @@ class Sequence:
             parent = self.names[-1] if self.names else None
             self.names.append(self.namer.name(parent, self.tokens[start : start + size]))
         return self.names
+
+    @property
+    def waits_for_mask(self) -> bool:
+        """Whether the sequence takes no part in steps until its mask is ready."""
+        return self.is_postponed and self.mask is not None and not self.mask.is_ready
 
     def banned_now(self) -> tuple[int, ...]:
         """Return the token ids banned for the next token: the end tokens, until `min_tokens` were generated."""
@@ -173,7 +184,7 @@ class Sequence:
         self.tokens.append(token_id)
         if token_id in self.sampling.stop_token_ids:
             return FinishReason.STOP
-        if token_id in self.eos_token_ids and not self.sampling.ignore_eos:
+        if token_id in self.eos_token_ids and (self.sampling.constraint is not None or not self.sampling.ignore_eos):
             return FinishReason.STOP
         if self.num_tokens >= self.max_tokens_total:
             return FinishReason.LENGTH

@@ -19,6 +19,7 @@ from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.blocks.allocation import PageCopy
+from kvferry.engine.plan.token_mask import TokenMask
 
 
 def is_decode(num_uncomputed: int) -> bool:
@@ -53,6 +54,8 @@ class ScheduledSequence:
     """Tokens banned in this step (end tokens before `min_tokens`)."""
     table_version: int = 0
     """Version of the block table, 0 if unknown; while it is unchanged, blocks were only appended."""
+    mask: TokenMask | None = None
+    """Mask of the sampled token, of a sequence with a constraint; such a sequence has one sampled row at most."""
 
     @property
     def is_decode(self) -> bool:
@@ -79,8 +82,8 @@ class StepPlan:
         return sum(s.num_scheduled for s in self.scheduled)
 
 
-Sampled = SampledToken | KvferryError
-"""Result of sampling one row: its token, or the error of its sequence."""
+Sampled = SampledToken | KvferryError | None
+"""Result of sampling one row: its token, the error of its sequence, or `None` if the row's mask was not ready."""
 
 
 class SequenceOutput(NamedTuple):  # a tuple for speed, since one is created per sequence and step
@@ -120,6 +123,8 @@ class StepResult:
     outputs: Mapping[RequestId, SequenceOutput]
     failures: Mapping[RequestId, KvferryError] = field(default_factory=dict)
     """Errors of the sequences for which no token could be sampled; these sequences must end."""
+    postponed: frozenset[RequestId] = frozenset()
+    """Sequences whose token was not sampled because their masks were not ready; they must be scheduled again."""
 
     @classmethod
     def of(cls, scheduled: Sequence[ScheduledSequence], sampled: Sequence[Sampled]) -> "StepResult":
@@ -127,22 +132,26 @@ class StepResult:
 
         Args:
             scheduled: the plan's sequences.
-            sampled: results of all sampled rows, in the order of the plan, then of position.
+            sampled: results of all sampled rows, in the order of the plan, then of position. A sequence whose mask
+                was not ready has one sampled row.
         """
         outputs: dict[RequestId, SequenceOutput] = {}
         failures: dict[RequestId, KvferryError] = {}
+        postponed: set[RequestId] = set()
         row = 0
         for s in scheduled:
             tokens: list[SampledToken] = []
             for one in sampled[row : row + s.num_sampled]:
                 if isinstance(one, KvferryError):
                     failures.setdefault(s.request_id, one)
+                elif one is None:
+                    postponed.add(s.request_id)
                 else:
                     tokens.append(one)
-            if s.num_sampled and s.request_id not in failures:
+            if tokens and s.request_id not in failures:
                 outputs[s.request_id] = SequenceOutput(tuple(tokens), s.num_scheduled)
             row += s.num_sampled
-        return cls(outputs, failures)
+        return cls(outputs, failures, frozenset(postponed))
 
 
 def drawn_rows(scheduled: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:

@@ -1,6 +1,6 @@
 """The host's sampler: samples each row with its request's parameters, independently of the batch.
 
-    logits ─ bias, bans ─ penalties ─ / temperature ─ softmax ─ top k ─ top p ─ min p ─ draw
+    logits ─ mask ─ bias, bans ─ penalties ─ / temperature ─ softmax ─ top k ─ top p ─ min p ─ draw
        └─ log-probabilities are taken here, from the unmodified logits
 
 A draw takes one uniform number u from the counter-based generator, keyed by (seed, sample, position), and walks the
@@ -11,16 +11,18 @@ any batch. Greedy sampling takes the first token of that order.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.core.errors import InvalidRequest, InvariantBroken
+from kvferry.core.errors import InvalidRequest, InvariantBroken, KvferryError
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.models.model import Logits
 from kvferry.engine.plan.sampling_plan import SamplingPath, alters, drawn_seed, none_left, not_finite, sampling_path
 from kvferry.engine.plan.step import Sampled, ScheduledSequence
+from kvferry.engine.plan.token_mask import TokenMask
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -32,7 +34,7 @@ vocabulary of 49,152 tokens takes ten times as long."""
 
 def sample(logits: Logits, sequences: Sequence[ScheduledSequence]) -> list[Sampled]:
     """Sample one token for each row. The result of a row with a non-finite logit, or without a token to sample, is an
-    error; other rows are not affected.
+    error, and that of a row whose mask is not ready is `None`; other rows are not affected.
 
     Args:
         logits: logits of R rows.
@@ -47,14 +49,36 @@ def sample(logits: Logits, sequences: Sequence[ScheduledSequence]) -> list[Sampl
         else SampledToken(logits.greedy[row])
         if sampling_path(s) is SamplingPath.BEST
         else _sample_row(logits.values[row], s)
+        if s.mask is None
+        else _sample_masked(logits.values[row], s, s.mask)
         for row, s in enumerate(sequences)
     ]
 
 
-def _sample_row(row: npt.NDArray[np.float32], s: ScheduledSequence) -> Sampled:
-    raw = row.astype(np.float64)
+def _sample_masked(row: npt.NDArray[np.float32], s: ScheduledSequence, mask: TokenMask) -> Sampled:
+    """Sample a token that the constraint allows. If bans leave none of them, as `min_tokens` does at the end of a
+    grammar, the constraint takes precedence and the bans are dropped."""
     try:
-        adjusted = adjust(raw, s) if alters(s) else raw
+        allowed = mask.wait()
+    except KvferryError as error:
+        return error
+    if allowed is None:
+        return None
+    if s.sampling.is_greedy and not alters(s) and s.sampling.logprobs is None:
+        return SampledToken(int(np.where(allowed, row, -np.inf).argmax()))
+    sampled = _sample_row(row, s, allowed)
+    if isinstance(sampled, InvalidRequest) and s.banned_token_ids:
+        return _sample_row(row, replace(s, banned_token_ids=()), allowed)
+    return sampled
+
+
+def _sample_row(
+    row: npt.NDArray[np.float32], s: ScheduledSequence, allowed: npt.NDArray[np.bool_] | None = None
+) -> Sampled:
+    raw = row.astype(np.float64)
+    masked = raw if allowed is None else np.where(allowed, raw, -np.inf)
+    try:
+        adjusted = adjust(masked, s) if alters(s) else masked
     except InvalidRequest as error:
         return error
     if s.sampling.is_greedy:
@@ -156,7 +180,8 @@ def _walk(head: Floats, weights: Floats, params: SamplingParams, u: float, *, is
     target = u * (float(sums[-1]) if is_cut else float(weights.sum()))
     if target >= sums[-1]:
         # Only rounding can make `u * sum` reach the sum; then a longer head is needed, unless the head has all tokens.
-        return len(sums) - 1 if is_cut else None
+        # A banned token has weight 0 and must not be selected.
+        return int(np.count_nonzero(kept[: len(sums)])) - 1 if is_cut else None
     return int(np.searchsorted(sums, target, side="right"))
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
 from kvferry.gateway.http import openai_reply as reply
+from kvferry.gateway.http.openai_constraints import in_field
 from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_service import TextService
@@ -67,7 +69,7 @@ async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Gen
         InvalidRequest: a field is invalid or not implemented.
         UnknownModel: this gateway serves a different model.
     """
-    return _prepared(service, caller, await service.read(read_chat, len(body), body), is_chat=True)
+    return await _prepared(service, caller, await service.read(read_chat, len(body), body), is_chat=True)
 
 
 async def prepare_completion(service: TextService, caller: Caller, body: bytes, max_prompts: int) -> Generation:
@@ -77,7 +79,8 @@ async def prepare_completion(service: TextService, caller: Caller, body: bytes, 
         InvalidRequest: a field is invalid or not implemented.
         UnknownModel: this gateway serves a different model.
     """
-    return _prepared(service, caller, await service.read(read_completion, len(body), body, max_prompts), is_chat=False)
+    asked = await service.read(read_completion, len(body), body, max_prompts)
+    return await _prepared(service, caller, asked, is_chat=False)
 
 
 async def answer(generation: Generation) -> tuple[bytes, Timing]:
@@ -202,7 +205,7 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], list[reply.Tex
     return make
 
 
-def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
+async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
     requests = tuple(
         service.fit(
             TextRequest(
@@ -216,6 +219,11 @@ def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_ch
         )
         for number, ids in enumerate(asked.prompts)
     )
+    if asked.sampling.constraint is not None:
+        try:
+            await service.check(asked.sampling.constraint)
+        except InvalidRequest as error:
+            raise in_field(error, asked.constraint_field) from None
     created = math.floor(service.clock.wall())
     return Generation(service, requests, is_chat, asked.stream, asked.include_usage, created)
 

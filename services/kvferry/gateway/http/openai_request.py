@@ -22,6 +22,8 @@ class ReadRequest:
     """Number of samples per prompt."""
     stream: bool
     include_usage: bool
+    constraint_field: str
+    """Field of the request that has the constraint of `sampling`; empty if the output is free."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:
@@ -34,7 +36,8 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
     _check_model(model, asked.model)
     sampling = asked.to_sampling()
     ids = prompts.encode_chat(model, [m.as_template_input() for m in asked.messages])
-    return ReadRequest((ids,), sampling, asked.num_samples, bool(asked.stream), asked.include_usage)
+    field, _ = asked.constraint()
+    return ReadRequest((ids,), sampling, asked.num_samples, bool(asked.stream), asked.include_usage, field)
 
 
 def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequest:
@@ -57,7 +60,8 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     encoded = tuple(prompts.encode_text(model, prompt) if isinstance(prompt, str) else prompt for prompt in found)
     for ids in encoded:
         prompts.check_num_tokens(model, len(ids))
-    return ReadRequest(encoded, sampling, asked.num_samples, bool(asked.stream), asked.include_usage)
+    field, _ = asked.constraint()
+    return ReadRequest(encoded, sampling, asked.num_samples, bool(asked.stream), asked.include_usage, field)
 
 
 def _check_model(model: TextModel, name: str | None) -> None:

@@ -15,6 +15,12 @@ from pydantic_core import ErrorDetails, from_json
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.http.openai_bounds import Prompt, check_prompt, check_sizes, shown
+from kvferry.gateway.http.openai_constraints import (
+    ConstraintFields,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from kvferry.rpc.wire import MAX_SAMPLES
 
 _COMPLETION_TOKENS = 16
@@ -31,7 +37,6 @@ _NO_OPS: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "reasoning_effort": (None, "none"),
-    "response_format": (None, {"type": "text"}),
     "safety_identifier": (None,),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
@@ -81,7 +86,7 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class _Common(_Strict):
+class _Common(ConstraintFields):
     model: str | None = None
     """Model name; `None` selects the served model. OpenAI requires this field; a gateway serves one model only."""
     stream: bool | None = None
@@ -140,6 +145,7 @@ class _Common(_Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             logit_bias=_token_keys(self.logit_bias or {}),
             logprobs=logprobs,
+            constraint=self.constraint()[1],
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
 
@@ -244,7 +250,18 @@ def _without_no_ops(message: object) -> object:
 
 
 _KNOWN_NAMES = frozenset(
-    name for model in (ChatRequest, CompletionRequest, Message, TextPart, StreamOptions) for name in model.model_fields
+    info.alias or name
+    for model in (
+        ChatRequest,
+        CompletionRequest,
+        Message,
+        TextPart,
+        StreamOptions,
+        ResponseFormat,
+        JsonSchemaFormat,
+        StructuredOutputs,
+    )
+    for name, info in model.model_fields.items()
 )
 
 

@@ -109,6 +109,10 @@ class Tokenizer:
             raise InvalidRequest("the text cannot be encoded by this model's tokenizer", field="text") from None
         return [*self._prefix, *ids] if add_special else ids
 
+    def to_json(self) -> str:
+        """Return the tokenizer in the format of tokenizer.json."""
+        return self._fast.to_str()
+
     def is_control(self, token_id: int) -> bool:
         """Return whether the token is a control token, which is omitted from decoded text."""
         return token_id in self._control_ids

@@ -46,6 +46,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 deadline=None if remaining is None else arrived + remaining,
             )
         )
+        if checked.sampling.constraint is not None:
+            await self._text.check(checked.sampling.constraint)
         async with aclosing(self._text.generate(checked)) as chunks:
             async for chunk in chunks:
                 yield chunk_to_wire(checked.request_id, chunk)

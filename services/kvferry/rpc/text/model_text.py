@@ -1,5 +1,6 @@
 """Creates a `TextModel` from an opened model: tokenizer, chat template and limits, without weights."""
 
+from kvferry.model.grammar.vocabulary import GrammarVocabulary
 from kvferry.model.source import ModelSource, open_model
 from kvferry.model.text.chat import encode_chat
 from kvferry.model.text.detokenizer import Detokenizer
@@ -26,6 +27,7 @@ def text_model_of(source: ModelSource) -> TextModel:
         new_stop_matcher=StopMatcher,
         max_prompt_chars=source.config.max_model_tokens * tokenizer.max_token_chars,
         encode_chat=None if template is None else chat,
+        check_constraint=GrammarVocabulary(tokenizer).check,
     )
 
 

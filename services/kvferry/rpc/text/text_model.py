@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.core.constraint import Constraint
+
 ChatMessages = Sequence[Mapping[str, str]]
 """A conversation: messages with `role` and `content`."""
 
@@ -73,3 +75,6 @@ class TextModel:
     encode_chat: Callable[[ChatMessages], list[int]] | None
     """Function that tokenizes a conversation up to the start of the assistant's answer; `None` if the model has no chat
     template. Raises InvalidRequest for a conversation that the template rejects."""
+    check_constraint: Callable[[Constraint], None]
+    """Function that compiles a constraint for the model's vocabulary. Raises InvalidRequest for a constraint that
+    workers cannot compile. A hostile constraint takes minutes; use `constraint_check`."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded, Unavailable
@@ -27,41 +28,56 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _START_SECONDS = 30.0
 """Time for the start of the process, in addition to that of the job."""
-_NICENESS = 5
-"""Niceness of the text process: its priority is lower than that of the event loop and the engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Limits of the text process."""
+    """Limits of the text process, and what a client is told that exceeds them."""
 
     job_seconds: float = 10.0
     memory_bytes: int = 2 << 30
     """Maximum writable memory of the process in bytes."""
     max_waiting: int = 16
     """Maximum number of waiting and running jobs; additional jobs are rejected."""
+    niceness: int = 5
+    """Niceness of the process: its priority is lower than that of the event loop and the engines."""
+    field: str = "prompt"
+    """Request field in the error for a job that exceeds the limits."""
+    reason: str = "PROMPT_TOO_COSTLY"
+    """Reason in that error."""
+    remedy: str = "send a shorter prompt"
+    """Remedy in that error."""
 
 
 class TextProcess:
     """Runs jobs that use a text model in a separate process. Used on one event loop."""
 
-    def __init__(self, open_model: Callable[[], TextModel], limits: TextLimits | None = None) -> None:
+    def __init__(
+        self,
+        open_model: Callable[[], TextModel],
+        limits: TextLimits | None = None,
+        *,
+        prepare: Callable[[TextModel], None] | None = None,
+    ) -> None:
         """
         Args:
             open_model: creates the model in the process; a module-level function, or a `functools.partial` of one.
             limits: limits of the process; `TextLimits()` by default.
+            prepare: called in the process before its first job, whose time it does not take; a module-level function.
         """
         self._open_model = open_model
         self._limits = limits or TextLimits()
+        self._prepare = prepare
         self._executor: ProcessPoolExecutor | None = None
         self._turn = asyncio.Lock()
         self._num_jobs = 0
         """Jobs that wait or run."""
         self._running: set[asyncio.Task[Any]] = set()
+        self._children: set[BaseProcess] = set()
 
     def start(self) -> None:
         """Start the process in the background, so that the first job does not wait for it."""
-        self._process().submit(_ready)
+        self._process()
 
     async def run(self, job: Callable[Concatenate[TextModel, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `job(model, ...)` in the process; `job` must be a module-level function with picklable arguments.
@@ -110,27 +126,30 @@ class TextProcess:
                     break
         _log.warning("the text process exited during a job; the next job starts a new process")
         raise InvalidRequest(
-            f"reading the request took more than {self._limits.job_seconds:g} s or "
-            f"{self._limits.memory_bytes >> 20} MiB; send a shorter prompt",
-            field="prompt",
-            reason="PROMPT_TOO_COSTLY",
+            f"reading the {self._limits.field} took more than {self._limits.job_seconds:g} s or "
+            f"{self._limits.memory_bytes >> 20} MiB; {self._limits.remedy}",
+            field=self._limits.field,
+            reason=self._limits.reason,
         )
 
     def _abandon(self) -> None:
         """Kill a process that does not respond, for example because it is stopped."""
         _log.warning("the text process does not respond and is killed")
-        for child in multiprocessing.active_children():  # this process has no other ones
+        for child in self._children:
             child.kill()
         self._executor = None
 
     def _process(self) -> ProcessPoolExecutor:
         if self._executor is None:
+            others = set(multiprocessing.active_children())
             self._executor = ProcessPoolExecutor(
                 max_workers=1,
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin,
-                initargs=(os.getpid(), self._open_model, self._limits),
+                initargs=(os.getpid(), self._open_model, self._limits, self._prepare),
             )
+            self._executor.submit(_ready)  # starts the process
+            self._children = set(multiprocessing.active_children()) - others
         return self._executor
 
     async def stop(self) -> None:
@@ -148,19 +167,26 @@ class TextProcess:
 _model: TextModel
 
 
-def _begin(parent_pid: int, open_model: Callable[[], TextModel], limits: TextLimits) -> None:
+def _begin(
+    parent_pid: int,
+    open_model: Callable[[], TextModel],
+    limits: TextLimits,
+    prepare: Callable[[TextModel], None] | None,
+) -> None:
     global _model  # each process has one model
     die_with_parent(parent_pid)
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # the terminal signals the whole process group, but the parent stops this process
-    os.nice(_NICENESS)
+    os.nice(limits.niceness)
     _model = open_model()
+    if prepare is not None:
+        prepare(_model)
     resource.setrlimit(resource.RLIMIT_DATA, (limits.memory_bytes, limits.memory_bytes))
 
 
 def _ready() -> None:
-    """Do nothing. `TextProcess.start` runs this job to start the process."""
+    """Do nothing. The first job of a process, which starts with it."""
 
 
 def _run(limits: TextLimits, job: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.constraint import Constraint
 from kvferry.rpc.text import prompts
+from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
 from kvferry.rpc.text.text_stream import TextChunk, TextRequest, generate_text
@@ -40,6 +42,8 @@ class TextService:
     Unauthenticated and Overloaded."""
     process: TextProcess | None = None
     """Process in which large requests are read; `None` uses a thread."""
+    constraints: ConstraintCheck | None = None
+    """Checks the constraints of requests; `None` checks them in a thread, without limits of time and memory."""
 
     async def read(
         self, job: Callable[Concatenate[TextModel, P], R], size: int, *args: P.args, **kwargs: P.kwargs
@@ -55,6 +59,17 @@ class TextService:
         if self.process is None:
             return await asyncio.to_thread(job, self.model, *args, **kwargs)
         return await self.process.run(job, *args, **kwargs)
+
+    async def check(self, constraint: Constraint) -> None:
+        """Check that workers can compile a constraint.
+
+        Raises:
+            KvferryError: see `ConstraintCheck.check`.
+        """
+        if self.constraints is None:
+            await asyncio.to_thread(self.model.check_constraint, constraint)
+        else:
+            await self.constraints.check(constraint)
 
     @property
     def served_tokens(self) -> int:

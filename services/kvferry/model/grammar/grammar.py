@@ -1,0 +1,99 @@
+"""A compiled grammar and the state of one output under it: which tokens may come next."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import InvalidRequest, InvariantBroken
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_WORD_BITS = 32
+
+
+class Grammar:
+    """A grammar compiled for a vocabulary. Immutable and thread-safe."""
+
+    def __init__(self, initial: "LLMatcher", vocab_size: int) -> None:
+        self._initial = initial
+        self._vocab_size = vocab_size
+
+    def start(self) -> "GrammarState":
+        """Return the state of an empty output."""
+        return GrammarState(self._initial.deep_copy(), self._vocab_size)
+
+
+class GrammarState:
+    """State of one output. Not thread-safe. `allowed` releases the GIL while it computes."""
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._words = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the output.
+
+        Raises:
+            InvalidRequest: the grammar exceeds the limits of work for a step.
+            InvariantBroken: a token was not allowed.
+        """
+        if not token_ids or self._matcher.consume_tokens(list(token_ids)):
+            return
+        error = self._matcher.get_error()
+        if is_limit(error):
+            raise too_complex(error)
+        raise InvariantBroken(f"{len(token_ids)} tokens do not follow the constraint: {error}")
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """Compute which tokens may come next: [vocabulary] bool. At the end of the grammar only the end-of-sequence
+        tokens may.
+
+        Raises:
+            InvalidRequest: the grammar exceeds the limits of work for a step, or permits no token of the vocabulary.
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self._matcher.is_error():
+            raise too_complex(self._matcher.get_error())
+        bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
+        if not bits.any():
+            raise InvalidRequest(
+                "the constraint cannot be continued with any token of this model; change its grammar or schema",
+                field="constraint",
+                reason="CONSTRAINT_DEAD_END",
+            )
+        return bits
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the output so far is complete; it may be possible to extend it."""
+        return self._matcher.is_accepting()
+
+
+_LIMIT_SIGNS = ("limit", "too complex", "too large", "too many", "max is", "panic")
+
+
+def is_limit(error: str) -> bool:
+    """Return whether an error of the parser is an exceeded limit of its work. A panic is one of its arithmetic."""
+    return any(sign in error.lower() for sign in _LIMIT_SIGNS)
+
+
+def too_complex(error: str) -> InvalidRequest:
+    """Return the error for a grammar whose parsing exceeds a limit of work."""
+    return InvalidRequest(
+        f"the constraint is too complex for constrained decoding: {first_line(error)}",
+        field="constraint",
+        reason="CONSTRAINT_TOO_COMPLEX",
+    )
+
+
+_MAX_ERROR_CHARS = 300
+
+
+def first_line(error: str) -> str:
+    """Return the first line of a parser's error, truncated; later lines show the grammar or a stack."""
+    line = error.strip().partition("\n")[0]
+    return line if len(line) <= _MAX_ERROR_CHARS else line[: _MAX_ERROR_CHARS - 1] + "…"

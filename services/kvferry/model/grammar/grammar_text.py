@@ -1,0 +1,146 @@
+"""Translates constraints to llguidance's grammar format.
+
+llguidance reads JSON with a list of grammars, each in Lark's syntax or a JSON Schema, which refer to each other by name
+(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). A constraint that applies after a text becomes two
+of them: free text up to that text, then the constraint.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import InvalidRequest, shortened
+
+MAX_CHOICES = 1024
+MAX_TAGS = 128
+MAX_WHITESPACE = 32
+"""Maximum length of a run of white space between two JSON tokens. Without a limit, a model that prefers white space
+would generate it until `max_tokens`."""
+
+_FREE_TEXT = r"/(?s:.*)/"
+_BODY = "body"
+
+
+def grammar_text(constraint: Constraint, control_ids: Mapping[str, int]) -> str:
+    """Translate a constraint.
+
+    Args:
+        constraint: the constraint of a request.
+        control_ids: ids of the tokenizer's control tokens by text. Control tokens are matched by id, not by text.
+
+    Raises:
+        InvalidRequest: the constraint is not valid JSON where JSON is expected, or a list in it is too long. Grammars
+            and schemas are checked by the compiler.
+    """
+    text = _TRANSLATE[constraint.kind](constraint.source, control_ids)
+    return _delayed(text, constraint.after, control_ids) if constraint.after else text
+
+
+def _delayed(text: str, after: str, control_ids: Mapping[str, int]) -> str:
+    grammars = json.loads(text)["grammars"]
+    grammars[0].setdefault("name", _BODY)
+    if after in control_ids:
+        first = f"start: {_FREE_TEXT} <[{control_ids[after]}]> @{grammars[0]['name']}"
+    else:
+        first = f"start: free @{grammars[0]['name']}\nfree[suffix={json.dumps(after)}]: {_FREE_TEXT}"
+    return json.dumps({"grammars": [{"lark_grammar": first}, *grammars]})
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _json_schema(source: str, _: Mapping[str, int]) -> str:
+    from llguidance import LLMatcher
+
+    whitespace = rf"[ \t\r\n]{{1,{MAX_WHITESPACE}}}"
+    try:
+        return LLMatcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": whitespace})
+    except ValueError as error:
+        raise _invalid(f"json_schema is not a valid schema: {error}") from None
+
+
+def _json_object(_: str, control_ids: Mapping[str, int]) -> str:
+    return _json_schema('{"type": "object"}', control_ids)
+
+
+def _regex(source: str, _: Mapping[str, int]) -> str:
+    from llguidance import LLMatcher
+
+    return _as_grammars(LLMatcher.grammar_from_regex(source))
+
+
+def _choice(source: str, _: Mapping[str, int]) -> str:
+    items = _parsed("choice", source)
+    if not isinstance(items, list) or not 0 < len(items) <= MAX_CHOICES or not all(isinstance(i, str) for i in items):
+        raise _invalid(f"choice must be a list of 1 to {MAX_CHOICES} strings")
+    if not all(items):
+        raise _invalid("choice has an empty string; leave it out")
+    return _lark("start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in items))
+
+
+def _grammar(source: str, _: Mapping[str, int]) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return _lark(any_to_lark(source))
+    except Exception as error:  # the converter raises plain exceptions
+        raise _invalid(f"grammar is neither Lark nor GBNF: {error}") from None
+
+
+def _structural_tag(source: str, control_ids: Mapping[str, int]) -> str:
+    from llguidance import StructTag
+
+    value = _parsed("structural_tag", source)
+    structures = value.get("structures") if isinstance(value, dict) else None
+    triggers = value.get("triggers") if isinstance(value, dict) else None
+    if not isinstance(structures, list) or not isinstance(triggers, list):
+        raise _invalid("structural_tag needs the lists `structures` and `triggers`")
+    if not 0 < len(structures) <= MAX_TAGS or not 0 < len(triggers) <= MAX_TAGS:
+        raise _invalid(f"structural_tag needs 1 to {MAX_TAGS} structures and triggers")
+    tags: list[StructTag] = []
+    for structure in structures:
+        begin, schema, end = _structure(structure)
+        trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
+        if trigger is None:
+            raise _invalid(f"structural_tag has no trigger for the tag {shortened(begin)!r}; a tag starts with one")
+        tags.append(StructTag(trigger=trigger, begin=begin, grammar=schema, end=end))
+    specials = {tag.trigger in control_ids for tag in tags if tag.trigger.startswith("<")}
+    if len(specials) > 1:
+        raise _invalid("structural_tag mixes triggers that are control tokens of the model with others in <...>")
+    return _as_grammars(StructTag.to_grammar(tags, assume_special=specials == {True}))
+
+
+def _structure(structure: object) -> tuple[str, dict[str, Any], str]:
+    if isinstance(structure, dict):
+        begin, schema, end = structure.get("begin"), structure.get("schema"), structure.get("end", "")
+        if isinstance(begin, str) and begin and isinstance(schema, dict) and isinstance(end, str):
+            return begin, schema, end
+    raise _invalid("a structure of structural_tag has `begin` and `end` (strings) and `schema` (an object)")
+
+
+def _as_grammars(text: str) -> str:
+    """Return a grammar of the library in the JSON form, which also holds several grammars."""
+    return text if text.startswith("{") else _lark(text)
+
+
+def _parsed(name: str, source: str) -> Any:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(f"{name} is not JSON: {shortened(str(error))}") from None
+
+
+def _invalid(message: str) -> InvalidRequest:
+    return InvalidRequest(message, field="constraint", reason="CONSTRAINT_INVALID")
+
+
+_TRANSLATE: Mapping[ConstraintKind, Callable[[str, Mapping[str, int]], str]] = {
+    ConstraintKind.JSON_SCHEMA: _json_schema,
+    ConstraintKind.JSON_OBJECT: _json_object,
+    ConstraintKind.REGEX: _regex,
+    ConstraintKind.CHOICE: _choice,
+    ConstraintKind.GRAMMAR: _grammar,
+    ConstraintKind.STRUCTURAL_TAG: _structural_tag,
+}

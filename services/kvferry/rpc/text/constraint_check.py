@@ -1,0 +1,89 @@
+"""Checks constraints before a worker compiles them, in a process that can be killed.
+
+A short schema can take minutes to compile, and a library that compiles cannot be interrupted. The process compiles each
+constraint first, with a limit of time and memory; workers compile what passed. Verdicts are kept, so that a client that
+repeats a request waits only once, and a costly constraint is not compiled again.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import InvalidRequest
+from kvferry.rpc.text.text_model import TextModel
+from kvferry.rpc.text.text_process import TextLimits, TextProcess
+
+MAX_VERDICTS = 1024
+CHECK_SECONDS = 2.0
+_MEMORY_BYTES = 1 << 30
+_NICENESS = 10
+
+
+class ConstraintCheck:
+    """Checks the constraints of one model's requests. Used on one event loop."""
+
+    def __init__(self, open_model: Callable[[], TextModel]) -> None:
+        """
+        Args:
+            open_model: creates the model in the process; see `TextProcess`. The process starts with the first
+                constraint.
+        """
+        self._process = TextProcess(
+            open_model,
+            TextLimits(
+                job_seconds=CHECK_SECONDS,
+                memory_bytes=_MEMORY_BYTES,
+                niceness=_NICENESS,
+                field="constraint",
+                reason="CONSTRAINT_TOO_COSTLY",
+                remedy="simplify the constraint",
+            ),
+            prepare=prepare,
+        )
+        self._verdicts: OrderedDict[bytes, InvalidRequest | None] = OrderedDict()
+
+    async def check(self, constraint: Constraint) -> None:
+        """Check that workers can compile a constraint.
+
+        Raises:
+            InvalidRequest: the constraint is invalid, uses what is not supported, or takes too much time or memory.
+            Overloaded: too many constraints are waiting.
+            Unavailable: the process does not respond.
+        """
+        digest = hashlib.sha256(repr(constraint).encode("utf-8", "backslashreplace")).digest()
+        if digest in self._verdicts:
+            self._verdicts.move_to_end(digest)
+        else:
+            verdict: InvalidRequest | None = None
+            try:
+                await self._process.run(compile_constraint, constraint)
+            except InvalidRequest as error:
+                verdict = error
+            self._verdicts[digest] = verdict
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        known = self._verdicts[digest]
+        if known is not None:
+            raise InvalidRequest(known.message, field=known.field, reason=known.reason)
+
+    async def stop(self) -> None:
+        """Stop the process."""
+        await self._process.stop()
+
+
+def compile_constraint(model: TextModel, constraint: Constraint) -> None:
+    """Compile a constraint for the model's vocabulary.
+
+    Raises:
+        InvalidRequest: the constraint is invalid or uses what is not supported.
+    """
+    model.check_constraint(constraint)
+
+
+def prepare(model: TextModel) -> None:
+    """Prepare the vocabulary of the model, which would otherwise count as time of the first constraint. A vocabulary
+    that cannot be prepared is reported by each check."""
+    with suppress(InvalidRequest):
+        model.check_constraint(Constraint(ConstraintKind.JSON_OBJECT, ""))
