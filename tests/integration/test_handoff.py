@@ -1,7 +1,9 @@
 """A prompt through real worker processes: prefill, hand-off, decode; the tokens are one engine's tokens."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -9,6 +11,7 @@ from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, a_worker
 from harness.servers.worker_channel import TEST_KEYS, worker_channel
 
+from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.engine import LLM, SamplingParams
 from kvferry.kv.handoff.ticket import Keyring
 from kvferry.rpc.wire import sampling_to_wire
@@ -80,7 +83,8 @@ class Pair:
     def generate(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], decode_pb2.Handoff]:
         answer = self.run_prefill(prompt, sampling)
         tokens, handoff, reason = self.run_decode(prompt, answer.first_token.id, answer.ticket, sampling)
-        assert reason == common_pb2.FINISH_REASON_LENGTH
+        ends_by_itself = sampling.constraint is not None
+        assert reason == (common_pb2.FINISH_REASON_STOP if ends_by_itself else common_pb2.FINISH_REASON_LENGTH)
         return [answer.first_token.id, *tokens], handoff
 
 
@@ -112,6 +116,18 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         assert_workers_idle(made.admin)
         for worker in workers:
             assert worker.stop() == 0, "a worker ends with status 0 on SIGTERM"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_constraint_holds_on_both_workers(pair: Pair, one_engine: LLM, sampling: SamplingParams) -> None:
+    # The decode worker rebuilds the grammar's state from the token that the prefill worker sampled.
+    constraint = Constraint(ConstraintKind.REGEX, "([0-9]{3}-){4}[a-f]{4}")
+    constrained = replace(sampling, constraint=constraint, max_tokens=64)
+    prompt = list(range(40))
+    tokens, handoff = pair.generate(prompt, constrained)
+    assert tokens == list(one_engine.generate([prompt], constrained)[0].token_ids)
+    assert re.fullmatch(rb"(\d{3}-){4}[a-f]{4}", bytes(tokens[:-1])), "the last token ends the sequence"
+    assert handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 100])

@@ -3,6 +3,9 @@
 They are used in tests of scheduling decisions; end-to-end tests use the real runner.
 """
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
@@ -47,6 +50,7 @@ class ArithmeticRunner:
                 block, slot = divmod(position, self.block_tokens)
                 self.pages[item.block_ids[block]][slot] = item.token_ids[position]
         drawn: dict[RequestId, SequenceOutput] = {}
+        postponed: set[RequestId] = set()
         for item in plan.scheduled:
             if item.num_sampled:
                 read = [
@@ -54,9 +58,20 @@ class ArithmeticRunner:
                     for p in range(len(item.token_ids))
                 ]
                 assert None not in read, f"request {item.request_id} read a slot that was not computed"
-                token = SampledToken(next_token([t for t in read if t is not None]))
-                drawn[item.request_id] = SequenceOutput((token,), item.num_scheduled)
-        return StepResult(drawn)
+                token = next_token([t for t in read if t is not None])
+                if item.mask is not None:
+                    allowed = item.mask.wait()
+                    if allowed is None:
+                        postponed.add(item.request_id)
+                        continue
+                    token = next_allowed(token, allowed)
+                drawn[item.request_id] = SequenceOutput((SampledToken(token),), item.num_scheduled)
+        return StepResult(drawn, postponed=frozenset(postponed))
+
+
+def next_allowed(token: int, allowed: npt.NDArray[np.bool_]) -> int:
+    """Return the first allowed token from `token` on, in cyclic order."""
+    return (token + int(np.roll(allowed, -token).argmax())) % len(allowed)
 
 
 def small_limits(**changes: int) -> SchedulerLimits:

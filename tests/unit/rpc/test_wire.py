@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.philox import uniform
-from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
 from kvferry.rpc import wire
 from kvferry.v1 import common_pb2

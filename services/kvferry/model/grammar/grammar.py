@@ -94,6 +94,8 @@ _MAX_ERROR_CHARS = 300
 
 
 def first_line(error: str) -> str:
-    """Return the first line of a parser's error, truncated; later lines show the grammar or a stack."""
-    line = error.strip().partition("\n")[0]
+    """Return the first line of a parser's error, truncated, and the line with the cause if there is one; other lines
+    show the grammar or a stack."""
+    line, _, rest = error.strip().partition("\n")
+    line += "".join(f" {cause}" for cause in rest.split("\n") if cause.startswith("error:"))
     return line if len(line) <= _MAX_ERROR_CHARS else line[: _MAX_ERROR_CHARS - 1] + "…"

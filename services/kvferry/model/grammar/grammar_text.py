@@ -43,7 +43,7 @@ def _delayed(text: str, after: str, control_ids: Mapping[str, int]) -> str:
     if after in control_ids:
         first = f"start: {_FREE_TEXT} <[{control_ids[after]}]> @{grammars[0]['name']}"
     else:
-        first = f"start: free @{grammars[0]['name']}\nfree[suffix={json.dumps(after)}]: {_FREE_TEXT}"
+        first = f"start: free @{grammars[0]['name']}\nfree[suffix={_quoted(after)}]: {_FREE_TEXT}"
     return json.dumps({"grammars": [{"lark_grammar": first}, *grammars]})
 
 
@@ -77,7 +77,12 @@ def _choice(source: str, _: Mapping[str, int]) -> str:
         raise _invalid(f"choice must be a list of 1 to {MAX_CHOICES} strings")
     if not all(items):
         raise _invalid("choice has an empty string; leave it out")
-    return _lark("start: " + " | ".join(json.dumps(item, ensure_ascii=False) for item in items))
+    return _lark("start: " + " | ".join(map(_quoted, items)))
+
+
+def _quoted(text: str) -> str:
+    """Quote a string for Lark, whose lexer rejects control characters."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def _grammar(source: str, _: Mapping[str, int]) -> str:

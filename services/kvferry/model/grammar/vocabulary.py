@@ -18,6 +18,8 @@ MAX_CACHED_BYTES = 4 << 20
 """Limits of the cache of compiled grammars: their number, and the bytes of their sources. A compiled grammar takes
 memory in proportion to its source and to the states that outputs have visited."""
 
+_CHECKED_TOKENS = 16
+
 
 class GrammarVocabulary:
     """A model's vocabulary, for which it compiles grammars. Thread-safe."""
@@ -30,12 +32,18 @@ class GrammarVocabulary:
         self._cached_bytes = 0
 
     def check(self, constraint: Constraint) -> None:
-        """Check that a constraint can be compiled and that an output can begin.
+        """Check that a constraint can be compiled and that an output can begin: computes the masks of a few tokens,
+        since the work for a mask is limited too.
 
         Raises:
             InvalidRequest: see `compile`.
         """
-        self.compile(constraint).start().allowed()
+        state = self.compile(constraint).start()
+        for _ in range(_CHECKED_TOKENS):
+            token = int(state.allowed().argmax())
+            if token in self._tokenizer.eos_token_ids:
+                break
+            state.advance([token])
 
     def compile(self, constraint: Constraint) -> Grammar:
         """Compile a constraint, or return its grammar from the cache. Most schemas take a few milliseconds; the first

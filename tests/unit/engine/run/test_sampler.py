@@ -16,6 +16,7 @@ from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.models.transformer import logits_of
 from kvferry.engine.plan.step import ScheduledSequence
+from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.run.sampler import adjust, draw, sample
 
 GREEDY = SamplingParams(temperature=0)
@@ -23,7 +24,12 @@ Floats = npt.NDArray[np.float64]
 
 
 def sequence(
-    params: SamplingParams, tokens: list[int] | None = None, *, num_prompt: int = 1, banned: tuple[int, ...] = ()
+    params: SamplingParams,
+    tokens: list[int] | None = None,
+    *,
+    num_prompt: int = 1,
+    banned: tuple[int, ...] = (),
+    mask: TokenMask | None = None,
 ) -> ScheduledSequence:
     tokens = tokens or [0]
     return ScheduledSequence(
@@ -37,6 +43,7 @@ def sequence(
         sampling=params,
         sample_index=0,
         banned_token_ids=banned,
+        mask=mask,
     )
 
 
@@ -192,3 +199,65 @@ def test_extreme_temperatures_are_no_trouble(temperature: float) -> None:
     logits = np.array([3.0, 3.0, -1e4])
     assert draw(logits, SamplingParams(temperature=temperature), 0.1) == 0
     assert draw(logits, SamplingParams(temperature=temperature), 0.99) in (1, 2)
+
+
+class Mask:
+    """A mask that allows some tokens, is late, or fails."""
+
+    is_ready = True
+
+    def __init__(self, allowed: set[int] | None, error: InvalidRequest | None = None) -> None:
+        self.allowed = allowed
+        self.error = error
+
+    def wait(self) -> npt.NDArray[np.bool_] | None:
+        if self.error is not None:
+            raise self.error
+        return None if self.allowed is None else np.isin(np.arange(8), list(self.allowed))
+
+    def after(self, token_ids: object) -> TokenMask:
+        raise AssertionError("only the scheduler advances masks")
+
+
+MASKED_LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0, 5.0, 4.0, 0.5]])
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (GREEDY, 3),
+        (SamplingParams(temperature=0, logit_bias={2: 10.0, 5: 50.0}), 2),
+        (SamplingParams(temperature=0, logprobs=0), 3),
+    ],
+)
+def test_a_masked_row_takes_the_best_token_that_is_allowed(params: SamplingParams, expected: int) -> None:
+    (sampled,) = sample(logits_of(MASKED_LOGITS), [sequence(params, mask=Mask({2, 3, 4}))])
+    assert isinstance(sampled, SampledToken)
+    assert sampled.token_id == expected
+    if params.logprobs is not None:
+        norm = float(torch.logsumexp(MASKED_LOGITS[0], 0))
+        assert sampled.logprob == pytest.approx(2.0 - norm), "log-probabilities are the model's, before the mask"
+
+
+def test_masked_draws_follow_the_distribution_of_the_allowed_tokens() -> None:
+    allowed, count = [2, 3, 4], 3000
+    rows = [sequence(SamplingParams(seed=seed), mask=Mask(set(allowed))) for seed in range(count)]
+    sampled = sample(logits_of(MASKED_LOGITS.expand(count, -1)), rows)
+    tokens = [token.token_id for token in sampled if isinstance(token, SampledToken)]
+    weights = np.exp(MASKED_LOGITS[0, allowed].double().numpy())
+    expected = count * weights / weights.sum()
+    seen = np.array([tokens.count(token) for token in allowed])
+    assert seen.sum() == count
+    assert float(((seen - expected) ** 2 / expected).sum()) < 13.8, "chi-square, two degrees of freedom, 0.1 %"
+
+
+def test_a_mask_takes_precedence_over_bans_that_leave_no_token() -> None:
+    # min_tokens bans the end tokens, but at the end of a grammar nothing else is allowed.
+    (sampled,) = sample(logits_of(MASKED_LOGITS), [sequence(GREEDY, banned=(4,), mask=Mask({4}))])
+    assert sampled == SampledToken(4)
+
+
+def test_a_late_mask_samples_nothing_and_an_error_is_that_of_the_row() -> None:
+    error = InvalidRequest("too complex", field="constraint")
+    rows = [sequence(GREEDY, mask=Mask(None)), sequence(GREEDY, mask=Mask(None, error)), sequence(GREEDY)]
+    assert sample(logits_of(MASKED_LOGITS.expand(3, -1)), rows) == [None, error, SampledToken(5)]

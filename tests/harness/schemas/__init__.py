@@ -1,0 +1,1 @@
+"""JSON Schemas for tests of constrained outputs: chosen ones, and generated ones."""
