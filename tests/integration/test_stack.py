@@ -5,9 +5,11 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import httpx
+import jsonschema
 import openai
 import pytest
 from harness.idle import assert_workers_idle
@@ -268,3 +270,32 @@ def test_the_timing_of_a_request_is_reported(stack: Stack) -> None:
     timing = httpx.post(f"{stack.http}/v1/completions", json=body, timeout=SECONDS).json()["kvferry"]
     assert timing["handoff_outcome"] in {"fetched", "local"}
     assert json.dumps(timing)
+
+
+def test_outputs_follow_schemas_streamed_and_whole(stack: Stack) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "people": {"type": "integer"}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
+    asked: Any = {"model": MODEL, "messages": QUESTION, "seed": 1, "max_tokens": 200, "response_format": wanted}
+    client = stack.openai()
+    whole = client.chat.completions.create(**asked, n=2)
+    for choice in whole.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content or ""), schema)
+    pieces = [c.choices[0].delta.content or "" for c in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(pieces) == whole.choices[0].message.content
+
+
+def test_a_schema_that_never_compiles_is_refused_by_its_field(stack: Stack) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        stack.openai().chat.completions.create(
+            model=MODEL,
+            messages=QUESTION,
+            extra_body={"guided_json": {"type": "integer", "multipleOf": 99999999}},
+        )
+    assert isinstance(caught.value.body, dict)
+    assert (caught.value.body["param"], caught.value.body["code"]) == ("guided_json", "constraint_too_costly")

@@ -45,7 +45,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
     [
         ({"temprature": 1}, "temprature", "unknown field"),
         ({"tools": [{"type": "function"}]}, "tools", "not implemented"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not implemented here; leave it out or send"),
+        ({"prediction": {"type": "content"}}, "prediction", "not implemented here; leave it out or send null"),
         ({"temperature": "hot"}, "temperature", "it is a JSON string"),
         ({"temperature": True}, "temperature", "it is true"),
         ({"temperature": 200}, "temperature", "from 0.0 to 100.0"),

@@ -228,3 +228,26 @@ async def test_a_lost_prefill_worker_costs_the_client_nothing(gateway, client):
     answer = await client.chat.completions.create(model="bytes", messages=_MESSAGES, max_tokens=4, seed=3)
     assert answer.choices[0].message.content == expected(_CHAT_PROMPT, 4)
     assert answer.kvferry["handoff_outcome"] == ""
+
+
+async def test_a_constraint_reaches_the_workers(client, gateway):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    await client.chat.completions.create(
+        model="bytes",
+        messages=_MESSAGES,
+        max_tokens=4,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    )
+    workers = gateway.workers
+    calls = [*workers.prefill[0].prefills, *workers.decode[0].decodes]
+    seen = [call.sampling.constraint.json_schema for call in calls]
+    assert seen == ['{"type": "object", "properties": {"a": {"type": "integer"}}}'] * 2, "prefill and decode"
+
+
+async def test_a_constraint_that_cannot_be_compiled_is_named_by_its_field(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            model="bytes", messages=_MESSAGES, extra_body={"guided_regex": "unsupported"}
+        )
+    assert caught.value.body["param"] == "guided_regex"
+    assert "unsupported" in caught.value.body["message"]
