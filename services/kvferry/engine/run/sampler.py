@@ -50,12 +50,12 @@ def sample(logits: Logits, sequences: Sequence[ScheduledSequence]) -> list[Sampl
         if sampling_path(s) is SamplingPath.BEST
         else _sample_row(logits.values[row], s)
         if s.mask is None
-        else _sample_masked(logits.values[row], s, s.mask)
+        else _sample_masked(logits, row, s, s.mask)
         for row, s in enumerate(sequences)
     ]
 
 
-def _sample_masked(row: npt.NDArray[np.float32], s: ScheduledSequence, mask: TokenMask) -> Sampled:
+def _sample_masked(logits: Logits, row: int, s: ScheduledSequence, mask: TokenMask) -> Sampled:
     """Sample a token that the constraint allows. If bans leave none of them, as `min_tokens` does at the end of a
     grammar, the constraint takes precedence and the bans are dropped."""
     try:
@@ -65,10 +65,11 @@ def _sample_masked(row: npt.NDArray[np.float32], s: ScheduledSequence, mask: Tok
     if allowed is None:
         return None
     if s.sampling.is_greedy and not alters(s) and s.sampling.logprobs is None:
-        return SampledToken(int(np.where(allowed, row, -np.inf).argmax()))
-    sampled = _sample_row(row, s, allowed)
+        best = logits.greedy[row]
+        return SampledToken(best if allowed[best] else int(np.where(allowed, logits.values[row], -np.inf).argmax()))
+    sampled = _sample_row(logits.values[row], s, allowed)
     if isinstance(sampled, InvalidRequest) and s.banned_token_ids:
-        return _sample_row(row, replace(s, banned_token_ids=()), allowed)
+        return _sample_row(logits.values[row], replace(s, banned_token_ids=()), allowed)
     return sampled
 
 
