@@ -34,6 +34,7 @@ class DecodeRequest(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     WANT_CACHED_TICKET_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     num_generated: _builtins.int
@@ -48,6 +49,8 @@ class DecodeRequest(_message.Message):
     """Return, with the last message, a ticket for the full blocks of this stream. The ticket holds no pages: a reader
     detects by their epochs whether they were reused.
     """
+    priority: _builtins.int
+    """class of the request; lower first"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and everything generated so far, the first token included."""
@@ -67,10 +70,11 @@ class DecodeRequest(_message.Message):
         ticket: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
         want_cached_ticket: _builtins.bool = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids", "want_cached_ticket", b"want_cached_ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids", "want_cached_ticket", b"want_cached_ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

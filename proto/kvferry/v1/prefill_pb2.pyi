@@ -33,6 +33,7 @@ class PrefillRequest(_message.Message):
     OFFER_FIELD_NUMBER: _builtins.int
     TICKET_ID_FIELD_NUMBER: _builtins.int
     PRIOR_TURN_TICKET_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     sample_index: _builtins.int
@@ -49,6 +50,8 @@ class PrefillRequest(_message.Message):
     """
     prior_turn_ticket: _builtins.bytes
     """A decode worker's `cached_ticket` of the conversation's previous turn, whose KV may still be cached there. A hint."""
+    priority: _builtins.int
+    """class of the request; lower first"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -66,10 +69,11 @@ class PrefillRequest(_message.Message):
         offer: _builtins.bool = ...,
         ticket_id: _builtins.str = ...,
         prior_turn_ticket: _builtins.bytes = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_generated", b"num_generated", "offer", b"offer", "prior_turn_ticket", b"prior_turn_ticket", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_generated", b"num_generated", "offer", b"offer", "prior_turn_ticket", b"prior_turn_ticket", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -128,6 +128,13 @@ ENGINE = (
         parse=whole(1, 1 << 20),
     ),
     Setting("max_sequences", 64, "Maximum requests in the running batch.", parse=whole(1, 4096)),
+    Setting(
+        "scheduling",
+        "fcfs",
+        "Which waiting request runs next: the earliest; the lowest priority number; the one with the fewest tokens to "
+        "compute; or, of the first eight, that one.",
+        choices=("fcfs", "priority", "srtf", "two-level"),
+    ),
 )
 
 TIERS = (

@@ -116,6 +116,8 @@ class Engine:
             max_tokens_total=total,
             eos_token_ids=self._eos,
             sample_index=request.sample_index,
+            priority=request.priority,
+            latest_start=self._latest_start(request),
             tenant=request.tenant,
             exports=request.exports,
             keeps=request.keeps,
@@ -151,7 +153,8 @@ class Engine:
         started = self.scheduler.take_started()
         if started and self.on_started is not None:
             self.on_started(started)
-        updates = self._run(plan) if plan.scheduled else []
+        overdue = self.scheduler.take_overdue(self._clock.monotonic())
+        updates = [*overdue, *self._run(plan)] if plan.scheduled else overdue
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
         self._loads.store_full_objects()
         changes, progress = self.allocator.index.take_changes(), self.scheduler.blocks.take_progress()
@@ -226,6 +229,13 @@ class Engine:
         self._next_export += 1
         self._exports[number] = export.blocks
         return number
+
+    def _latest_start(self, request: EngineRequest) -> float | None:
+        """Return the time after which a request cannot meet its deadline: half of the estimated time for its prompt
+        before the deadline, since an estimate may be wrong and the refusal is final."""
+        if request.deadline is None:
+            return None
+        return request.deadline - 0.5 * self._prices.compute_seconds(0, len(request.token_ids))
 
     def _check(self, request: EngineRequest) -> None:
         count = len(request.token_ids)

@@ -23,6 +23,10 @@ class EngineRequest:
     sampling: SamplingParams
     num_generated: int = 0
     sample_index: int = 0
+    priority: int = 0
+    """Class of the request: lower numbers come first, if the scheduling policy compares classes."""
+    deadline: float | None = None
+    """Monotonic seconds by which the first token is needed; `None` for no deadline."""
     tenant: str = ""
     exports: bool = False
     """Whether to sample one token and then export the pages to an offer."""

@@ -23,6 +23,7 @@ MAX_TOKEN_IDS = 1 << 20
 """Maximum number of token ids per message; far above any served context length."""
 MAX_SAMPLES = 64
 """Maximum number of samples (`n`) per prompt."""
+MAX_PRIORITY = 1000
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 
@@ -201,6 +202,19 @@ def num_samples_from_wire(n: int) -> int:
     if n > MAX_SAMPLES:
         raise InvalidRequest(f"n must be a whole number from 1 to {MAX_SAMPLES}, not {n}", field="n")
     return n or 1
+
+
+def check_priority(value: int) -> int:
+    """Check the class of a request.
+
+    Raises:
+        InvalidRequest: it is out of range.
+    """
+    if abs(value) > MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {value}", field="priority"
+        )
+    return value
 
 
 def check_request_id(value: str) -> str:

@@ -43,6 +43,10 @@ class WorkerContext:
         """The worker's id and incarnation as a message."""
         return common_pb2.WorkerIdentity(worker_id=self.worker_id, incarnation=self.incarnation)
 
+    def deadline_in(self, seconds: float | None) -> float | None:
+        """Return the deadline of a call that ends in `seconds`, in monotonic seconds; `None` without a deadline."""
+        return None if seconds is None else self.clock.monotonic() + seconds
+
     def admit(self, model: str, tenant: str = "") -> None:
         """Check that a call with this model and tenant may start.
 

@@ -25,6 +25,8 @@ class LocalSource:
                 token_ids=list(request.token_ids),
                 sampling=request.sampling,
                 sample_index=request.sample_index,
+                priority=request.priority,
+                deadline=request.deadline,
                 tenant=request.tenant,
             )
         )

@@ -251,3 +251,13 @@ async def test_a_constraint_that_cannot_be_compiled_is_named_by_its_field(client
         )
     assert caught.value.body["param"] == "guided_regex"
     assert "unsupported" in caught.value.body["message"]
+
+
+async def test_a_priority_reaches_the_workers(client, gateway):
+    asked = {"model": "bytes", "messages": _MESSAGES, "max_tokens": 4}
+    await client.chat.completions.create(**asked, extra_body={"priority": -3})
+    workers = gateway.workers
+    assert [call.priority for call in (*workers.prefill[0].prefills, *workers.decode[0].decodes)] == [-3, -3]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(**asked, extra_body={"priority": 1 << 40})
+    assert caught.value.body["param"] == "priority"

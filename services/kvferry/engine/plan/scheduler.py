@@ -2,12 +2,13 @@
 
 One step, in order:
 
-1. *Running* sequences, oldest first, each get min(N - C, chunk limit, remaining budget) tokens; if any of them decodes,
-   all prompts together get at most `max_mixed_tokens`, which bounds the inter-token latency. If pages are short, the
-   youngest running sequence is preempted: its pages are freed, C is reset to 0, its tokens are kept, and it waits at
-   the front of the queue to be recomputed, or loaded if a tier has its KV (Kwon et al., PagedAttention, section 4.5).
-2. *Waiting* sequences, in order of arrival, start from their longest cached prefix (C = hit, at most N - 1) while
-   budget, sequence limit and pages last; admission stops at the first sequence that does not fit, so that none
+1. *Running* sequences, in the order of the policy (`engine.policies`; by default the oldest first), each get
+   min(N - C, chunk limit, remaining budget) tokens; if any of them decodes, all prompts together get at most
+   `max_mixed_tokens`, which bounds the inter-token latency. If pages are short, the last running sequence in that order
+   is preempted: its pages are freed, C is reset to 0, its tokens are kept, and it waits in the queue to be recomputed,
+   or loaded if a tier has its KV (Kwon et al., PagedAttention, section 4.5).
+2. *Waiting* sequences, in the order of the policy, start from their longest cached prefix (C = hit, at most N - 1)
+   while budget, sequence limit and pages last; admission stops at the first sequence that does not fit, so that none
    starves. Pages that admitted prompts still need, and a small reserve, are left to running sequences (`admission`). A
    sequence whose KV is at a peer or in a tier gets its pages and a `LoadJob`; it runs when its KV is loaded. A sequence
    whose tier lookup is pending is skipped.
@@ -16,10 +17,10 @@ Prefill and decode are not separate phases; both are given by N - C (see `sequen
 queues; `update` must be called with its result before the next `schedule`.
 """
 
-from collections import deque
+import heapq
 from collections.abc import Iterable
 
-from kvferry.core.errors import InvariantBroken, KvferryError
+from kvferry.core.errors import DeadlinePassed, InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.blocks.allocation import Allocator, BlockTable, PageCopy
@@ -30,6 +31,7 @@ from kvferry.engine.plan.lookahead import is_same, one_ahead, share
 from kvferry.engine.plan.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
 from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, check_output
 from kvferry.engine.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.policies.policy import policy_of
 
 
 class Scheduler:
@@ -40,7 +42,11 @@ class Scheduler:
         self.allocator = allocator
         self.blocks = FullBlocks(allocator)
         """Processing of full blocks: prefix index, stores and reports."""
-        self._waiting: deque[Sequence] = deque()
+        self._policy = policy_of(limits.scheduling)
+        self._waiting = self._policy.make_queue(self._num_remaining)
+        self._starts: list[tuple[float, int, RequestId]] = []
+        """Heap of the sequences with a deadline, by the time at which they must have started: time, arrival, request.
+        Entries of sequences that have ended stay until that time."""
         self._running: list[Sequence] = []
         self._loading: dict[RequestId, Sequence] = {}
         self._known: dict[RequestId, Sequence] = {}
@@ -65,7 +71,9 @@ class Scheduler:
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
         self._known[sequence.request_id] = sequence
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
+        if sequence.latest_start is not None:
+            heapq.heappush(self._starts, (sequence.latest_start, sequence.arrival, sequence.request_id))
 
     def abort(self, request_id: RequestId) -> bool:
         """Abort a sequence and free its pages; return whether it existed. Idempotent."""
@@ -88,22 +96,25 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step; empty if no sequence can run now."""
+        self._displace()
         room = StepBudget(self.limits, self._running, len(self._waiting))
         planned: list[ScheduledSequence] = []
         copies: list[PageCopy] = []
         preempted_before = self.num_preemptions
-        for sequence in list(self._running):
+        for sequence in self._in_order():
             if room.tokens == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted earlier in this loop
+            if self._first_precedes(sequence) and self.num_preemptions == preempted_before:
+                self._admit(room, planned, before=sequence)
             if sequence.waits_for_mask:
                 continue
             wanted = sequence.num_tokens - sequence.num_computed
             count = room.fit(wanted)
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
-            made = self._grow_or_preempt(sequence, count)
+            made = self._grow_or_preempt(sequence, count, planned)
             if made is None:
                 continue
             copies += made
@@ -121,9 +132,27 @@ class Scheduler:
 
         If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`.
         """
-        if self._waiting or self._loading or len(plan.scheduled) != len(self._running):
+        if len(self._waiting) or self._loading or len(plan.scheduled) != len(self._running):
             return None
         return one_ahead(plan, self._known, self.allocator)
+
+    def take_overdue(self, now: float) -> list[SequenceUpdate]:
+        """End the sequences that have waited too long for their deadline and have computed nothing; return them."""
+        updates: list[SequenceUpdate] = []
+        while self._starts and self._starts[0][0] < now:
+            _, arrival, request_id = heapq.heappop(self._starts)
+            sequence = self._known.get(request_id)
+            if sequence is None or sequence.arrival != arrival or sequence.state is not SequenceState.WAITING:
+                continue
+            if sequence.num_preemptions or sequence.num_generated:
+                continue
+            self.abort(request_id)
+            error = DeadlinePassed(
+                f"request {request_id} waited until its deadline could no longer be met; retry on a less loaded worker "
+                "or with a longer deadline"
+            )
+            updates.append(SequenceUpdate(request_id, (), None, 0, error=error))
+        return updates
 
     def is_wanted(self, item: ScheduledSequence) -> bool:
         """Return whether the sequence of a scheduled item still exists."""
@@ -207,13 +236,13 @@ class Scheduler:
         sequence.move(SequenceEvent.LOADED)
         self.blocks.list_full(sequence)
         self._running.append(sequence)
-        self._running.sort(key=lambda s: s.arrival)
+        self._running.sort(key=self._policy.order)
         self._started.append(request_id)
         return True
 
     def load_failed(self, request_id: RequestId) -> Sequence | None:
-        """Move the sequence of a failed load to the front of the queue, so that its tokens are computed; return it, or
-        `None` if it has ended.
+        """Move the sequence of a failed load back to the queue, so that its tokens are computed; return it, or `None`
+        if it has ended.
 
         Its pages are freed now; pages that a transport may still write to are quarantined.
         """
@@ -224,7 +253,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_listed = 0
         sequence.remote = None
         sequence.move(SequenceEvent.LOAD_FAILED)
-        self._waiting.appendleft(sequence)
+        self._waiting.add(sequence)
         return sequence
 
     # ------------------------------------------------------------------ views
@@ -260,17 +289,63 @@ class Scheduler:
 
     # ------------------------------------------------------------------ inside
 
-    def _grow_or_preempt(self, sequence: Sequence, count: int) -> list[PageCopy] | None:
+    def _num_remaining(self, sequence: Sequence) -> int:
+        """Return the number of tokens of a waiting sequence that are not cached."""
+        names = sequence.name_blocks()
+        hit = self.allocator.peek(names, sequence.tokens, max_tokens=sequence.num_tokens - 1)
+        return sequence.num_tokens - len(hit) * self.allocator.block_tokens
+
+    def _in_order(self) -> list[Sequence]:
+        if not self._policy.is_shortest_first:
+            return list(self._running)
+        return sorted(self._running, key=lambda s: s.num_tokens - s.num_computed)  # stable: by class, then arrival
+
+    def _first_precedes(self, running: Sequence) -> bool:
+        """Return whether the first waiting sequence gets tokens before a running one."""
+        if running.num_tokens - running.num_computed <= 1 or not len(self._waiting):
+            return False
+        if not (self._policy.is_shortest_first or self._policy.has_classes):
+            return False
+        first = self._waiting.first()
+        return first is not None and self._policy.precedes(first, self._num_remaining(first), running)
+
+    def _displace(self) -> None:
+        """Preempt running sequences of lower classes until the first waiting sequence fits, if the policy says so."""
+        first = self._waiting.first() if self._policy.displaces else None
+        while first is not None and self._running and self._policy.displaced(first, self._running[-1]):
+            held = (*self._running, *self._loading.values())
+            has_place = len(held) < self.limits.max_sequences
+            hit = self.allocator.peek(first.name_blocks(), first.tokens, max_tokens=first.num_tokens - 1)
+            if has_place and Headroom(self.allocator, held, reserve=self._reserve).fits(hit, first.num_tokens):
+                return
+            self._preempt(self._running[-1])
+
+    @property
+    def _reserve(self) -> int:
+        return int(self.allocator.pool.num_blocks * self.limits.reserve_share)
+
+    def _grow_or_preempt(
+        self, sequence: Sequence, count: int, planned: list[ScheduledSequence]
+    ) -> list[PageCopy] | None:
+        """Allocate the pages for `count` tokens. While they are short, preempt the last running sequence that is not
+        yet planned in this step; return `None` if that is the sequence itself."""
         while True:
             copies = self.allocator.grow(
                 sequence.table, num_computed=sequence.num_computed, num_tokens=sequence.num_computed + count
             )
             if copies is not None:
                 return copies
-            victim = self._running[-1]
+            victim = self._victim(planned)
             self._preempt(victim)
             if victim is sequence:
                 return None
+
+    def _victim(self, planned: list[ScheduledSequence]) -> Sequence:
+        last = self._running[-1]
+        if not self._policy.is_shortest_first:
+            return last  # planned in the same order, so it is not planned yet
+        scheduled = {item.request_id for item in planned}
+        return next(s for s in reversed(self._running) if s.request_id not in scheduled)
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
@@ -279,20 +354,22 @@ class Scheduler:
         victim.num_preemptions += 1
         victim.move(SequenceEvent.PREEMPT)
         self._preempted.append(victim)
-        self._waiting.appendleft(victim)
+        self._waiting.add(victim)
         self.num_preemptions += 1
 
-    def _admit(self, room: StepBudget, planned: list[ScheduledSequence]) -> None:
-        if not self._waiting:
+    def _admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
+        """Admit waiting sequences while they fit; with `before`, those that precede this running sequence."""
+        if not len(self._waiting):
             return
         asking: list[Sequence] = []
-        reserve = int(self.allocator.pool.num_blocks * self.limits.reserve_share)
-        pages = Headroom(self.allocator, (*self._running, *self._loading.values()), reserve=reserve)
-        while self._waiting and room.tokens > 0:
-            sequence = self._waiting[0]
+        pages = Headroom(self.allocator, (*self._running, *self._loading.values()), reserve=self._reserve)
+        while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
             if sequence.is_asking:
-                asking.append(self._waiting.popleft())
+                self._waiting.remove(sequence)
+                asking.append(sequence)
                 continue
+            if before is not None and not self._policy.precedes(sequence, self._num_remaining(sequence), before):
+                break
             if len(self._running) + len(self._loading) >= self.limits.max_sequences:
                 break
             hit = self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_tokens - 1)
@@ -313,7 +390,7 @@ class Scheduler:
                     "the pages of an admitted sequence could not be allocated"
                 )  # full blocks need no copy
             pages.admit(sequence)
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             sequence.num_computed = hit_tokens
             sequence.num_listed = len(hit)
             sequence.num_stored = max(sequence.num_stored, len(hit))
@@ -328,8 +405,9 @@ class Scheduler:
             self._started.append(sequence.request_id)
             planned.append(share(sequence, count))
             room.take(wanted, count)
-        self._waiting.extendleft(reversed(asking))
-        self._running.sort(key=lambda s: s.arrival)
+        for sequence in asking:
+            self._waiting.add(sequence)
+        self._running.sort(key=self._policy.order)
 
     def _start_load(self, sequence: Sequence, first_block: int) -> None:
         remote = sequence.remote

@@ -94,6 +94,10 @@ class Sequence:
     arrival: int = 0
     """Order of arrival: the earliest is scheduled first, the latest is preempted first."""
     sample_index: int = 0
+    priority: int = 0
+    """Class of the request; lower numbers come first with the policies that compare classes."""
+    latest_start: float | None = None
+    """Monotonic seconds after which its deadline can no longer be met; a sequence that waits longer is refused."""
     tenant: str = ""
     exports: bool = False
     """Whether to stop after one token and export the pages (on a prefill worker)."""

@@ -20,6 +20,8 @@ class SchedulerLimits:
     inter-token latency (Agrawal et al., Sarathi-Serve, 2024, section 4.2)."""
     max_sequences: int = 64
     """Maximum number of sequences that hold pages."""
+    scheduling: str = "fcfs"
+    """Scheduling policy, a key of `policies.policy.POLICIES`."""
     reserve_share: float = 0.01
     """Share of pages that admission leaves free; without it, new sequences would take the last page and cause
     preemptions."""

@@ -23,6 +23,7 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
         offer=True,
         ticket_id=new_ticket_id(),
         prior_turn_ticket=prior_turn_ticket,
+        priority=asked.priority,
     )
 
 
@@ -38,4 +39,5 @@ def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
         sample_index=asked.sample_index,
         tenant=asked.tenant,
         want_cached_ticket=True,
+        priority=asked.priority,
     )

@@ -214,6 +214,7 @@ async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *,
                 sampling=asked.sampling,
                 num_samples=asked.num_samples,
                 tenant=caller.tenant,
+                priority=asked.priority,
                 arrived=caller.arrived,
             )
         )

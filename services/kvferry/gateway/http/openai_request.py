@@ -22,6 +22,7 @@ class ReadRequest:
     """Number of samples per prompt."""
     stream: bool
     include_usage: bool
+    priority: int
     constraint_field: str
     """Field of the request that has the constraint of `sampling`; empty if the output is free."""
 
@@ -37,7 +38,9 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
     sampling = asked.to_sampling()
     ids = prompts.encode_chat(model, [m.as_template_input() for m in asked.messages])
     field, _ = asked.constraint()
-    return ReadRequest((ids,), sampling, asked.num_samples, bool(asked.stream), asked.include_usage, field)
+    return ReadRequest(
+        (ids,), sampling, asked.num_samples, bool(asked.stream), asked.include_usage, asked.priority, field
+    )
 
 
 def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequest:
@@ -61,7 +64,9 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     for ids in encoded:
         prompts.check_num_tokens(model, len(ids))
     field, _ = asked.constraint()
-    return ReadRequest(encoded, sampling, asked.num_samples, bool(asked.stream), asked.include_usage, field)
+    return ReadRequest(
+        encoded, sampling, asked.num_samples, bool(asked.stream), asked.include_usage, asked.priority, field
+    )
 
 
 def _check_model(model: TextModel, name: str | None) -> None:

@@ -21,7 +21,7 @@ from kvferry.gateway.http.openai_constraints import (
     ResponseFormat,
     StructuredOutputs,
 )
-from kvferry.rpc.wire import MAX_SAMPLES
+from kvferry.rpc.wire import MAX_PRIORITY, MAX_SAMPLES
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; chat has no default."""
@@ -109,6 +109,7 @@ class _Common(ConstraintFields):
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
 
     @property
     def num_samples(self) -> int:

@@ -42,6 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 sampling=wire.sampling_from_wire(request.sampling),
                 num_samples=wire.num_samples_from_wire(request.n),
                 tenant=tenant,
+                priority=wire.check_priority(request.priority),
                 arrived=arrived,
                 deadline=None if remaining is None else arrived + remaining,
             )

@@ -31,6 +31,8 @@ class TextRequest:
     """Sampling parameters with `max_tokens` and `seed` set."""
     num_samples: int = 1
     tenant: str = ""
+    priority: int = 0
+    """Class of the request; lower numbers come first, where workers schedule by priority."""
     arrived: float = 0.0
     """Arrival time, monotonic seconds."""
     deadline: float | None = None
@@ -92,6 +94,7 @@ async def _sample(
         sampling=request.sampling,
         sample_index=index,
         tenant=request.tenant,
+        priority=request.priority,
         arrived=request.arrived,
         deadline=request.deadline,
     )

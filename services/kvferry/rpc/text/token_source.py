@@ -25,6 +25,8 @@ class TokenRequest:
     sample_index: int = 0
     tenant: str = ""
     """Owner of the KV blocks; empty for the default tenant."""
+    priority: int = 0
+    """Class of the request; lower numbers come first, where workers schedule by priority."""
     arrived: float = 0.0
     """Arrival time, monotonic seconds; timings are relative to it."""
     deadline: float | None = None

@@ -59,6 +59,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 num_generated=request.num_generated,
                 sample_index=request.sample_index,
                 tenant=request.tenant,
+                priority=wire.check_priority(request.priority),
+                deadline=self._context.deadline_in(context.time_remaining()),
                 exports=True,
                 remote=self._earlier(request, tokens),
             )

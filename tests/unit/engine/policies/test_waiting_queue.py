@@ -1,0 +1,92 @@
+"""Queues by their definition: the sequence of the lowest rank, after any additions, removals and changes of rank."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.policies.waiting_queue import STAGED, RankQueue, ShortestFirstQueue, TwoLevelQueue, WaitingQueue
+
+NAMER = BlockNamers(b"k").of("", fingerprint=b"f", block_tokens=4)
+
+
+def a_sequence(number: int, *, priority: int = 0) -> Sequence:
+    return Sequence(
+        RequestId(f"r{number}"), [0], 1, SamplingParams(), NAMER, 10, frozenset(), arrival=number, priority=priority
+    )
+
+
+def drain(queue: WaitingQueue) -> list[int]:
+    order: list[int] = []
+    while (first := queue.first()) is not None:
+        queue.remove(first)
+        order.append(first.arrival)
+    assert len(queue) == 0
+    return order
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
+def test_a_rank_queue_is_a_sorted_list(entries: list[tuple[int, bool]]) -> None:
+    queue = RankQueue(lambda s: (s.priority, s.arrival))
+    sequences = [a_sequence(number, priority=priority) for number, (priority, _) in enumerate(entries)]
+    for sequence in sequences:
+        queue.add(sequence)
+    kept = [s for s, (_, removed) in zip(sequences, entries, strict=True) if not removed]
+    for sequence, (_, removed) in zip(sequences, entries, strict=True):
+        if removed:
+            queue.remove(sequence)
+    assert {s.arrival for s in queue} == {s.arrival for s in kept}
+    assert drain(queue) == [s.arrival for s in sorted(kept, key=lambda s: (s.priority, s.arrival))]
+
+
+def test_a_sequence_that_returns_is_ranked_once() -> None:
+    queue = RankQueue(lambda s: (s.arrival,))
+    first, second = a_sequence(1), a_sequence(2)
+    for sequence in (first, second):
+        queue.add(sequence)
+    queue.remove(first)
+    queue.add(first)
+    assert drain(queue) == [1, 2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
+def test_shortest_first_ranks_anew_what_comes_first(entries: list[tuple[int, int]]) -> None:
+    lengths = {number: before for number, (before, _) in enumerate(entries)}
+    queue = ShortestFirstQueue(lambda s: (lengths[s.arrival], s.arrival))
+    for number in lengths:
+        queue.add(a_sequence(number))
+    for number, (before, more) in enumerate(entries):
+        lengths[number] = before + more  # evicted since: the earlier rank is too low
+    order = drain(queue)
+    assert order == sorted(lengths, key=lambda number: (lengths[number], number))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40))
+def test_two_levels_admit_the_arrivals_in_groups_and_each_group_shortest_first(lengths: list[int]) -> None:
+    # A request at position p is staged at refill p // STAGED + 1, whatever arrives later.
+    queue = TwoLevelQueue(lambda s: (s.arrival,), lambda s: (lengths[s.arrival], s.arrival))
+    for number in range(len(lengths)):
+        queue.add(a_sequence(number))
+    expected: list[int] = []
+    for start in range(0, len(lengths), STAGED):
+        group = range(start, min(start + STAGED, len(lengths)))
+        expected += sorted(group, key=lambda number: (lengths[number], number))
+    assert drain(queue) == expected
+
+
+def test_the_staging_bounds_how_often_remaining_tokens_are_computed() -> None:
+    asked = 0
+
+    def inner(sequence: Sequence) -> tuple[int, ...]:
+        nonlocal asked
+        asked += 1
+        return (sequence.arrival,)
+
+    queue = TwoLevelQueue(lambda s: (s.arrival,), inner)
+    for number in range(1000):
+        queue.add(a_sequence(number))
+    queue.first()
+    assert asked <= STAGED
