@@ -120,6 +120,9 @@ class Allocator:
             The page copies to make before the write: at most one, of a partly filled shared page.
         """
         first_written = num_computed // self.block_tokens
+        fits_page = num_tokens <= (first_written + 1) * self.block_tokens and first_written < len(table.blocks)
+        if fits_page and self.pool.refs(table.blocks[first_written]) <= 1:
+            return []  # the most frequent case: a decode writes to a page that only it uses
         shared = [
             i
             for i in range(first_written, min(len(table.blocks), self.blocks_for(num_tokens)))

@@ -27,7 +27,7 @@ def share(sequence: Sequence, count: int) -> ScheduledSequence:
         num_computed=sequence.num_computed,
         num_scheduled=count,
         block_ids=sequence.table.blocks,
-        num_sampled=1 if sequence.num_computed + count == sequence.num_tokens else 0,
+        num_sampled=1 if sequence.num_computed + count == len(sequence.tokens) else 0,
         sampling=sequence.sampling,
         sample_index=sequence.sample_index,
         banned_token_ids=sequence.banned_now(),

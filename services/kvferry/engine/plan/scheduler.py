@@ -68,6 +68,7 @@ class Scheduler:
             raise InvariantBroken(f"request {sequence.request_id} was added twice")
         if self.allocator.blocks_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
             raise InvariantBroken(f"request {sequence.request_id} needs more blocks than the pool has")
+        sequence.name_blocks()  # here and not in the step that admits it, which may admit many
         sequence.arrival = self._next_arrival
         self._next_arrival += 1
         self._known[sequence.request_id] = sequence
@@ -101,17 +102,18 @@ class Scheduler:
         planned: list[ScheduledSequence] = []
         copies: list[PageCopy] = []
         preempted_before = self.num_preemptions
+        may_precede = len(self._waiting) > 0 and self._policy.mixes
         for sequence in self._in_order():
             if room.tokens == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted earlier in this loop
-            if self._first_precedes(sequence) and self.num_preemptions == preempted_before:
+            wanted = len(sequence.tokens) - sequence.num_computed
+            if may_precede and wanted > 1 and self.num_preemptions == preempted_before:
                 self._admit(room, planned, before=sequence)
-            if sequence.waits_for_mask:
+            if sequence.is_postponed and sequence.waits_for_mask:
                 continue
-            wanted = sequence.num_tokens - sequence.num_computed
-            count = room.fit(wanted)
+            count = 1 if wanted == 1 else room.fit(wanted)
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
             made = self._grow_or_preempt(sequence, count, planned)
@@ -300,15 +302,6 @@ class Scheduler:
             return list(self._running)
         return sorted(self._running, key=lambda s: s.num_tokens - s.num_computed)  # stable: by class, then arrival
 
-    def _first_precedes(self, running: Sequence) -> bool:
-        """Return whether the first waiting sequence gets tokens before a running one."""
-        if running.num_tokens - running.num_computed <= 1 or not len(self._waiting):
-            return False
-        if not (self._policy.is_shortest_first or self._policy.has_classes):
-            return False
-        first = self._waiting.first()
-        return first is not None and self._policy.precedes(first, self._num_remaining(first), running)
-
     def _displace(self) -> None:
         """Preempt running sequences of lower classes until the first waiting sequence fits, if the policy says so."""
         first = self._waiting.first() if self._policy.displaces else None
@@ -359,7 +352,7 @@ class Scheduler:
 
     def _admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
         """Admit waiting sequences while they fit; with `before`, those that precede this running sequence."""
-        if not len(self._waiting):
+        if not len(self._waiting) or len(self._running) + len(self._loading) >= self.limits.max_sequences:
             return
         asking: list[Sequence] = []
         pages = Headroom(self.allocator, (*self._running, *self._loading.values()), reserve=self._reserve)

@@ -165,7 +165,8 @@ class Sequence:
 
     def banned_after(self, count: int) -> tuple[int, ...]:
         """Return the token ids banned after `count` more tokens; see `banned_now`."""
-        if self.num_generated + count >= self.sampling.min_tokens:
+        least = self.sampling.min_tokens
+        if least == 0 or self.num_generated + count >= least:
             return ()
         return (*sorted(self.eos_token_ids), *self.sampling.stop_token_ids)
 

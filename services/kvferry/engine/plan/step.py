@@ -31,9 +31,9 @@ def is_decode(num_uncomputed: int) -> bool:
     return num_uncomputed == 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, since one is created per sequence and step, and freezing doubles that time
 class ScheduledSequence:
-    """Part of a step that belongs to one sequence. The scheduler owns the lists; do not change or keep them."""
+    """Part of a step that belongs to one sequence. Do not change it. The scheduler owns its lists; do not keep them."""
 
     request_id: RequestId
     token_ids: Sequence[int]

@@ -39,6 +39,11 @@ class Policy:
     displaces: bool = False
     """Whether a waiting sequence takes the place of a running one of a lower class."""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether a waiting sequence may get tokens of a step before a running prompt."""
+        return self.has_classes or self.is_shortest_first
+
     def order(self, sequence: Sequence) -> tuple[int, int]:
         """Return the sort key of running sequences; the last one is preempted first."""
         return (sequence.priority if self.has_classes else 0, sequence.arrival)

@@ -1,0 +1,121 @@
+"""Time to plan and record a step, without a model: by number of running and waiting requests, for each policy.
+
+    make bench-scheduler                    rows appended to tests/bench/results/scheduler.csv
+
+plan    `schedule` of a step in which all running sequences decode, with others waiting for a place in the batch
+admit   `schedule` of a step that admits all sequences at once
+update  `update` with one token for each running sequence
+"""
+
+import argparse
+import os
+import statistics
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from harness.machine import cpu_name
+
+from kvferry.bench.commit import commit
+from kvferry.bench.rows import append_csv
+from kvferry.core.clock import SystemClock
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.prefix_index import PrefixIndex
+from kvferry.engine.plan.scheduler import Scheduler
+from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.policies.policy import POLICIES
+
+RESULTS = Path(__file__).parent / "results" / "scheduler.csv"
+BLOCK_TOKENS = 16
+PROMPT_TOKENS = 64
+CLOCK = SystemClock()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cell of one run, as it stands in the CSV."""
+
+    date: str
+    commit: str
+    cpu: str
+    scheduling: str
+    cell: str
+    running: int
+    waiting: int
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    load_average: float
+
+
+class Rig:
+    """A scheduler with requests."""
+
+    def __init__(self, scheduling: str, *, running: int, waiting: int) -> None:
+        index = PrefixIndex()
+        pool = BlockPool((running + 8) * 64, on_reuse=index.forget)
+        limits = SchedulerLimits(
+            token_budget=1 << 20, max_chunk_tokens=1 << 20, max_sequences=running, scheduling=scheduling
+        )
+        self.scheduler = Scheduler(limits, Allocator(pool, index, block_tokens=BLOCK_TOKENS))
+        namer = BlockNamers(b"bench").of("", fingerprint=b"layout", block_tokens=BLOCK_TOKENS)
+        for number in range(running + waiting):
+            tokens = [number, *range(1, PROMPT_TOKENS + number % 32)]
+            sampling = SamplingParams(temperature=0.0)
+            self.scheduler.add(
+                Sequence(RequestId(f"r{number}"), tokens, len(tokens), sampling, namer, 800, frozenset())
+            )
+
+    def record(self, plan: StepPlan) -> None:
+        tokens = (SampledToken(7),)
+        self.scheduler.update(
+            plan, StepResult({s.request_id: SequenceOutput(tokens, s.num_scheduled) for s in plan.scheduled})
+        )
+
+
+def measure(scheduling: str, running: int, waiting: int, repetitions: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {"admit": [], "plan": [], "update": []}
+    rig = Rig(scheduling, running=running, waiting=waiting)
+    begun = CLOCK.monotonic()
+    plan = rig.scheduler.schedule()
+    found["admit"].append(CLOCK.monotonic() - begun)
+    rig.record(plan)
+    for _ in range(repetitions):
+        begun = CLOCK.monotonic()
+        plan = rig.scheduler.schedule()
+        found["plan"].append(CLOCK.monotonic() - begun)
+        assert len(plan.scheduled) == running
+        begun = CLOCK.monotonic()
+        rig.record(plan)
+        found["update"].append(CLOCK.monotonic() - begun)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=200)
+    asked = parser.parse_args()
+    rows: list[Row] = []
+    for scheduling in POLICIES:
+        for running, waiting in ((256, 0), (256, 1000), (256, 10_000)):
+            for cell, seconds in measure(scheduling, running, waiting, asked.repetitions).items():
+                low, middle, high = (1e3 * f(seconds) for f in (min, statistics.median, max))
+                date = datetime.now(UTC).isoformat(timespec="seconds")
+                load = os.getloadavg()[0]
+                rows.append(
+                    Row(date, commit(), cpu_name(), scheduling, cell, running, waiting, middle, low, high, load)
+                )
+                print(
+                    f"{scheduling:10} {running:4} running {waiting:6} waiting  {cell:7} {middle:7.3f} ms, least {low:.3f}"
+                )
+    append_csv(RESULTS, [asdict(row) for row in rows])
+
+
+if __name__ == "__main__":
+    main()
