@@ -111,9 +111,8 @@ def main() -> None:
                 rows.append(
                     Row(date, commit(), cpu_name(), scheduling, cell, running, waiting, middle, low, high, load)
                 )
-                print(
-                    f"{scheduling:10} {running:4} running {waiting:6} waiting  {cell:7} {middle:7.3f} ms, least {low:.3f}"
-                )
+                counts = f"{running:4} running {waiting:6} waiting"
+                print(f"{scheduling:10} {counts}  {cell:7} {middle:7.3f} ms, least {low:.3f}")
     append_csv(RESULTS, [asdict(row) for row in rows])
 
 

@@ -111,6 +111,70 @@ WORKER_CLAIMED = Metric("kvferry_worker_tickets_claimed", Kind.GAUGE, "Tickets c
 WORKER_TRANSFERS = Metric("kvferry_worker_transfers", Kind.GAUGE, "KV reads in flight.", _WORKER)
 WORKER_OPEN_CALLS = Metric("kvferry_worker_open_calls", Kind.GAUGE, "Calls in flight.", _WORKER)
 
+_COUNT_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0)
+_MASK_BUCKETS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+WORKER_STEPS = Metric("kvferry_worker_steps_total", Kind.COUNTER, "Steps computed.", _WORKER)
+WORKER_STEP_TOKENS = Metric(
+    "kvferry_worker_step_tokens", Kind.HISTOGRAM, "Tokens computed by a step.", _WORKER, _COUNT_BUCKETS
+)
+WORKER_STEP_SEQUENCES = Metric(
+    "kvferry_worker_step_sequences", Kind.HISTOGRAM, "Sequences in a step.", _WORKER, _COUNT_BUCKETS
+)
+WORKER_PREEMPTIONS = Metric(
+    "kvferry_worker_preemptions_total", Kind.COUNTER, "Sequences preempted because pages were short.", _WORKER
+)
+WORKER_PREFIX_QUERIED = Metric(
+    "kvferry_worker_prefix_queried_tokens_total", Kind.COUNTER, "Tokens looked up in the prefix cache.", _WORKER
+)
+WORKER_PREFIX_HIT = Metric(
+    "kvferry_worker_prefix_hit_tokens_total", Kind.COUNTER, "Tokens found in the prefix cache.", _WORKER
+)
+WORKER_PROMPT_TOKENS = Metric(
+    "kvferry_worker_prompt_tokens_total", Kind.COUNTER, "Prompt tokens of requests that started.", _WORKER
+)
+WORKER_OUTPUT_TOKENS = Metric("kvferry_worker_output_tokens_total", Kind.COUNTER, "Tokens sampled.", _WORKER)
+WORKER_FINISHED = Metric("kvferry_worker_finished_total", Kind.COUNTER, "Sequences finished or handed off.", _WORKER)
+WORKER_QUEUE_SECONDS = Metric(
+    "kvferry_worker_queue_seconds", Kind.HISTOGRAM, "Seconds from arrival to the first step.", _WORKER, _LATENCY_BUCKETS
+)
+WORKER_PREFILL_SECONDS = Metric(
+    "kvferry_worker_prefill_seconds",
+    Kind.HISTOGRAM,
+    "Seconds from the first step to the first token.",
+    _WORKER,
+    _LATENCY_BUCKETS,
+)
+WORKER_FIRST_TOKEN_SECONDS = Metric(
+    "kvferry_worker_time_to_first_token_seconds",
+    Kind.HISTOGRAM,
+    "Seconds from arrival at the worker to its first token.",
+    _WORKER,
+    _LATENCY_BUCKETS,
+)
+WORKER_INTER_TOKEN_SECONDS = Metric(
+    "kvferry_worker_inter_token_seconds", Kind.HISTOGRAM, "Seconds between two tokens.", _WORKER, _STEP_BUCKETS
+)
+WORKER_REQUEST_SECONDS = Metric(
+    "kvferry_worker_request_seconds", Kind.HISTOGRAM, "Seconds from arrival to the end.", _WORKER, _LATENCY_BUCKETS
+)
+WORKER_COMPILE_SECONDS = Metric(
+    "kvferry_worker_grammar_compile_seconds",
+    Kind.HISTOGRAM,
+    "Seconds until the first mask of a constrained sequence.",
+    _WORKER,
+    _STEP_BUCKETS,
+)
+WORKER_MASK_SECONDS = Metric(
+    "kvferry_worker_grammar_mask_seconds",
+    Kind.HISTOGRAM,
+    "Seconds to advance a grammar and compute the next mask.",
+    _WORKER,
+    _MASK_BUCKETS,
+)
+WORKER_LATE_MASKS = Metric(
+    "kvferry_worker_grammar_late_masks_total", Kind.COUNTER, "Masks for which a step did not wait.", _WORKER
+)
+
 _TIER = ("worker", "tier")
 WORKER_QUARANTINED = Metric(
     "kvferry_worker_quarantined_blocks", Kind.GAUGE, "Pages that a transport may still write.", _WORKER
@@ -162,6 +226,32 @@ VLLM_CACHE_CONFIG = Metric(
     Kind.GAUGE,
     "Configuration of the KV cache.",
     ("model_name", "block_size", "num_gpu_blocks"),
+)
+
+_MODEL = ("model_name",)
+VLLM_PREEMPTIONS = Metric("vllm:num_preemptions_total", Kind.COUNTER, WORKER_PREEMPTIONS.help, _MODEL)
+VLLM_PREFIX_QUERIES = Metric("vllm:prefix_cache_queries_total", Kind.COUNTER, WORKER_PREFIX_QUERIED.help, _MODEL)
+VLLM_PREFIX_HITS = Metric("vllm:prefix_cache_hits_total", Kind.COUNTER, WORKER_PREFIX_HIT.help, _MODEL)
+VLLM_PROMPT_TOKENS = Metric("vllm:prompt_tokens_total", Kind.COUNTER, WORKER_PROMPT_TOKENS.help, _MODEL)
+VLLM_OUTPUT_TOKENS = Metric("vllm:generation_tokens_total", Kind.COUNTER, WORKER_OUTPUT_TOKENS.help, _MODEL)
+VLLM_FINISHED = Metric("vllm:request_success_total", Kind.COUNTER, WORKER_FINISHED.help, _MODEL)
+VLLM_STEP_TOKENS = Metric(
+    "vllm:iteration_tokens_total", Kind.HISTOGRAM, WORKER_STEP_TOKENS.help, _MODEL, _COUNT_BUCKETS
+)
+VLLM_QUEUE_SECONDS = Metric(
+    "vllm:request_queue_time_seconds", Kind.HISTOGRAM, WORKER_QUEUE_SECONDS.help, _MODEL, _LATENCY_BUCKETS
+)
+VLLM_PREFILL_SECONDS = Metric(
+    "vllm:request_prefill_time_seconds", Kind.HISTOGRAM, WORKER_PREFILL_SECONDS.help, _MODEL, _LATENCY_BUCKETS
+)
+VLLM_FIRST_TOKEN_SECONDS = Metric(
+    "vllm:time_to_first_token_seconds", Kind.HISTOGRAM, WORKER_FIRST_TOKEN_SECONDS.help, _MODEL, _LATENCY_BUCKETS
+)
+VLLM_INTER_TOKEN_SECONDS = Metric(
+    "vllm:inter_token_latency_seconds", Kind.HISTOGRAM, WORKER_INTER_TOKEN_SECONDS.help, _MODEL, _STEP_BUCKETS
+)
+VLLM_REQUEST_SECONDS = Metric(
+    "vllm:e2e_request_latency_seconds", Kind.HISTOGRAM, WORKER_REQUEST_SECONDS.help, _MODEL, _LATENCY_BUCKETS
 )
 
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -25,6 +25,7 @@ from kvferry.engine.plan.scheduler import Scheduler
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.statistics import EngineStatistics
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
@@ -85,6 +86,7 @@ class Engine:
         self._loads = KvLoads(
             self.scheduler, self.allocator, loader=loader, tiers=tiers, prices=self._prices, block_bytes=block_bytes
         )
+        self.statistics = EngineStatistics()
         self._exports: dict[int, tuple[BlockId, ...]] = {}
         self._next_export = 0
         self.on_started: Callable[[list[RequestId]], None] | None = None
@@ -124,6 +126,7 @@ class Engine:
             remote=request.remote if self._loads.can_fetch else None,
         )
         self.scheduler.add(sequence)
+        self.statistics.arrive(request.request_id, num_prompt, self._clock.monotonic())
         if self._masks is not None and request.sampling.constraint is not None:
             sequence.mask = self._masks.begin(request.sampling.constraint, sequence.tokens[num_prompt:])
         self._loads.arrive(sequence)
@@ -131,6 +134,7 @@ class Engine:
     def abort(self, request_id: RequestId) -> bool:
         """Abort a request; return whether it existed. Idempotent."""
         self._loads.cancel(request_id)
+        self.statistics.forget(request_id)
         return self.scheduler.abort(request_id)
 
     def prefetch_kv(self, request: KvPrefetchRequest) -> None:
@@ -153,7 +157,11 @@ class Engine:
         started = self.scheduler.take_started()
         if started and self.on_started is not None:
             self.on_started(started)
-        overdue = self.scheduler.take_overdue(self._clock.monotonic())
+        now = self._clock.monotonic()
+        overdue = self.scheduler.take_overdue(now)
+        self.statistics.start(started, now)
+        for update in overdue:
+            self.statistics.forget(update.request_id)
         updates = [*overdue, *self._run(plan)] if plan.scheduled else overdue
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
         self._loads.store_full_objects()
@@ -195,6 +203,11 @@ class Engine:
             transfers=self._loads.num_transfers,
             stores=len(self._loads.stores_held),
         )
+
+    @property
+    def masks(self) -> GrammarMasks | None:
+        """Masks of constrained sequences; `None` if the model has no tokenizer."""
+        return self._masks
 
     @property
     def is_idle(self) -> bool:
@@ -269,7 +282,9 @@ class Engine:
         if len(chunks) == 1:  # the step may also have decode rows, as is usual under load
             seconds = self._clock.monotonic() - begun
             self._prices.observe_compute(chunks[0].num_computed, chunks[0].num_scheduled, seconds)
-        return self.scheduler.update(plan, result)
+        updates = self.scheduler.update(plan, result)
+        self.statistics.record(plan, updates, self._clock.monotonic())
+        return updates
 
     def _follow(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after the running one; return `None` if a loader or tier may access pages, since a step

@@ -6,15 +6,19 @@ servers; with two engines in one process, these are sums.
 
 import asyncio
 import wsgiref.simple_server
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from kvferry.core import metrics
 from kvferry.core.errors import UsageError
+from kvferry.core.histogram import Histogram
 from kvferry.core.metrics import Metric
+from kvferry.engine.engine import Engine
 from kvferry.v1.worker_admin_pb2 import StatusResponse
 from kvferry.workers.unit import WorkerUnit
 
@@ -35,6 +39,53 @@ _OWN: tuple[tuple[Metric, str], ...] = (
     (metrics.WORKER_EXPORTS, "exports"),
     (metrics.WORKER_EXPORTED_BLOCKS, "exported_blocks"),
 )
+
+
+Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
+
+_COUNTERS: tuple[tuple[Metric, Metric | None, Callable[[Engine], int]], ...] = (
+    (metrics.WORKER_STEPS, None, lambda e: e.statistics.num_steps),
+    (metrics.WORKER_PREEMPTIONS, metrics.VLLM_PREEMPTIONS, lambda e: e.scheduler.num_preemptions),
+    (metrics.WORKER_PREFIX_QUERIED, metrics.VLLM_PREFIX_QUERIES, lambda e: e.scheduler.num_queried_tokens),
+    (metrics.WORKER_PREFIX_HIT, metrics.VLLM_PREFIX_HITS, lambda e: e.scheduler.num_hit_tokens),
+    (metrics.WORKER_PROMPT_TOKENS, metrics.VLLM_PROMPT_TOKENS, lambda e: e.statistics.num_prompt_tokens),
+    (metrics.WORKER_OUTPUT_TOKENS, metrics.VLLM_OUTPUT_TOKENS, lambda e: e.statistics.num_output_tokens),
+    (metrics.WORKER_FINISHED, metrics.VLLM_FINISHED, lambda e: e.statistics.num_finished),
+    (metrics.WORKER_LATE_MASKS, None, lambda e: 0 if e.masks is None else e.masks.num_late),
+)
+"""Counters of an engine: metric by worker, the sum under vLLM's name, value."""
+
+_HISTOGRAMS: tuple[tuple[Metric, Metric | None, Callable[[Engine], Histogram | None]], ...] = (
+    (metrics.WORKER_STEP_TOKENS, metrics.VLLM_STEP_TOKENS, lambda e: e.statistics.step_tokens),
+    (metrics.WORKER_STEP_SEQUENCES, None, lambda e: e.statistics.step_sequences),
+    (metrics.WORKER_QUEUE_SECONDS, metrics.VLLM_QUEUE_SECONDS, lambda e: e.statistics.queue_seconds),
+    (metrics.WORKER_PREFILL_SECONDS, metrics.VLLM_PREFILL_SECONDS, lambda e: e.statistics.prefill_seconds),
+    (metrics.WORKER_FIRST_TOKEN_SECONDS, metrics.VLLM_FIRST_TOKEN_SECONDS, lambda e: e.statistics.first_token_seconds),
+    (metrics.WORKER_INTER_TOKEN_SECONDS, metrics.VLLM_INTER_TOKEN_SECONDS, lambda e: e.statistics.inter_token_seconds),
+    (metrics.WORKER_REQUEST_SECONDS, metrics.VLLM_REQUEST_SECONDS, lambda e: e.statistics.request_seconds),
+    (metrics.WORKER_COMPILE_SECONDS, None, lambda e: None if e.masks is None else e.masks.compile_seconds),
+    (metrics.WORKER_MASK_SECONDS, None, lambda e: None if e.masks is None else e.masks.mask_seconds),
+)
+"""Histograms of an engine: metric by worker, the sum under vLLM's name, value."""
+
+
+def engine_families(model: str, engines: Sequence[tuple[str, Engine]]) -> Iterator[Family]:
+    """Convert the statistics of each engine to metrics.
+
+    Args:
+        model: name of the served model.
+        engines: worker id and engine.
+    """
+    for metric, alias, count in _COUNTERS:
+        values = [(worker, count(engine)) for worker, engine in engines]
+        yield _counter(metric, values)
+        if alias is not None:
+            yield _counter(alias, [(model, sum(value for _, value in values))])
+    for metric, alias, histogram in _HISTOGRAMS:
+        found = [(worker, each) for worker, engine in engines if (each := histogram(engine)) is not None]
+        yield _histogram(metric, found)
+        if alias is not None:
+            yield _histogram(alias, [(model, each) for _, each in found])
 
 
 def families(units: Sequence[StatusResponse]) -> Iterator[GaugeMetricFamily]:
@@ -90,9 +141,12 @@ class _FromUnits(Collector):
     def describe(self) -> list[GaugeMetricFamily]:
         return []  # otherwise registration calls `collect`, which would deadlock on this event loop
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         asked = asyncio.run_coroutine_threadsafe(self._numbers(), self._loop)
-        yield from families(asked.result(_ANSWER_SECONDS))
+        units = asked.result(_ANSWER_SECONDS)
+        yield from families(units)
+        engines = [(u.identity.worker_id, unit.engine) for u, unit in zip(units, self._units, strict=True)]
+        yield from engine_families(units[0].model, engines)
 
     async def _numbers(self) -> list[StatusResponse]:
         return [unit.status() for unit in self._units]
@@ -102,6 +156,25 @@ def _by_worker(metric: Metric, values: Sequence[tuple[str, float]]) -> GaugeMetr
     family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
     for worker, value in values:
         family.add_metric([worker], float(value))
+    return family
+
+
+def _counter(metric: Metric, values: Sequence[tuple[str, float]]) -> CounterMetricFamily:
+    family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for label, value in values:
+        family.add_metric([label], float(value))
+    return family
+
+
+def _histogram(metric: Metric, values: Sequence[tuple[str, Histogram]]) -> HistogramMetricFamily:
+    """Convert histograms to a family with one entry per label; those of equal labels are added."""
+    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for label in dict.fromkeys(label for label, _ in values):
+        same = [histogram for other, histogram in values if other == label]
+        counts = [sum(column) for column in zip(*(histogram.counts for histogram in same), strict=True)]
+        bounds = [*map(floatToGoString, metric.buckets), "+Inf"]
+        buckets = list(zip(bounds, accumulate(counts), strict=True))
+        family.add_metric([label], buckets, sum(histogram.total for histogram in same))
     return family
 
 

@@ -281,6 +281,11 @@ class WorkerUnit:
         return StatusResponse() if self._service is None else self._service.status()
 
     @property
+    def engine(self) -> Engine:
+        """The engine, for reading its statistics; only its thread may call other methods."""
+        return self._parts.engine
+
+    @property
     def admin_address(self) -> str:
         """Bound address of WorkerAdmin, `host:port`; empty before `start`."""
         return "" if self._running is None else self._running.admin.address

@@ -16,8 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core import metrics
+from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
 from kvferry.core.errors import GenerationFailed, KvferryError
+from kvferry.core.histogram import Histogram
 from kvferry.model.grammar.grammar import GrammarState
 from kvferry.model.grammar.vocabulary import GrammarVocabulary
 
@@ -36,17 +39,26 @@ class GrammarMasks:
         self,
         vocabulary: GrammarVocabulary,
         *,
+        clock: Clock | None = None,
         late_seconds: float = LATE_SECONDS,
         notify: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             vocabulary: compiles constraints.
+            clock: measures masks.
             late_seconds: time that a step waits for a mask.
             notify: called on another thread when a mask becomes ready for which a step did not wait.
         """
         self._vocabulary = vocabulary
+        self._clock = clock or SystemClock()
         self._late_seconds = late_seconds
+        self.compile_seconds = Histogram(metrics.WORKER_COMPILE_SECONDS.buckets)
+        """Durations until the first mask of a sequence."""
+        self.mask_seconds = Histogram(metrics.WORKER_MASK_SECONDS.buckets)
+        """Durations of the other masks."""
+        self.num_late = 0
+        """Number of masks for which a step did not wait."""
         self._notify = notify
         self._ready = threading.Condition()
         count = max(1, (os.cpu_count() or 1) // 2)
@@ -69,7 +81,7 @@ class GrammarMasks:
             state.advance(tokens)
             return state
 
-        self._compiling.submit(mask.compute, compute)
+        self._compiling.submit(mask.compute, compute, self.compile_seconds)
         return mask
 
 
@@ -101,6 +113,7 @@ class GrammarMask:
             with self._owner._ready:
                 self._owner._ready.wait_for(lambda: self.is_ready, self._owner._late_seconds)
                 self._is_late = not self.is_ready
+                self._owner.num_late += self._is_late
         if self._error is not None:
             raise self._error
         return self._allowed
@@ -115,15 +128,17 @@ class GrammarMask:
             state.advance(tokens)
             return state
 
-        self._owner._masking.submit(following.compute, advance)
+        self._owner._masking.submit(following.compute, advance, self._owner.mask_seconds)
         return following
 
-    def compute(self, reach: Callable[[], GrammarState]) -> None:
+    def compute(self, reach: Callable[[], GrammarState], seconds: Histogram) -> None:
         """Compute the mask; on a thread of the pool.
 
         Args:
             reach: returns the state whose next tokens are allowed.
+            seconds: receives the duration.
         """
+        begun = self._owner._clock.monotonic()
         allowed: npt.NDArray[np.bool_] | None = None
         error: KvferryError | None = None
         try:
@@ -134,6 +149,7 @@ class GrammarMask:
         except Exception as caught:  # of the library: the sequence fails, the engine continues
             error = GenerationFailed(f"the mask of a constrained output could not be computed: {type(caught).__name__}")
         with self._owner._ready:
+            seconds.observe(self._owner._clock.monotonic() - begun)
             self._allowed, self._error = allowed, error
             self._owner._ready.notify_all()
             is_late = self._is_late

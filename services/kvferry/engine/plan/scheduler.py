@@ -55,6 +55,10 @@ class Scheduler:
         self._preempted: list[Sequence] = []
         self._next_arrival = 0
         self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        """Tokens that were looked up in the prefix cache, at the first admission of each sequence."""
+        self.num_hit_tokens = 0
+        """Tokens of these that were found."""
 
     # ------------------------------------------------------------------ adding and aborting sequences
 
@@ -389,6 +393,8 @@ class Scheduler:
             sequence.num_stored = max(sequence.num_stored, len(hit))
             if not sequence.num_preemptions:
                 sequence.num_cached = hit_tokens
+                self.num_queried_tokens += sequence.num_tokens
+                self.num_hit_tokens += hit_tokens
             if fetches:
                 self._start_load(sequence, len(hit))
                 continue

@@ -164,6 +164,8 @@ def test_tokens_do_not_depend_on_the_policy(
         if name not in aborted:
             assert tokens[name] == expected_tokens(prompt, 8)
     assert engine.is_idle
+    assert engine.statistics.num_open == 0, "the times of ended requests are dropped"
+    assert len(prompts) - len(aborted) <= engine.statistics.num_finished <= len(prompts)
 
 
 def collect(engine: Engine, tokens: dict[str, list[int]]) -> None:
