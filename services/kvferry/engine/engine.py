@@ -25,7 +25,7 @@ from kvferry.engine.plan.scheduler import Scheduler
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.statistics import EngineStatistics
+from kvferry.engine.engine_statistics import EngineStatistics
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
