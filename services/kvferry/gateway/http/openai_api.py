@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +13,7 @@ from kvferry.core.ids import RequestId
 from kvferry.gateway.http import openai_reply as reply
 from kvferry.gateway.http.openai_constraints import in_field
 from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
+from kvferry.model.requests.output_text import StopReason
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
@@ -41,6 +42,12 @@ class Generation:
     include_usage: bool
     created: int
     """Unix time of the response, seconds."""
+    num_choices: int | None = None
+    """Number of samples per prompt in the response: the best ones; `None` for all."""
+    shows_logprobs: bool = False
+    """Whether the response has log-probabilities."""
+    echoes: tuple[str, ...] = ()
+    """Texts of the prompts, which precede the outputs in the response; empty if they do not."""
 
     @property
     def reply_id(self) -> str:
@@ -60,6 +67,10 @@ class Generation:
         sources = [_offset(self.service.generate(r), number * r.num_samples) for number, r in enumerate(self.requests)]
         at_once = max(1, MAX_RUNNING_SAMPLES // self.requests[0].num_samples)
         return sources[0] if len(sources) == 1 else merge(sources, at_once=at_once)
+
+    def echo(self, index: int) -> str:
+        """Return the text that precedes the output of sample `index`: its prompt, or nothing."""
+        return self.echoes[index // self.requests[0].num_samples] if self.echoes else ""
 
 
 async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Generation:
@@ -90,22 +101,25 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
         KvferryError: the generation failed.
     """
     samples: dict[int, _Sample] = {}
+    shows_logprobs = generation.shows_logprobs
     spell = generation.service.model.tokenizer.token_bytes
     usage: reply.Usage | None = None
     per_prompt = generation.requests[0].num_samples
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
-            samples.setdefault(chunk.index, _Sample(generation.is_chat)).add(chunk, spell)
+            if chunk.index not in samples:
+                samples[chunk.index] = _Sample(generation.is_chat, shows_logprobs, [generation.echo(chunk.index)])
+            samples[chunk.index].add(chunk, spell)
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
-    ordered = sorted(samples.items())
+    ordered = _best(samples, per_prompt, generation.num_choices)
     choices: list[msgspec.Raw] = []
-    for index, sample in ordered:
+    for index, sample in enumerate(ordered):
         choices.append(msgspec.Raw(reply.encode(sample.choice(index))))
         await asyncio.sleep(0)  # a large answer is encoded in parts, between which other requests continue
     whole = generation.reply(choices)
     whole.usage = usage
-    whole.kvferry = reply.timing_object(ordered[0][1].timing)
-    return reply.encode(whole), ordered[0][1].timing
+    whole.kvferry = reply.timing_object(samples[0].timing)
+    return reply.encode(whole), samples[0].timing
 
 
 async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -141,31 +155,55 @@ class _Sample:
     event loop."""
 
     is_chat: bool
-    texts: list[str] = field(default_factory=list)
+    shows_logprobs: bool
+    texts: list[str]
+    """Parts of the text; the first one is the echoed prompt."""
     chat_logprobs: reply.ChatLogprobs | None = None
     text_logprobs: reply.CompletionLogprobs | None = None
     offset: int = 0
     """Number of characters of all tokens so far."""
+    score: float = 0.0
+    """Cumulative log-probability of the tokens."""
     finish_reason: str = ""
+    stop_reason: StopReason = None
     timing: Timing = field(default_factory=Timing)
 
     def add(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
         self.texts.append(chunk.text)
+        self.score += sum(token.logprob or 0.0 for token in chunk.tokens)
+        if self.shows_logprobs:
+            self._add_logprobs(chunk, spell)
+        if chunk.finish_reason is not None and chunk.timing is not None:
+            self.finish_reason = chunk.finish_reason.value
+            self.stop_reason = chunk.stop_reason
+            self.timing = chunk.timing
+
+    def _add_logprobs(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
         if self.is_chat:
             self.chat_logprobs = reply.continued(self.chat_logprobs, reply.chat_logprobs(chunk.tokens, spell))
         elif (more := reply.completion_logprobs(chunk.tokens, spell, self.offset)) is not None:
             self.offset += sum(map(len, more.tokens))
             self.text_logprobs = reply.continued(self.text_logprobs, more)
-        if chunk.finish_reason is not None and chunk.timing is not None:
-            self.finish_reason = chunk.finish_reason.value
-            self.timing = chunk.timing
 
     def choice(self, index: int) -> reply.Choice:
         """Build the response's choice `index`."""
         text = "".join(self.texts)
         if self.is_chat:
-            return reply.ChatChoice(index, reply.ChatMessage(text), self.chat_logprobs, self.finish_reason)
-        return reply.TextChoice(index, text, self.text_logprobs, self.finish_reason)
+            message = reply.ChatMessage(text)
+            return reply.ChatChoice(index, message, self.chat_logprobs, self.finish_reason, self.stop_reason)
+        return reply.TextChoice(index, text, self.text_logprobs, self.finish_reason, self.stop_reason)
+
+
+def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | None) -> list[_Sample]:
+    """Return the samples of a response: those of the first prompt, then those of the next. With `num_choices`, only so
+    many of each prompt are returned, those with the highest cumulative log-probability, the best first."""
+    ordered = [sample for _, sample in sorted(samples.items())]
+    if num_choices is None:
+        return ordered
+    chosen: list[_Sample] = []
+    for start in range(0, len(ordered), per_prompt):
+        chosen += sorted(ordered[start : start + per_prompt], key=lambda sample: -sample.score)[:num_choices]
+    return chosen
 
 
 def _chat_events(generation: Generation) -> Callable[[TextChunk], list[reply.ChunkChoice]]:
@@ -182,7 +220,8 @@ def _chat_events(generation: Generation) -> Callable[[TextChunk], list[reply.Chu
             made.append(reply.ChunkChoice(chunk.index, reply.Delta(content=chunk.text), logprobs))
         if chunk.finish_reason is not None:
             # As in OpenAI's API, the finish reason is sent in a separate chunk with an empty delta.
-            made.append(reply.ChunkChoice(chunk.index, reply.Delta(), None, chunk.finish_reason.value))
+            finish = chunk.finish_reason.value
+            made.append(reply.ChunkChoice(chunk.index, reply.Delta(), None, finish, chunk.stop_reason))
         return made
 
     return make
@@ -191,27 +230,35 @@ def _chat_events(generation: Generation) -> Callable[[TextChunk], list[reply.Chu
 def _text_events(generation: Generation) -> Callable[[TextChunk], list[reply.TextChoice]]:
     spell = generation.service.model.tokenizer.token_bytes
     offsets: dict[int, int] = {}
+    echoed: set[int] = set()
 
     def make(chunk: TextChunk) -> list[reply.TextChoice]:
+        text = chunk.text
+        if chunk.index not in echoed:
+            echoed.add(chunk.index)
+            text = generation.echo(chunk.index) + text
         offset = offsets.get(chunk.index, 0)
         logprobs = reply.completion_logprobs(chunk.tokens, spell, offset)
         if logprobs is not None:
             offsets[chunk.index] = offset + sum(map(len, logprobs.tokens))
-        if not chunk.text and logprobs is None and chunk.finish_reason is None:
+        if not text and logprobs is None and chunk.finish_reason is None:
             return []
         finish = None if chunk.finish_reason is None else chunk.finish_reason.value
-        return [reply.TextChoice(chunk.index, chunk.text, logprobs, finish)]
+        return [reply.TextChoice(chunk.index, text, logprobs, finish, chunk.stop_reason)]
 
     return make
 
 
 async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
+    sampling = asked.sampling
+    if asked.num_choices is not None and sampling.logprobs is None:
+        sampling = replace(sampling, logprobs=0)  # the samples are compared by their log-probabilities
     requests = tuple(
         service.fit(
             TextRequest(
                 request_id=caller.request_id if len(asked.prompts) == 1 else RequestId(f"{caller.request_id}-{number}"),
                 token_ids=ids,
-                sampling=asked.sampling,
+                sampling=sampling,
                 num_samples=asked.num_samples,
                 tenant=caller.tenant,
                 priority=asked.priority,
@@ -226,7 +273,21 @@ async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *,
         except InvalidRequest as error:
             raise in_field(error, asked.constraint_field) from None
     created = math.floor(service.clock.wall())
-    return Generation(service, requests, is_chat, asked.stream, asked.include_usage, created)
+    decode = service.model.tokenizer.decode
+    return Generation(
+        service,
+        requests,
+        is_chat,
+        asked.stream,
+        asked.include_usage,
+        created,
+        asked.num_choices,
+        shows_logprobs=asked.sampling.logprobs is not None,
+        echoes=tuple(
+            text if text is not None and len(request.token_ids) == len(ids) else decode(request.token_ids)
+            for text, ids, request in zip(asked.echoes, asked.prompts, requests, strict=False)
+        ),
+    )
 
 
 async def _offset(chunks: AsyncGenerator[TextChunk, None], by: int) -> AsyncGenerator[TextChunk, None]:

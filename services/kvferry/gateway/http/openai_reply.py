@@ -9,6 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import SampledToken
+from kvferry.model.requests.output_text import StopReason
 from kvferry.rpc.errors import MAX_MESSAGE_CHARS
 from kvferry.rpc.text.text_stream import TextChunk
 from kvferry.rpc.text.token_source import Timing
@@ -77,6 +78,7 @@ class ChunkChoice(Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: StopReason = None
 
 
 class ChatMessage(Struct):
@@ -90,6 +92,8 @@ class ChatChoice(Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: StopReason = None
+    """The stop string or stop token id that ended the text; named as in vLLM."""
 
 
 class TextChoice(Struct):
@@ -99,6 +103,7 @@ class TextChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: StopReason = None
 
 
 Choice = ChunkChoice | ChatChoice | TextChoice

@@ -25,6 +25,10 @@ class ReadRequest:
     priority: int
     constraint_field: str
     """Field of the request that has the constraint of `sampling`; empty if the output is free."""
+    num_choices: int | None = None
+    """Number of samples per prompt that are returned: those with the highest log-probability; `None` for all."""
+    echoes: tuple[str | None, ...] = ()
+    """Texts of the prompts, `None` for a prompt of token ids; empty if the response does not repeat the prompts."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:
@@ -53,19 +57,27 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     _check_model(model, asked.model)
     sampling = asked.to_sampling()
     found = asked.prompts(max_prompts)
-    num_samples = len(found) * asked.num_samples
+    num_samples = len(found) * asked.num_generated
     if num_samples > MAX_REQUEST_SAMPLES:
         raise InvalidRequest(
-            f"{len(found)} prompts with n={asked.num_samples} are {num_samples} samples; at most "
+            f"{len(found)} prompts with {asked.num_generated} samples each are {num_samples} samples; at most "
             f"{MAX_REQUEST_SAMPLES} are accepted in one request",
-            field="n",
+            field="n" if asked.best_of is None else "best_of",
         )
     encoded = tuple(prompts.encode_text(model, prompt) if isinstance(prompt, str) else prompt for prompt in found)
-    for ids in encoded:
+    for ids in encoded if sampling.truncate_prompt_tokens is None else ():
         prompts.check_num_tokens(model, len(ids))
     field, _ = asked.constraint()
     return ReadRequest(
-        encoded, sampling, asked.num_samples, bool(asked.stream), asked.include_usage, asked.priority, field
+        encoded,
+        sampling,
+        asked.num_generated,
+        bool(asked.stream),
+        asked.include_usage,
+        asked.priority,
+        field,
+        num_choices=asked.num_samples if asked.num_generated > asked.num_samples else None,
+        echoes=tuple(prompt if isinstance(prompt, str) else None for prompt in found) if asked.echo else (),
     )
 
 

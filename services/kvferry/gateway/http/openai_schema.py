@@ -28,8 +28,6 @@ _COMPLETION_TOKENS = 16
 
 _NO_OPS: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
     "metadata": (None, {}),
@@ -39,6 +37,7 @@ _NO_OPS: Mapping[str, tuple[object, ...]] = {
     "reasoning_effort": (None, "none"),
     "safety_identifier": (None,),
     "service_tier": (None, "auto", "default"),
+    "spaces_between_special_tokens": (None, True, False),
     "store": (None, False),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
@@ -110,6 +109,12 @@ class _Common(ConstraintFields):
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    typical_p: float | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -138,6 +143,9 @@ class _Common(ConstraintFields):
             "min_tokens": self.min_tokens,
             "repetition_penalty": self.repetition_penalty,
             "ignore_eos": self.ignore_eos,
+            "typical_p": self.typical_p,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
         }
         return SamplingParams(
             max_tokens=max_tokens,
@@ -147,6 +155,9 @@ class _Common(ConstraintFields):
             logit_bias=_token_keys(self.logit_bias or {}),
             logprobs=logprobs,
             constraint=self.constraint()[1],
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
 
@@ -190,6 +201,13 @@ class CompletionRequest(_Common):
 
     prompt: Annotated[Prompt, PlainValidator(check_prompt)]
     logprobs: int | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+
+    @property
+    def num_generated(self) -> int:
+        """Number of samples that are generated per prompt, of which the best `n` are returned."""
+        return self.num_samples if self.best_of is None else self.best_of
 
     def to_sampling(self) -> SamplingParams:
         """
@@ -197,6 +215,17 @@ class CompletionRequest(_Common):
             InvalidRequest: fields are inconsistent or out of range.
         """
         self.check_stream_options()
+        if self.num_generated < self.num_samples:
+            raise InvalidRequest(
+                f"best_of is {self.best_of}, fewer than n={self.num_samples}; set best_of to at least n",
+                field="best_of",
+            )
+        if self.stream and self.num_generated > self.num_samples:
+            raise InvalidRequest(
+                f"best_of is {self.best_of}, but n={self.num_samples}; a stream sends every sample, so that it cannot "
+                "choose the best ones: set stream to false, or best_of to n",
+                field="best_of",
+            )
         return self.sampling(_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
 
     def prompts(self, limit: int) -> Sequence[str | list[int]]:
