@@ -127,6 +127,7 @@ class GenerateResponse(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     """which of the `n` samples"""
@@ -146,6 +147,10 @@ class GenerateResponse(_message.Message):
     def timing(self) -> Global___Timing:
         """on each sample's last message"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ScoredToken]:
+        """On a sample's first message, if requested: of the prompt's tokens from the second on."""
+
     def __init__(
         self,
         *,
@@ -158,10 +163,11 @@ class GenerateResponse(_message.Message):
         timing: Global___Timing | None = ...,
         stop_string: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.ScoredToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "request_id", b"request_id", "stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "timing", b"timing", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "timing", b"timing", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stop_reason: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stop_reason: _TypeAlias = _typing.Literal["stop_reason", b"stop_reason"]  # noqa: Y015

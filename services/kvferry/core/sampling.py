@@ -14,6 +14,8 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_OUTPUT_TOKENS = 1 << 20
+MAX_PROMPT_LOGPROBS = 1 << 16
+"""Maximum number of log-probabilities of a prompt: its tokens times (`prompt_logprobs` + 1)."""
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
@@ -94,6 +96,10 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Number of tokens at the end of the prompt to keep; -1 keeps as many as the context holds beside `max_tokens`;
     `None` rejects a prompt that is too long. Applied at the text edge; an engine ignores it."""
+    prompt_logprobs: int | None = None
+    """Number of alternative tokens with log-probabilities per token of the prompt, from the second one on; 0 returns
+    only that of the token itself; `None` disables them. All rows of the prompt are computed, so that the prefix cache
+    and other workers' KV are not used for it."""
 
     def __post_init__(self) -> None:
         """Check the range of every field.
@@ -112,6 +118,7 @@ class SamplingParams:
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _real("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
+        _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are accepted",
@@ -152,6 +159,18 @@ class SampledToken:
     token_id: int
     logprob: float | None = None
     """Log-probability of the token; `None` if the request did not set `logprobs`."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the most likely tokens, most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a prompt with its log-probability after the tokens before it; refers to the model's distribution."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """Rank of the token among all tokens, 1 for the most likely; of equally likely tokens, the lowest id is first."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log-probability) of the most likely tokens, most likely first."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from kvferry.core.errors import InvalidRequest, UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.step_budget import SchedulerLimits
@@ -37,6 +37,8 @@ class Completion:
     """The sampled tokens with their log-probabilities; empty unless requested."""
     stop_reason: StopReason = None
     """The stop string or stop token id that ended the text; `None` if neither did."""
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    """Log-probabilities of the prompt's tokens from the second one on; `None` unless requested."""
 
 
 class LLM:
@@ -163,6 +165,8 @@ class LLM:
                     for request_id in by_id:
                         self.engine.abort(request_id)
                     raise update.error
+                if update.scores is not None:
+                    by_id[update.request_id].scores = update.scores
                 if by_id[update.request_id].take(update.tokens, update.finish_reason, update.num_cached):
                     self.engine.abort(update.request_id)
         return [s.completion() for s in streams]
@@ -198,6 +202,7 @@ class _Stream:
     def __init__(self, request: EngineRequest, writer: OutputText | None) -> None:
         self.request = request
         self._writer = writer
+        self.scores: tuple[ScoredToken, ...] | None = None
         self._text = ""
         self._tokens: list[SampledToken] = []
         self._reason: FinishReason | None = None
@@ -226,4 +231,5 @@ class _Stream:
             num_cached_tokens=self._num_cached,
             logprobs=tuple(self._tokens) if self.request.sampling.logprobs is not None else (),
             stop_reason=self._stop_reason,
+            prompt_logprobs=self.scores,
         )

@@ -19,6 +19,7 @@ from kvferry.core.sampling import (
     FinishReason,
     SampledToken,
     SamplingParams,
+    ScoredToken,
 )
 from kvferry.rpc.text.token_source import KvReport
 from kvferry.v1 import common_pb2, decode_pb2, worker_admin_pb2
@@ -62,6 +63,7 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         include_stop_str_in_output=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
+        prompt_logprobs=params.prompt_logprobs,
     )
     if params.seed is not None:
         # Random numbers use the low 64 bits, so an unsigned seed and its signed equivalent are the same.
@@ -147,6 +149,7 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         include_stop_str_in_output=message.include_stop_str_in_output,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
         truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -169,6 +172,24 @@ def token_from_wire(message: common_pb2.Token) -> SampledToken:
 def tokens_from_wire(messages: Iterable[common_pb2.Token]) -> tuple[SampledToken, ...]:
     """Convert messages to the generated tokens of a step."""
     return tuple(token_from_wire(message) for message in messages)
+
+
+def scores_to_wire(scores: Iterable[ScoredToken] | None) -> list[common_pb2.ScoredToken]:
+    """Convert the scored tokens of a prompt to messages; none if they were not requested."""
+    return [
+        common_pb2.ScoredToken(
+            id=score.token_id,
+            logprob=score.logprob,
+            rank=score.rank,
+            top=[common_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in score.top],
+        )
+        for score in scores or ()
+    ]
+
+
+def scores_from_wire(messages: Iterable[common_pb2.ScoredToken]) -> tuple[ScoredToken, ...]:
+    """Convert messages to the scored tokens of a prompt."""
+    return tuple(ScoredToken(m.id, m.logprob, m.rank, tuple((t.token_id, t.logprob) for t in m.top)) for m in messages)
 
 
 def finish_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.ValueType":

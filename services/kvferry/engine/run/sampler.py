@@ -234,8 +234,17 @@ def _typical(weights: Floats, mass: float) -> Ids:
 
 
 def _with_logprobs(raw: Floats, token: int, num_top: int) -> SampledToken:
-    highest = raw.max()
-    norm = highest + np.log(np.exp(raw - highest).sum())
-    head = _by_weight(raw, _head(raw, num_top)) if num_top else np.empty(0, dtype=np.int64)
-    top = tuple((int(t), float(raw[t] - norm)) for t in head[:num_top])
+    norm = log_norm(raw)
+    top = tuple((int(t), float(raw[t] - norm)) for t in most_likely(raw, num_top))
     return SampledToken(token, float(raw[token] - norm), top)
+
+
+def log_norm(raw: Floats) -> float:
+    """Return the logarithm of the sum of the exponentials of a row of logits."""
+    highest = raw.max()
+    return float(highest + np.log(np.exp(raw - highest).sum()))
+
+
+def most_likely(raw: Floats, count: int) -> Ids:
+    """Return the ids of the `count` largest logits in descending order, lowest id first on ties."""
+    return _by_weight(raw, _head(raw, count))[:count] if count else np.empty(0, dtype=np.int64)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.core.sampling import MAX_BAD_WORD_SEQUENCES, SamplingParams
+from kvferry.core.sampling import MAX_BAD_WORD_SEQUENCES, MAX_PROMPT_LOGPROBS, SamplingParams
 
 
 class Encoder(Protocol):
@@ -70,6 +70,23 @@ def check_output_length(sampling: SamplingParams) -> None:
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
             f"min_tokens is {sampling.min_tokens}; max_tokens is only {sampling.max_tokens}", field="min_tokens"
+        )
+
+
+def check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:
+    """
+    Raises:
+        InvalidRequest: the prompt has too many tokens for this number of log-probabilities per token.
+    """
+    if sampling.prompt_logprobs is None:
+        return
+    count = num_prompt * (sampling.prompt_logprobs + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs is {sampling.prompt_logprobs}, so that the {num_prompt} tokens of the prompt have {count}"
+            f" log-probabilities; at most {MAX_PROMPT_LOGPROBS} are returned: set it to a smaller number, or shorten"
+            " the prompt",
+            field="prompt_logprobs",
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.model.requests.output_text import OutputText, StopReason
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_model import TextModel
@@ -65,6 +65,8 @@ class TextChunk:
     timing: Timing | None = None
     stop_reason: StopReason = None
     """The stop string or stop token id that ended the sample; set only in its last chunk."""
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    """Log-probabilities of the prompt's tokens from the second one on; in a sample's first chunk, if requested."""
 
 
 async def generate_text(
@@ -110,10 +112,10 @@ async def _sample(
             text, kept, finish, stop_reason = writer.add(event.tokens, event.finish_reason)
             num_output += len(kept)
             if finish is None:
-                yield TextChunk(index, text, kept)
+                yield TextChunk(index, text, kept, prompt_logprobs=event.prompt_logprobs)
                 continue
             usage = Usage(len(request.token_ids), num_output, event.num_cached_tokens)
             timing = replace(event.timing, total_seconds=clock.monotonic() - request.arrived)
-            yield TextChunk(index, text, kept, finish, usage, timing, stop_reason)
+            yield TextChunk(index, text, kept, finish, usage, timing, stop_reason, event.prompt_logprobs)
             return
     raise InvariantBroken(f"a token stream of {request.request_id} ended after {num_output} tokens without a reason")

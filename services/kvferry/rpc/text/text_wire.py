@@ -17,6 +17,7 @@ def chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.Gene
         text=chunk.text,
         tokens=[wire.token_to_wire(token) for token in chunk.tokens],
         finish_reason=wire.finish_to_wire(chunk.finish_reason),
+        prompt_logprobs=wire.scores_to_wire(chunk.prompt_logprobs),
     )
     if isinstance(chunk.stop_reason, str):
         response.stop_string = chunk.stop_reason
@@ -48,6 +49,7 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
         usage=usage,
         timing=timing,
         stop_reason=None if stopped is None else getattr(message, stopped),
+        prompt_logprobs=wire.scores_from_wire(message.prompt_logprobs) or None,
     )
 
 
