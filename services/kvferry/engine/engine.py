@@ -126,15 +126,14 @@ class Engine:
             keeps=request.keeps,
             remote=request.remote if self._loads.can_fetch else None,
         )
-        if sequence.is_scoring:  # rows that are loaded have no logits
+        if sequence.is_scoring:
             sequence.remote = None
-            self.scheduler.add(sequence)
-            return
         self.scheduler.add(sequence)
         self.statistics.arrive(request.request_id, num_prompt, self._clock.monotonic())
         if self._masks is not None and request.sampling.constraint is not None:
             sequence.mask = self._masks.begin(request.sampling.constraint, sequence.tokens[num_prompt:])
-        self._loads.arrive(sequence)
+        if not sequence.is_scoring:  # rows whose KV is loaded have no logits
+            self._loads.arrive(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
         """Abort a request; return whether it existed. Idempotent."""

@@ -181,7 +181,8 @@ def scores_to_wire(scores: Iterable[ScoredToken] | None) -> list[common_pb2.Scor
             id=score.token_id,
             logprob=score.logprob,
             rank=score.rank,
-            top=[common_pb2.TokenLogprob(token_id=i, logprob=p) for i, p in score.top],
+            top_ids=[token for token, _ in score.top],
+            top_logprobs=[logprob for _, logprob in score.top],
         )
         for score in scores or ()
     ]
@@ -189,7 +190,9 @@ def scores_to_wire(scores: Iterable[ScoredToken] | None) -> list[common_pb2.Scor
 
 def scores_from_wire(messages: Iterable[common_pb2.ScoredToken]) -> tuple[ScoredToken, ...]:
     """Convert messages to the scored tokens of a prompt."""
-    return tuple(ScoredToken(m.id, m.logprob, m.rank, tuple((t.token_id, t.logprob) for t in m.top)) for m in messages)
+    return tuple(
+        ScoredToken(m.id, m.logprob, m.rank, tuple(zip(m.top_ids, m.top_logprobs, strict=True))) for m in messages
+    )
 
 
 def finish_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.ValueType":

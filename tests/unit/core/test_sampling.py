@@ -28,8 +28,9 @@ WHOLE = {
     "top_k": (0, 1 << 31),
     "seed": (-(1 << 63), (1 << 64) - 1),
     "logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
 }
-OPTIONAL = {"max_tokens", "seed", "logprobs"}
+OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
 REAL = {  # low, high, whether low itself is allowed
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.philox import uniform
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.rpc import wire
 from kvferry.v1 import common_pb2
 
@@ -43,6 +43,7 @@ _params = st.builds(
     bad_word_token_ids=st.lists(st.lists(_ids, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
     include_stop_str_in_output=st.booleans(),
     skip_special_tokens=st.booleans(),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     truncate_prompt_tokens=st.none() | st.just(-1) | st.integers(1, 1 << 20),
 )
 
@@ -90,6 +91,13 @@ def test_a_bad_field_is_named():
 )
 def test_tokens_survive_the_wire(token):
     assert wire.token_from_wire(wire.token_to_wire(token)) == token
+
+
+@pytest.mark.parametrize("top", [(), ((7, -0.5), (9, -2.0))])
+def test_scored_tokens_survive_the_wire(top):
+    scores = (ScoredToken(7, -0.5, 1, top), ScoredToken(0, -3.5, 4000, top))
+    assert wire.scores_from_wire(wire.scores_to_wire(scores)) == scores
+    assert wire.scores_to_wire(None) == []
 
 
 @pytest.mark.parametrize("reason", [None, FinishReason.STOP, FinishReason.LENGTH])

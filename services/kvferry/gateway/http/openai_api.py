@@ -5,8 +5,10 @@ import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import ParamSpec, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
@@ -18,6 +20,9 @@ from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
 from kvferry.rpc.text.token_source import Timing
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +49,10 @@ class Generation:
     """Unix time of the response, seconds."""
     num_choices: int | None = None
     """Number of samples per prompt in the response: the best ones; `None` for all."""
-    shows_logprobs: bool = False
-    """Whether the response has log-probabilities."""
+    logprobs: int | None = None
+    """Number of alternatives per token in the response; `None` for a response without log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
     echoes: tuple[str, ...] = ()
     """Texts of the prompts, which precede the outputs in the response; empty if they do not."""
 
@@ -101,15 +108,14 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
         KvferryError: the generation failed.
     """
     samples: dict[int, _Sample] = {}
-    shows_logprobs = generation.shows_logprobs
     spell = generation.service.model.tokenizer.token_bytes
     usage: reply.Usage | None = None
     per_prompt = generation.requests[0].num_samples
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
             if chunk.index not in samples:
-                samples[chunk.index] = _Sample(generation.is_chat, shows_logprobs, [generation.echo(chunk.index)])
-            samples[chunk.index].add(chunk, spell)
+                samples[chunk.index] = _Sample(generation, [generation.echo(chunk.index)])
+            await _in_parts(chunk, samples[chunk.index].add, chunk, spell)
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
     ordered = _best(samples, per_prompt, generation.num_choices)
     choices: list[msgspec.Raw] = []
@@ -119,6 +125,8 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
     whole = generation.reply(choices)
     whole.usage = usage
     whole.kvferry = reply.timing_object(samples[0].timing)
+    if generation.is_chat:
+        whole.prompt_logprobs = samples[0].prompt_logprobs
     return reply.encode(whole), samples[0].timing
 
 
@@ -136,7 +144,7 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
         async for chunk in chunks:
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
             timing = chunk.timing if chunk.timing is not None and chunk.index == 0 else timing
-            for choice in make(chunk):
+            for choice in await _in_parts(chunk, make, chunk):
                 event = generation.reply([choice])
                 if generation.include_usage:
                     event.usage = None
@@ -149,17 +157,26 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
         yield reply.sse(last)
 
 
+def _echoed_logprobs(generation: Generation, chunk: TextChunk) -> reply.CompletionLogprobs | None:
+    """Return the log-probabilities of the echoed prompt if `chunk` has them and the response shows them."""
+    if not generation.echoes or generation.logprobs is None or chunk.prompt_logprobs is None:
+        return None
+    prompt = generation.requests[chunk.index // generation.requests[0].num_samples].token_ids
+    spell = generation.service.model.tokenizer.token_bytes
+    return reply.echoed_logprobs(prompt, chunk.prompt_logprobs, generation.logprobs, spell)
+
+
 @dataclass(slots=True)
 class _Sample:
     """A sample of a whole response. Log-probabilities are converted as they arrive, since all at once would stop the
     event loop."""
 
-    is_chat: bool
-    shows_logprobs: bool
+    generation: Generation
     texts: list[str]
     """Parts of the text; the first one is the echoed prompt."""
     chat_logprobs: reply.ChatLogprobs | None = None
     text_logprobs: reply.CompletionLogprobs | None = None
+    prompt_logprobs: reply.PromptLogprobs | UnsetType = UNSET
     offset: int = 0
     """Number of characters of all tokens so far."""
     score: float = 0.0
@@ -171,27 +188,35 @@ class _Sample:
     def add(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
         self.texts.append(chunk.text)
         self.score += sum(token.logprob or 0.0 for token in chunk.tokens)
-        if self.shows_logprobs:
+        if self.generation.logprobs is not None:
             self._add_logprobs(chunk, spell)
+        if self.generation.prompt_logprobs is not None and chunk.prompt_logprobs is not None:
+            num_top = self.generation.prompt_logprobs
+            self.prompt_logprobs = reply.prompt_logprobs(chunk.prompt_logprobs, num_top, spell)
         if chunk.finish_reason is not None and chunk.timing is not None:
             self.finish_reason = chunk.finish_reason.value
             self.stop_reason = chunk.stop_reason
             self.timing = chunk.timing
 
     def _add_logprobs(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
-        if self.is_chat:
+        if self.generation.is_chat:
             self.chat_logprobs = reply.continued(self.chat_logprobs, reply.chat_logprobs(chunk.tokens, spell))
-        elif (more := reply.completion_logprobs(chunk.tokens, spell, self.offset)) is not None:
+            return
+        if (echoed := _echoed_logprobs(self.generation, chunk)) is not None:
+            self.offset = sum(map(len, echoed.tokens))
+            self.text_logprobs = echoed
+        if (more := reply.completion_logprobs(chunk.tokens, spell, self.offset)) is not None:
             self.offset += sum(map(len, more.tokens))
             self.text_logprobs = reply.continued(self.text_logprobs, more)
 
     def choice(self, index: int) -> reply.Choice:
         """Build the response's choice `index`."""
         text = "".join(self.texts)
-        if self.is_chat:
+        if self.generation.is_chat:
             message = reply.ChatMessage(text)
             return reply.ChatChoice(index, message, self.chat_logprobs, self.finish_reason, self.stop_reason)
-        return reply.TextChoice(index, text, self.text_logprobs, self.finish_reason, self.stop_reason)
+        reasons = self.finish_reason, self.stop_reason
+        return reply.TextChoice(index, text, self.text_logprobs, *reasons, self.prompt_logprobs)
 
 
 def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | None) -> list[_Sample]:
@@ -206,7 +231,7 @@ def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | No
     return chosen
 
 
-def _chat_events(generation: Generation) -> Callable[[TextChunk], list[reply.ChunkChoice]]:
+def _chat_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply.Choice]]:
     spell = generation.service.model.tokenizer.token_bytes
     greeted: set[int] = set()
 
@@ -227,7 +252,7 @@ def _chat_events(generation: Generation) -> Callable[[TextChunk], list[reply.Chu
     return make
 
 
-def _text_events(generation: Generation) -> Callable[[TextChunk], list[reply.TextChoice]]:
+def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply.Choice]]:
     spell = generation.service.model.tokenizer.token_bytes
     offsets: dict[int, int] = {}
     echoed: set[int] = set()
@@ -237,10 +262,11 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], list[reply.Tex
         if chunk.index not in echoed:
             echoed.add(chunk.index)
             text = generation.echo(chunk.index) + text
-        offset = offsets.get(chunk.index, 0)
-        logprobs = reply.completion_logprobs(chunk.tokens, spell, offset)
+        logprobs = _echoed_logprobs(generation, chunk)
+        offset = offsets.get(chunk.index, 0) if logprobs is None else sum(map(len, logprobs.tokens))
+        logprobs = reply.continued(logprobs, reply.completion_logprobs(chunk.tokens, spell, offset))
         if logprobs is not None:
-            offsets[chunk.index] = offset + sum(map(len, logprobs.tokens))
+            offsets[chunk.index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         if not text and logprobs is None and chunk.finish_reason is None:
             return []
         finish = None if chunk.finish_reason is None else chunk.finish_reason.value
@@ -282,12 +308,20 @@ async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *,
         asked.include_usage,
         created,
         asked.num_choices,
-        shows_logprobs=asked.sampling.logprobs is not None,
+        logprobs=asked.sampling.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
         echoes=tuple(
             text if text is not None and len(request.token_ids) == len(ids) else decode(request.token_ids)
             for text, ids, request in zip(asked.echoes, asked.prompts, requests, strict=False)
         ),
     )
+
+
+async def _in_parts(chunk: TextChunk, convert: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call `convert`; if the chunk has log-probabilities of a prompt, on a thread, since they may be 65,536 numbers."""
+    if chunk.prompt_logprobs is None:
+        return convert(*args, **kwargs)
+    return await asyncio.to_thread(convert, *args, **kwargs)
 
 
 async def _offset(chunks: AsyncGenerator[TextChunk, None], by: int) -> AsyncGenerator[TextChunk, None]:

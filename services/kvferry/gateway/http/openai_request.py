@@ -29,6 +29,8 @@ class ReadRequest:
     """Number of samples per prompt that are returned: those with the highest log-probability; `None` for all."""
     echoes: tuple[str | None, ...] = ()
     """Texts of the prompts, `None` for a prompt of token ids; empty if the response does not repeat the prompts."""
+    prompt_logprobs: int | None = None
+    """The request's `prompt_logprobs`; `sampling` may have a larger number, for the log-probabilities of an echo."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:
@@ -43,7 +45,14 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
     ids = prompts.encode_chat(model, [m.as_template_input() for m in asked.messages])
     field, _ = asked.constraint()
     return ReadRequest(
-        (ids,), sampling, asked.num_samples, bool(asked.stream), asked.include_usage, asked.priority, field
+        (ids,),
+        sampling,
+        asked.num_samples,
+        bool(asked.stream),
+        asked.include_usage,
+        asked.priority,
+        field,
+        prompt_logprobs=asked.prompt_logprobs,
     )
 
 
@@ -78,6 +87,7 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
         field,
         num_choices=asked.num_samples if asked.num_generated > asked.num_samples else None,
         echoes=tuple(prompt if isinstance(prompt, str) else None for prompt in found) if asked.echo else (),
+        prompt_logprobs=asked.prompt_logprobs,
     )
 
 

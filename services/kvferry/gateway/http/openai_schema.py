@@ -7,6 +7,7 @@ Fields are never silently ignored: a client that sends `response_format`, for ex
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
@@ -115,6 +116,7 @@ class _Common(ConstraintFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -158,14 +160,20 @@ class _Common(ConstraintFields):
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             bad_words=tuple(self.bad_words or ()),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            prompt_logprobs=self.prompt_logprobs,
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
 
     def check_stream_options(self) -> None:
         """
         Raises:
-            InvalidRequest: `stream_options` is set, but `stream` is not.
+            InvalidRequest: `stream_options` is set, but `stream` is not; or `prompt_logprobs` and `stream` are set.
         """
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs are not sent in a stream; set stream to false, or leave prompt_logprobs out",
+                field="prompt_logprobs",
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
 
@@ -226,7 +234,10 @@ class CompletionRequest(_Common):
                 "choose the best ones: set stream to false, or best_of to n",
                 field="best_of",
             )
-        return self.sampling(_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
+        made = self.sampling(_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
+        if not self.echo or self.logprobs is None:
+            return made
+        return replace(made, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
     def prompts(self, limit: int) -> Sequence[str | list[int]]:
         """Return the prompts, each as text or token ids.

@@ -10,7 +10,7 @@ from harness.fakes.scripted_tokens import ScriptedSource
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SampledToken
+from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.http.openai_api import Caller, answer, events, prepare_chat, prepare_completion
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.token_source import TokenEvent, TokenRequest, TokenSource
@@ -134,3 +134,67 @@ async def test_the_stop_string_is_included_and_min_tokens_hold_for_it() -> None:
     assert await text(include_stop_str_in_output=True) == "ab"
     assert await text(min_tokens=2) == "abca"
     assert await text(min_tokens=5) == "abcabc"
+
+
+class Scored:
+    """Two tokens after a prompt whose tokens have a log-probability of minus their position."""
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        asked = request.sampling
+        scores = None
+        if asked.prompt_logprobs is not None:
+            top = tuple((ord("A") + rank, -0.5 - rank) for rank in range(asked.prompt_logprobs))
+            scores = tuple(ScoredToken(t, -float(i), i + 2, top) for i, t in enumerate(request.token_ids[1:], 1))
+        logprob = None if asked.logprobs is None else -0.25
+        yield TokenEvent((SampledToken(ord("x"), logprob),), prompt_logprobs=scores)
+        yield TokenEvent((SampledToken(ord("y"), logprob),), FinishReason.LENGTH)
+
+
+async def test_prompt_log_probabilities_have_the_tokens_and_their_alternatives() -> None:
+    made = await complete(Scored(), prompt=[*b"hi"], prompt_logprobs=1, n=2)
+    for choice in made["choices"]:
+        assert choice["prompt_logprobs"] == [
+            None,
+            {
+                "105": {"logprob": -1.0, "rank": 3, "decoded_token": "i"},
+                "65": {"logprob": -0.5, "rank": 1, "decoded_token": "A"},
+            },
+        ]
+        assert choice["logprobs"] is None
+    bare = await complete(Scored(), prompt=[*b"hi"], prompt_logprobs=0)
+    assert bare["choices"][0]["prompt_logprobs"][1].keys() == {"105"}
+    assert "prompt_logprobs" not in (await complete(Scored()))["choices"][0]
+    assert (await complete(Scored(), prompt=[104], prompt_logprobs=2))["choices"][0]["prompt_logprobs"] == [None]
+
+
+async def test_prompt_log_probabilities_of_a_conversation_are_beside_the_choices() -> None:
+    service = TextService(Scored(), byte_model(64), ManualClock(), new_seed=lambda: 1)
+    body = {"messages": [{"role": "user", "content": "h"}], "max_tokens": 2, "prompt_logprobs": 0}
+    whole, _ = await answer(await prepare_chat(service, CALLER, json.dumps(body).encode()))
+    found = json.loads(whole)["prompt_logprobs"]
+    assert found[:2] == [None, {"117": {"logprob": -1.0, "rank": 3, "decoded_token": "u"}}]
+    assert len(found) == len("<user>h<assistant>")
+    assert "prompt_logprobs" not in json.loads(whole)["choices"][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_has_the_log_probabilities_of_the_prompt(stream: bool) -> None:
+    fields: dict[str, Any] = {"prompt": [*b"hey"], "echo": True, "logprobs": 1}
+    if stream:
+        parts = [choice["logprobs"] for choice in await streamed(Scored(), **fields) if choice["logprobs"]]
+        found = {name: [item for part in parts for item in part[name]] for name in parts[0]}
+    else:
+        (choice,) = (await complete(Scored(), **fields))["choices"]
+        assert choice["text"] == "heyxy"
+        assert "prompt_logprobs" not in choice
+        found = choice["logprobs"]
+    assert found["tokens"] == ["h", "e", "y", "x", "y"]
+    assert found["token_logprobs"] == [None, -1.0, -2.0, -0.25, -0.25]
+    assert found["top_logprobs"] == [None, {"A": -0.5}, {"A": -0.5}, {}, {}]
+    assert found["text_offset"] == [0, 1, 2, 3, 4]
+
+
+async def test_an_echo_and_prompt_log_probabilities_may_have_numbers_of_their_own() -> None:
+    made = await complete(Scored(), prompt=[*b"he"], echo=True, logprobs=1, prompt_logprobs=3)
+    assert len(made["choices"][0]["logprobs"]["top_logprobs"][1]) == 1
+    assert len(made["choices"][0]["prompt_logprobs"][1]) == 4
