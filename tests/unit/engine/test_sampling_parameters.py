@@ -20,6 +20,7 @@ from kvferry.engine import LLM
 from kvferry.engine.llm import Completion
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.gateway.http.openai_constraints import ConstraintFields
 from kvferry.gateway.http.openai_schema import ChatRequest, CompletionRequest
 from kvferry.v1 import common_pb2
 
@@ -284,11 +285,9 @@ def test_a_field_has_its_effect(llm: LLM, field: str) -> None:
     assert llm.engine.is_idle
 
 
-NOT_SAMPLING = {
-    *("model", "messages", "prompt", "stream", "stream_options", "n", "user", "echo", "best_of"),
-    *("max_completion_tokens", "top_logprobs"),  # OpenAI's newer names of max_tokens and logprobs
-}
-"""Fields of requests that are no field of `SamplingParams`; they have tests of their own."""
+NOT_SAMPLING = {"model", "prompt", "stream", "stream_options", "n", "user", "echo", "best_of"}
+"""Fields of completions that are no field of `SamplingParams`; `test_openai_choices` has tests of those that change the
+choices."""
 ENGINE_ONLY = {"bad_word_token_ids"}
 """Fields that the text edge fills."""
 
@@ -297,16 +296,13 @@ def test_every_field_has_a_check_and_is_in_every_interface() -> None:
     known = {field.name for field in fields(SamplingParams)}
     assert set(EFFECTS) == known, "write a check that fails if the field is ignored"
     assert {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields} == known
-    constraints = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"}
     for schema in (ChatRequest, CompletionRequest):
         names = {info.alias or name for name, info in schema.model_fields.items()}
         missing = known - names - ENGINE_ONLY - {"constraint"}
         assert missing == set(), f"{schema.__name__} lacks {missing}"
-        unknown = names - known - NOT_SAMPLING - constraints
-        assert {name for name in unknown if not name.startswith(("guided_", "tool", "parallel_"))} <= ADDED_BY_CHAT
-
-
-ADDED_BY_CHAT: set[str] = set()
+    names = {info.alias or name for name, info in CompletionRequest.model_fields.items()}
+    constraints = {info.alias or name for name, info in ConstraintFields.model_fields.items()}
+    assert names - known - constraints == NOT_SAMPLING
 
 
 COMPANY = {
