@@ -197,7 +197,7 @@ async def test_large_bodies_are_refused(client, declared):
         ({"prompt": "a", "best_of": 65}, "best_of", "it is 65"),
         ({"prompt": "a", "best_of": 2, "n": 3}, "best_of", "best_of is 2, fewer than n=3"),
         ({"prompt": "a", "best_of": 2, "stream": True}, "best_of", "set stream to false"),
-        ({"prompt": ["a"] * 3, "best_of": 64}, "best_of", "3 prompts with 64 samples each are 192 samples"),
+        ({"prompt": ["a"] * 3, "best_of": 64}, "best_of", "3 prompts with best_of=64 are 192 samples"),
         ({"prompt": "a", "typical_p": 0}, "typical_p", "greater than 0.0"),
         ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "is empty"),
         ({"prompt": "a", "allowed_token_ids": [300]}, "allowed_token_ids", "token id 300"),

@@ -84,10 +84,12 @@ def banned_now(s: ScheduledSequence) -> list[int]:
     tokens are the last generated ones. A bad word that begins in the prompt is not in the output, so it is allowed."""
     banned, tokens = list(s.banned_token_ids), s.token_ids
     num_generated = len(tokens) - s.num_prompt
-    for *start, last in s.sampling.bad_word_token_ids:
-        follows = not start or (len(start) <= num_generated and list(tokens[-len(start) :]) == start)
-        if follows:
-            banned.append(last)
+    for word in s.sampling.bad_word_token_ids:
+        before = len(word) - 1
+        if not before:
+            banned.append(word[0])
+        elif before <= num_generated and tokens[-1] == word[-2] and tuple(tokens[-before:]) == word[:-1]:
+            banned.append(word[-1])
     return banned
 
 

@@ -16,6 +16,7 @@ from kvferry.gateway.http import openai_reply as reply
 from kvferry.gateway.http.openai_constraints import in_field
 from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
 from kvferry.model.requests.output_text import StopReason
+from kvferry.model.requests.prompt_parameters import check_prompt_logprobs
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
@@ -293,6 +294,7 @@ async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *,
         )
         for number, ids in enumerate(asked.prompts)
     )
+    check_prompt_logprobs(sampling, asked.num_samples * sum(len(request.token_ids) for request in requests))
     if asked.sampling.constraint is not None:
         try:
             await service.check(asked.sampling.constraint)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.http.openai_schema import ChatRequest, CompletionRequest, parse
+from kvferry.model.requests.prompt_parameters import with_bad_word_tokens
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import TextModel
 
@@ -41,7 +42,7 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
     """
     asked = parse(ChatRequest, body)
     _check_model(model, asked.model)
-    sampling = asked.to_sampling()
+    sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
     ids = prompts.encode_chat(model, [m.as_template_input() for m in asked.messages])
     field, _ = asked.constraint()
     return ReadRequest(
@@ -64,14 +65,15 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     """
     asked = parse(CompletionRequest, body)
     _check_model(model, asked.model)
-    sampling = asked.to_sampling()
+    sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
     found = asked.prompts(max_prompts)
     num_samples = len(found) * asked.num_generated
     if num_samples > MAX_REQUEST_SAMPLES:
+        field = "n" if asked.best_of is None else "best_of"
         raise InvalidRequest(
-            f"{len(found)} prompts with {asked.num_generated} samples each are {num_samples} samples; at most "
+            f"{len(found)} prompts with {field}={asked.num_generated} are {num_samples} samples; at most "
             f"{MAX_REQUEST_SAMPLES} are accepted in one request",
-            field="n" if asked.best_of is None else "best_of",
+            field=field,
         )
     encoded = tuple(prompts.encode_text(model, prompt) if isinstance(prompt, str) else prompt for prompt in found)
     for ids in encoded if sampling.truncate_prompt_tokens is None else ():

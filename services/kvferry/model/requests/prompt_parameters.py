@@ -75,17 +75,21 @@ def check_output_length(sampling: SamplingParams) -> None:
 
 def check_prompt_logprobs(sampling: SamplingParams, num_prompt: int) -> None:
     """
+    Args:
+        sampling: parameters of the request.
+        num_prompt: number of tokens of its prompts, counted for each sample.
+
     Raises:
-        InvalidRequest: the prompt has too many tokens for this number of log-probabilities per token.
+        InvalidRequest: there are too many tokens for this number of log-probabilities per token.
     """
     if sampling.prompt_logprobs is None:
         return
     count = num_prompt * (sampling.prompt_logprobs + 1)
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"prompt_logprobs is {sampling.prompt_logprobs}, so that the {num_prompt} tokens of the prompt have {count}"
-            f" log-probabilities; at most {MAX_PROMPT_LOGPROBS} are returned: set it to a smaller number, or shorten"
-            " the prompt",
+            f"prompt_logprobs is {sampling.prompt_logprobs}, so that {num_prompt} tokens of prompts, counted for each "
+            f"sample, have {count} log-probabilities; at most {MAX_PROMPT_LOGPROBS} are returned: set it to a smaller "
+            "number, or shorten the prompt",
             field="prompt_logprobs",
         )
 

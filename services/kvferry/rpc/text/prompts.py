@@ -6,12 +6,7 @@ from dataclasses import replace
 
 from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
 from kvferry.core.sampling import SamplingParams
-from kvferry.model.requests.prompt_parameters import (
-    check_output_length,
-    check_prompt_logprobs,
-    token_fields,
-    with_bad_word_tokens,
-)
+from kvferry.model.requests.prompt_parameters import check_output_length, token_fields, with_bad_word_tokens
 from kvferry.rpc.text.text_model import ChatMessages, TextModel
 
 MAX_MESSAGES = 4096
@@ -149,7 +144,6 @@ def fit(
     for field, ids in token_fields(sampling).items():
         check_token_ids(model, ids, field)
     check_output_length(sampling)
-    check_prompt_logprobs(sampling, num_prompt)
     room = context_tokens - num_prompt
     return replace(
         sampling,

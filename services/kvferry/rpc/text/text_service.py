@@ -7,7 +7,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
-from kvferry.model.requests.prompt_parameters import kept_prompt
+from kvferry.model.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.text_model import TextModel
@@ -88,6 +88,7 @@ class TextService:
         """
         kept = kept_prompt(request.token_ids, request.sampling, self.served_tokens)
         sampling = prompts.fit(self.model, kept, request.sampling, self.served_tokens, self.new_seed)
+        check_prompt_logprobs(sampling, len(kept) * request.num_samples)
         return replace(request, token_ids=kept, sampling=sampling)
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:

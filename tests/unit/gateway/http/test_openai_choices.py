@@ -9,6 +9,7 @@ from harness.fakes.byte_model import BOS, byte_model
 from harness.fakes.scripted_tokens import ScriptedSource
 
 from kvferry.core.clock import ManualClock
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.http.openai_api import Caller, answer, events, prepare_chat, prepare_completion
@@ -198,3 +199,11 @@ async def test_an_echo_and_prompt_log_probabilities_may_have_numbers_of_their_ow
     made = await complete(Scored(), prompt=[*b"he"], echo=True, logprobs=1, prompt_logprobs=3)
     assert len(made["choices"][0]["logprobs"]["top_logprobs"][1]) == 1
     assert len(made["choices"][0]["prompt_logprobs"][1]) == 4
+
+
+async def test_the_log_probabilities_of_all_samples_are_bounded_together() -> None:
+    fields: dict[str, Any] = {"prompt": [[65] * 60] * 8, "prompt_logprobs": 20}
+    assert len((await complete(Scored(), **fields, n=6))["choices"]) == 48
+    with pytest.raises(InvalidRequest, match=r"3360 tokens of prompts.*at most 65536") as caught:
+        await complete(Scored(), **fields, n=7)
+    assert caught.value.field == "prompt_logprobs"
