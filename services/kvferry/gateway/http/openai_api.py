@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http import openai_reply as reply
 from kvferry.gateway.http.openai_constraints import in_field
 from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
@@ -56,6 +57,8 @@ class Generation:
     """The same for the tokens of the prompt."""
     echoes: tuple[str, ...] = ()
     """Texts of the prompts, which precede the outputs in the response; empty if they do not."""
+    is_echo_alone: bool = False
+    """Whether the response has no output."""
 
     @property
     def reply_id(self) -> str:
@@ -72,7 +75,11 @@ class Generation:
     def chunks(self) -> AsyncGenerator[TextChunk, None]:
         """Return an iterator over the chunks of all prompts and samples; `index` is prompt index * `num_samples` +
         sample index."""
-        sources = [_offset(self.service.generate(r), number * r.num_samples) for number, r in enumerate(self.requests)]
+        cut = _without_output if self.is_echo_alone else None
+        sources = [
+            _changed(self.service.generate(request), number * request.num_samples, cut)
+            for number, request in enumerate(self.requests)
+        ]
         at_once = max(1, MAX_RUNNING_SAMPLES // self.requests[0].num_samples)
         return sources[0] if len(sources) == 1 else merge(sources, at_once=at_once)
 
@@ -312,6 +319,7 @@ async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *,
         asked.num_choices,
         logprobs=asked.sampling.logprobs,
         prompt_logprobs=asked.prompt_logprobs,
+        is_echo_alone=asked.is_echo_alone,
         echoes=tuple(
             text if text is not None and len(request.token_ids) == len(ids) else decode(request.token_ids)
             for text, ids, request in zip(asked.echoes, asked.prompts, requests, strict=False)
@@ -326,7 +334,18 @@ async def _in_parts(chunk: TextChunk, convert: Callable[P, R], *args: P.args, **
     return await asyncio.to_thread(convert, *args, **kwargs)
 
 
-async def _offset(chunks: AsyncGenerator[TextChunk, None], by: int) -> AsyncGenerator[TextChunk, None]:
+def _without_output(chunk: TextChunk) -> TextChunk:
+    """Return a chunk without its output, as if no token had been generated."""
+    usage = None if chunk.usage is None else replace(chunk.usage, output_tokens=0)
+    finish = None if chunk.finish_reason is None else FinishReason.LENGTH
+    return replace(chunk, text="", tokens=(), finish_reason=finish, stop_reason=None, usage=usage)
+
+
+async def _changed(
+    chunks: AsyncGenerator[TextChunk, None], by: int, cut: Callable[[TextChunk], TextChunk] | None
+) -> AsyncGenerator[TextChunk, None]:
+    """Yield chunks with `by` added to their index, cut by `cut` if it is given."""
     async with aclosing(chunks):
         async for chunk in chunks:
-            yield chunk if by == 0 else replace(chunk, index=chunk.index + by)
+            moved = chunk if by == 0 else replace(chunk, index=chunk.index + by)
+            yield moved if cut is None else cut(moved)

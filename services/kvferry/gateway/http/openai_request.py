@@ -32,6 +32,8 @@ class ReadRequest:
     """Texts of the prompts, `None` for a prompt of token ids; empty if the response does not repeat the prompts."""
     prompt_logprobs: int | None = None
     """The request's `prompt_logprobs`; `sampling` may have a larger number, for the log-probabilities of an echo."""
+    is_echo_alone: bool = False
+    """Whether the response leaves out the output."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:
@@ -90,6 +92,7 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
         num_choices=asked.num_samples if asked.num_generated > asked.num_samples else None,
         echoes=tuple(prompt if isinstance(prompt, str) else None for prompt in found) if asked.echo else (),
         prompt_logprobs=asked.prompt_logprobs,
+        is_echo_alone=asked.is_echo_alone,
     )
 
 

@@ -217,6 +217,11 @@ class CompletionRequest(_Common):
         """Number of samples that are generated per prompt, of which the best `n` are returned."""
         return self.num_samples if self.best_of is None else self.best_of
 
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether the response has the prompt and no output, as evaluations of a model's log-probabilities need it."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def to_sampling(self) -> SamplingParams:
         """
         Raises:
@@ -234,7 +239,10 @@ class CompletionRequest(_Common):
                 "choose the best ones: set stream to false, or best_of to n",
                 field="best_of",
             )
-        made = self.sampling(_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
+        limit = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.is_echo_alone:
+            limit = 1  # a sample has at least one token; the response leaves it out
+        made = self.sampling(limit, self.logprobs)
         if not self.echo or self.logprobs is None:
             return made
         return replace(made, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))

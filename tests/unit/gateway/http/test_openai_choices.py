@@ -207,3 +207,22 @@ async def test_the_log_probabilities_of_all_samples_are_bounded_together() -> No
     with pytest.raises(InvalidRequest, match=r"3360 tokens of prompts.*at most 65536") as caught:
         await complete(Scored(), **fields, n=7)
     assert caught.value.field == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_without_output_scores_the_prompt_alone(stream: bool) -> None:
+    fields: dict[str, Any] = {"prompt": [*b"hey"], "echo": True, "logprobs": 0, "max_tokens": 0}
+    if stream:
+        choices = await streamed(Scored(), **fields)
+        found = next(choice["logprobs"] for choice in choices if choice["logprobs"])
+        assert "".join(choice["text"] for choice in choices) == "hey"
+        assert choices[-1]["finish_reason"] == "length"
+    else:
+        made = await complete(Scored(), **fields)
+        (choice,) = made["choices"]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("hey", "length", None)
+        assert made["usage"]["completion_tokens"] == 0
+        found = choice["logprobs"]
+    assert (found["tokens"], found["token_logprobs"]) == (["h", "e", "y"], [None, -1.0, -2.0])
+    with pytest.raises(InvalidRequest, match="max_tokens must be a whole number from 1"):
+        await complete(Scored(), prompt="hey", max_tokens=0)
