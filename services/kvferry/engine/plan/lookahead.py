@@ -33,7 +33,7 @@ def share(sequence: Sequence, count: int) -> ScheduledSequence:
         banned_token_ids=sequence.banned_now(),
         table_version=sequence.table.version,
         mask=sequence.mask,
-        num_scored=sequence.scored_in(sequence.num_computed, count),
+        num_scored=sequence.scored_in(sequence.num_computed, count) if sequence.is_scoring else 0,
     )
 
 
