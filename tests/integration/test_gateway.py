@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
+import httpx
 import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, a_worker
@@ -105,6 +106,63 @@ async def test_samples_side_by_side_are_those_of_the_engine_alone(stack, expecte
     first, second = await stack.client.complete(_PROMPT, _DRAWN, n=2)
     assert first.token_ids == expected
     assert second.token_ids != expected
+
+
+async def test_parameters_mean_the_same_over_http_and_grpc_as_in_one_engine(stack, llm):
+    text = "It was the best of times, it was the worst of times"
+    fields = {
+        "max_tokens": 40,
+        "min_tokens": 4,
+        "seed": 3,
+        "typical_p": 0.9,
+        "allowed_token_ids": [32, *range(97, 123)],
+        "bad_words": ["e", "th"],
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "truncate_prompt_tokens": 30,
+        "logprobs": 1,
+        "prompt_logprobs": 2,
+    }
+    free = llm.generate([text], sampling_of(fields))[0].text
+    assert "e" not in free
+    assert "th" not in free
+    fields["stop"] = [free[12:15]]
+    (alone,) = llm.generate([text], sampling_of(fields))
+    assert (alone.text, alone.stop_reason) == (free[:15], free[12:15])
+    (called,) = await stack.client.complete(text, sampling_of(fields))
+    assert (called.text, called.stop_reason) == (alone.text, alone.stop_reason)
+    assert called.token_ids == list(alone.token_ids)
+    async with httpx.AsyncClient(base_url=f"http://{stack.gateway.listening.http}", timeout=60) as client:
+        answer = await client.post("/v1/completions", json={"prompt": text, "echo": True, **fields})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert (choice["text"], choice["stop_reason"]) == (text[-30:] + alone.text, alone.stop_reason)
+    scores = [(s.logprob, s.rank) for s in alone.prompt_logprobs]
+    assert [s.rank for s in called.prompt_logprobs] == [rank for _, rank in scores]
+    own = [
+        (entry[str(byte)], byte) for entry, byte in zip(choice["prompt_logprobs"][1:], text[-29:].encode(), strict=True)
+    ]
+    assert [(entry["logprob"], entry["rank"]) for entry, _ in own] == [
+        (pytest.approx(logprob, abs=1e-5), rank) for logprob, rank in scores
+    ]
+    assert choice["logprobs"]["token_logprobs"][1:30] == [entry["logprob"] for entry, _ in own]
+    assert choice["logprobs"]["token_logprobs"][30:] == pytest.approx([t.logprob for t in alone.logprobs], abs=1e-5)
+
+
+async def test_the_best_of_several_samples_is_the_one_with_the_highest_log_probability(stack):
+    fields = {"prompt": "a ferry", "max_tokens": 12, "seed": 8, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=f"http://{stack.gateway.listening.http}", timeout=60) as client:
+        every = (await client.post("/v1/completions", json={**fields, "n": 4, "logprobs": 0})).json()["choices"]
+        best = (await client.post("/v1/completions", json={**fields, "n": 2, "best_of": 4})).json()["choices"]
+    ranked = sorted(every, key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]))
+    assert [choice["text"] for choice in best] == [choice["text"] for choice in ranked[:2]]
+    assert [choice["logprobs"] for choice in best] == [None, None]
+
+
+def sampling_of(fields):
+    """The parameters of a request over HTTP, as those of one engine."""
+    return SamplingParams(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
 
 
 async def test_a_stop_string_frees_the_workers_early(stack):

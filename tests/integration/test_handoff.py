@@ -14,7 +14,7 @@ from harness.servers.worker_channel import TEST_KEYS, worker_channel
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.engine import LLM, SamplingParams
 from kvferry.kv.handoff.ticket import Keyring
-from kvferry.rpc.wire import sampling_to_wire
+from kvferry.rpc.wire import sampling_to_wire, scores_from_wire
 from kvferry.v1 import (
     common_pb2,
     decode_pb2,
@@ -128,6 +128,36 @@ def test_a_constraint_holds_on_both_workers(pair: Pair, one_engine: LLM, samplin
     assert tokens == list(one_engine.generate([prompt], constrained)[0].token_ids)
     assert re.fullmatch(rb"(\d{3}-){4}[a-f]{4}", bytes(tokens[:-1])), "the last token ends the sequence"
     assert handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED
+
+
+def test_every_sampling_parameter_holds_on_both_workers(pair: Pair, one_engine: LLM) -> None:
+    sampling = replace(
+        DRAWN,
+        typical_p=0.8,
+        allowed_token_ids=tuple(range(200)),
+        bad_word_token_ids=((7,), (90, 91)),
+        presence_penalty=0.5,
+        min_tokens=4,
+        logprobs=2,
+        prompt_logprobs=3,
+    )
+    prompt = [(11 * i) % 190 for i in range(70)]
+    answer = pair.run_prefill(prompt, sampling)
+    (expected,) = one_engine.generate([prompt], sampling)
+    first = answer.first_token.id
+    rest, handoff, _ = pair.run_decode(prompt, first, answer.ticket, replace(sampling, prompt_logprobs=None))
+    assert (first, *rest) == expected.token_ids
+    assert handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED
+    scores, wanted = scores_from_wire(answer.prompt_logprobs), expected.prompt_logprobs
+    assert wanted is not None
+    assert [(s.token_id, s.rank, [t for t, _ in s.top]) for s in scores] == [
+        (s.token_id, s.rank, [t for t, _ in s.top]) for s in wanted
+    ]
+    assert [s.logprob for s in scores] == pytest.approx([s.logprob for s in wanted], abs=1e-5)  # float32 on the wire
+    again = pair.run_prefill(prompt, sampling)
+    assert scores_from_wire(again.prompt_logprobs) == scores, "cached blocks hide no rows"
+    pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=again.ticket_id, reason="test"), timeout=CALL_SECONDS)
+    assert_workers_idle(pair.admin)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 100])

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/common.proto\x12\nkvferry.v1\"\xb6\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\x04seed\x18\x07 \x01(\x12H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x04\x88\x01\x01\x12=\n\nlogit_bias\x18\x0b \x03(\x0b\x32).kvferry.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x12*\n\nconstraint\x18\x10 \x01(\x0b\x32\x16.kvferry.v1.Constraint\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"\xdb\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x30\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1e.kvferry.v1.Constraint.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x12\r\n\x05\x61\x66ter\x18\x07 \x01(\t\x1a\x18\n\x07\x43hoices\x12\r\n\x05items\x18\x01 \x03(\tB\x06\n\x04kind\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\\\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprobB\n\n\x08_logprob\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xa5\x02\n\x08KvReport\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_chosen\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x1d\n\x15\x65xpected_load_seconds\x18\x07 \x01(\x01\x12 \n\x18\x65xpected_compute_seconds\x18\x08 \x01(\x01\x12\x11\n\tis_forced\x18\t \x01(\x08\x12\x15\n\rblocks_loaded\x18\n \x01(\r\x12\x14\n\x0c\x62ytes_loaded\x18\x0b \x01(\x04\x12\x14\n\x0cload_seconds\x18\x0c \x01(\x01\x12\x0f\n\x07\x66\x61ilure\x18\r \x01(\t\"8\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xc1\x01\n\x08KvLayout\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x15\n\rfirst_kv_head\x18\x07 \x01(\r\x12\x16\n\x0etotal_kv_heads\x18\x08 \x01(\r\x12\x0f\n\x07version\x18\t \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/common.proto\x12\nkvferry.v1\"\x90\x07\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x11\n\x04seed\x18\x07 \x01(\x12H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x04\x88\x01\x01\x12=\n\nlogit_bias\x18\x0b \x03(\x0b\x32).kvferry.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x12*\n\nconstraint\x18\x10 \x01(\x0b\x32\x16.kvferry.v1.Constraint\x12\x16\n\ttypical_p\x18\x11 \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x11\x61llowed_token_ids\x18\x12 \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12\x30\n\x12\x62\x61\x64_word_token_ids\x18\x14 \x03(\x0b\x32\x14.kvferry.v1.TokenIds\x12\"\n\x1ainclude_stop_str_in_output\x18\x15 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x16 \x01(\x08H\x07\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x17 \x01(\x11H\x08\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x18 \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x0c\n\n_typical_pB\x16\n\x14_skip_special_tokensB\x19\n\x17_truncate_prompt_tokensB\x12\n\x10_prompt_logprobs\"\xdb\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x30\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x1e.kvferry.v1.Constraint.ChoicesH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x12\r\n\x05\x61\x66ter\x18\x07 \x01(\t\x1a\x18\n\x07\x43hoices\x12\r\n\x05items\x18\x01 \x03(\tB\x06\n\x04kind\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\\\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12%\n\x03top\x18\x03 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprobB\n\n\x08_logprob\"g\n\x0bScoredToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x13\n\x07top_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x05 \x03(\x02\x42\x02\x10\x01\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xa5\x02\n\x08KvReport\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x12\n\nnum_chosen\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x1d\n\x15\x65xpected_load_seconds\x18\x07 \x01(\x01\x12 \n\x18\x65xpected_compute_seconds\x18\x08 \x01(\x01\x12\x11\n\tis_forced\x18\t \x01(\x08\x12\x15\n\rblocks_loaded\x18\n \x01(\r\x12\x14\n\x0c\x62ytes_loaded\x18\x0b \x01(\x04\x12\x14\n\x0cload_seconds\x18\x0c \x01(\x01\x12\x0f\n\x07\x66\x61ilure\x18\r \x01(\t\"8\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xc1\x01\n\x08KvLayout\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x15\n\rfirst_kv_head\x18\x07 \x01(\r\x12\x16\n\x0etotal_kv_heads\x18\x08 \x01(\r\x12\x0f\n\x07version\x18\t \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['allowed_token_ids']._serialized_options = b'\020\001'
+  _globals['_SCOREDTOKEN'].fields_by_name['top_ids']._loaded_options = None
+  _globals['_SCOREDTOKEN'].fields_by_name['top_ids']._serialized_options = b'\020\001'
+  _globals['_SCOREDTOKEN'].fields_by_name['top_logprobs']._loaded_options = None
+  _globals['_SCOREDTOKEN'].fields_by_name['top_logprobs']._serialized_options = b'\020\001'
   _globals['_TOKENIDS'].fields_by_name['ids']._loaded_options = None
   _globals['_TOKENIDS'].fields_by_name['ids']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=1554
-  _globals['_FINISHREASON']._serialized_end=1649
+  _globals['_FINISHREASON']._serialized_start=2005
+  _globals['_FINISHREASON']._serialized_end=2100
   _globals['_SAMPLINGPARAMS']._serialized_start=40
-  _globals['_SAMPLINGPARAMS']._serialized_end=606
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=472
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=520
-  _globals['_CONSTRAINT']._serialized_start=609
-  _globals['_CONSTRAINT']._serialized_end=828
-  _globals['_CONSTRAINT_CHOICES']._serialized_start=796
-  _globals['_CONSTRAINT_CHOICES']._serialized_end=820
-  _globals['_TOKENLOGPROB']._serialized_start=830
-  _globals['_TOKENLOGPROB']._serialized_end=879
-  _globals['_TOKEN']._serialized_start=881
-  _globals['_TOKEN']._serialized_end=973
-  _globals['_TOKENIDS']._serialized_start=975
-  _globals['_TOKENIDS']._serialized_end=1002
-  _globals['_KVREPORT']._serialized_start=1005
-  _globals['_KVREPORT']._serialized_end=1298
-  _globals['_WORKERIDENTITY']._serialized_start=1300
-  _globals['_WORKERIDENTITY']._serialized_end=1356
-  _globals['_KVLAYOUT']._serialized_start=1359
-  _globals['_KVLAYOUT']._serialized_end=1552
+  _globals['_SAMPLINGPARAMS']._serialized_end=952
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=733
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=781
+  _globals['_CONSTRAINT']._serialized_start=955
+  _globals['_CONSTRAINT']._serialized_end=1174
+  _globals['_CONSTRAINT_CHOICES']._serialized_start=1142
+  _globals['_CONSTRAINT_CHOICES']._serialized_end=1166
+  _globals['_TOKENLOGPROB']._serialized_start=1176
+  _globals['_TOKENLOGPROB']._serialized_end=1225
+  _globals['_TOKEN']._serialized_start=1227
+  _globals['_TOKEN']._serialized_end=1319
+  _globals['_SCOREDTOKEN']._serialized_start=1321
+  _globals['_SCOREDTOKEN']._serialized_end=1424
+  _globals['_TOKENIDS']._serialized_start=1426
+  _globals['_TOKENIDS']._serialized_end=1453
+  _globals['_KVREPORT']._serialized_start=1456
+  _globals['_KVREPORT']._serialized_end=1749
+  _globals['_WORKERIDENTITY']._serialized_start=1751
+  _globals['_WORKERIDENTITY']._serialized_end=1807
+  _globals['_KVLAYOUT']._serialized_start=1810
+  _globals['_KVLAYOUT']._serialized_end=2003
 # @@protoc_insertion_point(module_scope)

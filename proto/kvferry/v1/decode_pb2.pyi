@@ -148,6 +148,7 @@ class DecodeResponse(_message.Message):
     KV_FIELD_NUMBER: _builtins.int
     CACHED_TICKET_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TICKET_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last message"""
     cached_ticket: _builtins.bytes
@@ -164,6 +165,10 @@ class DecodeResponse(_message.Message):
     def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
         """on the first message: where the KV came from"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ScoredToken]:
+        """on the first message, if requested: of the prompt's tokens from the second on"""
+
     def __init__(
         self,
         *,
@@ -173,10 +178,11 @@ class DecodeResponse(_message.Message):
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
         cached_ticket: _builtins.bytes = ...,
         num_cached_ticket_tokens: _builtins.int = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.ScoredToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\xe3\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x11\x42\x08\n\x06prompt\"\xdd\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06tokens\x18\x04 \x03(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.Timing\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc2\x02\n\x06Timing\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x04 \x01(\x01\x12\x11\n\tconnector\x18\x05 \x01(\t\x12\x16\n\x0ehandoff_blocks\x18\x06 \x01(\r\x12\x15\n\rhandoff_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fhandoff_outcome\x18\x08 \x01(\t\x12\x15\n\rtotal_seconds\x18\t \x01(\x01\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x0f\n\x07resumed\x18\x0c \x01(\r\x12 \n\x02kv\x18\r \x03(\x0b\x32\x14.kvferry.v1.KvReport\"[\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x42\x07\n\x05input\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"~\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x32\xbb\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvferry.v1.DetokenizeRequest\x1a\x1e.kvferry.v1.DetokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvferry.v1.GetModelInfoRequest\x1a .kvferry.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\xe3\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x11\x42\x08\n\x06prompt\"\xce\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06tokens\x18\x04 \x03(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.Timing\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.kvferry.v1.ScoredTokenB\r\n\x0bstop_reason\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc2\x02\n\x06Timing\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x04 \x01(\x01\x12\x11\n\tconnector\x18\x05 \x01(\t\x12\x16\n\x0ehandoff_blocks\x18\x06 \x01(\r\x12\x15\n\rhandoff_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fhandoff_outcome\x18\x08 \x01(\t\x12\x15\n\rtotal_seconds\x18\t \x01(\x01\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x0f\n\x07resumed\x18\x0c \x01(\r\x12 \n\x02kv\x18\r \x03(\x0b\x32\x14.kvferry.v1.KvReport\"[\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x42\x07\n\x05input\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"~\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x32\xbb\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvferry.v1.DetokenizeRequest\x1a\x1e.kvferry.v1.DetokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvferry.v1.GetModelInfoRequest\x1a .kvferry.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,23 +45,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=165
   _globals['_GENERATEREQUEST']._serialized_end=392
   _globals['_GENERATERESPONSE']._serialized_start=395
-  _globals['_GENERATERESPONSE']._serialized_end=616
-  _globals['_USAGE']._serialized_start=618
-  _globals['_USAGE']._serialized_end=694
-  _globals['_TIMING']._serialized_start=697
-  _globals['_TIMING']._serialized_end=1019
-  _globals['_TOKENIZEREQUEST']._serialized_start=1021
-  _globals['_TOKENIZEREQUEST']._serialized_end=1112
-  _globals['_TOKENIZERESPONSE']._serialized_start=1114
-  _globals['_TOKENIZERESPONSE']._serialized_end=1155
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1157
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1214
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1216
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1250
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1252
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1288
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1290
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1416
-  _globals['_INFERENCE']._serialized_start=1419
-  _globals['_INFERENCE']._serialized_end=1734
+  _globals['_GENERATERESPONSE']._serialized_end=729
+  _globals['_USAGE']._serialized_start=731
+  _globals['_USAGE']._serialized_end=807
+  _globals['_TIMING']._serialized_start=810
+  _globals['_TIMING']._serialized_end=1132
+  _globals['_TOKENIZEREQUEST']._serialized_start=1134
+  _globals['_TOKENIZEREQUEST']._serialized_end=1225
+  _globals['_TOKENIZERESPONSE']._serialized_start=1227
+  _globals['_TOKENIZERESPONSE']._serialized_end=1268
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1270
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1327
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1329
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1363
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1365
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1401
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1403
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1529
+  _globals['_INFERENCE']._serialized_start=1532
+  _globals['_INFERENCE']._serialized_end=1847
 # @@protoc_insertion_point(module_scope)

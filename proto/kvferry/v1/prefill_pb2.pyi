@@ -91,6 +91,7 @@ class PrefillResponse(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set when the first token is the last"""
     ticket: _builtins.bytes
@@ -106,6 +107,10 @@ class PrefillResponse(_message.Message):
     def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
         """where the prompt's KV came from"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ScoredToken]:
+        """of the prompt's tokens from the second on, if requested"""
+
     def __init__(
         self,
         *,
@@ -117,10 +122,11 @@ class PrefillResponse(_message.Message):
         queue_seconds: _builtins.float = ...,
         prefill_seconds: _builtins.float = ...,
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
+        prompt_logprobs: _abc.Iterable[_common_pb2.ScoredToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "ticket", b"ticket", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token", b"first_token", "kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "ticket", b"ticket", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

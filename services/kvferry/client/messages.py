@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.model.requests.output_text import StopReason
 from kvferry.rpc import wire
 from kvferry.rpc.text.text_stream import TextChunk, Usage
 from kvferry.rpc.text.token_source import Timing
@@ -28,6 +29,10 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     timing: Timing
+    stop_reason: StopReason = None
+    """The stop string or stop token id that ended the sample; `None` if neither did."""
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    """Log-probabilities of the prompt's tokens from the second one on; `None` unless requested."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -122,4 +127,6 @@ def _whole(chunks: Sequence[TextChunk]) -> Completion:
         finish_reason=last.finish_reason,
         usage=last.usage,
         timing=last.timing,
+        stop_reason=last.stop_reason,
+        prompt_logprobs=chunks[0].prompt_logprobs,
     )

@@ -14,6 +14,15 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_OUTPUT_TOKENS = 1 << 20
+MAX_PROMPT_LOGPROBS = 1 << 16
+"""Maximum number of log-probabilities of a prompt: its tokens times (`prompt_logprobs` + 1)."""
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
+"""Maximum number of token sequences of bad words; a word has up to two."""
+MAX_BAD_WORD_TOKENS = 4 * (MAX_BAD_WORD_CHARS + 1)
+"""Maximum number of tokens of a bad word: one per UTF-8 byte of its characters and of the space before it."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Bounds of the repetition penalty: a logit is multiplied or divided by at most 100, so that it stays finite."""
 
@@ -70,6 +79,27 @@ class SamplingParams:
     `None` disables log-probabilities."""
     constraint: Constraint | None = None
     """Grammar or schema that the output satisfies; `None` leaves the output free."""
+    typical_p: float = 1.0
+    """Keep the tokens whose information content is closest to the entropy, until their probabilities sum to this value;
+    greater than 0 and at most 1, which keeps all (Meister et al., Locally Typical Sampling, 2023)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Token ids that can be sampled; empty for all."""
+    bad_words: tuple[str, ...] = ()
+    """Strings that the output must not have, each with and without a space before it. The text edge converts them to
+    `bad_word_token_ids`; an engine ignores them."""
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that the output must not have: the last id is banned after the other ones."""
+    include_stop_str_in_output: bool = False
+    """Whether the text ends after the stop string that was found, and not before it."""
+    skip_special_tokens: bool = True
+    """Whether control tokens are omitted from the text."""
+    truncate_prompt_tokens: int | None = None
+    """Number of tokens at the end of the prompt to keep; -1 keeps as many as the context holds beside `max_tokens`;
+    `None` rejects a prompt that is too long. Applied at the text edge; an engine ignores it."""
+    prompt_logprobs: int | None = None
+    """Number of alternative tokens with log-probabilities per token of the prompt, from the second one on; 0 returns
+    only that of the token itself; `None` disables them. All rows of the prompt are computed, so that the prefix cache
+    and other workers' KV are not used for it."""
 
     def __post_init__(self) -> None:
         """Check the range of every field.
@@ -88,6 +118,7 @@ class SamplingParams:
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _real("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
+        _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are accepted",
@@ -96,22 +127,24 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _whole("logit_bias", token, 0, 1 << 31)
             _real("logit_bias", bias, -100.0, 100.0)
-        if len(self.stop) > MAX_STOP_STRINGS:
+        _strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
+        _ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _real("typical_p", self.typical_p, 0.0, 1.0, open_below=True)
+        _ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        _at_most("bad_word_token_ids", len(self.bad_word_token_ids), MAX_BAD_WORD_SEQUENCES, "sequences")
+        for sequence in self.bad_word_token_ids:
+            if not sequence:
+                raise InvalidRequest("bad_word_token_ids has an empty sequence", field="bad_word_token_ids")
+            _ids("bad_word_token_ids", sequence, MAX_BAD_WORD_TOKENS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _flag(name, getattr(self, name))
+        _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_OUTPUT_TOKENS, optional=True)
+        if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
-                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are accepted", field="stop"
+                "truncate_prompt_tokens is 0, which keeps no token; set -1 to fill the context, or leave it out",
+                field="truncate_prompt_tokens",
             )
-        for text in self.stop:
-            if not text or len(text) > MAX_STOP_CHARS:
-                raise InvalidRequest(
-                    f"a stop string has {len(text)} characters; 1 to {MAX_STOP_CHARS} are accepted", field="stop"
-                )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are accepted",
-                field="stop_token_ids",
-            )
-        for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, 1 << 31)
 
     @property
     def is_greedy(self) -> bool:
@@ -128,6 +161,45 @@ class SampledToken:
     """Log-probability of the token; `None` if the request did not set `logprobs`."""
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log-probability) of the most likely tokens, most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a prompt with its log-probability after the tokens before it; refers to the model's distribution."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """Rank of the token among all tokens, 1 for the most likely; of equally likely tokens, the lowest id is first."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the most likely tokens, most likely first."""
+
+
+def _at_most(name: str, count: int, limit: int, unit: str) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{name} has {count} {unit}; at most {limit} are accepted", field=name)
+
+
+def _strings(name: str, values: tuple[str, ...], most: int, most_chars: int) -> None:
+    _at_most(name, len(values), most, "strings")
+    for text in values:
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{name} must be a list of strings, not of {type(text).__name__}", field=name)
+        if not text or len(text) > most_chars:
+            raise InvalidRequest(
+                f"a string of {name} has {len(text)} characters; 1 to {most_chars} are accepted", field=name
+            )
+
+
+def _ids(name: str, values: tuple[int, ...], most: int) -> None:
+    _at_most(name, len(values), most, "ids")
+    for token in values:
+        _whole(name, token, 0, 1 << 31)
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be true or false, not {shortened(repr(value))}", field=name)
 
 
 def _whole(name: str, value: int | None, low: int, high: int, *, optional: bool = False) -> None:

@@ -29,6 +29,7 @@ from kvferry.engine.engine_statistics import EngineStatistics
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
+from kvferry.model.requests.prompt_parameters import check_prompt_logprobs
 
 
 class Engine:
@@ -125,11 +126,14 @@ class Engine:
             keeps=request.keeps,
             remote=request.remote if self._loads.can_fetch else None,
         )
+        if sequence.is_scoring:
+            sequence.remote = None
         self.scheduler.add(sequence)
         self.statistics.arrive(request.request_id, num_prompt, self._clock.monotonic())
         if self._masks is not None and request.sampling.constraint is not None:
             sequence.mask = self._masks.begin(request.sampling.constraint, sequence.tokens[num_prompt:])
-        self._loads.arrive(sequence)
+        if not sequence.is_scoring:  # rows whose KV is loaded have no logits
+            self._loads.arrive(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
         """Abort a request; return whether it existed. Idempotent."""
@@ -261,6 +265,7 @@ class Engine:
                 field="prompt",
                 reason="PROMPT_TOO_LONG",
             )
+        check_prompt_logprobs(request.sampling, count - request.num_generated)
         if not request.sampling.is_greedy and request.sampling.seed is None:
             # The gateway chooses the seed, so that a request samples the same tokens on every worker.
             raise InvalidRequest("seed is missing; set a seed for requests with a temperature above 0", field="seed")

@@ -6,11 +6,18 @@ from dataclasses import dataclass, replace
 from kvferry.core.errors import InvalidRequest, UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.settings import EngineSettings
+from kvferry.model.requests.output_text import OutputText, StopReason
+from kvferry.model.requests.prompt_parameters import (
+    check_output_length,
+    kept_prompt,
+    token_fields,
+    with_bad_word_tokens,
+)
 from kvferry.model.text.detokenizer import Detokenizer
 from kvferry.model.text.stop_strings import StopMatcher
 from kvferry.model.text.tokenizer import Tokenizer
@@ -28,6 +35,10 @@ class Completion:
     """Prompt tokens found in the prefix cache."""
     logprobs: tuple[SampledToken, ...] = ()
     """The sampled tokens with their log-probabilities; empty unless requested."""
+    stop_reason: StopReason = None
+    """The stop string or stop token id that ended the text; `None` if neither did."""
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    """Log-probabilities of the prompt's tokens from the second one on; `None` unless requested."""
 
 
 class LLM:
@@ -131,9 +142,10 @@ class LLM:
         """Complete prompts, each a text or its token ids, in one batch; return one completion per prompt, in order.
 
         Raises:
-            InvalidRequest: a prompt is empty or too long, or every token is banned; no prompt was completed.
+            InvalidRequest: a prompt is empty or too long, parameters do not fit the model, or every token is banned; no
+            prompt was completed.
             GenerationFailed: a logit is not finite.
-            UsageError: the weights are random, but a prompt is a text or stop strings are set.
+            UsageError: the weights are random, but a prompt is a text, or stop strings or bad words are set.
         """
         chosen = sampling or SamplingParams()
         streams = [self._start(prompt, chosen) for prompt in prompts]
@@ -153,6 +165,8 @@ class LLM:
                     for request_id in by_id:
                         self.engine.abort(request_id)
                     raise update.error
+                if update.scores is not None:
+                    by_id[update.request_id].scores = update.scores
                 if by_id[update.request_id].take(update.tokens, update.finish_reason, update.num_cached):
                     self.engine.abort(update.request_id)
         return [s.completion() for s in streams]
@@ -162,40 +176,50 @@ class LLM:
             prompt = self.tokenizer.encode(prompt, add_special=True)
         self._count += 1
         params = sampling if sampling.seed is not None else replace(sampling, seed=self._seed + self._count)
-        request = EngineRequest(RequestId(f"offline-{self._count}"), list(prompt), params)
-        detokenizer = None if self._loaded.source is None and not params.stop else Detokenizer(self.tokenizer)
-        return _Stream(request, detokenizer, StopMatcher(params.stop))
+        if params.bad_words:
+            params = with_bad_word_tokens(params, self.tokenizer)
+        self._check(params)
+        kept = list(kept_prompt(prompt, params, self.engine.max_model_tokens))
+        request = EngineRequest(RequestId(f"offline-{self._count}"), kept, params)
+        if self._loaded.source is None and not params.stop:
+            return _Stream(request, None)
+        detokenizer = Detokenizer(self.tokenizer, shows_control=not params.skip_special_tokens)
+        return _Stream(request, OutputText(params, detokenizer, StopMatcher(params.stop) if params.stop else None))
+
+    def _check(self, params: SamplingParams) -> None:
+        check_output_length(params)
+        for field, ids in token_fields(params).items():
+            if ids and max(ids) >= self.config.vocab_size:
+                raise InvalidRequest(
+                    f"{field} has token id {max(ids)}; the vocabulary has ids 0 to {self.config.vocab_size - 1}",
+                    field=field,
+                )
 
 
 class _Stream:
     """Output of one prompt while it is being generated."""
 
-    def __init__(self, request: EngineRequest, detokenizer: Detokenizer | None, stops: StopMatcher) -> None:
+    def __init__(self, request: EngineRequest, writer: OutputText | None) -> None:
         self.request = request
-        self._detokenizer = detokenizer
-        self._stops = stops
+        self._writer = writer
+        self.scores: tuple[ScoredToken, ...] | None = None
         self._text = ""
         self._tokens: list[SampledToken] = []
         self._reason: FinishReason | None = None
+        self._stop_reason: StopReason = None
         self._num_cached = 0
 
-    def take(self, tokens: Sequence[SampledToken], reason: FinishReason | None, num_cached: int) -> bool:
+    def take(self, tokens: tuple[SampledToken, ...], reason: FinishReason | None, num_cached: int) -> bool:
         """Append sampled tokens; return whether a stop string ended the text, so that the request must be aborted."""
         self._num_cached = num_cached
-        if self._detokenizer is None:  # no tokenizer, no text
+        if self._writer is None:  # no tokenizer, no text
             self._tokens += tokens
             self._reason = reason
             return False
-        for token in tokens:
-            self._tokens.append(token)
-            self._text += self._stops.feed(self._detokenizer.feed([token.token_id]))
-            if self._stops.matched is not None:  # tokens after the stop string are dropped
-                self._reason = FinishReason.STOP
-                return reason is None
-        if reason is not None:
-            self._reason = reason
-            self._text += self._stops.feed(self._detokenizer.finish()) + self._stops.finish()
-        return False
+        text, kept, self._reason, self._stop_reason = self._writer.add(tokens, reason)
+        self._text += text
+        self._tokens += kept
+        return self._reason is not None and reason is None
 
     def completion(self) -> Completion:
         assert self._reason is not None, "a request ended without a reason"
@@ -206,4 +230,6 @@ class _Stream:
             finish_reason=self._reason,
             num_cached_tokens=self._num_cached,
             logprobs=tuple(self._tokens) if self.request.sampling.logprobs is not None else (),
+            stop_reason=self._stop_reason,
+            prompt_logprobs=self.scores,
         )

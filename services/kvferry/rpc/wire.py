@@ -9,12 +9,17 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.load import WorkerLoad
 from kvferry.core.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_SEQUENCES,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     FinishReason,
     SampledToken,
     SamplingParams,
+    ScoredToken,
 )
 from kvferry.rpc.text.token_source import KvReport
 from kvferry.v1 import common_pb2, decode_pb2, worker_admin_pb2
@@ -51,6 +56,14 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         repetition_penalty=params.repetition_penalty,
         max_tokens=params.max_tokens,
         logprobs=params.logprobs,
+        typical_p=params.typical_p,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=params.bad_words,
+        bad_word_token_ids=[common_pb2.TokenIds(ids=ids) for ids in params.bad_word_token_ids],
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
+        prompt_logprobs=params.prompt_logprobs,
     )
     if params.seed is not None:
         # Random numbers use the low 64 bits, so an unsigned seed and its signed equivalent are the same.
@@ -101,10 +114,17 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         ("stop", MAX_STOP_STRINGS),
         ("stop_token_ids", MAX_STOP_TOKEN_IDS),
         ("logit_bias", MAX_LOGIT_BIAS),
+        ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
+        ("bad_words", MAX_BAD_WORDS),
+        ("bad_word_token_ids", MAX_BAD_WORD_SEQUENCES),
     ):
         count = len(getattr(message, name))
         if count > limit:
             raise InvalidRequest(f"{name} has {count} items; at most {limit} are accepted", field=name)
+    if any(len(sequence.ids) > MAX_BAD_WORD_TOKENS for sequence in message.bad_word_token_ids):
+        raise InvalidRequest(
+            f"a sequence of bad_word_token_ids has more than {MAX_BAD_WORD_TOKENS} ids", field="bad_word_token_ids"
+        )
     return SamplingParams(
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         min_tokens=message.min_tokens,
@@ -122,6 +142,14 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         constraint=constraint_from_wire(message.constraint) if message.HasField("constraint") else None,
+        typical_p=message.typical_p if message.HasField("typical_p") else 1.0,
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(message.bad_words),
+        bad_word_token_ids=tuple(tuple(sequence.ids) for sequence in message.bad_word_token_ids),
+        include_stop_str_in_output=message.include_stop_str_in_output,
+        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
+        truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -144,6 +172,27 @@ def token_from_wire(message: common_pb2.Token) -> SampledToken:
 def tokens_from_wire(messages: Iterable[common_pb2.Token]) -> tuple[SampledToken, ...]:
     """Convert messages to the generated tokens of a step."""
     return tuple(token_from_wire(message) for message in messages)
+
+
+def scores_to_wire(scores: Iterable[ScoredToken] | None) -> list[common_pb2.ScoredToken]:
+    """Convert the scored tokens of a prompt to messages; none if they were not requested."""
+    return [
+        common_pb2.ScoredToken(
+            id=score.token_id,
+            logprob=score.logprob,
+            rank=score.rank,
+            top_ids=[token for token, _ in score.top],
+            top_logprobs=[logprob for _, logprob in score.top],
+        )
+        for score in scores or ()
+    ]
+
+
+def scores_from_wire(messages: Iterable[common_pb2.ScoredToken]) -> tuple[ScoredToken, ...]:
+    """Convert messages to the scored tokens of a prompt."""
+    return tuple(
+        ScoredToken(m.id, m.logprob, m.rank, tuple(zip(m.top_ids, m.top_logprobs, strict=True))) for m in messages
+    )
 
 
 def finish_to_wire(reason: FinishReason | None) -> "common_pb2.FinishReason.ValueType":

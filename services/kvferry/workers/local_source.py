@@ -52,4 +52,5 @@ class LocalSource:
                     finish_reason=updates[-1].finish_reason,
                     num_cached_tokens=updates[-1].num_cached,
                     timing=timing,
+                    prompt_logprobs=updates[0].scores,
                 )

@@ -27,13 +27,20 @@ class ByteTokenizer:
 
 
 class ByteDetokenizer:
-    """Detokenizer based on Python's incremental UTF-8 decoder."""
+    """Detokenizer based on Python's incremental UTF-8 decoder; the text of the end-of-sequence token, if control tokens
+    are shown, is `<eos>`."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows_control: bool = False) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._shows_control = shows_control
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        return self._decoder.decode(bytes(token for token in token_ids if token < EOS))
+        return "".join(map(self._feed_one, token_ids))
+
+    def _feed_one(self, token: int) -> str:
+        if token < EOS:
+            return self._decoder.decode(bytes([token]))
+        return "<eos>" if self._shows_control and token == EOS else ""
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -46,12 +53,18 @@ class BufferedStopMatcher:
         self._stops = stops
         self._text = ""
         self._shown = 0
+        self._ignored = 0
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, *, may_match: bool = True) -> str:
         self._text += text
-        found = [(at, stop) for stop in self._stops if (at := self._text.find(stop)) >= 0]
-        end, self.matched = min(found) if found else (len(self._text) - self._held(), None)
+        if not may_match:
+            self._ignored = len(self._text)
+        ends = range(self._ignored + 1, len(self._text) + 1)
+        found = [
+            (end, end - len(stop), stop) for end in ends for stop in self._stops if self._text[:end].endswith(stop)
+        ]
+        _, end, self.matched = min(found) if found else (0, len(self._text) - self._held(), None)
         shown = self._text[self._shown : end]
         self._shown = max(self._shown, end)
         return shown

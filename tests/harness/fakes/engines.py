@@ -8,12 +8,12 @@ import numpy.typing as npt
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.engine import Engine
 from kvferry.engine.loads.kv_loads import KvLoads
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.sequence import RemoteKv
-from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
+from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvTiers
@@ -66,7 +66,16 @@ class ArithmeticRunner:
                         continue
                     token = next_allowed(token, allowed)
                 drawn[item.request_id] = SequenceOutput((SampledToken(token),), item.num_scheduled)
-        return StepResult(drawn, postponed=frozenset(postponed))
+        scores = {s.request_id: tuple(self._score(s, p) for p in s.scored_positions) for s in plan.scheduled}
+        found = {name: made for name, made in scores.items() if made}
+        return StepResult(drawn, postponed=frozenset(postponed), scores=found)
+
+    def _score(self, item: ScheduledSequence, position: int) -> ScoredToken:
+        """Score the token after a position by the KV up to it, so that a score from a wrong page differs."""
+        read = [self.pages[item.block_ids[p // self.block_tokens]][p % self.block_tokens] for p in range(position + 1)]
+        assert None not in read, f"request {item.request_id} scored a row after a slot that was not computed"
+        logprob = -float(next_token([t for t in read if t is not None]))
+        return ScoredToken(item.token_ids[position + 1], logprob, rank=position + 1)
 
 
 def next_allowed(token: int, allowed: npt.NDArray[np.bool_]) -> int:

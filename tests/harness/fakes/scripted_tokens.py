@@ -5,7 +5,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncGenerator, Sequence
 
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest
 
 
@@ -17,6 +17,14 @@ def next_token(tokens: Sequence[int], sampling: SamplingParams, sample_index: in
         return SampledToken(token)
     top = tuple((token if rank == 0 else ord("A") + rank, -0.5 - rank) for rank in range(sampling.logprobs))
     return SampledToken(token, -0.5, top)
+
+
+def scores_of(prompt: Sequence[int], sampling: SamplingParams) -> tuple[ScoredToken, ...] | None:
+    """Return the scored tokens of a prompt, by a rule; `None` if the request did not set `prompt_logprobs`."""
+    if sampling.prompt_logprobs is None:
+        return None
+    top = tuple((ord("A") + rank, -0.5 - rank) for rank in range(sampling.prompt_logprobs))
+    return tuple(ScoredToken(token, -0.5 * position, position, top) for position, token in enumerate(prompt[1:], 1))
 
 
 def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, count: int, sample_index: int = 0) -> list[int]:
@@ -58,6 +66,8 @@ class ScriptedSource:
                 tokens.append(token.token_id)
                 self.num_yielded += 1
                 finish = FinishReason.LENGTH if count == limit else None
-                yield TokenEvent((token,), finish, num_cached_tokens=3, timing=Timing(prefill_worker="here"))
+                scores = scores_of(request.token_ids, request.sampling) if count == 1 else None
+                timing = Timing(prefill_worker="here")
+                yield TokenEvent((token,), finish, num_cached_tokens=3, timing=timing, prompt_logprobs=scores)
         finally:
             self.open_streams -= 1

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from harness.fakes.byte_model import NAME
-from harness.fakes.scripted_tokens import next_token
+from harness.fakes.scripted_tokens import next_token, scores_of
 from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import new_incarnation
 from kvferry.core.sampling import FinishReason
@@ -182,6 +182,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         response = prefill_pb2.PrefillResponse(
             first_token=wire.token_to_wire(token), num_cached_tokens=1, queue_seconds=0.25, prefill_seconds=0.5
         )
+        response.prompt_logprobs.extend(wire.scores_to_wire(scores_of(request.token_ids, sampling)))
         if sampling.max_tokens == request.num_generated + 1:
             response.finish_reason = wire.finish_to_wire(FinishReason.LENGTH)
         elif request.offer and self.keeps_offers:
@@ -213,6 +214,9 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
                 token = next_token(tokens, sampling, request.sample_index)
                 tokens.append(token.token_id)
                 response.tokens.append(wire.token_to_wire(token))
+            if sent == 0:
+                prompt = request.token_ids[: len(request.token_ids) - request.num_generated]
+                response.prompt_logprobs.extend(wire.scores_to_wire(scores_of(prompt, sampling)))
             left -= len(response.tokens)
             sent += len(response.tokens)
             response.finish_reason = wire.finish_to_wire(None if left else FinishReason.LENGTH)

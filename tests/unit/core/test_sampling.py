@@ -8,6 +8,11 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORD_SEQUENCES,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_OUTPUT_TOKENS,
     MAX_STOP_CHARS,
@@ -23,12 +28,14 @@ WHOLE = {
     "top_k": (0, 1 << 31),
     "seed": (-(1 << 63), (1 << 64) - 1),
     "logprobs": (0, MAX_TOP_LOGPROBS),
+    "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
 }
-OPTIONAL = {"max_tokens", "seed", "logprobs"}
+OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
 REAL = {  # low, high, whether low itself is allowed
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
+    "typical_p": (0.0, 1.0, False),
     "presence_penalty": (-2.0, 2.0, True),
     "frequency_penalty": (-2.0, 2.0, True),
     "repetition_penalty": (0.01, 100.0, True),
@@ -83,6 +90,22 @@ def test_real_numbers_are_taken_up_to_both_bounds_and_not_beyond(name: str) -> N
         ("stop_token_ids", (1 << 31,), ((1 << 31) + 1,)),
         ("stop_token_ids", (0,), (-1,)),
         ("stop_token_ids", (1,), (True,)),
+        ("allowed_token_ids", (0,) * MAX_ALLOWED_TOKEN_IDS, (0,) * (MAX_ALLOWED_TOKEN_IDS + 1)),
+        ("allowed_token_ids", (1 << 31,), (-1,)),
+        ("bad_words", ("x" * MAX_BAD_WORD_CHARS,), ("x" * (MAX_BAD_WORD_CHARS + 1),)),
+        ("bad_words", ("é",), ("",)),
+        ("bad_words", ("é",), (1,)),
+        ("bad_words", ("x",) * MAX_BAD_WORDS, ("x",) * (MAX_BAD_WORDS + 1)),
+        ("bad_word_token_ids", ((0,) * MAX_BAD_WORD_TOKENS,), ((0,) * (MAX_BAD_WORD_TOKENS + 1),)),
+        ("bad_word_token_ids", ((1,),) * MAX_BAD_WORD_SEQUENCES, ((1,),) * (MAX_BAD_WORD_SEQUENCES + 1)),
+        ("bad_word_token_ids", ((1,),), ((),)),
+        ("bad_word_token_ids", ((1,),), ((-1,),)),
+        ("truncate_prompt_tokens", -1, 0),
+        ("truncate_prompt_tokens", MAX_OUTPUT_TOKENS, MAX_OUTPUT_TOKENS + 1),
+        ("truncate_prompt_tokens", None, -2),
+        ("ignore_eos", True, 1),
+        ("include_stop_str_in_output", True, "yes"),
+        ("skip_special_tokens", False, None),
         ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
         ("logit_bias", {0: -100.0, 1: 100}, {0: -100.1}),
         ("logit_bias", {5: 0.0}, {5: math.nan}),

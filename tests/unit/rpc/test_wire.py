@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.philox import uniform
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.rpc import wire
 from kvferry.v1 import common_pb2
 
@@ -37,6 +37,14 @@ _params = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     constraint=st.none() | _constraints,
+    typical_p=st.floats(0.01, 1),
+    allowed_token_ids=st.lists(_ids, max_size=4).map(tuple),
+    bad_words=st.lists(st.text("ab", min_size=1, max_size=4), max_size=4).map(tuple),
+    bad_word_token_ids=st.lists(st.lists(_ids, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    include_stop_str_in_output=st.booleans(),
+    skip_special_tokens=st.booleans(),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    truncate_prompt_tokens=st.none() | st.just(-1) | st.integers(1, 1 << 20),
 )
 
 
@@ -51,6 +59,18 @@ def test_a_large_unsigned_seed_draws_the_same_after_the_wire(seed):
     received = wire.sampling_from_wire(wire.sampling_to_wire(SamplingParams(seed=seed)))
     assert received.seed is not None
     assert uniform(received.seed, 0, 5) == uniform(seed, 0, 5)
+
+
+def test_collections_are_bounded_before_they_are_copied():
+    long = common_pb2.TokenIds(ids=[1] * 2000)
+    for message, words in (
+        (common_pb2.SamplingParams(allowed_token_ids=[1] * 2000), "allowed_token_ids has 2000 items"),
+        (common_pb2.SamplingParams(bad_words=["a"] * 100), "bad_words has 100 items"),
+        (common_pb2.SamplingParams(bad_word_token_ids=[long] * 200), "bad_word_token_ids has 200 items"),
+        (common_pb2.SamplingParams(bad_word_token_ids=[long]), "bad_word_token_ids has more than 1028 ids"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            wire.sampling_from_wire(message)
 
 
 def test_an_empty_message_means_the_defaults():
@@ -71,6 +91,13 @@ def test_a_bad_field_is_named():
 )
 def test_tokens_survive_the_wire(token):
     assert wire.token_from_wire(wire.token_to_wire(token)) == token
+
+
+@pytest.mark.parametrize("top", [(), ((7, -0.5), (9, -2.0))])
+def test_scored_tokens_survive_the_wire(top):
+    scores = (ScoredToken(7, -0.5, 1, top), ScoredToken(0, -3.5, 4000, top))
+    assert wire.scores_from_wire(wire.scores_to_wire(scores)) == scores
+    assert wire.scores_to_wire(None) == []
 
 
 @pytest.mark.parametrize("reason", [None, FinishReason.STOP, FinishReason.LENGTH])

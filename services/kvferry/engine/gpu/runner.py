@@ -7,7 +7,7 @@ Pure decode steps are replayed from captured graphs (`steps`), small steps with 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,9 +23,10 @@ from kvferry.engine.gpu.steps import CapturedSteps
 from kvferry.engine.models.transformer import Transformer, logits_of
 from kvferry.engine.plan.batch_slots import BatchSlots
 from kvferry.engine.plan.sampling_plan import SamplingPath, none_left, not_finite, sampling_path
-from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, drawn_rows
+from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, drawn_rows, sampled_rows
 from kvferry.engine.run.runner import Runner
 from kvferry.engine.run.sampler import sample
+from kvferry.engine.run.scorer import Scores, score
 from kvferry.engine.tensors.batch import build_batch
 from kvferry.engine.tensors.device_batch import DeviceBatch, sent_copies, to_device
 from kvferry.engine.tensors.paged_kv import PagedKv
@@ -43,12 +44,14 @@ class LaunchedStep:
     """Waits for the sampled tokens and returns their ids."""
     by_host: dict[int, Sampled]
     """Results that were sampled on the host, by row."""
+    scores: Scores = field(default_factory=dict)
+    """Scored tokens of prompts, by request."""
 
     def result(self) -> StepResult:
         """Wait for the step's tokens. A non-finite logit, or a row without a token to sample, fails only its own
         sequence."""
         if not self.sampling:
-            return StepResult({})
+            return StepResult.of(self.scheduled, (), self.scores)
         sampled: list[Sampled] = []
         for row, (s, token) in enumerate(zip(self.sampling, self.read(), strict=True)):
             if token == NONE_LEFT:
@@ -57,7 +60,7 @@ class LaunchedStep:
                 sampled.append(not_finite(s))
             else:
                 sampled.append(self.by_host[row] if row in self.by_host else SampledToken(token))
-        return StepResult.of(self.scheduled, sampled)
+        return StepResult.of(self.scheduled, sampled, self.scores)
 
 
 class DeviceRunner(Runner):
@@ -148,7 +151,8 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launch a step; the host waits for the device only if a sequence requests log-probabilities.
+        """Launch a step; the host waits for the device only if a sequence requests log-probabilities or is sampled on
+        the host.
 
         Raises:
             InvariantBroken: the plan does not fit its sequences.
@@ -168,24 +172,29 @@ class DeviceRunner(Runner):
         if plan.copies:  # not captured: each step has different copies
             self.copy_pages(plan.copies)
         numbers = self._places.assign(plan.scheduled)
+        scores: Scores = {}
         size = self._captured.size_for(plan.scheduled) if self._captured is not None and self.replays else None
         if self._captured is not None and size is not None:
             logits, best = self._captured.run(size, plan.scheduled, numbers, self._places)
             rows = [row for row, s in enumerate(plan.scheduled) if s.num_sampled]
         else:
             logits, best = self._uncaptured(plan)
+            if any(s.num_scored for s in plan.scheduled):
+                scores = score(logits_of(logits), plan.scheduled)
+                drawing = self._sent([sampled_rows(plan.scheduled)])[0]
+                logits, best = logits.index_select(0, drawing), best.index_select(0, drawing)
             rows = list(range(len(best)))
         for s in plan.scheduled:
             if s.num_sampled != 1:  # which token is the last accepted one is known only after verification
                 self._places.drew(s, on_device=False)
         sampling = drawn_rows(plan.scheduled)
         if not sampling:
-            return LaunchedStep(plan.scheduled, (), list, {})
+            return LaunchedStep(plan.scheduled, (), list, {}, scores)
         own: list[int] = []
         for number, s in zip(numbers, plan.scheduled, strict=True):
             own += [number] if s.num_sampled == 1 else [self._places.spare] * s.num_sampled
         by_host, read = self._drawn(logits, best, sampling, rows, own, keeps=size is not None)
-        return LaunchedStep(plan.scheduled, sampling, read, by_host)
+        return LaunchedStep(plan.scheduled, sampling, read, by_host, scores)
 
     def _uncaptured(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a step eagerly or piecewise; return the logits of the sampled rows and the argmax of each."""

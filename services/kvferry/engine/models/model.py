@@ -1,5 +1,6 @@
 """Interface between model and runner, independent of the kernels: `Model` and its `Logits`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,13 +22,31 @@ class LogitRows(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logits:
-    """Logits of the sampled rows, in order."""
+    """Logits of the rows that the batch names (`StepBatch.sample_rows`), in order."""
 
     values: LogitRows
     greedy: list[int]
     """[R]: argmax of each row, the lowest id on a tie."""
     finite: list[bool]
     """[R]: whether all logits of the row are finite."""
+
+    def of_rows(self, rows: Sequence[int]) -> "Logits":
+        """Return the logits of some rows; they share the memory of all."""
+        return Logits(_ChosenRows(self.values, rows), [self.greedy[r] for r in rows], [self.finite[r] for r in rows])
+
+
+@dataclass(frozen=True, slots=True)
+class _ChosenRows:
+    """Some rows of logits."""
+
+    values: LogitRows
+    rows: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int, /) -> npt.NDArray[np.float32]:
+        return self.values[self.rows[row]]
 
 
 class Model(Protocol):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import BlockHash, BlockId, RequestId
-from kvferry.core.sampling import FinishReason, SampledToken
+from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.kv.interface.tiering import ObjectKey
 
@@ -72,3 +72,5 @@ class SequenceUpdate(NamedTuple):
     valid until their epochs change."""
     error: KvferryError | None = None
     """Set if the sequence failed; it has then ended without a finish reason."""
+    scores: tuple[ScoredToken, ...] | None = None
+    """The scored tokens of the prompt, from the second one on; only in the first update, if they were requested."""

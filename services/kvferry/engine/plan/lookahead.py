@@ -33,6 +33,7 @@ def share(sequence: Sequence, count: int) -> ScheduledSequence:
         banned_token_ids=sequence.banned_now(),
         table_version=sequence.table.version,
         mask=sequence.mask,
+        num_scored=sequence.scored_in(sequence.num_computed, count) if sequence.is_scoring else 0,
     )
 
 
@@ -56,7 +57,9 @@ def one_ahead(plan: StepPlan, known: Mapping[RequestId, Sequence], allocator: Al
         if allocator.grow(sequence.table, num_computed=end, num_tokens=end + 1, may_copy=False) is None:
             return None
         banned = sequence.banned_after(1)
-        shares.append(replace(share(sequence, 1), num_computed=end, num_sampled=1, banned_token_ids=banned))
+        shares.append(
+            replace(share(sequence, 1), num_computed=end, num_sampled=1, banned_token_ids=banned, num_scored=0)
+        )
     return StepPlan(tuple(shares))
 
 

@@ -61,12 +61,13 @@ def alters(s: ScheduledSequence) -> bool:
     """Return whether the sequence's logits are adjusted before the draw."""
     p = s.sampling
     penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
-    return bool(p.logit_bias or penalties or s.banned_token_ids)
+    return bool(p.logit_bias or penalties or s.banned_token_ids or p.allowed_token_ids or p.bad_word_token_ids)
 
 
 def sampling_path(s: ScheduledSequence) -> SamplingPath:
     """Select the sampling path of a sequence's token."""
-    if s.sampling.logprobs is not None or s.mask is not None:
+    p = s.sampling
+    if p.logprobs is not None or s.mask is not None or p.allowed_token_ids or (p.typical_p < 1.0 and not p.is_greedy):
         return SamplingPath.HOST
     return SamplingPath.BEST if s.sampling.is_greedy and not alters(s) else SamplingPath.DRAWN
 
@@ -74,7 +75,22 @@ def sampling_path(s: ScheduledSequence) -> SamplingPath:
 def reads_tokens(s: ScheduledSequence) -> bool:
     """Return whether the draw depends on the values of earlier tokens, which must then be on the host first."""
     p = s.sampling
-    return bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0)
+    penalties = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0
+    return bool(penalties) or any(len(word) > 1 for word in p.bad_word_token_ids)
+
+
+def banned_now(s: ScheduledSequence) -> list[int]:
+    """Return the token ids that must not be sampled: those of the plan, and the last token of each bad word whose other
+    tokens are the last generated ones. A bad word that begins in the prompt is not in the output, so it is allowed."""
+    banned, tokens = list(s.banned_token_ids), s.token_ids
+    num_generated = len(tokens) - s.num_prompt
+    for word in s.sampling.bad_word_token_ids:
+        before = len(word) - 1
+        if not before:
+            banned.append(word[0])
+        elif before <= num_generated and tokens[-1] == word[-2] and tuple(tokens[-before:]) == word[:-1]:
+            banned.append(word[-1])
+    return banned
 
 
 def seed_of(s: ScheduledSequence) -> int:
@@ -110,8 +126,8 @@ def not_finite(s: ScheduledSequence) -> GenerationFailed:
 def none_left(s: ScheduledSequence) -> InvalidRequest:
     """Return the error for a sequence whose sampling parameters leave no token to sample."""
     return InvalidRequest(
-        f"request {s.request_id}: logit_bias, penalties, min_tokens and the constraint leave no token that can be "
-        "sampled",
+        f"request {s.request_id}: logit_bias, penalties, min_tokens, allowed_token_ids, bad_words and the constraint "
+        "leave no token that can be sampled",
         field="logit_bias",
         reason="NO_TOKEN_LEFT",
     )
@@ -144,7 +160,7 @@ def _generated(s: ScheduledSequence) -> Entries:
 
 
 def _banned(s: ScheduledSequence) -> Entries:
-    return dict.fromkeys(s.banned_token_ids, 0.0)
+    return dict.fromkeys(banned_now(s), 0.0)
 
 
 def _ragged(rows: Sequence[Entries], vocabulary: int) -> Ragged | None:

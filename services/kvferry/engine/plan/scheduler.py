@@ -117,7 +117,7 @@ class Scheduler:
                 self._admit(room, planned, before=sequence)
             if sequence.is_postponed and sequence.waits_for_mask:
                 continue
-            count = 1 if wanted == 1 else room.fit(wanted)
+            count = 1 if wanted == 1 else room.fit_scored(sequence, sequence.num_computed, room.fit(wanted))
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
             made = self._grow_or_preempt(sequence, count, planned)
@@ -125,7 +125,7 @@ class Scheduler:
                 continue
             copies += made
             planned.append(share(sequence, count))
-            room.take(wanted, count)
+            room.take(wanted, count, planned[-1].num_scored)
         if (
             self.num_preemptions == preempted_before
         ):  # no sequence is admitted while pages are so scarce that sequences are preempted
@@ -203,6 +203,8 @@ class Scheduler:
             if error is not None:
                 updates.append(self._fail(sequence, error))
                 continue
+            if item.num_scored:
+                sequence.add_scores(result.scores.get(item.request_id, ()), item.num_scored)
             output = result.outputs.get(item.request_id)
             sequence.is_postponed = item.request_id in result.postponed
             if sequence.is_postponed:
@@ -298,7 +300,7 @@ class Scheduler:
     def _num_remaining(self, sequence: Sequence) -> int:
         """Return the number of tokens of a waiting sequence that are not cached."""
         names = sequence.name_blocks()
-        hit = self.allocator.peek(names, sequence.tokens, max_tokens=sequence.num_tokens - 1)
+        hit = self.allocator.peek(names, sequence.tokens, max_tokens=sequence.num_reusable)
         return sequence.num_tokens - len(hit) * self.allocator.block_tokens
 
     def _in_order(self) -> list[Sequence]:
@@ -312,7 +314,7 @@ class Scheduler:
         while first is not None and self._running and self._policy.displaced(first, self._running[-1]):
             held = (*self._running, *self._loading.values())
             has_place = len(held) < self.limits.max_sequences
-            hit = self.allocator.peek(first.name_blocks(), first.tokens, max_tokens=first.num_tokens - 1)
+            hit = self.allocator.peek(first.name_blocks(), first.tokens, max_tokens=first.num_reusable)
             if has_place and Headroom(self.allocator, held, reserve=self._reserve).fits(hit, first.num_tokens):
                 return
             self._preempt(self._running[-1])
@@ -369,13 +371,14 @@ class Scheduler:
                 break
             if len(self._running) + len(self._loading) >= self.limits.max_sequences:
                 break
-            hit = self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_tokens - 1)
+            hit = self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_reusable)
             hit_tokens = len(hit) * self.allocator.block_tokens
             remote = sequence.remote
             # Blocks that were cached at the time of the lookup may have been evicted since, which leaves a gap.
             fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
+            fetches = fetches and not sequence.is_scoring
             wanted = sequence.num_tokens - hit_tokens
-            count = room.fit(wanted)
+            count = room.fit_scored(sequence, hit_tokens, room.fit(wanted))
             if count == 0 and not fetches:
                 break
             upto = sequence.num_tokens if fetches else hit_tokens + count
@@ -403,7 +406,7 @@ class Scheduler:
             self._running.append(sequence)
             self._started.append(sequence.request_id)
             planned.append(share(sequence, count))
-            room.take(wanted, count)
+            room.take(wanted, count, planned[-1].num_scored)
         for sequence in asking:
             self._waiting.add(sequence)
         self._running.sort(key=self._policy.order)
@@ -424,6 +427,7 @@ class Scheduler:
         drawn, accepted = check_output(item, given, sequence.num_computed, exported_tokens)
         sequence.num_computed += accepted
         self.blocks.list_full(sequence)
+        scores = sequence.take_scores()
         drawn, reason = sequence.extend(drawn)
         if sequence.mask is not None and reason is None and not sequence.exports:
             sequence.mask = sequence.mask.after([token.token_id for token in drawn])
@@ -431,7 +435,7 @@ class Scheduler:
             sequence.num_computed = sequence.num_tokens - 1  # fewer than accepted if the sequence ended before
             self.blocks.list_full(sequence)
         if reason is None and not sequence.exports:
-            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached)
+            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, scores=scores)
         self._running.remove(sequence)
         del self._known[sequence.request_id]
         sequence.move(SequenceEvent.FINISH)
@@ -440,10 +444,10 @@ class Scheduler:
             pages = tuple(sequence.table.blocks)
             export = Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), exported_tokens)
             sequence.table.blocks.clear()
-            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, export)
+            return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, export, scores=scores)
         kept = self.blocks.export_full(sequence) if sequence.keeps else None
         self.allocator.free(sequence.table)
-        return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, kept=kept)
+        return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, kept=kept, scores=scores)
 
     def _fail(self, sequence: Sequence, error: KvferryError) -> SequenceUpdate:
         """End a failed sequence and remove its blocks from the prefix cache, since one of them may be damaged."""

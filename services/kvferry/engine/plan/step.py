@@ -5,6 +5,7 @@ positions     0  1  2  3    4  5
               ^ num_computed = C          KV of positions < C is in the pages
               [=======)                   this step computes positions C .. C+num_scheduled-1
 num_sampled   of the last scheduled rows are sampled; 0 unless C + num_scheduled >= N
+num_scored    of the scheduled rows of the prompt give the log-probability of the prompt's next token
 
 One token per step needs one sampled row. With speculative decoding, each draft token is a scheduled token and each row
 from the last known token on is sampled; the result has the number of accepted tokens (Leviathan et al., Fast Inference
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
-from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.blocks.allocation import PageCopy
 from kvferry.engine.plan.token_mask import TokenMask
 
@@ -56,11 +57,20 @@ class ScheduledSequence:
     """Version of the block table, 0 if unknown; while it is unchanged, blocks were only appended."""
     mask: TokenMask | None = None
     """Mask of the sampled token, of a sequence with a constraint; such a sequence has one sampled row at most."""
+    num_scored: int = 0
+    """Number of rows whose logits score the prompt's next token: the last scheduled rows before the prompt's last
+    token."""
 
     @property
     def is_decode(self) -> bool:
         """Whether the sequence decodes in this step (see the function `is_decode`)."""
         return is_decode(self.num_scheduled)
+
+    @property
+    def scored_positions(self) -> range:
+        """Positions of the rows that score the next token of the prompt."""
+        stop = min(self.num_computed + self.num_scheduled, self.num_prompt - 1)
+        return range(stop - self.num_scored, stop)
 
     @property
     def samples(self) -> bool:
@@ -125,19 +135,33 @@ class StepResult:
     """Errors of the sequences for which no token could be sampled; these sequences must end."""
     postponed: frozenset[RequestId] = frozenset()
     """Sequences whose token was not sampled because their masks were not ready; they must be scheduled again."""
+    scores: Mapping[RequestId, tuple[ScoredToken, ...]] = field(default_factory=dict)
+    """The scored tokens of each sequence with scored rows, in order of position."""
 
     @classmethod
-    def of(cls, scheduled: Sequence[ScheduledSequence], sampled: Sequence[Sampled]) -> "StepResult":
+    def of(
+        cls,
+        scheduled: Sequence[ScheduledSequence],
+        sampled: Sequence[Sampled],
+        scored: Mapping[RequestId, tuple[ScoredToken, ...] | KvferryError] | None = None,
+    ) -> "StepResult":
         """Build a result in which all scheduled tokens are accepted; a sequence with an error in any row fails.
 
         Args:
             scheduled: the plan's sequences.
             sampled: results of all sampled rows, in the order of the plan, then of position. A sequence whose mask
                 was not ready has one sampled row.
+            scored: results of the scored rows of each sequence that has any.
         """
         outputs: dict[RequestId, SequenceOutput] = {}
+        scores: dict[RequestId, tuple[ScoredToken, ...]] = {}
         failures: dict[RequestId, KvferryError] = {}
         postponed: set[RequestId] = set()
+        for request_id, result in (scored or {}).items():
+            if isinstance(result, KvferryError):
+                failures[request_id] = result
+            else:
+                scores[request_id] = result
         row = 0
         for s in scheduled:
             tokens: list[SampledToken] = []
@@ -151,7 +175,18 @@ class StepResult:
             if tokens and s.request_id not in failures:
                 outputs[s.request_id] = SequenceOutput(tuple(tokens), s.num_scheduled)
             row += s.num_sampled
-        return cls(outputs, failures, frozenset(postponed))
+        return cls(outputs, failures, frozenset(postponed), scores)
+
+
+def sampled_rows(scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    """Return the index of each sampled row among the rows with logits: per sequence its scored rows, then its sampled
+    rows."""
+    rows: list[int] = []
+    end = 0
+    for s in scheduled:
+        end += s.num_scored + s.num_sampled
+        rows += range(end - s.num_sampled, end)
+    return rows
 
 
 def drawn_rows(scheduled: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:

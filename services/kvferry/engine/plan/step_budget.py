@@ -22,6 +22,9 @@ class SchedulerLimits:
     """Maximum number of sequences that hold pages."""
     scheduling: str = "fcfs"
     """Scheduling policy, a key of `policies.policy.POLICIES`."""
+    max_scored_rows: int = 64
+    """Maximum number of prompt rows in a step whose logits are computed for `prompt_logprobs`; bounds the memory of
+    logits."""
     reserve_share: float = 0.01
     """Share of pages that admission leaves free; without it, new sequences would take the last page and cause
     preemptions."""
@@ -34,6 +37,7 @@ class StepBudget:
         prompts = sum(not is_decode(s.num_tokens - s.num_computed) for s in running)
         self._chunk = limits.max_chunk_tokens
         self.tokens = limits.token_budget
+        self._scored_rows = limits.max_scored_rows
         self._is_mixed = prompts < len(running)
         self._of_prompts = min(self.tokens, limits.max_mixed_tokens) if self._is_mixed else self.tokens
         self._in_line = prompts + num_waiting
@@ -48,9 +52,17 @@ class StepBudget:
         share = -(-self._of_prompts // 2) if self._is_mixed and self._in_line > 1 else self._of_prompts
         return min(most, share)
 
-    def take(self, wanted: int, count: int) -> None:
-        """Consume budget for `count` of a sequence's `wanted` tokens."""
+    def fit_scored(self, sequence: Sequence, start: int, count: int) -> int:
+        """Return how many of `count` tokens from position `start` fit if the rows of the prompt are scored."""
+        excess = sequence.scored_in(start, count) - self._scored_rows
+        if excess <= 0:
+            return count
+        return max(start, sequence.num_scored) + self._scored_rows - start
+
+    def take(self, wanted: int, count: int, num_scored: int = 0) -> None:
+        """Consume budget for `count` of a sequence's `wanted` tokens, of which `num_scored` have a scored row."""
         self.tokens -= count
+        self._scored_rows -= num_scored
         if not is_decode(wanted):
             self._of_prompts -= count
             self._in_line -= 1

@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from kvferry.core.errors import InvariantBroken
 from kvferry.engine.blocks.allocation import PageCopy
 from kvferry.engine.models.model import Model
-from kvferry.engine.plan.step import StepPlan, StepResult, drawn_rows
+from kvferry.engine.plan.step import StepPlan, StepResult, drawn_rows, sampled_rows
 from kvferry.engine.run.sampler import sample
+from kvferry.engine.run.scorer import score
 from kvferry.engine.tensors.batch import build_batch
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
@@ -54,6 +55,7 @@ class Runner:
             self.copy_pages(plan.copies)
         logits = self.model.compute(batch, self.kv)
         sampling = drawn_rows(plan.scheduled)
-        if not sampling:
-            return StepResult({})
-        return StepResult.of(plan.scheduled, sample(logits, sampling))
+        if not any(s.num_scored for s in plan.scheduled):
+            return StepResult.of(plan.scheduled, sample(logits, sampling)) if sampling else StepResult({})
+        scores = score(logits, plan.scheduled)
+        return StepResult.of(plan.scheduled, sample(logits.of_rows(sampled_rows(plan.scheduled)), sampling), scores)

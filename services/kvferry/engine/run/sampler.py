@@ -1,7 +1,10 @@
 """The host's sampler: samples each row with its request's parameters, independently of the batch.
 
-    logits ─ mask ─ bias, bans ─ penalties ─ / temperature ─ softmax ─ top k ─ top p ─ min p ─ draw
+    logits ─ mask ─ bias ─ penalties ─ bans ─ / temperature ─ softmax ─ top k ─ top p ─ min p ─ typical p ─ draw
        └─ log-probabilities are taken here, from the unmodified logits
+
+Bans are those of `min_tokens`, `bad_words` and `allowed_token_ids`. `typical_p` refers to the distribution over the
+tokens that the cuts before it keep.
 
 A draw takes one uniform number u from the counter-based generator, keyed by (seed, sample, position), and walks the
 kept tokens, most probable first and lowest id first on ties, until the sum of their probabilities exceeds u times the
@@ -20,7 +23,15 @@ from kvferry.core.errors import InvalidRequest, InvariantBroken, KvferryError
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.models.model import Logits
-from kvferry.engine.plan.sampling_plan import SamplingPath, alters, drawn_seed, none_left, not_finite, sampling_path
+from kvferry.engine.plan.sampling_plan import (
+    SamplingPath,
+    alters,
+    banned_now,
+    drawn_seed,
+    none_left,
+    not_finite,
+    sampling_path,
+)
 from kvferry.engine.plan.step import Sampled, ScheduledSequence
 from kvferry.engine.plan.token_mask import TokenMask
 
@@ -92,7 +103,7 @@ def _sample_row(
 
 
 def adjust(logits: Floats, s: ScheduledSequence) -> Floats:
-    """Apply bias, bans and penalties to one row of logits; return a new array.
+    """Apply bias, penalties and bans to one row of logits; return a new array.
 
     Presence and frequency count generated tokens, as OpenAI defines them. Repetition divides positive and multiplies
     negative logits of every token in prompt or output (Keskar et al., CTRL, 2019).
@@ -112,8 +123,13 @@ def adjust(logits: Floats, s: ScheduledSequence) -> Floats:
         if counts:
             times = np.array(list(counts.values()), dtype=np.float64)
             out[list(counts)] -= p.frequency_penalty * times + p.presence_penalty
-    if s.banned_token_ids:
-        out[[token for token in s.banned_token_ids if token < len(out)]] = -np.inf
+    banned = banned_now(s)
+    if banned:
+        out[[token for token in banned if token < len(out)]] = -np.inf
+    if p.allowed_token_ids:
+        allowed = [token for token in p.allowed_token_ids if token < len(out)]
+        values, out = out[allowed], np.full_like(out, -np.inf)
+        out[allowed] = values
     if not np.isfinite(out.max()):
         raise none_left(s)
     return out
@@ -161,34 +177,74 @@ def _walk(head: Floats, weights: Floats, params: SamplingParams, u: float, *, is
         head: the largest weights in descending order; all weights if `is_all`.
         weights: all weights, in order of id.
     """
+    num_kept = _num_kept(head, weights, params, is_all=is_all)
+    if num_kept is not None and params.typical_p < 1.0:
+        typical = _typical(head[:num_kept], params.typical_p)
+        return int(typical[_select(head[typical], u)])
+    if num_kept is not None:
+        return _select(head[:num_kept], u)
+    if params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0:
+        return None  # the cut is beyond the head, so the kept tokens are unknown
+    sums = np.cumsum(head)
+    target = u * float(weights.sum())
+    return None if target >= sums[-1] else int(np.searchsorted(sums, target, side="right"))
+
+
+def _num_kept(head: Floats, weights: Floats, params: SamplingParams, *, is_all: bool) -> int | None:
+    """Return the number of leading tokens of the head that top k, top p and min p keep; `None` if they may keep tokens
+    beyond the head."""
     kept = head[: params.top_k] if params.top_k else head
-    sums = np.cumsum(kept)
     is_cut = is_all or params.top_k > 0  # no token after `kept` can be selected
-    if params.top_p < 1.0 or params.min_p > 0.0:
+    num_kept = len(kept)
+    if params.top_p < 1.0:
+        sums = np.cumsum(kept)
         whole = float(sums[-1]) if is_cut else float(weights.sum())
-        num_kept = len(kept)
-        if params.top_p < 1.0:
-            # Shortest prefix with total probability top_p; due to rounding, the sum of all may be slightly below top_p.
-            num_kept = min(num_kept, int(np.searchsorted(sums, params.top_p * whole)) + 1)
-            is_cut = is_cut or sums[-1] >= params.top_p * whole
-        if params.min_p > 0.0:
-            heavy = int(np.searchsorted(-kept, -params.min_p * kept[0], side="right"))
-            is_cut = is_cut or heavy < len(kept)
-            num_kept = min(num_kept, max(heavy, 1))
-        if not is_cut:
-            return None  # the cut is beyond the head, so the kept tokens are unknown
-        sums = sums[:num_kept]
-    target = u * (float(sums[-1]) if is_cut else float(weights.sum()))
-    if target >= sums[-1]:
-        # Only rounding can make `u * sum` reach the sum; then a longer head is needed, unless the head has all tokens.
-        # A banned token has weight 0 and must not be selected.
-        return int(np.count_nonzero(kept[: len(sums)])) - 1 if is_cut else None
-    return int(np.searchsorted(sums, target, side="right"))
+        # Shortest prefix with total probability top_p; due to rounding, the sum of all may be slightly below top_p.
+        num_kept = min(num_kept, int(np.searchsorted(sums, params.top_p * whole)) + 1)
+        is_cut = is_cut or sums[-1] >= params.top_p * whole
+    if params.min_p > 0.0:
+        heavy = int(np.searchsorted(-kept, -params.min_p * kept[0], side="right"))
+        is_cut = is_cut or heavy < len(kept)
+        num_kept = min(num_kept, max(heavy, 1))
+    return num_kept if is_cut else None
+
+
+def _select(weights: Floats, u: float) -> int:
+    """Return the first index up to which the weights sum to more than `u` times the sum of all."""
+    sums = np.cumsum(weights)
+    # Only rounding can make `u * sum` reach the sum. A banned token has weight 0 and must not be selected.
+    return min(int(np.searchsorted(sums, u * float(sums[-1]), side="right")), int(np.count_nonzero(weights)) - 1)
+
+
+def _typical(weights: Floats, mass: float) -> Ids:
+    """Return the indices of the locally typical tokens, ascending (Meister et al., Locally Typical Sampling, 2023,
+    section 4): those whose information content is closest to the entropy, the fewest that have probability `mass`.
+
+    Args:
+        weights: weights of the kept tokens in descending order. Of tokens equally close, the first ones are taken.
+        mass: probability of the result, above 0 and below 1.
+    """
+    weights = weights[: np.count_nonzero(weights)]  # the other ones cannot be drawn, and their information is infinite
+    shares = weights / weights.sum()
+    information = -np.log(shares)
+    entropy = float((shares * information).sum())
+    order = np.argsort(np.abs(information - entropy), kind="stable")
+    count = int(np.searchsorted(np.cumsum(shares[order]), mass)) + 1
+    return np.sort(order[:count])
 
 
 def _with_logprobs(raw: Floats, token: int, num_top: int) -> SampledToken:
-    highest = raw.max()
-    norm = highest + np.log(np.exp(raw - highest).sum())
-    head = _by_weight(raw, _head(raw, num_top)) if num_top else np.empty(0, dtype=np.int64)
-    top = tuple((int(t), float(raw[t] - norm)) for t in head[:num_top])
+    norm = log_norm(raw)
+    top = tuple((int(t), float(raw[t] - norm)) for t in most_likely(raw, num_top))
     return SampledToken(token, float(raw[token] - norm), top)
+
+
+def log_norm(raw: Floats) -> float:
+    """Return the logarithm of the sum of the exponentials of a row of logits."""
+    highest = raw.max()
+    return float(highest + np.log(np.exp(raw - highest).sum()))
+
+
+def most_likely(raw: Floats, count: int) -> Ids:
+    """Return the ids of the `count` largest logits in descending order, lowest id first on ties."""
+    return _by_weight(raw, _head(raw, count))[:count] if count else np.empty(0, dtype=np.int64)

@@ -34,7 +34,8 @@ class StepBatch:
     block_tables: Ints
     """[sequences, maximum blocks]: page id of each block, padded with 0."""
     sample_rows: Ints
-    """[R]: indices of the sampled rows, the last `num_sampled` of each sequence, in the order of the plan."""
+    """[R]: indices of the rows whose logits are needed, in the order of the plan: the scored rows of each sequence,
+    then its sampled rows, which are its last `num_sampled` rows."""
 
 
 def build_batch(plan: StepPlan, *, block_tokens: int) -> StepBatch:
@@ -64,8 +65,20 @@ def build_batch(plan: StepPlan, *, block_tokens: int) -> StepBatch:
         queries=queries,
         contexts=contexts,
         block_tables=table,
-        sample_rows=_last_rows(ends, sampled),
+        sample_rows=_with_scored(scheduled, ends)
+        if any(s.num_scored for s in scheduled)
+        else _last_rows(ends, sampled),
     )
+
+
+def _with_scored(scheduled: tuple[ScheduledSequence, ...], ends: Ints) -> Ints:
+    """Return the indices of the scored and the sampled rows of each sequence."""
+    rows: list[int] = []
+    for s, end in zip(scheduled, ends.tolist(), strict=True):
+        first = end - s.num_scheduled - s.num_computed
+        rows += [first + position for position in s.scored_positions]
+        rows += range(end - s.num_sampled, end)
+    return np.array(rows, dtype=np.int64)
 
 
 def _last_rows(ends: Ints, counts: Ints) -> Ints:
@@ -82,7 +95,7 @@ def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int) -
     table = _table(scheduled, [position // block_tokens + 1 for position in positions])
     tokens = [s.token_ids[position] for s, position in zip(scheduled, positions, strict=True)]
     slots = slots_of(scheduled, positions, block_tokens)
-    samples = [row for row, s in enumerate(scheduled) if s.num_sampled]
+    samples = [row for row, s in enumerate(scheduled) if s.num_sampled or s.num_scored]
     rows = np.array((tokens, positions, slots), dtype=np.int64)
     return StepBatch(
         token_ids=rows[0],
@@ -130,7 +143,8 @@ def check_room(scheduled: Sequence[ScheduledSequence], needed: Sequence[int], on
                 f"request {s.request_id}: {s.num_scheduled} tokens scheduled after {s.num_computed}, of"
                 f" {len(s.token_ids)} tokens and {len(s.block_ids)} pages"
             )
-        if s.num_sampled > s.num_scheduled:
+        if s.num_sampled + s.num_scored > s.num_scheduled:
             raise InvariantBroken(
                 f"request {s.request_id}: {s.num_sampled} of {s.num_scheduled} rows are to be sampled"
+                f", and {s.num_scored} to be scored"
             )

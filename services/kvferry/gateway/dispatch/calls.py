@@ -1,5 +1,7 @@
 """Builds the gRPC requests that the dispatcher sends to workers for a sample."""
 
+from dataclasses import replace
+
 from kvferry.core.ids import new_ticket_id
 from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.rpc import wire
@@ -31,11 +33,13 @@ def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
     """Build the `Decode.Run` request: continue from the prompt and the emitted tokens, and return a ticket for the
     cached blocks."""
     asked = run.request
+    # The log-probabilities of the prompt arrive with the first token.
+    sampling = replace(asked.sampling, prompt_logprobs=None) if run.emitted else asked.sampling
     return decode_pb2.DecodeRequest(
         request_id=asked.request_id,
         token_ids=run.token_ids,
         num_generated=len(run.emitted),
-        sampling=wire.sampling_to_wire(asked.sampling),
+        sampling=wire.sampling_to_wire(sampling),
         sample_index=asked.sample_index,
         tenant=asked.tenant,
         want_cached_ticket=True,

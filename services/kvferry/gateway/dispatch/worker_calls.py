@@ -8,6 +8,7 @@ import grpc
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import Unavailable
+from kvferry.core.sampling import ScoredToken
 from kvferry.gateway.dispatch import calls
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
@@ -21,7 +22,7 @@ from kvferry.gateway.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.gateway.routing.replica_choice import Pick, Route
 from kvferry.rpc import wire
 from kvferry.rpc.text.token_source import TokenEvent
-from kvferry.v1 import decode_pb2
+from kvferry.v1 import decode_pb2, prefill_pb2
 
 
 class WorkerCalls:
@@ -77,7 +78,8 @@ class WorkerCalls:
             run.ticket = replace(unheard, ticket_id=answer.ticket_id, sealed=answer.ticket)
         else:
             run.on(Event.LOSE)
-        event = run.emit((wire.token_from_wire(answer.first_token),), finish, self._clock.monotonic())
+        scores = _scores(run, answer)
+        event = run.emit((wire.token_from_wire(answer.first_token),), finish, self._clock.monotonic(), scores)
         if finish is not None:
             self._ending.drop_ticket(run, "finished")
             self._ending.end(run, Event.FINISH)
@@ -99,7 +101,8 @@ class WorkerCalls:
                     held.note_answer()
                     self._note_handoff(run, answer)
                     finish = wire.finish_from_wire(answer.finish_reason)
-                    event = run.emit(wire.tokens_from_wire(answer.tokens), finish, self._clock.monotonic())
+                    tokens, scores = wire.tokens_from_wire(answer.tokens), _scores(run, answer)
+                    event = run.emit(tokens, finish, self._clock.monotonic(), scores)
                     if finish is not None:
                         self._turns.remember(run, address, answer.cached_ticket, answer.num_cached_ticket_tokens)
                         self._ending.end(run, Event.FINISH)
@@ -146,3 +149,12 @@ class WorkerCalls:
             run.ticket = None
         else:
             self._ending.drop_ticket(run, outcome)
+
+
+def _scores(
+    run: SampleRun, answer: prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse
+) -> tuple[ScoredToken, ...] | None:
+    """Return the log-probabilities of the prompt that come with the first token; `None` if they were not requested or
+    already received."""
+    is_first = run.request.sampling.prompt_logprobs is not None and not run.emitted
+    return wire.scores_from_wire(answer.prompt_logprobs) if is_first else None

@@ -2,21 +2,29 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import ParamSpec, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http import openai_reply as reply
 from kvferry.gateway.http.openai_constraints import in_field
 from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
+from kvferry.model.requests.output_text import StopReason
+from kvferry.model.requests.prompt_parameters import check_prompt_logprobs
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
 from kvferry.rpc.text.token_source import Timing
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,16 @@ class Generation:
     include_usage: bool
     created: int
     """Unix time of the response, seconds."""
+    num_choices: int | None = None
+    """Number of samples per prompt in the response: the best ones; `None` for all."""
+    logprobs: int | None = None
+    """Number of alternatives per token in the response; `None` for a response without log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
+    echoes: tuple[str, ...] = ()
+    """Texts of the prompts, which precede the outputs in the response; empty if they do not."""
+    is_echo_alone: bool = False
+    """Whether the response has no output."""
 
     @property
     def reply_id(self) -> str:
@@ -57,9 +75,17 @@ class Generation:
     def chunks(self) -> AsyncGenerator[TextChunk, None]:
         """Return an iterator over the chunks of all prompts and samples; `index` is prompt index * `num_samples` +
         sample index."""
-        sources = [_offset(self.service.generate(r), number * r.num_samples) for number, r in enumerate(self.requests)]
+        cut = _without_output if self.is_echo_alone else None
+        sources = [
+            _changed(self.service.generate(request), number * request.num_samples, cut)
+            for number, request in enumerate(self.requests)
+        ]
         at_once = max(1, MAX_RUNNING_SAMPLES // self.requests[0].num_samples)
         return sources[0] if len(sources) == 1 else merge(sources, at_once=at_once)
+
+    def echo(self, index: int) -> str:
+        """Return the text that precedes the output of sample `index`: its prompt, or nothing."""
+        return self.echoes[index // self.requests[0].num_samples] if self.echoes else ""
 
 
 async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Generation:
@@ -95,17 +121,21 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
     per_prompt = generation.requests[0].num_samples
     async with aclosing(generation.chunks()) as chunks:
         async for chunk in chunks:
-            samples.setdefault(chunk.index, _Sample(generation.is_chat)).add(chunk, spell)
+            if chunk.index not in samples:
+                samples[chunk.index] = _Sample(generation, [generation.echo(chunk.index)])
+            await _in_parts(chunk, samples[chunk.index].add, chunk, spell)
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
-    ordered = sorted(samples.items())
+    ordered = _best(samples, per_prompt, generation.num_choices)
     choices: list[msgspec.Raw] = []
-    for index, sample in ordered:
+    for index, sample in enumerate(ordered):
         choices.append(msgspec.Raw(reply.encode(sample.choice(index))))
         await asyncio.sleep(0)  # a large answer is encoded in parts, between which other requests continue
     whole = generation.reply(choices)
     whole.usage = usage
-    whole.kvferry = reply.timing_object(ordered[0][1].timing)
-    return reply.encode(whole), ordered[0][1].timing
+    whole.kvferry = reply.timing_object(samples[0].timing)
+    if generation.is_chat:
+        whole.prompt_logprobs = samples[0].prompt_logprobs
+    return reply.encode(whole), samples[0].timing
 
 
 async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -122,7 +152,7 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
         async for chunk in chunks:
             usage = reply.add_usage(usage, chunk, first_sample=chunk.index % per_prompt == 0)
             timing = chunk.timing if chunk.timing is not None and chunk.index == 0 else timing
-            for choice in make(chunk):
+            for choice in await _in_parts(chunk, make, chunk):
                 event = generation.reply([choice])
                 if generation.include_usage:
                     event.usage = None
@@ -135,40 +165,81 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
         yield reply.sse(last)
 
 
+def _echoed_logprobs(generation: Generation, chunk: TextChunk) -> reply.CompletionLogprobs | None:
+    """Return the log-probabilities of the echoed prompt if `chunk` has them and the response shows them."""
+    if not generation.echoes or generation.logprobs is None or chunk.prompt_logprobs is None:
+        return None
+    prompt = generation.requests[chunk.index // generation.requests[0].num_samples].token_ids
+    spell = generation.service.model.tokenizer.token_bytes
+    return reply.echoed_logprobs(prompt, chunk.prompt_logprobs, generation.logprobs, spell)
+
+
 @dataclass(slots=True)
 class _Sample:
     """A sample of a whole response. Log-probabilities are converted as they arrive, since all at once would stop the
     event loop."""
 
-    is_chat: bool
-    texts: list[str] = field(default_factory=list)
+    generation: Generation
+    texts: list[str]
+    """Parts of the text; the first one is the echoed prompt."""
     chat_logprobs: reply.ChatLogprobs | None = None
     text_logprobs: reply.CompletionLogprobs | None = None
+    prompt_logprobs: reply.PromptLogprobs | UnsetType = UNSET
     offset: int = 0
     """Number of characters of all tokens so far."""
+    score: float = 0.0
+    """Cumulative log-probability of the tokens."""
     finish_reason: str = ""
+    stop_reason: StopReason = None
     timing: Timing = field(default_factory=Timing)
 
     def add(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
         self.texts.append(chunk.text)
-        if self.is_chat:
-            self.chat_logprobs = reply.continued(self.chat_logprobs, reply.chat_logprobs(chunk.tokens, spell))
-        elif (more := reply.completion_logprobs(chunk.tokens, spell, self.offset)) is not None:
-            self.offset += sum(map(len, more.tokens))
-            self.text_logprobs = reply.continued(self.text_logprobs, more)
+        self.score += sum(token.logprob or 0.0 for token in chunk.tokens)
+        if self.generation.logprobs is not None:
+            self._add_logprobs(chunk, spell)
+        if self.generation.prompt_logprobs is not None and chunk.prompt_logprobs is not None:
+            num_top = self.generation.prompt_logprobs
+            self.prompt_logprobs = reply.prompt_logprobs(chunk.prompt_logprobs, num_top, spell)
         if chunk.finish_reason is not None and chunk.timing is not None:
             self.finish_reason = chunk.finish_reason.value
+            self.stop_reason = chunk.stop_reason
             self.timing = chunk.timing
+
+    def _add_logprobs(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
+        if self.generation.is_chat:
+            self.chat_logprobs = reply.continued(self.chat_logprobs, reply.chat_logprobs(chunk.tokens, spell))
+            return
+        if (echoed := _echoed_logprobs(self.generation, chunk)) is not None:
+            self.offset = sum(map(len, echoed.tokens))
+            self.text_logprobs = echoed
+        if (more := reply.completion_logprobs(chunk.tokens, spell, self.offset)) is not None:
+            self.offset += sum(map(len, more.tokens))
+            self.text_logprobs = reply.continued(self.text_logprobs, more)
 
     def choice(self, index: int) -> reply.Choice:
         """Build the response's choice `index`."""
         text = "".join(self.texts)
-        if self.is_chat:
-            return reply.ChatChoice(index, reply.ChatMessage(text), self.chat_logprobs, self.finish_reason)
-        return reply.TextChoice(index, text, self.text_logprobs, self.finish_reason)
+        if self.generation.is_chat:
+            message = reply.ChatMessage(text)
+            return reply.ChatChoice(index, message, self.chat_logprobs, self.finish_reason, self.stop_reason)
+        reasons = self.finish_reason, self.stop_reason
+        return reply.TextChoice(index, text, self.text_logprobs, *reasons, self.prompt_logprobs)
 
 
-def _chat_events(generation: Generation) -> Callable[[TextChunk], list[reply.ChunkChoice]]:
+def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | None) -> list[_Sample]:
+    """Return the samples of a response: those of the first prompt, then those of the next. With `num_choices`, only so
+    many of each prompt are returned, those with the highest cumulative log-probability, the best first."""
+    ordered = [sample for _, sample in sorted(samples.items())]
+    if num_choices is None:
+        return ordered
+    chosen: list[_Sample] = []
+    for start in range(0, len(ordered), per_prompt):
+        chosen += sorted(ordered[start : start + per_prompt], key=lambda sample: -sample.score)[:num_choices]
+    return chosen
+
+
+def _chat_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply.Choice]]:
     spell = generation.service.model.tokenizer.token_bytes
     greeted: set[int] = set()
 
@@ -182,36 +253,46 @@ def _chat_events(generation: Generation) -> Callable[[TextChunk], list[reply.Chu
             made.append(reply.ChunkChoice(chunk.index, reply.Delta(content=chunk.text), logprobs))
         if chunk.finish_reason is not None:
             # As in OpenAI's API, the finish reason is sent in a separate chunk with an empty delta.
-            made.append(reply.ChunkChoice(chunk.index, reply.Delta(), None, chunk.finish_reason.value))
+            finish = chunk.finish_reason.value
+            made.append(reply.ChunkChoice(chunk.index, reply.Delta(), None, finish, chunk.stop_reason))
         return made
 
     return make
 
 
-def _text_events(generation: Generation) -> Callable[[TextChunk], list[reply.TextChoice]]:
+def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply.Choice]]:
     spell = generation.service.model.tokenizer.token_bytes
     offsets: dict[int, int] = {}
+    echoed: set[int] = set()
 
     def make(chunk: TextChunk) -> list[reply.TextChoice]:
-        offset = offsets.get(chunk.index, 0)
-        logprobs = reply.completion_logprobs(chunk.tokens, spell, offset)
+        text = chunk.text
+        if chunk.index not in echoed:
+            echoed.add(chunk.index)
+            text = generation.echo(chunk.index) + text
+        logprobs = _echoed_logprobs(generation, chunk)
+        offset = offsets.get(chunk.index, 0) if logprobs is None else sum(map(len, logprobs.tokens))
+        logprobs = reply.continued(logprobs, reply.completion_logprobs(chunk.tokens, spell, offset))
         if logprobs is not None:
-            offsets[chunk.index] = offset + sum(map(len, logprobs.tokens))
-        if not chunk.text and logprobs is None and chunk.finish_reason is None:
+            offsets[chunk.index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        if not text and logprobs is None and chunk.finish_reason is None:
             return []
         finish = None if chunk.finish_reason is None else chunk.finish_reason.value
-        return [reply.TextChoice(chunk.index, chunk.text, logprobs, finish)]
+        return [reply.TextChoice(chunk.index, text, logprobs, finish, chunk.stop_reason)]
 
     return make
 
 
 async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
+    sampling = asked.sampling
+    if asked.num_choices is not None and sampling.logprobs is None:
+        sampling = replace(sampling, logprobs=0)  # the samples are compared by their log-probabilities
     requests = tuple(
         service.fit(
             TextRequest(
                 request_id=caller.request_id if len(asked.prompts) == 1 else RequestId(f"{caller.request_id}-{number}"),
                 token_ids=ids,
-                sampling=asked.sampling,
+                sampling=sampling,
                 num_samples=asked.num_samples,
                 tenant=caller.tenant,
                 priority=asked.priority,
@@ -220,16 +301,51 @@ async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *,
         )
         for number, ids in enumerate(asked.prompts)
     )
+    check_prompt_logprobs(sampling, asked.num_samples * sum(len(request.token_ids) for request in requests))
     if asked.sampling.constraint is not None:
         try:
             await service.check(asked.sampling.constraint)
         except InvalidRequest as error:
             raise in_field(error, asked.constraint_field) from None
     created = math.floor(service.clock.wall())
-    return Generation(service, requests, is_chat, asked.stream, asked.include_usage, created)
+    decode = service.model.tokenizer.decode
+    return Generation(
+        service,
+        requests,
+        is_chat,
+        asked.stream,
+        asked.include_usage,
+        created,
+        asked.num_choices,
+        logprobs=asked.sampling.logprobs,
+        prompt_logprobs=asked.prompt_logprobs,
+        is_echo_alone=asked.is_echo_alone,
+        echoes=tuple(
+            text if text is not None and len(request.token_ids) == len(ids) else decode(request.token_ids)
+            for text, ids, request in zip(asked.echoes, asked.prompts, requests, strict=False)
+        ),
+    )
 
 
-async def _offset(chunks: AsyncGenerator[TextChunk, None], by: int) -> AsyncGenerator[TextChunk, None]:
+async def _in_parts(chunk: TextChunk, convert: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call `convert`; if the chunk has log-probabilities of a prompt, on a thread, since they may be 65,536 numbers."""
+    if chunk.prompt_logprobs is None:
+        return convert(*args, **kwargs)
+    return await asyncio.to_thread(convert, *args, **kwargs)
+
+
+def _without_output(chunk: TextChunk) -> TextChunk:
+    """Return a chunk without its output, as if no token had been generated."""
+    usage = None if chunk.usage is None else replace(chunk.usage, output_tokens=0)
+    finish = None if chunk.finish_reason is None else FinishReason.LENGTH
+    return replace(chunk, text="", tokens=(), finish_reason=finish, stop_reason=None, usage=usage)
+
+
+async def _changed(
+    chunks: AsyncGenerator[TextChunk, None], by: int, cut: Callable[[TextChunk], TextChunk] | None
+) -> AsyncGenerator[TextChunk, None]:
+    """Yield chunks with `by` added to their index, cut by `cut` if it is given."""
     async with aclosing(chunks):
         async for chunk in chunks:
-            yield chunk if by == 0 else replace(chunk, index=chunk.index + by)
+            moved = chunk if by == 0 else replace(chunk, index=chunk.index + by)
+            yield moved if cut is None else cut(moved)

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kvferry.core.errors import KvferryError
-from kvferry.core.sampling import SampledToken
+from kvferry.core.sampling import SampledToken, ScoredToken
+from kvferry.model.requests.output_text import StopReason
 from kvferry.rpc.errors import MAX_MESSAGE_CHARS
 from kvferry.rpc.text.text_stream import TextChunk
 from kvferry.rpc.text.token_source import Timing
@@ -62,9 +63,22 @@ class ChatLogprobs(Struct):
 
 class CompletionLogprobs(Struct):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """Log-probability of each token; null for the first token of an echoed prompt."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Struct):
+    """Log-probability of one token in place of a token of the prompt; named as in vLLM."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Log-probabilities of each token of a prompt and of its alternatives, by token id; null for the first token."""
 
 
 class Delta(Struct, omit_defaults=True):
@@ -77,6 +91,7 @@ class ChunkChoice(Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: StopReason = None
 
 
 class ChatMessage(Struct):
@@ -90,6 +105,8 @@ class ChatChoice(Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: StopReason = None
+    """The stop string or stop token id that ended the text; named as in vLLM."""
 
 
 class TextChoice(Struct):
@@ -99,6 +116,8 @@ class TextChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: StopReason = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 Choice = ChunkChoice | ChatChoice | TextChoice
@@ -117,6 +136,8 @@ class Reply(Struct):
     """Token usage. In streams only if `include_usage` is set; null in all chunks except the last."""
     kvferry: dict[str, Any] | UnsetType = UNSET
     """Timing of the first choice: the fields of `Timing` in inference.proto."""
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """Log-probabilities of a conversation's prompt, if requested."""
 
 
 class ErrorDetail(Struct):
@@ -202,8 +223,42 @@ def completion_logprobs(tokens: Sequence[SampledToken], spell: TokenBytes, offse
     for text in texts:
         offsets.append(offset)
         offset += len(text)
-    tops = [{_text(spell(i)): logprob for i, logprob in token.top} for token in tokens]
+    tops: list[dict[str, float] | None] = [{_text(spell(i)): logprob for i, logprob in token.top} for token in tokens]
     return CompletionLogprobs(texts, [token.logprob or 0.0 for token in tokens], tops, offsets)
+
+
+def echoed_logprobs(
+    token_ids: Sequence[int], scores: Sequence[ScoredToken], num_top: int, spell: TokenBytes
+) -> CompletionLogprobs:
+    """Return the log-probabilities of an echoed prompt in the format of completions.
+
+    Args:
+        token_ids: the prompt.
+        scores: its tokens from the second one on.
+        num_top: number of alternatives of each token.
+        spell: returns the bytes of a token.
+    """
+    found = CompletionLogprobs([], [None], [None], [])
+    offset = 0
+    for token in token_ids:
+        text = _text(spell(token))
+        found.tokens.append(text)
+        found.text_offset.append(offset)
+        offset += len(text)
+    for score in scores:
+        found.token_logprobs.append(score.logprob)
+        found.top_logprobs.append({_text(spell(i)): logprob for i, logprob in score.top[:num_top]})
+    return found
+
+
+def prompt_logprobs(scores: Sequence[ScoredToken], num_top: int, spell: TokenBytes) -> PromptLogprobs:
+    """Return the log-probabilities of a prompt in vLLM's format: each token first, then its `num_top` alternatives."""
+    found: PromptLogprobs = [None]
+    for score in scores:
+        ranked = [(score.token_id, score.logprob, score.rank)]
+        ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.top[:num_top], start=1)]
+        found.append({str(token): PromptLogprob(value, rank, _text(spell(token))) for token, value, rank in ranked})
+    return found
 
 
 def continued(total: L | None, more: L | None) -> L | None:

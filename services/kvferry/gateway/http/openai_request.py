@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.http.openai_schema import ChatRequest, CompletionRequest, parse
+from kvferry.model.requests.prompt_parameters import with_bad_word_tokens
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import TextModel
 
@@ -25,6 +26,14 @@ class ReadRequest:
     priority: int
     constraint_field: str
     """Field of the request that has the constraint of `sampling`; empty if the output is free."""
+    num_choices: int | None = None
+    """Number of samples per prompt that are returned: those with the highest log-probability; `None` for all."""
+    echoes: tuple[str | None, ...] = ()
+    """Texts of the prompts, `None` for a prompt of token ids; empty if the response does not repeat the prompts."""
+    prompt_logprobs: int | None = None
+    """The request's `prompt_logprobs`; `sampling` may have a larger number, for the log-probabilities of an echo."""
+    is_echo_alone: bool = False
+    """Whether the response leaves out the output."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:
@@ -35,11 +44,18 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
     """
     asked = parse(ChatRequest, body)
     _check_model(model, asked.model)
-    sampling = asked.to_sampling()
+    sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
     ids = prompts.encode_chat(model, [m.as_template_input() for m in asked.messages])
     field, _ = asked.constraint()
     return ReadRequest(
-        (ids,), sampling, asked.num_samples, bool(asked.stream), asked.include_usage, asked.priority, field
+        (ids,),
+        sampling,
+        asked.num_samples,
+        bool(asked.stream),
+        asked.include_usage,
+        asked.priority,
+        field,
+        prompt_logprobs=asked.prompt_logprobs,
     )
 
 
@@ -51,21 +67,32 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     """
     asked = parse(CompletionRequest, body)
     _check_model(model, asked.model)
-    sampling = asked.to_sampling()
+    sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
     found = asked.prompts(max_prompts)
-    num_samples = len(found) * asked.num_samples
+    num_samples = len(found) * asked.num_generated
     if num_samples > MAX_REQUEST_SAMPLES:
+        field = "n" if asked.best_of is None else "best_of"
         raise InvalidRequest(
-            f"{len(found)} prompts with n={asked.num_samples} are {num_samples} samples; at most "
+            f"{len(found)} prompts with {field}={asked.num_generated} are {num_samples} samples; at most "
             f"{MAX_REQUEST_SAMPLES} are accepted in one request",
-            field="n",
+            field=field,
         )
     encoded = tuple(prompts.encode_text(model, prompt) if isinstance(prompt, str) else prompt for prompt in found)
-    for ids in encoded:
+    for ids in encoded if sampling.truncate_prompt_tokens is None else ():
         prompts.check_num_tokens(model, len(ids))
     field, _ = asked.constraint()
     return ReadRequest(
-        encoded, sampling, asked.num_samples, bool(asked.stream), asked.include_usage, asked.priority, field
+        encoded,
+        sampling,
+        asked.num_generated,
+        bool(asked.stream),
+        asked.include_usage,
+        asked.priority,
+        field,
+        num_choices=asked.num_samples if asked.num_generated > asked.num_samples else None,
+        echoes=tuple(prompt if isinstance(prompt, str) else None for prompt in found) if asked.echo else (),
+        prompt_logprobs=asked.prompt_logprobs,
+        is_echo_alone=asked.is_echo_alone,
     )
 
 

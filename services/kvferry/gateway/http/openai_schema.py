@@ -7,6 +7,7 @@ Fields are never silently ignored: a client that sends `response_format`, for ex
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
@@ -28,8 +29,6 @@ _COMPLETION_TOKENS = 16
 
 _NO_OPS: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
-    "best_of": (None, 1),
-    "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
     "metadata": (None, {}),
@@ -39,6 +38,7 @@ _NO_OPS: Mapping[str, tuple[object, ...]] = {
     "reasoning_effort": (None, "none"),
     "safety_identifier": (None,),
     "service_tier": (None, "auto", "default"),
+    "spaces_between_special_tokens": (None, True, False),
     "store": (None, False),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
@@ -110,6 +110,13 @@ class _Common(ConstraintFields):
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    typical_p: float | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -138,6 +145,9 @@ class _Common(ConstraintFields):
             "min_tokens": self.min_tokens,
             "repetition_penalty": self.repetition_penalty,
             "ignore_eos": self.ignore_eos,
+            "typical_p": self.typical_p,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "skip_special_tokens": self.skip_special_tokens,
         }
         return SamplingParams(
             max_tokens=max_tokens,
@@ -147,14 +157,23 @@ class _Common(ConstraintFields):
             logit_bias=_token_keys(self.logit_bias or {}),
             logprobs=logprobs,
             constraint=self.constraint()[1],
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            prompt_logprobs=self.prompt_logprobs,
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
 
     def check_stream_options(self) -> None:
         """
         Raises:
-            InvalidRequest: `stream_options` is set, but `stream` is not.
+            InvalidRequest: `stream_options` is set, but `stream` is not; or `prompt_logprobs` and `stream` are set.
         """
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs are not sent in a stream; set stream to false, or leave prompt_logprobs out",
+                field="prompt_logprobs",
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
 
@@ -190,6 +209,18 @@ class CompletionRequest(_Common):
 
     prompt: Annotated[Prompt, PlainValidator(check_prompt)]
     logprobs: int | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+
+    @property
+    def num_generated(self) -> int:
+        """Number of samples that are generated per prompt, of which the best `n` are returned."""
+        return self.num_samples if self.best_of is None else self.best_of
+
+    @property
+    def is_echo_alone(self) -> bool:
+        """Whether the response has the prompt and no output, as evaluations of a model's log-probabilities need it."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def to_sampling(self) -> SamplingParams:
         """
@@ -197,7 +228,24 @@ class CompletionRequest(_Common):
             InvalidRequest: fields are inconsistent or out of range.
         """
         self.check_stream_options()
-        return self.sampling(_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
+        if self.num_generated < self.num_samples:
+            raise InvalidRequest(
+                f"best_of is {self.best_of}, fewer than n={self.num_samples}; set best_of to at least n",
+                field="best_of",
+            )
+        if self.stream and self.num_generated > self.num_samples:
+            raise InvalidRequest(
+                f"best_of is {self.best_of}, but n={self.num_samples}; a stream sends every sample, so that it cannot "
+                "choose the best ones: set stream to false, or best_of to n",
+                field="best_of",
+            )
+        limit = _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.is_echo_alone:
+            limit = 1  # a sample has at least one token; the response leaves it out
+        made = self.sampling(limit, self.logprobs)
+        if not self.echo or self.logprobs is None:
+            return made
+        return replace(made, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
     def prompts(self, limit: int) -> Sequence[str | list[int]]:
         """Return the prompts, each as text or token ids.

@@ -15,7 +15,7 @@ from kvferry.core.errors import (
     Unavailable,
 )
 from kvferry.core.philox import uniform
-from kvferry.core.sampling import FinishReason, SampledToken
+from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.config import RetryConfig
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.routing.route_notes import RouteNote
@@ -118,7 +118,13 @@ class SampleRun:
         if reports:
             self.timing = replace(self.timing, kv=(*self.timing.kv, *reports)[-_MAX_REPORTS:])
 
-    def emit(self, tokens: tuple[SampledToken, ...], finish: FinishReason | None, now: float) -> TokenEvent:
+    def emit(
+        self,
+        tokens: tuple[SampledToken, ...],
+        finish: FinishReason | None,
+        now: float,
+        scores: tuple[ScoredToken, ...] | None = None,
+    ) -> TokenEvent:
         """Record new tokens, reset the failure count and return the tokens' event."""
         if tokens:
             if not self.emitted:
@@ -128,7 +134,7 @@ class SampleRun:
             self.emitted.extend(token.token_id for token in tokens)
             self.failures = self.failed_steps = 0
             self.excluded.clear()
-        return TokenEvent(tokens, finish, self.num_cached_tokens, self.timing)
+        return TokenEvent(tokens, finish, self.num_cached_tokens, self.timing, scores)
 
     def failed(self, error: KvferryError, address: str | None, *, in_failed_step: bool = False) -> None:
         """Record a failed call, or a failed search for a worker if `address` is `None`."""

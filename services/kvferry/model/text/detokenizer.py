@@ -14,13 +14,19 @@ class Detokenizer:
 
     The concatenated results of `feed` and `finish` equal `tokenizer.decode` of all ids, for any split of the ids into
     calls. A character whose bytes are spread over several tokens is returned with its last byte; invalid bytes become
-    U+FFFD. Control tokens have no text.
+    U+FFFD. Control tokens have no text, unless they are shown.
     """
 
-    __slots__ = ("_decoder", "_emitted", "_pending", "_settled", "_tokenizer")
+    __slots__ = ("_decoder", "_emitted", "_pending", "_settled", "_shows_control", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, shows_control: bool = False) -> None:
+        """
+        Args:
+            tokenizer: the model's tokenizer.
+            shows_control: whether the text has the texts of control tokens.
+        """
         self._tokenizer = tokenizer
+        self._shows_control = shows_control
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # For tokenizers that are not byte-level: ids whose text was returned, ids whose text may still change.
         self._settled: list[int] = []
@@ -30,6 +36,8 @@ class Detokenizer:
     def feed(self, token_ids: Iterable[int]) -> str:
         """Add ids and return the text that they complete; may be empty."""
         tokenizer = self._tokenizer
+        if self._shows_control:
+            return "".join(map(self._feed_shown, token_ids))
         kept = [token for token in token_ids if not tokenizer.is_control(token)]
         if tokenizer.is_byte_level:
             return self._decoder.decode(b"".join(map(tokenizer.token_bytes, kept)))
@@ -42,6 +50,23 @@ class Detokenizer:
         rest = self._window_text()[self._emitted :]
         self._settled, self._pending, self._emitted = [], [], 0
         return rest
+
+    def _feed_shown(self, token_id: int) -> str:
+        """Add one id of which the text is returned even if it is a control token, which ends an incomplete character
+        before it."""
+        tokenizer = self._tokenizer
+        if not tokenizer.is_control(token_id):
+            if tokenizer.is_byte_level:
+                return self._decoder.decode(tokenizer.token_bytes(token_id))
+            return self._feed_window(token_id)
+        if tokenizer.is_byte_level:
+            rest = self._decoder.decode(b"", final=True)
+        else:
+            rest = self._window_text()[self._emitted :]
+            if self._pending:
+                self._settled, self._pending = self._pending, []
+            self._emitted = len(self._window_text())
+        return rest + tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
     def _feed_window(self, token_id: int) -> str:
         """Decode the ids since the last complete character; hold back text that may be an incomplete character.

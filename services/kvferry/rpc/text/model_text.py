@@ -23,7 +23,7 @@ def text_model_of(source: ModelSource) -> TextModel:
         vocab_size=source.config.vocab_size,
         eos_token_ids=source.config.eos_token_ids,
         tokenizer=tokenizer,
-        new_detokenizer=lambda: Detokenizer(tokenizer),
+        new_detokenizer=lambda shows_control: Detokenizer(tokenizer, shows_control=shows_control),
         new_stop_matcher=StopMatcher,
         max_prompt_chars=source.config.max_model_tokens * tokenizer.max_token_chars,
         encode_chat=None if template is None else chat,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
 from kvferry.core.sampling import SamplingParams
+from kvferry.model.requests.prompt_parameters import check_output_length, token_fields, with_bad_word_tokens
 from kvferry.rpc.text.text_model import ChatMessages, TextModel
 
 MAX_MESSAGES = 4096
@@ -120,32 +121,33 @@ def check_num_tokens(model: TextModel, num_prompt: int, context_tokens: int | No
 def fit(
     model: TextModel, token_ids: Sequence[int], sampling: SamplingParams, context_tokens: int, new_seed: DrawSeed
 ) -> SamplingParams:
-    """Complete the sampling parameters for this prompt: limit `max_tokens` to the context, set `seed`.
+    """Complete the sampling parameters for this prompt: limit `max_tokens` to the context, set `seed`, convert
+    `bad_words` to token ids.
 
     Args:
         model: the served model, for its vocabulary.
-        token_ids: the whole prompt.
+        token_ids: the prompt, truncated if the request asks for it.
         sampling: the client's parameters.
         context_tokens: the workers' context length, prompt and output.
         new_seed: function that generates a seed, called if the request has no seed.
 
     Raises:
-        InvalidRequest: the prompt is empty or fills the context, or a token id is not in the vocabulary.
+        InvalidRequest: the prompt is empty or fills the context, a token id is not in the vocabulary, or fields
+            contradict each other.
     """
     num_prompt = len(token_ids)
     if num_prompt == 0:
         raise InvalidRequest("the prompt is empty; give at least one token", field="prompt")
     check_num_tokens(model, num_prompt, context_tokens)
     check_token_ids(model, token_ids, "prompt")
-    check_token_ids(model, sampling.stop_token_ids, "stop_token_ids")
-    check_token_ids(model, tuple(sampling.logit_bias), "logit_bias")
-    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-        raise InvalidRequest(
-            f"min_tokens is {sampling.min_tokens}; max_tokens is only {sampling.max_tokens}", field="min_tokens"
-        )
+    sampling = with_bad_word_tokens(sampling, model.tokenizer)
+    for field, ids in token_fields(sampling).items():
+        check_token_ids(model, ids, field)
+    check_output_length(sampling)
     room = context_tokens - num_prompt
     return replace(
         sampling,
         max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+        truncate_prompt_tokens=None,
         seed=new_seed() if sampling.seed is None else sampling.seed,
     )

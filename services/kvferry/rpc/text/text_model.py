@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.core.constraint import Constraint
+from kvferry.model.requests.output_text import Detokenizer, StopMatcher
 
 ChatMessages = Sequence[Mapping[str, str]]
 """A conversation: messages with `role` and `content`."""
@@ -26,35 +27,6 @@ class Tokenizer(Protocol):
         ...
 
 
-class Detokenizer(Protocol):
-    """Converts the tokens of one stream to text incrementally; returns complete characters only."""
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the text that they complete."""
-        ...
-
-    def finish(self) -> str:
-        """Return the remaining text after the last token."""
-        ...
-
-
-class StopMatcher(Protocol):
-    """Finds stop strings in a text received in parts; holds back text that may be the start of a stop string."""
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that was found; the output ends before it. `None` if none has been found yet."""
-        ...
-
-    def feed(self, text: str) -> str:
-        """Add text and return the part that is safe to send; empty after a match."""
-        ...
-
-    def finish(self) -> str:
-        """Return the held-back text after the last call of `feed`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TextModel:
     """The served model's names, limits, tokenizer and chat template."""
@@ -68,7 +40,8 @@ class TextModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
-    new_detokenizer: Callable[[], Detokenizer]
+    new_detokenizer: Callable[[bool], Detokenizer]
+    """Function that creates a detokenizer; its argument is whether control tokens are shown."""
     new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
     max_prompt_chars: int
     """Maximum number of characters that `max_model_tokens` tokens can encode."""

@@ -7,6 +7,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
+from kvferry.model.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.text_model import TextModel
@@ -79,13 +80,16 @@ class TextService:
         return self.model.max_model_tokens if limit is None else min(limit, self.model.max_model_tokens)
 
     def fit(self, request: TextRequest) -> TextRequest:
-        """Complete the sampling parameters of `request`; see `prompts.fit`.
+        """Truncate the prompt of `request` if it asks for that, and complete its sampling parameters; see
+        `prompts.fit`.
 
         Raises:
             InvalidRequest: the request cannot be served with this model.
         """
-        sampling = prompts.fit(self.model, request.token_ids, request.sampling, self.served_tokens, self.new_seed)
-        return replace(request, sampling=sampling)
+        kept = kept_prompt(request.token_ids, request.sampling, self.served_tokens)
+        sampling = prompts.fit(self.model, kept, request.sampling, self.served_tokens, self.new_seed)
+        check_prompt_logprobs(sampling, len(kept) * request.num_samples)
+        return replace(request, token_ids=kept, sampling=sampling)
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         """Generate text chunks for a request that `fit` returned; see `rpc.text.text_stream.generate_text`."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.model.requests.output_text import OutputText, StopReason
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_model import TextModel
-from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, TokenSource
+from kvferry.rpc.text.token_source import Timing, TokenRequest, TokenSource
 
 MAX_RUNNING_SAMPLES = 16
 """Maximum number of concurrent samples of a request, so that it does not delay other requests."""
@@ -62,6 +63,10 @@ class TextChunk:
     """Reason why the sample ended; set in its last chunk, together with `usage` and `timing`."""
     usage: Usage | None = None
     timing: Timing | None = None
+    stop_reason: StopReason = None
+    """The stop string or stop token id that ended the sample; set only in its last chunk."""
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    """Log-probabilities of the prompt's tokens from the second one on; in a sample's first chunk, if requested."""
 
 
 async def generate_text(
@@ -98,48 +103,19 @@ async def _sample(
         arrived=request.arrived,
         deadline=request.deadline,
     )
-    writer = _Writer(model, request.sampling)
+    sampling = request.sampling
+    stops = model.new_stop_matcher(sampling.stop) if sampling.stop else None
+    writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens), stops)
     num_output = 0
     async with aclosing(source.stream(tokens)) as events:
         async for event in events:
-            text, kept, finish = writer.write(event)
+            text, kept, finish, stop_reason = writer.add(event.tokens, event.finish_reason)
             num_output += len(kept)
             if finish is None:
-                yield TextChunk(index, text, kept)
+                yield TextChunk(index, text, kept, prompt_logprobs=event.prompt_logprobs)
                 continue
             usage = Usage(len(request.token_ids), num_output, event.num_cached_tokens)
             timing = replace(event.timing, total_seconds=clock.monotonic() - request.arrived)
-            yield TextChunk(index, text, kept, finish, usage, timing)
+            yield TextChunk(index, text, kept, finish, usage, timing, stop_reason, event.prompt_logprobs)
             return
     raise InvariantBroken(f"a token stream of {request.request_id} ended after {num_output} tokens without a reason")
-
-
-class _Writer:
-    """Converts one sample's tokens to text and detects stop strings."""
-
-    def __init__(self, model: TextModel, sampling: SamplingParams) -> None:
-        self._detokenizer = model.new_detokenizer()
-        self._stop = model.new_stop_matcher(sampling.stop) if sampling.stop else None
-
-    def write(self, event: TokenEvent) -> tuple[str, tuple[SampledToken, ...], FinishReason | None]:
-        """Return the text to send, the tokens to count, and the finish reason if the sample has ended."""
-        shown: list[str] = []
-        for position, token in enumerate(event.tokens, start=1):
-            shown.append(self._filter(self._detokenizer.feed((token.token_id,))))
-            if self._matched:  # drop this step's tokens after the stop string
-                return "".join(shown), event.tokens[:position], FinishReason.STOP
-        finish = event.finish_reason
-        if finish is not None:
-            shown.append(self._filter(self._detokenizer.finish()))
-            if self._matched:
-                finish = FinishReason.STOP
-            elif self._stop is not None:
-                shown.append(self._stop.finish())
-        return "".join(shown), event.tokens, finish
-
-    def _filter(self, text: str) -> str:
-        return text if self._stop is None else self._stop.feed(text)
-
-    @property
-    def _matched(self) -> bool:
-        return self._stop is not None and self._stop.matched is not None

@@ -17,7 +17,12 @@ def chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.Gene
         text=chunk.text,
         tokens=[wire.token_to_wire(token) for token in chunk.tokens],
         finish_reason=wire.finish_to_wire(chunk.finish_reason),
+        prompt_logprobs=wire.scores_to_wire(chunk.prompt_logprobs),
     )
+    if isinstance(chunk.stop_reason, str):
+        response.stop_string = chunk.stop_reason
+    elif chunk.stop_reason is not None:
+        response.stop_token_id = chunk.stop_reason
     if chunk.usage is not None and chunk.timing is not None:
         response.usage.prompt_tokens = chunk.usage.prompt_tokens
         response.usage.output_tokens = chunk.usage.output_tokens
@@ -35,6 +40,7 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
     if message.HasField("timing"):
         plain = {f.name: getattr(message.timing, f.name) for f in fields(Timing) if f.name != "kv"}
         timing = Timing(**plain, kv=wire.kv_reports_from_wire(message.timing.kv))
+    stopped = message.WhichOneof("stop_reason")
     return TextChunk(
         index=message.index,
         text=message.text,
@@ -42,6 +48,8 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
         finish_reason=wire.finish_from_wire(message.finish_reason),
         usage=usage,
         timing=timing,
+        stop_reason=None if stopped is None else getattr(message, stopped),
+        prompt_logprobs=wire.scores_from_wire(message.prompt_logprobs) or None,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
+from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,8 @@ class TokenEvent:
     """Number of prompt tokens whose KV was cached."""
     timing: Timing = field(default_factory=Timing)
     """Timing so far; `total_seconds` is set on the last event."""
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
+    """Log-probabilities of the prompt's tokens from the second one on; on the first event, if they were requested."""
 
 
 class TokenSource(Protocol):

@@ -239,6 +239,7 @@ def _message(items: list[StreamItem], handoff: _Handoff) -> decode_pb2.DecodeRes
         handoff.kv_report.add(item)
         if item.update is not None:
             message.tokens.extend(map(wire.token_to_wire, item.update.tokens))
+            message.prompt_logprobs.extend(wire.scores_to_wire(item.update.scores))
             num_cached = item.update.num_cached
             handoff.kept = item.update.kept
             if item.update.finish_reason is not None:

@@ -139,6 +139,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             finish_reason=wire.finish_to_wire(update.finish_reason),
             num_cached_tokens=update.num_cached,
             prefill_seconds=seconds,
+            prompt_logprobs=wire.scores_to_wire(update.scores),
         )
         if item.export is None or update.export is None:
             return answer

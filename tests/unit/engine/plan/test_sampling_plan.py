@@ -7,7 +7,15 @@ import pytest
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.plan.sampling_plan import Ragged, SamplingPath, lists_of, reads_tokens, sampling_path, seed_of
+from kvferry.engine.plan.sampling_plan import (
+    Ragged,
+    SamplingPath,
+    banned_now,
+    lists_of,
+    reads_tokens,
+    sampling_path,
+    seed_of,
+)
 from kvferry.engine.plan.step import ScheduledSequence
 
 PLAIN = ScheduledSequence(
@@ -38,6 +46,10 @@ def wishing(**wishes: object) -> ScheduledSequence:
         (wishing(presence_penalty=1.0), SamplingPath.DRAWN),
         (wishing(repetition_penalty=1.1), SamplingPath.DRAWN),
         (wishing(logprobs=0), SamplingPath.HOST),
+        (wishing(allowed_token_ids=(3,)), SamplingPath.HOST),
+        (wishing(bad_word_token_ids=((3,),)), SamplingPath.DRAWN),
+        (wishing(typical_p=0.5), SamplingPath.BEST),
+        (wishing(temperature=1.0, seed=1, typical_p=0.5), SamplingPath.HOST),
         (wishing(temperature=1.0, seed=1, logprobs=3), SamplingPath.HOST),
     ],
 )
@@ -45,10 +57,19 @@ def test_who_draws(sequence: ScheduledSequence, way: SamplingPath) -> None:
     assert sampling_path(sequence) is way
 
 
-def test_only_penalties_must_know_the_tokens_before() -> None:
+def test_only_penalties_and_bad_words_of_several_tokens_must_know_the_tokens_before() -> None:
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     assert all(reads_tokens(wishing(**{name: 0.5})) for name in penalties)
     assert not reads_tokens(wishing(temperature=1.0, seed=1, logit_bias={1: 1.0}))
+    assert not reads_tokens(wishing(bad_word_token_ids=((3,), (4,)), allowed_token_ids=(1,), typical_p=0.5))
+    assert reads_tokens(wishing(bad_word_token_ids=((3,), (4, 5))))
+
+
+def test_a_bad_word_is_matched_against_the_end_of_the_output() -> None:
+    words = wishing(bad_word_token_ids=((1,), (4, 2), (9, 4, 3), (5, 9, 9, 4, 6), (9, 8), (9, 9, 4, 7, 7)))
+    assert banned_now(replace(words, banned_token_ids=(0,))) == [0, 1, 2, 3]
+    assert banned_now(replace(words, num_prompt=2)) == [1, 2, 3, 6]
+    assert banned_now(replace(words, num_prompt=6)) == [1]
 
 
 @pytest.mark.parametrize(("seed", "low"), [(0, 0), (-1, -1), ((1 << 64) - 1, -1), (1 << 63, -(1 << 63)), (7, 7)])
@@ -74,6 +95,7 @@ def test_the_lists() -> None:
         wishing(frequency_penalty=0.5, presence_penalty=0.25),
     ]
     lists = lists_of(rows, 10)
+    assert told(lists_of([wishing(bad_word_token_ids=((4, 2), (7,)))], 10).banned) == ([0, 2], [2, 7], [0.0, 0.0], 2)
     assert told(lists.bias) == ([0, 1, 1, 1], [2], [1.5], 1)
     assert told(lists.seen) == ([0, 4, 4, 4], [3, 4, 5, 9], [1.25] * 4, 4)
     assert told(lists.generated) == ([0, 0, 0, 2], [9, 4], [1.25, 0.75], 2)

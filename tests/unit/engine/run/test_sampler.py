@@ -57,12 +57,29 @@ def definition(logits: Floats, p: SamplingParams, u: float) -> int:
         mass = np.cumsum([weights[i] for i in kept])
         kept = kept[: int((mass < p.top_p * total).sum()) + 1]
     kept = [i for i in kept if weights[i] >= p.min_p * weights[order[0]]]
+    if p.typical_p < 1:
+        kept = typical(kept, weights, p.typical_p)
     target, reached = u * math.fsum(weights[i] for i in kept), 0.0
     for i in kept:
         reached += weights[i]
         if reached > target:
             return i
     return kept[-1]
+
+
+def typical(kept: list[int], weights: Floats, mass: float) -> list[int]:
+    """The locally typical tokens among `kept`, in the order of `kept`."""
+    positive = [i for i in kept if weights[i] > 0]
+    total = weights[positive].sum()
+    information = {i: -np.log(weights[i] / total) for i in positive}
+    entropy = sum(weights[i] / total * information[i] for i in positive)
+    taken, reached = set(), 0.0
+    for i in sorted(positive, key=lambda i: abs(information[i] - entropy)):
+        if reached >= mass:
+            break
+        taken.add(i)
+        reached += weights[i] / total
+    return [i for i in positive if i in taken]
 
 
 @settings(max_examples=300, deadline=None)
@@ -76,6 +93,7 @@ def definition(logits: Floats, p: SamplingParams, u: float) -> int:
     top_k=st.sampled_from([0, 1, 5, 700]),
     top_p=st.sampled_from([0.05, 0.5, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.1, 1.0]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.2, 0.9]),
 )
 def test_a_draw_is_what_the_definition_says(
     seed: int,
@@ -87,17 +105,108 @@ def test_a_draw_is_what_the_definition_says(
     top_k: int,
     top_p: float,
     min_p: float,
+    typical_p: float,
 ) -> None:
     logits = np.random.default_rng(seed).standard_normal(size) * spread
     if levels:  # many equals
         logits = np.round(logits * levels) / levels
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p)
     drawn, expected = draw(logits, params, u), definition(logits, params, u)
     if drawn != expected:
         # Sums in another order: only a target within rounding of a boundary may fall to the other side.
         nudged = {definition(logits, params, min(max(u + d, 0), 1 - 2**-53)) for d in (-1e-12, 1e-12)}
         near = {definition(logits, replace(params, top_p=min(1.0, top_p * (1 + d))), u) for d in (-1e-12, 1e-12)}
-        assert drawn in nudged | near
+        assert drawn in nudged | near or (typical_p < 1 and is_near_tie(logits, params))
+
+
+def is_near_tie(logits: Floats, p: SamplingParams) -> bool:
+    """Whether two tokens are so close to equally typical that rounding orders them, or a sum is so close to the
+    mass."""
+    weights = np.exp((logits - logits.max()) / p.temperature)
+    shares = weights[weights > 0] / weights.sum()
+    information = -np.log(shares)
+    distance = np.abs(information - (shares * information).sum())
+    order = np.argsort(distance, kind="stable")
+    gaps, sums = np.diff(distance[order]), np.cumsum(shares[order])
+    return bool((gaps < 1e-9).any()) or bool((np.abs(sums - p.typical_p) < 1e-9).any()) or p.top_p < 1
+
+
+def frequencies(logits: Floats, params: SamplingParams, num_draws: int = 4000) -> Floats:
+    counts = np.zeros(len(logits))
+    for position in range(num_draws):
+        counts[draw(logits, params, uniform(7, 0, position))] += 1
+    return counts
+
+
+def chi_square(counts: Floats, expected: Floats) -> float:
+    drawn = expected > 0
+    assert not counts[~drawn].any(), "a token of probability 0 was drawn"
+    wanted = counts.sum() * expected[drawn] / expected.sum()
+    return float(((counts[drawn] - wanted) ** 2 / wanted).sum())
+
+
+def test_typical_draws_follow_the_distribution_over_the_typical_tokens() -> None:
+    # The entropy is 1.067 nats; the tokens have 0.799, 1.204 and 1.386, so that the order is 0.3, 0.45, 0.25.
+    shares = np.array([0.45, 0.3, 0.0, 0.25])
+    logits = np.log(np.maximum(shares, 1e-300))
+    near = np.array([0.45, 0.3, 0.0, 0.0])
+    assert frequencies(logits, SamplingParams(typical_p=0.29), 200).tolist() == [0, 200, 0, 0]
+    assert chi_square(frequencies(logits, SamplingParams(typical_p=0.5)), near) < 10.8  # p = 0.001, one degree
+    assert chi_square(frequencies(logits, SamplingParams(typical_p=0.8)), shares) < 13.8  # two degrees
+    assert chi_square(frequencies(logits, SamplingParams()), shares) < 13.8
+
+
+def test_typical_sampling_drops_the_most_likely_token_where_it_says_too_little() -> None:
+    # The entropy is 2.164 nats: 0.4 has 0.916, the other tokens 2.996, which is nearer.
+    logits = np.log(np.array([0.4, *[0.05] * 12]))
+    counts = frequencies(logits, SamplingParams(typical_p=0.48))
+    assert chi_square(counts, np.array([0.0, *[0.05] * 10, 0.0, 0.0])) < 27.9  # p = 0.001, nine degrees
+    assert frequencies(logits, SamplingParams(), 500)[0] > 150
+
+
+def test_typical_sampling_refers_to_what_the_other_cuts_keep() -> None:
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
+    both = SamplingParams(top_k=2, typical_p=0.5)
+    # Of 4/7 and 3/7 the entropy is 0.683 nats: 4/7 is nearer (0.560 against 0.847), and enough for the mass.
+    assert frequencies(logits, both, 200).tolist() == [200, 0, 0, 0]
+
+
+def test_only_allowed_tokens_are_drawn_in_the_proportions_of_the_others_absence() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.2, 0.2, 0.1]]))
+    counts = np.zeros(4)
+    for seed in range(2000):
+        params = SamplingParams(seed=seed, allowed_token_ids=(1, 3, 3, 10**6))
+        counts[sample(logits_of(logits), [sequence(params)])[0].token_id] += 1
+    assert chi_square(counts, np.array([0.0, 0.2, 0.0, 0.1])) < 10.8
+    assert sample(logits_of(logits), [sequence(replace(GREEDY, allowed_token_ids=(3, 2)))])[0].token_id == 2
+    (failed,) = sample(logits_of(logits), [sequence(replace(GREEDY, allowed_token_ids=(3,)), banned=(3,))])
+    assert isinstance(failed, InvalidRequest)
+    assert "allowed_token_ids" in failed.message
+
+
+def test_the_last_token_of_a_bad_word_is_banned_after_the_other_ones() -> None:
+    logits = torch.tensor([[1.0, 5.0, 4.0, 3.0]])
+    params = replace(GREEDY, bad_word_token_ids=((7, 8, 1), (2,)))
+
+    def drawn(tokens: list[int], num_prompt: int) -> int:
+        return sample(logits_of(logits), [sequence(params, tokens, num_prompt=num_prompt)])[0].token_id
+
+    assert drawn([7, 7, 8], 1) == 3, "both words are completed by the best tokens"
+    assert drawn([7, 8, 8], 1) == 1
+    assert drawn([7, 8], 1) == 1, "a word that begins in the prompt is not in the output"
+    assert drawn([7, 8], 0) == 3
+    free = sample(logits_of(logits), [sequence(replace(params, bad_word_token_ids=((7, 8, 1),)), [9], num_prompt=1)])
+    assert free[0].token_id == 1
+
+
+@pytest.mark.parametrize("num_top", [1, 20])
+def test_log_probabilities_are_exact_for_large_logits_and_many_alternatives(num_top: int) -> None:
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1)) * 50 + 3e4
+    (token,) = sample(logits_of(logits), [sequence(replace(GREEDY, logprobs=num_top))])
+    expected = torch.log_softmax(logits[0].double(), 0)
+    ids = expected.sort(descending=True, stable=True).indices[:num_top].tolist()
+    assert [t for t, _ in token.top] == ids
+    assert [value for _, value in token.top] == pytest.approx(expected[ids].tolist(), abs=1e-9)
 
 
 def test_frequencies_are_the_probabilities() -> None:

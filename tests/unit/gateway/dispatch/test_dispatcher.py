@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from harness.fakes.scripted_fleet import ScriptedFleet, scripted_fleet
-from harness.fakes.scripted_tokens import expected_tokens
+from harness.fakes.scripted_tokens import expected_tokens, scores_of
 from harness.fakes.scripted_worker import Act, Fault, ScriptedWorker
 
 from kvferry.core.clock import SystemClock
@@ -558,3 +558,31 @@ async def test_streams_are_counted_by_how_they_end(pair):
 
     assert (count("done"), count("cancelled")) == (1, 1)
     assert pair.instruments.registry.get_sample_value("kvferry_gateway_output_tokens_total") == _NUM_TOKENS + 1
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [("prefill", None), ("prefill", Fault(Act.CRASH)), ("decode", Fault(Act.CRASH)), ("decode", Fault(Act.CRASH, 4))],
+    ids=["no fault", "prefill crashes", "decode crashes", "decode crashes later"],
+)
+async def test_log_probabilities_of_the_prompt_come_once(two_pairs, method, fault):
+    sampling = SamplingParams(max_tokens=_NUM_TOKENS, seed=7, prompt_logprobs=2)
+    if fault is not None:
+        workers = two_pairs.workers.prefill if method == "prefill" else two_pairs.workers.decode
+        whoever_is_first(workers, method, fault)
+    request = ask(sampling=sampling)
+    events = await collect(two_pairs, request)
+    check(events, request)
+    expected = scores_of(_PROMPT, sampling)
+    assert [event.prompt_logprobs for event in events] == [expected, *[None] * (len(events) - 1)]
+    decodes = [call for worker in two_pairs.workers.decode for call in worker.decodes]
+    assert decodes
+    assert not any(call.sampling.HasField("prompt_logprobs") for call in decodes), "they were with the first token"
+
+
+async def test_a_decode_worker_that_computes_the_prompt_gives_its_log_probabilities():
+    sampling = SamplingParams(max_tokens=_NUM_TOKENS, seed=7, prompt_logprobs=0)
+    async with scripted_fleet(both=1) as fleet:
+        events = await collect(fleet, ask(sampling=sampling))
+        assert [event.prompt_logprobs for event in events if event.prompt_logprobs] == [scores_of(_PROMPT, sampling)]
+        assert events[0].prompt_logprobs is not None

@@ -83,3 +83,21 @@ def test_the_generic_path_ends_with_the_whole_text_where_bytes_are_valid(ids: li
     whole = tokenizer.decode(ids)
     if "\ufffd" not in whole:
         assert feed_all(tokenizer, [[token] for token in ids]) == whole
+
+
+@given(st.lists(st.sampled_from([0, *range(257, 262), *(1 + b for b in "🙂é".encode())]), max_size=20))
+def test_shown_control_tokens_stand_between_the_texts_around_them(ids: list[int]) -> None:
+    for tokenizer in (sentence_piece(), BYTES):
+        detokenizer = Detokenizer(tokenizer, shows_control=True)
+        mark = "<s>" if tokenizer is not BYTES else "<|endoftext|>"
+        own = ids if tokenizer is not BYTES else [256 if i == 0 else i % 256 for i in ids]
+        shown = "".join(detokenizer.feed([token]) for token in own) + detokenizer.finish()
+        assert shown.count(mark) == ids.count(0)
+        whole = tokenizer.decode(own)
+        if "\ufffd" not in whole:
+            assert shown.replace(mark, "") == whole
+
+
+def test_a_space_after_a_shown_control_token_stays() -> None:
+    detokenizer = Detokenizer(sentence_piece(), shows_control=True)
+    assert "".join(detokenizer.feed([token]) for token in [258, 0, 259]) + detokenizer.finish() == "the<s> cat"

@@ -4,7 +4,7 @@ from typing import Any
 import grpc
 import pytest
 from harness.fakes.byte_model import BOS, byte_model
-from harness.fakes.scripted_tokens import ScriptedSource, expected_tokens
+from harness.fakes.scripted_tokens import ScriptedSource, expected_tokens, scores_of
 
 from kvferry.core.errors import InvalidRequest, KvferryError, Unauthenticated, UnknownModel
 from kvferry.core.sampling import SamplingParams
@@ -13,6 +13,7 @@ from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import start_server
 from kvferry.rpc.text.inference import inference_service
 from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.text.text_wire import chunk_from_wire
 from kvferry.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from kvferry.v1.inference_pb2 import Chat, ChatMessage, GenerateRequest
 
@@ -151,3 +152,60 @@ async def test_a_caller_without_a_tenant_is_refused(source):
 def test_the_limit_of_a_request_is_what_the_workers_hold(workers, served):
     service = TextService(ScriptedSource(), byte_model(), context_tokens=lambda: workers)
     assert service.served_tokens == served
+
+
+async def replies_to(stub: Any, text: str = "hi", **sampling: Any) -> list[Any]:
+    request = GenerateRequest(text=text, sampling=common_pb2.SamplingParams(**{"max_tokens": 8, **sampling}))
+    return [reply async for reply in stub.Generate(request)]
+
+
+async def test_log_probabilities_of_the_prompt_are_in_the_first_message(stub):
+    first, *others = await replies_to(stub, prompt_logprobs=2)
+    expected = scores_of([BOS, *b"hi"], SamplingParams(prompt_logprobs=2))
+    chunk = chunk_from_wire(first)
+    assert chunk.prompt_logprobs == expected
+    assert [chunk_from_wire(other).prompt_logprobs for other in others] == [None] * len(others)
+    assert not (await replies_to(stub))[0].prompt_logprobs
+
+
+async def test_the_stop_string_that_ended_a_text_is_named_and_included_on_request(stub):
+    full = "".join(reply.text for reply in await replies_to(stub))
+    replies = await replies_to(stub, stop=[full[3:5]])
+    assert "".join(reply.text for reply in replies) == full[:3]
+    assert replies[-1].stop_string == full[3:5]
+    assert chunk_from_wire(replies[-1]).stop_reason == full[3:5]
+    assert [reply.WhichOneof("stop_reason") for reply in replies[:-1]] == [None] * (len(replies) - 1)
+    replies = await replies_to(stub, stop=[full[3:5]], include_stop_str_in_output=True)
+    assert "".join(reply.text for reply in replies) == full[:5]
+    (last,) = (await replies_to(stub))[-1:]
+    assert last.WhichOneof("stop_reason") is None
+
+
+async def test_a_prompt_is_truncated_and_bad_words_are_token_ids_before_a_worker_is_called(stub, source):
+    asked = []
+    stream = source.stream
+    source.stream = lambda request: asked.append(request) or stream(request)
+    replies = await replies_to(stub, "hello", truncate_prompt_tokens=2, bad_words=["no"])
+    assert replies[-1].usage.prompt_tokens == 2
+    assert list(asked[0].token_ids) == list(b"lo")
+    assert asked[0].sampling.bad_word_token_ids == ((110, 111), (32, 110, 111))
+    assert (asked[0].sampling.bad_words, asked[0].sampling.truncate_prompt_tokens) == ((), None)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"typical_p": 1.5}, "typical_p"),
+        ({"allowed_token_ids": [300]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_word_token_ids": [common_pb2.TokenIds(ids=[300])]}, "bad_word_token_ids"),
+        ({"bad_word_token_ids": [common_pb2.TokenIds()]}, "bad_word_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ],
+)
+async def test_parameters_have_the_same_bounds_as_over_http(stub, sampling, field):
+    request = GenerateRequest(text="hi", sampling=common_pb2.SamplingParams(**sampling))
+    error = await failure(stub.Generate(request))
+    assert isinstance(error, InvalidRequest)
+    assert error.field == field
