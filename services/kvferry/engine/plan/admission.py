@@ -22,6 +22,16 @@ def num_lacking(allocator: Allocator, admitted: Iterable[Sequence]) -> int:
     return sum(allocator.missing(s.table, s.num_tokens) for s in admitted)
 
 
+def cached_prefix(allocator: Allocator, sequence: Sequence) -> list[BlockId]:
+    """Return the pages of the longest cached prefix that a sequence can use, without taking references."""
+    return allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_reusable)
+
+
+def num_remaining(allocator: Allocator, sequence: Sequence) -> int:
+    """Return the number of tokens of a waiting sequence that are not cached."""
+    return sequence.num_tokens - len(cached_prefix(allocator, sequence)) * allocator.block_tokens
+
+
 class Headroom:
     """Pages available to new sequences during the admissions of one step. Reads the allocator without changing it."""
 

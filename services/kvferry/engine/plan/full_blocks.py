@@ -70,6 +70,13 @@ class FullBlocks:
             self._stores.append(StoreJob(key, tuple(sequence.table.blocks[end - size : end])))
             sequence.num_stored = end
 
+    def export(self, sequence: Sequence, num_tokens: int) -> Export:
+        """Move the pages of a finished prefill, which hold the KV of `num_tokens` tokens, from its table to an
+        export."""
+        pages = tuple(sequence.table.blocks)
+        sequence.table.blocks.clear()
+        return Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), num_tokens)
+
     def export_full(self, sequence: Sequence) -> Export | None:
         """Return the pages of the full blocks, without references; `None` if no block is full."""
         full = sequence.num_computed // self.allocator.block_tokens

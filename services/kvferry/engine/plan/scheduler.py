@@ -17,21 +17,26 @@ Prefill and decode are not separate phases; both are given by N - C (see `sequen
 queues; `update` must be called with its result before the next `schedule`.
 """
 
-import heapq
+import itertools
 from collections.abc import Iterable
+from functools import partial
 
-from kvferry.core.errors import DeadlinePassed, InvariantBroken, KvferryError
+from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.blocks.allocation import Allocator, BlockTable, PageCopy
-from kvferry.engine.plan.admission import Headroom, num_lacking
+from kvferry.engine.plan.admission import Headroom, cached_prefix, num_lacking, num_remaining
 from kvferry.engine.plan.full_blocks import FullBlocks
-from kvferry.engine.plan.kv_jobs import Export, LoadJob, SequenceUpdate
+from kvferry.engine.plan.kv_jobs import LoadJob, SequenceUpdate
+from kvferry.engine.plan.loading import LoadingSequences
 from kvferry.engine.plan.lookahead import is_same, one_ahead, share
 from kvferry.engine.plan.sequence import RemoteKv, Sequence, SequenceEvent, SequenceState
 from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, check_output
 from kvferry.engine.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.policies.deadlines import Deadlines, is_overdue, overdue
 from kvferry.engine.policies.policy import policy_of
+
+Planned = list[ScheduledSequence]
 
 
 class Scheduler:
@@ -43,22 +48,19 @@ class Scheduler:
         self.blocks = FullBlocks(allocator)
         """Processing of full blocks: prefix index, stores and reports."""
         self._policy = policy_of(limits.scheduling)
-        self._waiting = self._policy.make_queue(self._num_remaining)
-        self._starts: list[tuple[float, int, RequestId]] = []
-        """Heap of the sequences with a deadline, by the time at which they must have started: time, arrival, request.
-        Entries of sequences that have ended stay until that time."""
+        self._remaining = partial(num_remaining, allocator)
+        self._waiting = self._policy.make_queue(self._remaining)
+        self._deadlines = Deadlines()
+        self._reserve = int(allocator.pool.num_blocks * limits.reserve_share)
         self._running: list[Sequence] = []
-        self._loading: dict[RequestId, Sequence] = {}
+        self._loading = LoadingSequences()
         self._known: dict[RequestId, Sequence] = {}
-        self._loads: list[LoadJob] = []
         self._started: list[RequestId] = []
         self._preempted: list[Sequence] = []
-        self._next_arrival = 0
+        self._arrivals = itertools.count()
         self.num_preemptions = 0
-        self.num_queried_tokens = 0
-        """Tokens that were looked up in the prefix cache, at the first admission of each sequence."""
-        self.num_hit_tokens = 0
-        """Tokens of these that were found."""
+        self.num_queried_tokens = self.num_hit_tokens = 0
+        """Tokens looked up in the prefix cache at the first admission of each sequence, and those found."""
 
     # ------------------------------------------------------------------ adding and aborting sequences
 
@@ -73,12 +75,10 @@ class Scheduler:
         if self.allocator.blocks_for(sequence.max_tokens_total) > self.allocator.pool.num_blocks:
             raise InvariantBroken(f"request {sequence.request_id} needs more blocks than the pool has")
         sequence.name_blocks()  # here and not in the step that admits it, which may admit many
-        sequence.arrival = self._next_arrival
-        self._next_arrival += 1
+        sequence.arrival = next(self._arrivals)
         self._known[sequence.request_id] = sequence
         self._waiting.add(sequence)
-        if sequence.latest_start is not None:
-            heapq.heappush(self._starts, (sequence.latest_start, sequence.arrival, sequence.request_id))
+        self._deadlines.add(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
         """Abort a sequence and free its pages; return whether it existed. Idempotent."""
@@ -87,14 +87,12 @@ class Scheduler:
             return False
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
-        elif sequence.state is SequenceState.LOADING:
-            del self._loading[request_id]
-        else:
+        elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
+        self._loading.abort(request_id)
         sequence.move(SequenceEvent.ABORT)
         sequence.finish_reason = FinishReason.CANCELLED
         self.allocator.free(sequence.table)
-        self._loads = [job for job in self._loads if job.request_id != request_id]
         return True
 
     # ------------------------------------------------------------------ the step
@@ -103,11 +101,11 @@ class Scheduler:
         """Plan the next step; empty if no sequence can run now."""
         self._displace()
         room = StepBudget(self.limits, self._running, len(self._waiting))
-        planned: list[ScheduledSequence] = []
+        planned: Planned = []
         copies: list[PageCopy] = []
         preempted_before = self.num_preemptions
         may_precede = len(self._waiting) > 0 and self._policy.mixes
-        for sequence in self._in_order():
+        for sequence in self._policy.by_turn(self._running):
             if room.tokens == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
@@ -126,9 +124,7 @@ class Scheduler:
             copies += made
             planned.append(share(sequence, count))
             room.take(wanted, count, planned[-1].num_scored)
-        if (
-            self.num_preemptions == preempted_before
-        ):  # no sequence is admitted while pages are so scarce that sequences are preempted
+        if self.num_preemptions == preempted_before:  # otherwise pages are scarce
             self._admit(room, planned)
         return StepPlan(tuple(planned), tuple(copies))
 
@@ -138,26 +134,18 @@ class Scheduler:
 
         If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`.
         """
-        if len(self._waiting) or self._loading or len(plan.scheduled) != len(self._running):
+        if len(self._waiting) or len(self._loading) or len(plan.scheduled) != len(self._running):
             return None
         return one_ahead(plan, self._known, self.allocator)
 
     def take_overdue(self, now: float) -> list[SequenceUpdate]:
         """End the sequences that have waited too long for their deadline and have computed nothing; return them."""
         updates: list[SequenceUpdate] = []
-        while self._starts and self._starts[0][0] < now:
-            _, arrival, request_id = heapq.heappop(self._starts)
+        for request_id, arrival in self._deadlines.take_overdue(now):
             sequence = self._known.get(request_id)
-            if sequence is None or sequence.arrival != arrival or sequence.state is not SequenceState.WAITING:
-                continue
-            if sequence.num_preemptions or sequence.num_generated:
-                continue
-            self.abort(request_id)
-            error = DeadlinePassed(
-                f"request {request_id} waited until its deadline could no longer be met; retry on a less loaded worker "
-                "or with a longer deadline"
-            )
-            updates.append(SequenceUpdate(request_id, (), None, 0, error=error))
+            if sequence is not None and sequence.arrival == arrival and is_overdue(sequence):
+                self.abort(request_id)
+                updates.append(SequenceUpdate(request_id, (), None, 0, error=overdue(request_id)))
         return updates
 
     def is_wanted(self, item: ScheduledSequence) -> bool:
@@ -172,8 +160,7 @@ class Scheduler:
 
     def take_loads(self) -> list[LoadJob]:
         """Return the loads planned by `schedule` since the last call."""
-        loads, self._loads = self._loads, []
-        return loads
+        return self._loading.take_jobs()
 
     def take_preempted(self) -> list[Sequence]:
         """Return the waiting sequences that were preempted since the last call, for tier lookups. Their admission does
@@ -182,8 +169,7 @@ class Scheduler:
         return [s for s in preempted if s.state is SequenceState.WAITING]
 
     def take_started(self) -> list[RequestId]:
-        """Return the requests whose sequences were admitted or loaded since the last call; the next step is their
-        first."""
+        """Return the requests that were admitted or loaded since the last call; the next step is their first."""
         started, self._started = self._started, []
         return started
 
@@ -234,7 +220,7 @@ class Scheduler:
         Args:
             is_stored: whether the KV was loaded from a tier and need not be stored.
         """
-        sequence = self._loading.pop(request_id, None)
+        sequence = self._loading.take(request_id)
         if sequence is None:
             return False
         sequence.num_computed = max(sequence.num_computed, num_tokens)
@@ -254,7 +240,7 @@ class Scheduler:
 
         Its pages are freed now; pages that a transport may still write to are quarantined.
         """
-        sequence = self._loading.pop(request_id, None)
+        sequence = self._loading.take(request_id)
         if sequence is None:
             return None
         self.allocator.free(sequence.table)
@@ -289,7 +275,7 @@ class Scheduler:
     @property
     def num_promised(self) -> int:
         """Number of free pages that are reserved for the current tokens of admitted sequences."""
-        return num_lacking(self.allocator, (*self._running, *self._loading.values()))
+        return num_lacking(self.allocator, (*self._running, *self._loading.sequences))
 
     def tables(self) -> Iterable[BlockTable]:
         """Return all block tables in use, for integrity checks."""
@@ -297,54 +283,28 @@ class Scheduler:
 
     # ------------------------------------------------------------------ inside
 
-    def _num_remaining(self, sequence: Sequence) -> int:
-        """Return the number of tokens of a waiting sequence that are not cached."""
-        names = sequence.name_blocks()
-        hit = self.allocator.peek(names, sequence.tokens, max_tokens=sequence.num_reusable)
-        return sequence.num_tokens - len(hit) * self.allocator.block_tokens
-
-    def _in_order(self) -> list[Sequence]:
-        if not self._policy.is_shortest_first:
-            return list(self._running)
-        return sorted(self._running, key=lambda s: s.num_tokens - s.num_computed)  # stable: by class, then arrival
-
     def _displace(self) -> None:
         """Preempt running sequences of lower classes until the first waiting sequence fits, if the policy says so."""
         first = self._waiting.first() if self._policy.displaces else None
         while first is not None and self._running and self._policy.displaced(first, self._running[-1]):
-            held = (*self._running, *self._loading.values())
+            held = (*self._running, *self._loading.sequences)
             has_place = len(held) < self.limits.max_sequences
-            hit = self.allocator.peek(first.name_blocks(), first.tokens, max_tokens=first.num_reusable)
-            if has_place and Headroom(self.allocator, held, reserve=self._reserve).fits(hit, first.num_tokens):
+            pages = Headroom(self.allocator, held, reserve=self._reserve)
+            if has_place and pages.fits(cached_prefix(self.allocator, first), first.num_tokens):
                 return
             self._preempt(self._running[-1])
 
-    @property
-    def _reserve(self) -> int:
-        return int(self.allocator.pool.num_blocks * self.limits.reserve_share)
-
-    def _grow_or_preempt(
-        self, sequence: Sequence, count: int, planned: list[ScheduledSequence]
-    ) -> list[PageCopy] | None:
-        """Allocate the pages for `count` tokens. While they are short, preempt the last running sequence that is not
-        yet planned in this step; return `None` if that is the sequence itself."""
+    def _grow_or_preempt(self, sequence: Sequence, count: int, planned: Planned) -> list[PageCopy] | None:
+        """Allocate pages for `count` tokens. While they are short, preempt; `None` if that is the sequence itself."""
         while True:
-            copies = self.allocator.grow(
-                sequence.table, num_computed=sequence.num_computed, num_tokens=sequence.num_computed + count
-            )
+            start = sequence.num_computed
+            copies = self.allocator.grow(sequence.table, num_computed=start, num_tokens=start + count)
             if copies is not None:
                 return copies
-            victim = self._victim(planned)
+            victim = self._policy.victim(self._running, planned)
             self._preempt(victim)
             if victim is sequence:
                 return None
-
-    def _victim(self, planned: list[ScheduledSequence]) -> Sequence:
-        last = self._running[-1]
-        if not self._policy.is_shortest_first:
-            return last  # planned in the same order, so it is not planned yet
-        scheduled = {item.request_id for item in planned}
-        return next(s for s in reversed(self._running) if s.request_id not in scheduled)
 
     def _preempt(self, victim: Sequence) -> None:
         self._running.remove(victim)
@@ -356,27 +316,26 @@ class Scheduler:
         self._waiting.add(victim)
         self.num_preemptions += 1
 
-    def _admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
+    def _admit(self, room: StepBudget, planned: Planned, *, before: Sequence | None = None) -> None:
         """Admit waiting sequences while they fit; with `before`, those that precede this running sequence."""
         if not len(self._waiting) or len(self._running) + len(self._loading) >= self.limits.max_sequences:
             return
         asking: list[Sequence] = []
-        pages = Headroom(self.allocator, (*self._running, *self._loading.values()), reserve=self._reserve)
+        pages = Headroom(self.allocator, (*self._running, *self._loading.sequences), reserve=self._reserve)
         while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
             if sequence.is_asking:
                 self._waiting.remove(sequence)
                 asking.append(sequence)
                 continue
-            if before is not None and not self._policy.precedes(sequence, self._num_remaining(sequence), before):
+            if before is not None and not self._policy.precedes(sequence, self._remaining(sequence), before):
                 break
             if len(self._running) + len(self._loading) >= self.limits.max_sequences:
                 break
-            hit = self.allocator.peek(sequence.name_blocks(), sequence.tokens, max_tokens=sequence.num_reusable)
+            hit = cached_prefix(self.allocator, sequence)
             hit_tokens = len(hit) * self.allocator.block_tokens
             remote = sequence.remote
             # Blocks that were cached at the time of the lookup may have been evicted since, which leaves a gap.
             fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
-            fetches = fetches and not sequence.is_scoring
             wanted = sequence.num_tokens - hit_tokens
             count = room.fit_scored(sequence, hit_tokens, room.fit(wanted))
             if count == 0 and not fetches:
@@ -386,9 +345,7 @@ class Scheduler:
                 break
             self.allocator.hold(sequence.table, hit)
             if self.allocator.grow(sequence.table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is None:
-                raise InvariantBroken(
-                    "the pages of an admitted sequence could not be allocated"
-                )  # full blocks need no copy
+                raise InvariantBroken("the pages of an admitted sequence could not be allocated")
             pages.admit(sequence)
             self._waiting.remove(sequence)
             sequence.num_computed = hit_tokens
@@ -398,8 +355,8 @@ class Scheduler:
                 sequence.num_cached = hit_tokens
                 self.num_queried_tokens += sequence.num_tokens
                 self.num_hit_tokens += hit_tokens
-            if fetches:
-                self._start_load(sequence, len(hit))
+            if remote is not None and fetches:
+                self._loading.start(sequence, len(hit), self.allocator.blocks_for(remote.num_tokens))
                 continue
             sequence.remote = None
             sequence.move(SequenceEvent.ADMIT)
@@ -410,17 +367,6 @@ class Scheduler:
         for sequence in asking:
             self._waiting.add(sequence)
         self._running.sort(key=self._policy.order)
-
-    def _start_load(self, sequence: Sequence, first_block: int) -> None:
-        remote = sequence.remote
-        if remote is None:
-            raise InvariantBroken(f"request {sequence.request_id} has nothing to load")
-        last = self.allocator.blocks_for(remote.num_tokens)
-        targets = tuple(sequence.table.blocks[first_block:last])
-        sequence.move(SequenceEvent.LOAD)
-        self._loading[sequence.request_id] = sequence
-        is_return = sequence.num_preemptions > 0
-        self._loads.append(LoadJob(sequence.request_id, remote, first_block, targets, is_return=is_return))
 
     def _append(self, sequence: Sequence, item: ScheduledSequence, given: SequenceOutput | None) -> SequenceUpdate:
         exported_tokens = sequence.num_tokens
@@ -441,9 +387,7 @@ class Scheduler:
         sequence.move(SequenceEvent.FINISH)
         sequence.finish_reason = reason
         if reason is None:  # the sequence continues on another worker: its pages go to the export and are not freed
-            pages = tuple(sequence.table.blocks)
-            export = Export(pages, tuple(self.allocator.pool.epochs[b] for b in pages), exported_tokens)
-            sequence.table.blocks.clear()
+            export = self.blocks.export(sequence, exported_tokens)
             return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, export, scores=scores)
         kept = self.blocks.export_full(sequence) if sequence.keeps else None
         self.allocator.free(sequence.table)

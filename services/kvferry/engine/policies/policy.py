@@ -14,11 +14,12 @@ priorities before remaining tokens (Kwon, "vLLM: an efficient inference engine f
 section 4.5).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvferry.core.errors import UsageError
 from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.plan.step import ScheduledSequence
 from kvferry.engine.policies.waiting_queue import RankQueue, ShortestFirstQueue, TwoLevelQueue, WaitingQueue
 
 Remaining = Callable[[Sequence], int]
@@ -47,6 +48,18 @@ class Policy:
     def order(self, sequence: Sequence) -> tuple[int, int]:
         """Return the sort key of running sequences; the last one is preempted first."""
         return (sequence.priority if self.has_classes else 0, sequence.arrival)
+
+    def by_turn(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """Return the running sequences, which are sorted by `order`, in the order in which they get tokens of a
+        step."""
+        if not self.is_shortest_first:
+            return list(running)
+        return sorted(running, key=lambda s: s.num_tokens - s.num_computed)
+
+    def victim(self, running: list[Sequence], planned: Iterable[ScheduledSequence]) -> Sequence:
+        """Return the sequence to preempt: the last one by `order` that is not planned in this step."""
+        scheduled = {item.request_id for item in planned}
+        return next(s for s in reversed(running) if s.request_id not in scheduled)
 
     def precedes(self, waiting: Sequence, num_remaining: int, running: Sequence) -> bool:
         """Return whether a waiting sequence gets tokens of a step before a running prompt.
