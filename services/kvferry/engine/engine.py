@@ -15,6 +15,7 @@ from kvferry.core.load import WorkerLoad
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.prefix_index import PrefixIndex
+from kvferry.engine.engine_statistics import EngineStatistics
 from kvferry.engine.grammar.grammar_masks import GrammarMasks
 from kvferry.engine.loads.kv_loads import KvLoads
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
@@ -25,7 +26,6 @@ from kvferry.engine.plan.scheduler import Scheduler
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.engine_statistics import EngineStatistics
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook

@@ -1,6 +1,7 @@
 """What a piece of generated text consists of: reasoning, content, parts of tool calls."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,37 @@ class Parts:
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     """At most one delta per call, in the order of the calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A whole call."""
+
+    call_id: str
+    name: str
+    arguments: str
+    """JSON text; cut off if the answer was."""
+
+
+@dataclass(slots=True)
+class AssembledCalls:
+    """The calls of an answer, assembled from their parts."""
+
+    _heads: dict[int, CallDelta] = field(default_factory=dict)
+    _arguments: dict[int, list[str]] = field(default_factory=dict)
+
+    def add(self, deltas: Iterable[CallDelta]) -> None:
+        """Add the parts of one piece of text."""
+        for delta in deltas:
+            self._heads.setdefault(delta.index, delta)
+            self._arguments.setdefault(delta.index, []).append(delta.arguments)
+
+    def whole(self) -> tuple[ToolCall, ...]:
+        """Return the calls so far, in order."""
+        return tuple(
+            ToolCall(head.call_id, head.name, "".join(self._arguments[index]))
+            for index, head in sorted(self._heads.items())
+        )
 
 
 class NotACall(Exception):
