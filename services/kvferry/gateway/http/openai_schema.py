@@ -15,6 +15,14 @@ from pydantic_core import ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.sampling import SamplingParams
+from kvferry.gateway.http.fields.messages import CalledFunction, Message, Strict, TextPart, ToolCall
+from kvferry.gateway.http.fields.offered_tools import (
+    FunctionDefinition,
+    FunctionName,
+    NamedChoice,
+    ToolDefinition,
+    tool_use,
+)
 from kvferry.gateway.http.openai_bounds import Prompt, check_prompt, check_sizes, shown
 from kvferry.gateway.http.openai_constraints import (
     ConstraintFields,
@@ -22,7 +30,6 @@ from kvferry.gateway.http.openai_constraints import (
     ResponseFormat,
     StructuredOutputs,
 )
-from kvferry.gateway.http.openai_messages import MODELS, Message, NamedChoice, Strict, ToolDefinition, tool_use
 from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.wire import MAX_PRIORITY, MAX_SAMPLES
 
@@ -298,7 +305,7 @@ def _without_no_ops(message: object) -> object:
 
 _MODELS: tuple[type[BaseModel], ...] = (
     *(ChatRequest, CompletionRequest, StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs),
-    *MODELS,
+    *(Message, TextPart, ToolCall, CalledFunction, ToolDefinition, FunctionDefinition, NamedChoice, FunctionName),
 )
 _KNOWN_NAMES = frozenset(info.alias or name for model in _MODELS for name, info in model.model_fields.items())
 
