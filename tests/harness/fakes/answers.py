@@ -1,6 +1,7 @@
-"""Splits whole answers with ids of calls that are easy to read."""
+"""Writes answers as models do, and splits whole answers with ids of calls that are easy to read."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -44,3 +45,18 @@ def split(
                 call_id, name, arguments = calls[delta.index]
                 calls[delta.index] = (call_id, name, arguments + delta.arguments)
     return content, reasoning, calls
+
+
+def written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
+    """Write calls as a model would."""
+    if call_format is CallFormat.HERMES:
+        return "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
+    if call_format is CallFormat.LLAMA3_JSON:
+        return "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
+    if call_format is CallFormat.MISTRAL:
+        return f"[TOOL_CALLS]{json.dumps([{'name': n, 'arguments': a} for n, a in calls])}"
+    return f"[{', '.join(f'{n}({_python(a)})' for n, a in calls)}]"
+
+
+def _python(arguments: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())

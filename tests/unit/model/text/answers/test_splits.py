@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from harness.fakes.answers import NAMES, split
+from harness.fakes.answers import NAMES, split, written
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,21 +54,6 @@ def test_text_without_a_call_is_not_lost(call_format, text):
     content, _, calls = split(call_format, [text])
     if not calls:
         assert content == "".join(c for c in text if c not in MARKS.by_token.values())
-
-
-def written(call_format: CallFormat, calls: list[tuple[str, dict[str, object]]]) -> str:
-    """Write calls as a model would."""
-    if call_format is CallFormat.HERMES:
-        return "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
-    if call_format is CallFormat.LLAMA3_JSON:
-        return "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
-    if call_format is CallFormat.MISTRAL:
-        return f"[TOOL_CALLS]{json.dumps([{'name': n, 'arguments': a} for n, a in calls])}"
-    return f"[{', '.join(f'{n}({python(a)})' for n, a in calls)}]"
-
-
-def python(arguments: dict[str, object]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
 @given(FORMATS, CALLS, st.data())
