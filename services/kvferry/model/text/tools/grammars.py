@@ -15,6 +15,9 @@ from kvferry.model.text.tools.pythonic_grammar import pythonic_call
 
 MAX_CALLS = 16
 """Most calls of an answer that must have calls: a small model does not end by itself."""
+_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not"})
+_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", *_COMPOSED})
+"""Keywords that say which other members an object may have."""
 _SPACING: Mapping[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -60,7 +63,10 @@ def _terminal(marker: str, marks: Marks) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    whole = {**tool.schema, "type": "object", "x-guidance": _SPACING}
+    schema = tool.schema
+    # JSON Schema allows members that a schema does not mention; a small model would invent them without end.
+    closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & schema.keys() else {}
+    whole = {**schema, **closed, "type": "object", "x-guidance": _SPACING}
     return f"%json {json.dumps(whole, ensure_ascii=False)}"
 
 
