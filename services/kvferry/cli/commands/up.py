@@ -27,7 +27,7 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
     gateway_flags = ["--log-level", values["log_level"]]
     has = values.resolved
     for setting in settings.ANSWERS:
-        if setting.name in has:
+        if setting.name in has and values.is_given(setting.name):
             worker_flags += [setting.flag, values[setting.name]]
             gateway_flags += [setting.flag, values[setting.name]]
     if "drain_seconds" in has:
