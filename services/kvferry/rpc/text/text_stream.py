@@ -1,8 +1,8 @@
 """Converts a token stream to text chunks: detokenization, stop strings, several samples, usage.
 
 TokenSource --TokenEvent--> detokenizer --text--> stop strings --text--> answer splitter --TextChunk--> gRPC, HTTP
-                 ^                                    |
-                 +------------- closed on a match ----+
+                 ^                                    |                        |
+                 +------- closed on a match, or after the last call that is wanted
 
 Only answers in which reasoning or tool calls are to be found have a splitter.
 """
@@ -149,7 +149,9 @@ async def _sample(
 def _split(splitter: AnswerSplitter, text: str, finish: FinishReason | None) -> tuple[Parts, FinishReason | None]:
     """Return the parts of a step's text, and the finish reason if the sample has ended."""
     parts = splitter.feed(text)
-    if finish is not None:
+    if finish is None and splitter.is_complete:
+        finish = FinishReason.STOP
+    elif finish is not None:
         last = splitter.finish()
         parts = Parts(parts.content + last.content, parts.reasoning + last.reasoning, (*parts.calls, *last.calls))
     return parts, finish

@@ -188,8 +188,10 @@ async def test_samples_have_calls_of_their_own(hermes):
 async def test_one_call_if_calls_are_not_parallel(hermes):
     running, client = hermes
     running.source.answers = (CALL + CALL,)
-    choice = await whole(client, messages=USER, tools=TOOLS, parallel_tool_calls=False)
-    assert len(choice.message.tool_calls) == 1
+    answer = await client.chat.completions.create(model="bytes", messages=USER, tools=TOOLS, parallel_tool_calls=False)
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
+    assert answer.usage.completion_tokens <= len(CALL), "the answer ends with the call"
     assert len((await streamed(client, messages=USER, tools=TOOLS, parallel_tool_calls=False))[2]) == 1
 
 

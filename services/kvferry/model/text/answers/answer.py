@@ -58,6 +58,11 @@ class AnswerSplitter:
             calls = Calls(frozenset(wish.tool_names), new_id_of(form.call_format, letters), wish.max_calls)
             self._calls = CallParser(syntax_of(form.call_format, form.marks), calls)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all calls that are reported have ended, so that what follows has no use."""
+        return self._calls is not None and self._calls.is_complete
+
     def feed(self, text: str) -> Parts:
         """Add text and return the parts that it completes."""
         outer = Parts(text) if self._reasoning is None else self._reasoning.feed(text)

@@ -62,6 +62,11 @@ class CallParser:
         self._between = ""
         """White space between the content so far and content after calls."""
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all calls that are reported have ended."""
+        return self._calls.is_complete
+
     def feed(self, text: str) -> Parts:
         """Add text and return the content and the calls that it completes."""
         content: list[str] = []

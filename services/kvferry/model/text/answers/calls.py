@@ -39,6 +39,11 @@ class Calls:
         self._begun: dict[int, CallDelta] = {}
         self._arguments: dict[int, list[str]] = {}
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether as many calls as are reported have ended."""
+        return self._max_calls is not None and self.num_ended >= self._max_calls
+
     def begin(self, name: str) -> None:
         """Begin a call of the function `name`.
 
