@@ -144,3 +144,67 @@ def test_a_format_is_recognized(template: str, tokens: tuple[str, ...], expected
 
 def test_the_names_of_these_tests_are_offered() -> None:
     assert {"f", "g", "get_weather"} == set(NAMES)
+
+
+def json_call(arguments: str) -> str:
+    return f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *('{"a": 01}', '{"a": 1.}', '{"a": .5}', '{"a": -}', '{"a": 1e}', '{"a": +1}', '{"a": nul}', '{"a": nan}'),
+        *('{"a" 1}', "{a: 1}", '{"a": 1 "b": 2}', '{"a": 1,}', '{"a": [1 2]}', '{"a": [1,]}', '{"a": "\\x"}'),
+        *('{"a": "\\u12g4"}', '{"a": ]}', '{"a": "\ud800"}'),
+    ],
+)
+def test_malformed_json_ends_the_call_at_the_first_wrong_character(arguments: str) -> None:
+    content, _, ((_, name, streamed),) = split(H, [json_call(arguments)])
+    assert name == "f"
+    assert content
+    assert not is_json(streamed)
+    assert arguments.startswith(streamed)
+
+
+@pytest.mark.parametrize(
+    "literal",
+    [
+        *("[1 2]", "{'a' 1}", "{1: 2}", "{'a': 1 'b'}", "Tru(", "nope", "(1)", "1_000", "'\\xg0'", "'\\U00110000'"),
+        *("'\ud800'", "'\\\ud800'", "[" * 70, "{'a': " * 70),
+    ],
+)
+def test_a_malformed_literal_ends_the_call_at_the_first_wrong_character(literal: str) -> None:
+    content, _, ((_, name, streamed),) = split(P, [f"[f(a={literal})]"])
+    assert name == "f"
+    assert content
+    assert not is_json(streamed)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[f(1a=2)]", "[f(a=1, a=2)]", "[f(a b)]", "[f(a=1 b=2)]", "[f() g()]", "[f x()]", "[fu()]"),
+        f"[f({'a' * 300}=1)]",
+    ],
+)
+def test_malformed_python_calls_never_raise(text: str) -> None:
+    content, _, _ = split(P, [text])
+    assert content
+
+
+def test_closing_tags_that_are_misspelled_are_content() -> None:
+    assert split(H, ['<tool_call>{"name": "f"}</tool_cult>'])[0] == "</tool_cult>"
+    assert split(M, ["[TOOL_CALLS]" + "f" * 300 + "{}"]) == ("[TOOL_CALLS]" + "f" * 300 + "{}", "", [])
+
+
+def test_white_space_inside_of_json_is_kept() -> None:
+    _, _, ((_, _, arguments),) = split(H, [json_call('{ "a" : [ 1 , { } ] }')])
+    assert arguments == '{ "a" : [ 1 , { } ] }'
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
