@@ -48,7 +48,7 @@ def test_every_answer_is_a_call_that_fits(llm: LLM, use: ToolUse) -> None:
         assert chat.wish is not None
         assert result.finish_reason is FinishReason.STOP
         splitter = AnswerSplitter(model.answer_form, chat.wish)
-        detokenizer = model.new_detokenizer(model.answer_form.marks.by_token)
+        detokenizer = model.new_detokenizer(False, model.answer_form.marks.by_token)
         calls = AssembledCalls()
         parts = [splitter.feed(detokenizer.feed(result.token_ids)), splitter.finish()]
         for part in parts:
