@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\xe3\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x11\x42\x08\n\x06prompt\"\xce\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06tokens\x18\x04 \x03(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.Timing\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.kvferry.v1.ScoredTokenB\r\n\x0bstop_reason\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc2\x02\n\x06Timing\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x04 \x01(\x01\x12\x11\n\tconnector\x18\x05 \x01(\t\x12\x16\n\x0ehandoff_blocks\x18\x06 \x01(\r\x12\x15\n\rhandoff_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fhandoff_outcome\x18\x08 \x01(\t\x12\x15\n\rtotal_seconds\x18\t \x01(\x01\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x0f\n\x07resumed\x18\x0c \x01(\r\x12 \n\x02kv\x18\r \x03(\x0b\x32\x14.kvferry.v1.KvReport\"[\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x42\x07\n\x05input\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"~\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x32\xbb\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvferry.v1.DetokenizeRequest\x1a\x1e.kvferry.v1.DetokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvferry.v1.GetModelInfoRequest\x1a .kvferry.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x8d\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.kvferry.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x82\x01\n\nToolChoice\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.kvferry.v1.ToolChoice.Mode\x12\x10\n\x08\x66unction\x18\x02 \x01(\t\"7\n\x04Mode\x12\r\n\tMODE_AUTO\x10\x00\x12\r\n\tMODE_NONE\x10\x01\x12\x11\n\rMODE_REQUIRED\x10\x02\"\xb9\x01\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\x12\x1f\n\x05tools\x18\x02 \x03(\x0b\x32\x10.kvferry.v1.Tool\x12+\n\x0btool_choice\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x04 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_parallel_tool_calls\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xe3\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\t\n\x01n\x18\x07 \x01(\r\x12\x10\n\x08priority\x18\x08 \x01(\x11\x42\x08\n\x06prompt\"\x90\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12!\n\x06tokens\x18\x04 \x03(\x0b\x32\x11.kvferry.v1.Token\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.Timing\x12\x15\n\x0bstop_string\x18\x08 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\t \x01(\rH\x00\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.kvferry.v1.ScoredToken\x12-\n\ntool_calls\x18\x0b \x03(\x0b\x32\x19.kvferry.v1.ToolCallDelta\x12\x11\n\treasoning\x18\x0c \x01(\tB\r\n\x0bstop_reason\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc2\x02\n\x06Timing\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x02 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x03 \x01(\x01\x12\x17\n\x0fhandoff_seconds\x18\x04 \x01(\x01\x12\x11\n\tconnector\x18\x05 \x01(\t\x12\x16\n\x0ehandoff_blocks\x18\x06 \x01(\r\x12\x15\n\rhandoff_bytes\x18\x07 \x01(\x04\x12\x17\n\x0fhandoff_outcome\x18\x08 \x01(\t\x12\x15\n\rtotal_seconds\x18\t \x01(\x01\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12\x0f\n\x07resumed\x18\x0c \x01(\r\x12 \n\x02kv\x18\r \x03(\x0b\x32\x14.kvferry.v1.KvReport\"[\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.kvferry.v1.ChatH\x00\x42\x07\n\x05input\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"~\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x18\n\x10max_model_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\reos_token_ids\x18\x05 \x03(\rB\x02\x10\x01\x32\xbb\x02\n\tInference\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvferry.v1.DetokenizeRequest\x1a\x1e.kvferry.v1.DetokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvferry.v1.GetModelInfoRequest\x1a .kvferry.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,30 +38,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_GETMODELINFORESPONSE'].fields_by_name['eos_token_ids']._loaded_options = None
   _globals['_GETMODELINFORESPONSE'].fields_by_name['eos_token_ids']._serialized_options = b'\020\001'
-  _globals['_CHATMESSAGE']._serialized_start=67
-  _globals['_CHATMESSAGE']._serialized_end=111
-  _globals['_CHAT']._serialized_start=113
-  _globals['_CHAT']._serialized_end=162
-  _globals['_GENERATEREQUEST']._serialized_start=165
-  _globals['_GENERATEREQUEST']._serialized_end=392
-  _globals['_GENERATERESPONSE']._serialized_start=395
-  _globals['_GENERATERESPONSE']._serialized_end=729
-  _globals['_USAGE']._serialized_start=731
-  _globals['_USAGE']._serialized_end=807
-  _globals['_TIMING']._serialized_start=810
-  _globals['_TIMING']._serialized_end=1132
-  _globals['_TOKENIZEREQUEST']._serialized_start=1134
-  _globals['_TOKENIZEREQUEST']._serialized_end=1225
-  _globals['_TOKENIZERESPONSE']._serialized_start=1227
-  _globals['_TOKENIZERESPONSE']._serialized_end=1268
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1270
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1327
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1329
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1363
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1365
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1401
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1403
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1529
-  _globals['_INFERENCE']._serialized_start=1532
-  _globals['_INFERENCE']._serialized_end=1847
+  _globals['_TOOLCALL']._serialized_start=67
+  _globals['_TOOLCALL']._serialized_end=122
+  _globals['_CHATMESSAGE']._serialized_start=125
+  _globals['_CHATMESSAGE']._serialized_end=266
+  _globals['_TOOL']._serialized_start=268
+  _globals['_TOOL']._serialized_end=329
+  _globals['_TOOLCHOICE']._serialized_start=332
+  _globals['_TOOLCHOICE']._serialized_end=462
+  _globals['_TOOLCHOICE_MODE']._serialized_start=407
+  _globals['_TOOLCHOICE_MODE']._serialized_end=462
+  _globals['_CHAT']._serialized_start=465
+  _globals['_CHAT']._serialized_end=650
+  _globals['_TOOLCALLDELTA']._serialized_start=652
+  _globals['_TOOLCALLDELTA']._serialized_end=727
+  _globals['_GENERATEREQUEST']._serialized_start=730
+  _globals['_GENERATEREQUEST']._serialized_end=957
+  _globals['_GENERATERESPONSE']._serialized_start=960
+  _globals['_GENERATERESPONSE']._serialized_end=1360
+  _globals['_USAGE']._serialized_start=1362
+  _globals['_USAGE']._serialized_end=1438
+  _globals['_TIMING']._serialized_start=1441
+  _globals['_TIMING']._serialized_end=1763
+  _globals['_TOKENIZEREQUEST']._serialized_start=1765
+  _globals['_TOKENIZEREQUEST']._serialized_end=1856
+  _globals['_TOKENIZERESPONSE']._serialized_start=1858
+  _globals['_TOKENIZERESPONSE']._serialized_end=1899
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1901
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1958
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1960
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1994
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1996
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2032
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2034
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2160
+  _globals['_INFERENCE']._serialized_start=2163
+  _globals['_INFERENCE']._serialized_end=2478
 # @@protoc_insertion_point(module_scope)

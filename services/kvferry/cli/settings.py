@@ -2,11 +2,26 @@
 
 from kvferry.core.dtypes import DTYPES
 from kvferry.core.settings import Setting, seconds, size_bytes, whole
+from kvferry.model.text.answers.formats import AUTO, CALL_PARSERS, REASONING_PARSERS
 
 MODEL = Setting(
     "model", "smollm2-135m-instruct", "A known name, a .gguf file, or a folder with safetensors and config.json."
 )
 SERVED_NAME = Setting("served_name", "", "Model name for clients; default: the name in the model's files.")
+ANSWERS = (
+    Setting(
+        "tool_call_parser",
+        AUTO,
+        "Format of tool calls in the model's answers; auto: by its chat template and vocabulary.",
+        choices=CALL_PARSERS,
+    ),
+    Setting(
+        "reasoning_parser",
+        AUTO,
+        "Reasoning at the start of answers. think: between <think> and </think>; auto: so if the model has it.",
+        choices=REASONING_PARSERS,
+    ),
+)
 CONNECTOR = Setting(
     "connector",
     "shm",
@@ -193,6 +208,7 @@ WORKER = (
     ),
     MODEL,
     SERVED_NAME,
+    *ANSWERS,
     CONNECTOR,
     Setting("listen", "127.0.0.1:0", "HOST:PORT of the services for requests."),
     Setting("admin", "127.0.0.1:0", "HOST:PORT of WorkerAdmin."),
@@ -223,6 +239,7 @@ WORKER = (
 GATEWAY = (
     MODEL,
     SERVED_NAME,
+    *ANSWERS,
     Setting("prefill", (), "HOST:PORT[/ADMIN_PORT] of a prefill worker; repeat for more.", is_repeated=True),
     Setting("decode", (), "HOST:PORT[/ADMIN_PORT] of a decode worker; repeat for more.", is_repeated=True),
     Setting("both", (), "HOST:PORT[/ADMIN_PORT] of a worker of role both; repeat for more.", is_repeated=True),
@@ -297,6 +314,7 @@ UP = (
     Setting("decode", 1, "Number of decode workers.", parse=whole(0, 64)),
     Setting("both", 0, "Number of workers of role both.", parse=whole(0, 64)),
     *STACK,
+    *ANSWERS,
     HTTP,
     GRPC,
     ADMIN,

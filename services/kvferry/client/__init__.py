@@ -12,10 +12,13 @@ from kvferry.client.blocking import Client
 from kvferry.client.messages import Completion, ModelInfo, Prompt
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.model.text.answers.pieces import CallDelta, ToolCall
+from kvferry.model.text.tools.definitions import Tool
 from kvferry.rpc.text.text_stream import TextChunk
 
 __all__ = [
     "AsyncClient",
+    "CallDelta",
     "Client",
     "Completion",
     "FinishReason",
@@ -24,4 +27,6 @@ __all__ = [
     "Prompt",
     "SamplingParams",
     "TextChunk",
+    "Tool",
+    "ToolCall",
 ]

@@ -1,6 +1,6 @@
 """Client for programs without an event loop."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import Self
@@ -8,8 +8,9 @@ from typing import Self
 import grpc
 
 from kvferry.client import messages
-from kvferry.client.messages import Completion, ModelInfo, Prompt
+from kvferry.client.messages import ChatMessage, Completion, ModelInfo, Prompt
 from kvferry.core.sampling import SamplingParams
+from kvferry.model.text.tools.definitions import Tool
 from kvferry.rpc.channel import open_blocking_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.text.text_stream import TextChunk
@@ -59,6 +60,9 @@ class Client:
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
+        tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
     ) -> Generator[TextChunk, None, None]:
         """Stream text and tokens as they are generated; closing the generator stops the generation.
 
@@ -69,11 +73,15 @@ class Client:
             model: name of the model; empty selects the served model.
             request_id: request id for logs; if empty, the gateway generates one.
             timeout: time limit of the whole stream in seconds; `None` selects the client's default.
+            tools: functions that the model may call.
+            tool_choice: `auto`, `none`, `required`, or the name of the function to call.
+            parallel_tool_calls: whether an answer may have several calls.
 
         Raises:
             KvferryError: the error that the gateway raised, as the same subclass.
         """
-        request = messages.generate_request(prompt, sampling, n, model, request_id)
+        use = messages.tool_use(tools, tool_choice, is_parallel=parallel_tool_calls)
+        request = messages.generate_request(prompt, sampling, n, model, request_id, use)
         limit = self._timeout if timeout is None else timeout
         call = self._stub.Generate(request, timeout=limit, metadata=self._metadata)
         try:
@@ -92,17 +100,30 @@ class Client:
         model: str = "",
         request_id: str = "",
         timeout: float | None = None,
+        tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
+        parallel_tool_calls: bool = True,
     ) -> list[Completion]:
         """Generate `n` samples and return them when complete; same arguments and errors as `generate`.
 
         Example:
             (answer,) = client.complete("The capital of France is", SamplingParams(max_tokens=8))
         """
-        stream = self.generate(prompt, sampling, n=n, model=model, request_id=request_id, timeout=timeout)
+        stream = self.generate(
+            prompt,
+            sampling,
+            n=n,
+            model=model,
+            request_id=request_id,
+            timeout=timeout,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+        )
         with closing(stream) as chunks:
             return messages.gather(chunks)
 
-    def tokenize(self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "") -> list[int]:
+    def tokenize(self, prompt: str | Sequence[ChatMessage], *, model: str = "") -> list[int]:
         """Return the token ids of a text, or of a conversation rendered by the chat template.
 
         Raises:

@@ -1,5 +1,6 @@
 """Builds the requests and results that both clients use."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -7,13 +8,18 @@ from typing import cast
 from kvferry.core.errors import InvalidRequest, InvariantBroken
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.model.requests.output_text import StopReason
+from kvferry.model.text.answers.pieces import AssembledCalls, ToolCall
+from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
 from kvferry.rpc import wire
 from kvferry.rpc.text.text_stream import TextChunk, Usage
 from kvferry.rpc.text.token_source import Timing
 from kvferry.v1 import common_pb2, inference_pb2
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Plain text, token ids, or a conversation: mappings with `role` and `content`."""
+ChatMessage = Mapping[str, object]
+"""A message: `role` and `content`; an assistant's may have `tool_calls` (a sequence of `ToolCall`) and `reasoning`, a
+message of role `tool` has `tool_call_id`."""
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+"""Plain text, token ids, or a conversation."""
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -33,6 +39,10 @@ class Completion:
     """The stop string or stop token id that ended the sample; `None` if neither did."""
     prompt_logprobs: tuple[ScoredToken, ...] | None = None
     """Log-probabilities of the prompt's tokens from the second one on; `None` unless requested."""
+    reasoning: str = ""
+    """Reasoning before the answer."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Calls of functions; their results are messages of role `tool` in the next request."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -53,12 +63,13 @@ class ModelInfo:
 
 
 def generate_request(
-    prompt: Prompt, sampling: SamplingParams | None, n: int, model: str, request_id: str
+    prompt: Prompt, sampling: SamplingParams | None, n: int, model: str, request_id: str, use: ToolUse | None = None
 ) -> inference_pb2.GenerateRequest:
     """Build the message for `Inference.Generate`.
 
     Raises:
-        InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages.
+        InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages; functions are given for
+            a prompt that is no conversation.
     """
     request = inference_pb2.GenerateRequest(model=model, request_id=request_id, n=n)
     if sampling is not None:
@@ -70,18 +81,65 @@ def generate_request(
     elif isinstance(prompt[0], int):
         request.tokens.CopyFrom(common_pb2.TokenIds(ids=cast("Sequence[int]", prompt)))
     else:
-        request.chat.CopyFrom(chat_to_wire(cast("Sequence[Mapping[str, str]]", prompt)))
+        request.chat.CopyFrom(chat_to_wire(cast("Sequence[ChatMessage]", prompt), use))
+    if use is not None and use.tools and not request.HasField("chat"):
+        raise InvalidRequest("tools need a conversation; send messages instead of text or tokens", field="tools")
     return request
 
 
-def chat_to_wire(messages: Sequence[Mapping[str, str]]) -> inference_pb2.Chat:
+_MODES = {
+    Choice.AUTO: inference_pb2.ToolChoice.MODE_AUTO,
+    Choice.NONE: inference_pb2.ToolChoice.MODE_NONE,
+    Choice.REQUIRED: inference_pb2.ToolChoice.MODE_REQUIRED,
+}
+
+
+def tool_use(tools: Sequence[Tool], choice: str, *, is_parallel: bool) -> ToolUse | None:
+    """Return the functions and their use; `None` if there are none.
+
+    Args:
+        tools: functions that the model may call.
+        choice: `auto`, `none`, `required`, or the name of the function to call.
+        is_parallel: whether an answer may have several calls.
+
+    Raises:
+        InvalidRequest: see `ToolUse`.
+    """
+    if not tools and choice in (Choice.AUTO, Choice.NONE):
+        return None
+    if choice in tuple(Choice):
+        return ToolUse(tuple(tools), Choice(choice), is_parallel=is_parallel)
+    return ToolUse(tuple(tools), Choice.REQUIRED, choice, is_parallel=is_parallel)
+
+
+def chat_to_wire(messages: Sequence[ChatMessage], use: ToolUse | None = None) -> inference_pb2.Chat:
     """Convert a conversation to a `Chat` message."""
-    return inference_pb2.Chat(
-        messages=[inference_pb2.ChatMessage(role=m["role"], content=m["content"]) for m in messages]
+    chat = inference_pb2.Chat(messages=[_message_to_wire(message) for message in messages])
+    if use is not None:
+        chat.tools.extend(
+            inference_pb2.Tool(
+                name=tool.name,
+                description=tool.description,
+                parameters=json.dumps(tool.parameters) if tool.parameters else "",
+            )
+            for tool in use.tools
+        )
+        chat.tool_choice.mode = _MODES[use.choice]
+        chat.tool_choice.function = use.function
+        chat.parallel_tool_calls = use.is_parallel
+    return chat
+
+
+def _message_to_wire(message: ChatMessage) -> inference_pb2.ChatMessage:
+    calls = cast("Sequence[ToolCall]", message.get("tool_calls") or ())
+    texts = {name: str(message.get(name) or "") for name in ("role", "content", "tool_call_id", "name", "reasoning")}
+    return inference_pb2.ChatMessage(
+        **texts,
+        tool_calls=[inference_pb2.ToolCall(id=c.call_id, name=c.name, arguments=c.arguments) for c in calls],
     )
 
 
-def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str) -> inference_pb2.TokenizeRequest:
+def tokenize_request(prompt: str | Sequence[ChatMessage], model: str) -> inference_pb2.TokenizeRequest:
     """Build the message for `Inference.Tokenize`."""
     if isinstance(prompt, str):
         return inference_pb2.TokenizeRequest(model=model, text=prompt)
@@ -120,6 +178,9 @@ def _whole(chunks: Sequence[TextChunk]) -> Completion:
     last = chunks[-1]
     if last.finish_reason is None or last.usage is None or last.timing is None:
         raise InvariantBroken(f"the stream ended before sample {last.index} had a finish reason")
+    calls = AssembledCalls()
+    for chunk in chunks:
+        calls.add(chunk.tool_calls)
     return Completion(
         index=last.index,
         text="".join(chunk.text for chunk in chunks),
@@ -129,4 +190,6 @@ def _whole(chunks: Sequence[TextChunk]) -> Completion:
         timing=last.timing,
         stop_reason=last.stop_reason,
         prompt_logprobs=chunks[0].prompt_logprobs,
+        reasoning="".join(chunk.reasoning for chunk in chunks),
+        tool_calls=calls.whole(),
     )

@@ -6,6 +6,7 @@ from kvferry.core.errors import UsageError
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.handoff.offers import OfferTimes
 from kvferry.rpc.access.hosts import is_host
+from kvferry.rpc.text.model_text import AnswerParsers
 
 ROLES = ("prefill", "decode", "both", "split")
 EPOCHS, DIGEST = "epochs", "digest"
@@ -44,6 +45,8 @@ class WorkerConfig:
     without digests are rejected."""
     drain_seconds: float = 30.0
     """Maximum seconds for running requests to finish after SIGTERM."""
+    parsers: AnswerParsers = field(default_factory=AnswerParsers)
+    """How answers are parsed by the Inference service of role `both`."""
 
     def __post_init__(self) -> None:
         """Check that the settings are valid together.

@@ -344,7 +344,7 @@ class WorkerUnit:
             return [*makers[self._endpoint.role], pages, feed]
         text = TextService(
             LocalSource(self.context),
-            text_model_of(self._source),
+            text_model_of(self._source, self._config.parsers),
             clock=self.context.clock,
             context_tokens=lambda: self.context.max_model_tokens,
             process=self._text_process,

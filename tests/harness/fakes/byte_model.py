@@ -1,10 +1,14 @@
 """A text model without weights or files: each token is a byte, so that tests can read token ids as text."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvferry.core.constraint import Constraint
 from kvferry.core.errors import InvalidRequest
+from kvferry.model.text.answers.answer import AnswerForm
+from kvferry.model.text.answers.formats import CallFormat
+from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.prompt import as_text
 from kvferry.rpc.text.text_model import ChatMessages, TextModel
 
 EOS = 256
@@ -30,7 +34,7 @@ class ByteDetokenizer:
     """Detokenizer based on Python's incremental UTF-8 decoder; the text of the end-of-sequence token, if control tokens
     are shown, is `<eos>`."""
 
-    def __init__(self, shows_control: bool = False) -> None:
+    def __init__(self, shows_control: bool = False, _marks: Mapping[int, str] | None = None) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._shows_control = shows_control
 
@@ -77,8 +81,9 @@ class BufferedStopMatcher:
         return max((len(prefix) for prefix in prefixes if self._text.endswith(prefix)), default=0)
 
 
-def encode_chat(messages: ChatMessages) -> list[int]:
-    """Encode each message as `<role>content`, then the start of the assistant's turn."""
+def encode_chat(messages: ChatMessages, tools: Sequence[Tool]) -> list[int]:
+    """Encode each message as `<role>content`, then the start of the assistant's turn; tools as text, see `as_text`."""
+    messages = as_text(messages, tools)
     for message in messages:
         if message["role"] not in ("system", "user", "assistant"):
             raise InvalidRequest(f"role {message['role']!r} is not known to the template", field="messages")
@@ -92,7 +97,9 @@ def check_constraint(constraint: Constraint) -> None:
         raise InvalidRequest("the constraint cannot be used: unsupported", field="constraint")
 
 
-def byte_model(max_model_tokens: int = 512) -> TextModel:
+def byte_model(
+    max_model_tokens: int = 512, call_format: CallFormat = CallFormat.HERMES, *, has_reasoning: bool = False
+) -> TextModel:
     """Create a byte-level `TextModel`; its chat template rejects unknown roles."""
     return TextModel(
         name=NAME,
@@ -107,4 +114,5 @@ def byte_model(max_model_tokens: int = 512) -> TextModel:
         * 64,  # greater than the number of tokens, so that tests reach the check after encoding
         encode_chat=encode_chat,
         check_constraint=check_constraint,
+        answer_form=AnswerForm(call_format, has_reasoning),
     )

@@ -114,7 +114,14 @@ def _http_seeds() -> list[bytes]:
     sampling = {"max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "n": 1, "logprobs": None}
     user = {"role": "user", "content": "Hello"}
     parts = {"role": "user", "content": [{"type": "text", "text": "Hello"}]}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": schema}}]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "2"}
     return [
+        _request("/v1/chat/completions", {"messages": [user, called, result], "tools": tools, "max_tokens": 2}),
+        _request("/v1/chat/completions", {"messages": [user], "tools": tools, "tool_choice": "required", **sampling}),
         _request("/v1/completions", {"prompt": "Hello", **sampling, "logit_bias": {"5": 1.0}}),
         _request("/v1/completions", {"prompt": [[1, 2], [3]], **sampling, "stream": True, "echo": False}),
         _request("/v1/chat/completions", {"messages": [user, parts], **sampling, "stream": True, "user": "u"}),

@@ -46,7 +46,7 @@ def command(values: Values) -> None:
     from kvferry.gateway.gateway import Listening
     from kvferry.gateway.serve import run_gateway
     from kvferry.rpc.text.constraint_check import ConstraintCheck
-    from kvferry.rpc.text.model_text import open_text_model
+    from kvferry.rpc.text.model_text import AnswerParsers, open_text_model
     from kvferry.rpc.text.text_process import TextProcess
 
     def endpoints(role: str) -> tuple[Endpoint, ...]:
@@ -89,7 +89,8 @@ def command(values: Values) -> None:
         announce({"event": "listening", "http": bound.http, "grpc": bound.grpc, "admin": bound.admin})
 
     keys = WorkerKeys(functools.partial(read_key, values, "gateway_key")) if values["pool"] or listed else None
-    open_model = functools.partial(open_text_model, values["model"], values["served_name"])
+    parsers = AnswerParsers(values["tool_call_parser"], values["reasoning_parser"])
+    open_model = functools.partial(open_text_model, values["model"], values["served_name"], parsers)
     asyncio.run(
         run_gateway(
             config,

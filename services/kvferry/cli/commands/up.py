@@ -26,6 +26,10 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
             worker_flags += [setting.flag, str(values[setting.name])]
     gateway_flags = ["--log-level", values["log_level"]]
     has = values.resolved
+    for setting in settings.ANSWERS:
+        if setting.name in has and values.is_given(setting.name):
+            worker_flags += [setting.flag, values[setting.name]]
+            gateway_flags += [setting.flag, values[setting.name]]
     if "drain_seconds" in has:
         worker_flags += ["--drain-seconds", str(values["drain_seconds"])]
         gateway_flags += ["--drain-seconds", str(values["drain_seconds"])]

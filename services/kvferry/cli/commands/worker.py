@@ -27,6 +27,7 @@ def command(values: Values) -> None:
     follow_parent()
     # Imported here: these load gRPC and the kernels, which would delay `--help` and errors in flags.
     from kvferry.kv.handoff.offers import OfferTimes
+    from kvferry.rpc.text.model_text import AnswerParsers
     from kvferry.workers.config import WorkerConfig
     from kvferry.workers.main import run_worker
     from kvferry.workers.unit import UnitEndpoint
@@ -48,6 +49,7 @@ def command(values: Values) -> None:
         tier_object_tokens=values["tier_object_tokens"],
         verify_kv=values["verify_kv"],
         drain_seconds=values["drain_seconds"],
+        parsers=AnswerParsers(values["tool_call_parser"], values["reasoning_parser"]),
     )
     places = [UnitEndpoint("prefill" if role == "split" else role, values["listen"], values["admin"])]
     if role == "split":

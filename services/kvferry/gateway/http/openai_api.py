@@ -18,6 +18,7 @@ from kvferry.gateway.http.openai_constraints import in_field
 from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
 from kvferry.model.requests.output_text import StopReason
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs
+from kvferry.model.text.answers.pieces import AssembledCalls
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest
@@ -182,6 +183,8 @@ class _Sample:
     generation: Generation
     texts: list[str]
     """Parts of the text; the first one is the echoed prompt."""
+    reasoning: list[str] = field(default_factory=list)
+    calls: AssembledCalls = field(default_factory=AssembledCalls)
     chat_logprobs: reply.ChatLogprobs | None = None
     text_logprobs: reply.CompletionLogprobs | None = None
     prompt_logprobs: reply.PromptLogprobs | UnsetType = UNSET
@@ -195,6 +198,8 @@ class _Sample:
 
     def add(self, chunk: TextChunk, spell: reply.TokenBytes) -> None:
         self.texts.append(chunk.text)
+        self.reasoning.append(chunk.reasoning)
+        self.calls.add(chunk.tool_calls)
         self.score += sum(token.logprob or 0.0 for token in chunk.tokens)
         if self.generation.logprobs is not None:
             self._add_logprobs(chunk, spell)
@@ -221,8 +226,17 @@ class _Sample:
         """Build the response's choice `index`."""
         text = "".join(self.texts)
         if self.generation.is_chat:
-            message = reply.ChatMessage(text)
-            return reply.ChatChoice(index, message, self.chat_logprobs, self.finish_reason, self.stop_reason)
+            calls = [
+                reply.ToolCall(call.call_id, reply.CalledFunction(call.arguments, call.name))
+                for call in self.calls.whole()
+            ]
+            message = reply.ChatMessage(
+                text or None if calls else text,
+                reasoning_content="".join(self.reasoning) or UNSET,
+                tool_calls=calls or UNSET,
+            )
+            finish = _finish(self.finish_reason, has_calls=bool(calls))
+            return reply.ChatChoice(index, message, self.chat_logprobs, finish, self.stop_reason)
         reasons = self.finish_reason, self.stop_reason
         return reply.TextChoice(index, text, self.text_logprobs, *reasons, self.prompt_logprobs)
 
@@ -241,23 +255,38 @@ def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | No
 
 def _chat_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply.Choice]]:
     spell = generation.service.model.tokenizer.token_bytes
+    wish = generation.requests[0].wish
+    greeting = "" if wish is None or not wish.tool_names else None  # an answer with calls may have no content
     greeted: set[int] = set()
+    calling: set[int] = set()
 
     def make(chunk: TextChunk) -> list[reply.ChunkChoice]:
         made: list[reply.ChunkChoice] = []
         if chunk.index not in greeted:
             greeted.add(chunk.index)
-            made.append(reply.ChunkChoice(chunk.index, reply.Delta("assistant", "")))
+            made.append(reply.ChunkChoice(chunk.index, reply.Delta("assistant", greeting)))
         logprobs = reply.chat_logprobs(chunk.tokens, spell)
-        if chunk.text or logprobs is not None:
-            made.append(reply.ChunkChoice(chunk.index, reply.Delta(content=chunk.text), logprobs))
+        if chunk.reasoning or chunk.text or chunk.tool_calls or logprobs is not None:
+            delta = reply.Delta(
+                content=chunk.text or (None if chunk.reasoning else greeting),
+                reasoning_content=chunk.reasoning or None,
+                tool_calls=[reply.call_delta(delta) for delta in chunk.tool_calls] or None,
+            )
+            made.append(reply.ChunkChoice(chunk.index, delta, logprobs))
+        if chunk.tool_calls:
+            calling.add(chunk.index)
         if chunk.finish_reason is not None:
             # As in OpenAI's API, the finish reason is sent in a separate chunk with an empty delta.
-            finish = chunk.finish_reason.value
+            finish = _finish(chunk.finish_reason.value, has_calls=chunk.index in calling)
             made.append(reply.ChunkChoice(chunk.index, reply.Delta(), None, finish, chunk.stop_reason))
         return made
 
     return make
+
+
+def _finish(reason: str, *, has_calls: bool) -> str:
+    """Return OpenAI's finish reason: an answer with calls that is complete ends with `tool_calls`."""
+    return "tool_calls" if has_calls and reason == FinishReason.STOP else reason
 
 
 def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply.Choice]]:
@@ -297,6 +326,7 @@ async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *,
                 tenant=caller.tenant,
                 priority=asked.priority,
                 arrived=caller.arrived,
+                wish=asked.wish,
             )
         )
         for number, ids in enumerate(asked.prompts)

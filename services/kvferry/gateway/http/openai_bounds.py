@@ -11,7 +11,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 MAX_FIELDS = 64
 """Maximum number of fields per object; OpenAI's requests have fewer."""
 MAX_ITEMS = 1024
-"""Maximum length of an array or object other than `prompt` and `messages`."""
+"""Maximum length of an array or object other than `prompt` and `messages`; `tools` has a limit of its own."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 256
 """Maximum number of content parts per message."""

@@ -10,6 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import SampledToken, ScoredToken
 from kvferry.model.requests.output_text import StopReason
+from kvferry.model.text.answers.pieces import CallDelta
 from kvferry.rpc.errors import MAX_MESSAGE_CHARS
 from kvferry.rpc.text.text_stream import TextChunk
 from kvferry.rpc.text.token_source import Timing
@@ -81,9 +82,35 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """Log-probabilities of each token of a prompt and of its alternatives, by token id; null for the first token."""
 
 
+class CalledFunction(Struct, omit_defaults=True):
+    """A call's name, in its first delta, and its arguments as JSON text."""
+
+    arguments: str
+    name: str | None = None
+
+
+class ToolCallDelta(Struct, omit_defaults=True):
+    """A part of a call; the first part has id, type and name."""
+
+    index: int
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
+class ToolCall(Struct):
+    """A call of a whole response."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
 class Delta(Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(Struct):
@@ -95,9 +122,11 @@ class ChunkChoice(Struct):
 
 
 class ChatMessage(Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -169,6 +198,13 @@ class TokenBytes(Protocol):
     """Function that returns the bytes of one token."""
 
     def __call__(self, token_id: int) -> bytes: ...
+
+
+def call_delta(delta: CallDelta) -> ToolCallDelta:
+    """Convert a part of a call."""
+    if not delta.name:
+        return ToolCallDelta(delta.index, CalledFunction(delta.arguments))
+    return ToolCallDelta(delta.index, CalledFunction(delta.arguments, delta.name), delta.call_id, "function")
 
 
 def error_body(error: KvferryError) -> bytes:

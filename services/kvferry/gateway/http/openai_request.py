@@ -6,7 +6,9 @@ from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.http.openai_schema import ChatRequest, CompletionRequest, parse
 from kvferry.model.requests.prompt_parameters import with_bad_word_tokens
+from kvferry.model.text.answers.answer import AnswerWish
 from kvferry.rpc.text import prompts
+from kvferry.rpc.text.chats import prepare_chat
 from kvferry.rpc.text.text_model import TextModel
 
 MAX_REQUEST_SAMPLES = 128
@@ -34,6 +36,8 @@ class ReadRequest:
     """The request's `prompt_logprobs`; `sampling` may have a larger number, for the log-probabilities of an echo."""
     is_echo_alone: bool = False
     """Whether the response leaves out the output."""
+    wish: AnswerWish | None = None
+    """What is split off the answers; `None` for nothing."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:
@@ -45,17 +49,17 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
     asked = parse(ChatRequest, body)
     _check_model(model, asked.model)
     sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
-    ids = prompts.encode_chat(model, [m.as_template_input() for m in asked.messages])
-    field, _ = asked.constraint()
+    chat = prepare_chat(model, asked.template_inputs(), asked.to_tool_use(), sampling)
     return ReadRequest(
-        (ids,),
-        sampling,
-        asked.num_samples,
-        bool(asked.stream),
-        asked.include_usage,
-        asked.priority,
-        field,
+        prompts=(list(chat.token_ids),),
+        sampling=chat.sampling,
+        num_samples=asked.num_samples,
+        stream=bool(asked.stream),
+        include_usage=asked.include_usage,
+        priority=asked.priority,
+        constraint_field=asked.constraint()[0] or "tools",
         prompt_logprobs=asked.prompt_logprobs,
+        wish=chat.wish,
     )
 
 

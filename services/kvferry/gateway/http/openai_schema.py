@@ -8,13 +8,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.sampling import SamplingParams
+from kvferry.gateway.http.fields.messages import CalledFunction, Message, Strict, TextPart, ToolCall
+from kvferry.gateway.http.fields.offered_tools import (
+    FunctionDefinition,
+    FunctionName,
+    NamedChoice,
+    ToolDefinition,
+    tool_use,
+)
 from kvferry.gateway.http.openai_bounds import Prompt, check_prompt, check_sizes, shown
 from kvferry.gateway.http.openai_constraints import (
     ConstraintFields,
@@ -22,6 +30,7 @@ from kvferry.gateway.http.openai_constraints import (
     ResponseFormat,
     StructuredOutputs,
 )
+from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.wire import MAX_PRIORITY, MAX_SAMPLES
 
 _COMPLETION_TOKENS = 16
@@ -33,7 +42,6 @@ _NO_OPS: Mapping[str, tuple[object, ...]] = {
     "functions": (None, []),
     "metadata": (None, {}),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
     "reasoning_effort": (None, "none"),
     "safety_identifier": (None,),
@@ -41,46 +49,24 @@ _NO_OPS: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (None, True, False),
     "store": (None, False),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
 """OpenAI fields that are not implemented, with the values at which they have no effect and are accepted."""
 
-_MESSAGE_NO_OPS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+_COMPLETION_NO_OPS: Mapping[str, tuple[object, ...]] = {
+    **_NO_OPS,
+    "parallel_tool_calls": (None, True, False),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+}
+"""The same for /v1/completions, which has no tools."""
+
+_MESSAGE_NO_OPS = ("annotations", "audio", "function_call", "refusal")
 """Fields of an assistant's message that clients copy from a response; accepted if null or empty."""
 
 
-_MESSAGE_FIELDS = (*_MESSAGE_NO_OPS, "name", "tool_call_id")
-"""Fields of OpenAI's messages that are known but not implemented."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-
-class TextPart(_Strict):
-    """A text part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Strict):
-    """A message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    def as_template_input(self) -> dict[str, str]:
-        """Return the message in the form that chat templates expect."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        # `developer` is OpenAI's newer name of the role `system`, which templates use.
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
@@ -185,6 +171,24 @@ class ChatRequest(_Common):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True)] | None = None
+    tool_choice: str | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def to_tool_use(self) -> ToolUse:
+        """
+        Raises:
+            InvalidRequest: the functions exceed a limit, or contradict the choice.
+        """
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def template_inputs(self) -> list[dict[str, object]]:
+        """Return the messages in the form that chat templates expect.
+
+        Raises:
+            InvalidRequest: a message has a field that does not belong to its role, or lacks one.
+        """
+        return [message.as_template_input(f"messages.{number}") for number, message in enumerate(self.messages)]
 
     def to_sampling(self) -> SamplingParams:
         """
@@ -280,8 +284,9 @@ def parse(kind: type[R], body: bytes) -> R:
     messages = fields.get("messages")
     if isinstance(messages, list):
         fields["messages"] = [_without_no_ops(message) for message in messages]
-    for name in fields.keys() & _NO_OPS.keys():
-        accepted = _NO_OPS[name]
+    no_ops = _NO_OPS if kind is ChatRequest else _COMPLETION_NO_OPS
+    for name in fields.keys() & no_ops.keys():
+        accepted = no_ops[name]
         value = fields.pop(name)
         if not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
             remedy = f"or send {' or '.join(map(json.dumps, accepted[1:]))}" if len(accepted) > 1 else "or send null"
@@ -298,20 +303,11 @@ def _without_no_ops(message: object) -> object:
     return {name: value for name, value in message.items() if value not in (None, []) or name not in _MESSAGE_NO_OPS}
 
 
-_KNOWN_NAMES = frozenset(
-    info.alias or name
-    for model in (
-        ChatRequest,
-        CompletionRequest,
-        Message,
-        TextPart,
-        StreamOptions,
-        ResponseFormat,
-        JsonSchemaFormat,
-        StructuredOutputs,
-    )
-    for name, info in model.model_fields.items()
+_MODELS: tuple[type[BaseModel], ...] = (
+    *(ChatRequest, CompletionRequest, StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs),
+    *(Message, TextPart, ToolCall, CalledFunction, ToolDefinition, FunctionDefinition, NamedChoice, FunctionName),
 )
+_KNOWN_NAMES = frozenset(info.alias or name for model in _MODELS for name, info in model.model_fields.items())
 
 
 def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
@@ -325,7 +321,7 @@ def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
     path = [part for part in outer if isinstance(part, int) or part in _KNOWN_NAMES]
     path += [last] if unknown or isinstance(last, int) or last in _KNOWN_NAMES else []
     field = ".".join(shortened(str(part)) for part in path)
-    if unknown and path[0] == "messages" and last in _MESSAGE_FIELDS:
+    if unknown and path[0] == "messages" and last in _MESSAGE_NO_OPS:
         return InvalidRequest(f"{field} is not implemented here; leave it out", field=field)
     if unknown:
         return InvalidRequest(f"{field} is an unknown field; leave it out", field=field)

@@ -16,6 +16,8 @@ Hugging Face transformers, except that `safe` and `escape` return plain text.
 
 from collections.abc import Mapping, Sequence
 
+from jinja2 import meta
+
 from kvferry.core.errors import InvalidRequest, KvferryError, ModelFileError
 from kvferry.model.text.template_budget import Budget, message_of, size_of
 from kvferry.model.text.template_program import metered
@@ -46,7 +48,10 @@ class ChatTemplate:
         environment = Sandbox()
         environment.globals |= {"bos_token": bos_token, "eos_token": eos_token}
         try:
-            self._template = environment.from_string(metered(environment.parse(source)))
+            parsed = environment.parse(source)
+            self.uses_tools = "tools" in meta.find_undeclared_variables(parsed)
+            """Whether the template reads the variable `tools`; otherwise tools have no effect on its text."""
+            self._template = environment.from_string(metered(parsed))
         except Exception as error:  # of the template's syntax, of nested parts, of long numbers
             raise ModelFileError(f"the model's chat template does not compile: {message_of(error)}") from None
 

@@ -2,7 +2,7 @@
 sequence."""
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvferry.model.text.tokenizer import Tokenizer
 
@@ -17,16 +17,20 @@ class Detokenizer:
     U+FFFD. Control tokens have no text, unless they are shown.
     """
 
-    __slots__ = ("_decoder", "_emitted", "_pending", "_settled", "_shows_control", "_tokenizer")
+    __slots__ = ("_decoder", "_emitted", "_marks", "_pending", "_settled", "_shows_control", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, *, shows_control: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, shows_control: bool = False, marks: Mapping[int, str] | None = None
+    ) -> None:
         """
         Args:
             tokenizer: the model's tokenizer.
             shows_control: whether the text has the texts of control tokens.
+            marks: other texts of control tokens, by their ids, which the text has in any case; see `answers.marks`.
         """
         self._tokenizer = tokenizer
         self._shows_control = shows_control
+        self._marks = marks or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # For tokenizers that are not byte-level: ids whose text was returned, ids whose text may still change.
         self._settled: list[int] = []
@@ -36,7 +40,7 @@ class Detokenizer:
     def feed(self, token_ids: Iterable[int]) -> str:
         """Add ids and return the text that they complete; may be empty."""
         tokenizer = self._tokenizer
-        if self._shows_control:
+        if self._shows_control or self._marks:
             return "".join(map(self._feed_shown, token_ids))
         kept = [token for token in token_ids if not tokenizer.is_control(token)]
         if tokenizer.is_byte_level:
@@ -52,13 +56,18 @@ class Detokenizer:
         return rest
 
     def _feed_shown(self, token_id: int) -> str:
-        """Add one id of which the text is returned even if it is a control token, which ends an incomplete character
-        before it."""
+        """Add one id of which the text may be returned even if it is a control token, which ends an incomplete
+        character before it."""
         tokenizer = self._tokenizer
         if not tokenizer.is_control(token_id):
             if tokenizer.is_byte_level:
                 return self._decoder.decode(tokenizer.token_bytes(token_id))
             return self._feed_window(token_id)
+        shown = self._marks.get(token_id)
+        if shown is None:
+            if not self._shows_control:
+                return ""
+            shown = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
         if tokenizer.is_byte_level:
             rest = self._decoder.decode(b"", final=True)
         else:
@@ -66,7 +75,7 @@ class Detokenizer:
             if self._pending:
                 self._settled, self._pending = self._pending, []
             self._emitted = len(self._window_text())
-        return rest + tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return rest + shown
 
     def _feed_window(self, token_id: int) -> str:
         """Decode the ids since the last complete character; hold back text that may be an incomplete character.

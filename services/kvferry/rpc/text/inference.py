@@ -1,25 +1,30 @@
 """The `Inference` service on top of a token source, used by gateways and by workers of role `both`."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId, new_request_id
+from kvferry.core.sampling import SamplingParams
 from kvferry.rpc import wire
 from kvferry.rpc.calls import request_id_of
 from kvferry.rpc.server import Service
-from kvferry.rpc.text import prompts
+from kvferry.rpc.text import chats, prompts
+from kvferry.rpc.text.chats import PreparedChat
+from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import TextRequest
-from kvferry.rpc.text.text_wire import chunk_to_wire
+from kvferry.rpc.text.text_wire import chunk_to_wire, messages_from_wire, tool_use_from_wire
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 _MESSAGE_CHARS = 64
 SERVICE_NAME = "kvferry.v1.Inference"
 Context = grpc.aio.ServicerContext[Any, Any]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -35,16 +40,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tenant = self._admit(request.model, context)
         named = request_id_of(request, context)
         remaining = context.time_remaining()
+        prepared = await self._prepared(request, wire.sampling_from_wire(request.sampling))
         checked = self._text.fit(
             TextRequest(
                 request_id=RequestId(wire.check_request_id(named)) if named else new_request_id(),
-                token_ids=await self._token_ids(request),
-                sampling=wire.sampling_from_wire(request.sampling),
+                token_ids=prepared.token_ids,
+                sampling=prepared.sampling,
                 num_samples=wire.num_samples_from_wire(request.n),
                 tenant=tenant,
                 priority=wire.check_priority(request.priority),
                 arrived=arrived,
                 deadline=None if remaining is None else arrived + remaining,
+                wish=prepared.wish,
             )
         )
         if checked.sampling.constraint is not None:
@@ -58,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         self._admit(request.model, context)
         if request.WhichOneof("input") == "chat":
-            ids = await self._encode_chat(request.chat)
+            ids = await self._read_chat(_encode_chat, request.chat)
         else:
             ids = await self._encode_text(request.text)
         return inference_pb2.TokenizeResponse(token_ids=ids)
@@ -95,26 +102,41 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         prompts.check_model(self._text.model, model)
         return tenant
 
-    async def _token_ids(self, request: inference_pb2.GenerateRequest) -> list[int] | tuple[int, ...]:
+    async def _prepared(self, request: inference_pb2.GenerateRequest, sampling: SamplingParams) -> PreparedChat:
         kind = request.WhichOneof("prompt")
         if kind == "text":
-            return await self._encode_text(request.text)
+            return PreparedChat(await self._encode_text(request.text), sampling)
         if kind == "tokens":
-            return wire.token_ids_from_wire(request.tokens.ids, "prompt")
+            return PreparedChat(wire.token_ids_from_wire(request.tokens.ids, "prompt"), sampling)
         if kind == "chat":
-            return await self._encode_chat(request.chat)
+            return await self._read_chat(_prepare_chat, request.chat, sampling)
         raise InvalidRequest("the request has no prompt; set text, tokens or chat", field="prompt")
 
     async def _encode_text(self, text: str) -> list[int]:
         prompts.check_num_chars(self._text.model, len(text))
         return await self._text.read(prompts.encode_text, len(text), text)
 
-    async def _encode_chat(self, chat: inference_pb2.Chat) -> list[int]:
+    async def _read_chat(
+        self,
+        job: Callable[Concatenate[TextModel, bytes, P], R],
+        chat: inference_pb2.Chat,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
         prompts.check_num_messages(len(chat.messages))
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        # A template processes each message, even if it is short.
-        num_chars = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
-        return await self._text.read(prompts.encode_chat, num_chars, messages)
+        # A template processes each message and each function, even if it is short.
+        size = chat.ByteSize() + _MESSAGE_CHARS * (len(chat.messages) + len(chat.tools))
+        return await self._text.read(job, size, chat.SerializeToString(), *args, **kwargs)
+
+
+def _encode_chat(model: TextModel, chat: bytes) -> list[int]:
+    read = inference_pb2.Chat.FromString(chat)
+    return chats.encode_chat(model, messages_from_wire(read), tool_use_from_wire(read))
+
+
+def _prepare_chat(model: TextModel, chat: bytes, sampling: SamplingParams) -> PreparedChat:
+    read = inference_pb2.Chat.FromString(chat)
+    return chats.prepare_chat(model, messages_from_wire(read), tool_use_from_wire(read), sampling)
 
 
 def inference_service(text: TextService) -> Service:

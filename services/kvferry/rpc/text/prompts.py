@@ -1,12 +1,13 @@
 """Tokenizes prompts and validates requests as far as possible without a worker."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.requests.prompt_parameters import check_output_length, token_fields, with_bad_word_tokens
+from kvferry.model.text.tools.definitions import Tool
 from kvferry.rpc.text.text_model import ChatMessages, TextModel
 
 MAX_MESSAGES = 4096
@@ -65,8 +66,8 @@ def check_num_messages(count: int) -> None:
         raise InvalidRequest(f"messages has {count} messages; at most {MAX_MESSAGES} are accepted", field="messages")
 
 
-def encode_chat(model: TextModel, messages: ChatMessages) -> list[int]:
-    """Tokenize a conversation up to the start of the assistant's answer.
+def encode_chat(model: TextModel, messages: ChatMessages, tools: Sequence[Tool] = ()) -> list[int]:
+    """Tokenize a conversation, with the functions that may be called, up to the start of the assistant's answer.
 
     Raises:
         InvalidRequest: the number or length of messages is out of range, the model has no chat template, or the
@@ -80,8 +81,22 @@ def encode_chat(model: TextModel, messages: ChatMessages) -> list[int]:
             f"model {model.name!r} has no chat template; send plain text to the completions interface",
             field="messages",
         )
-    check_num_chars(model, sum(len(message["content"]) for message in messages))
-    return model.encode_chat(messages)
+    check_num_chars(model, num_chars([*messages, *(tool.as_template_input() for tool in tools)]))
+    return model.encode_chat(messages, tools)
+
+
+def num_chars(value: object) -> int:
+    """Return the number of characters of all values in messages and functions."""
+    total, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, Mapping):
+            left += part.values()
+        elif isinstance(part, list | tuple):
+            left += part
+    return total
 
 
 def check_token_ids(model: TextModel, token_ids: Sequence[int], field: str) -> None:

@@ -1,14 +1,17 @@
 """The parts of a model that text serving needs: limits, tokenizer and chat template, without weights."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.core.constraint import Constraint
 from kvferry.model.requests.output_text import Detokenizer, StopMatcher
+from kvferry.model.text.answers.answer import AnswerForm
+from kvferry.model.text.tools.definitions import Tool
 
-ChatMessages = Sequence[Mapping[str, str]]
-"""A conversation: messages with `role` and `content`."""
+ChatMessages = Sequence[Mapping[str, object]]
+"""A conversation in the form that chat templates expect: messages with `role` and `content`; those of assistants may
+have `tool_calls`, those of role `tool` have `tool_call_id`."""
 
 
 class Tokenizer(Protocol):
@@ -40,14 +43,18 @@ class TextModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer
-    new_detokenizer: Callable[[bool], Detokenizer]
-    """Function that creates a detokenizer; its argument is whether control tokens are shown."""
+    new_detokenizer: Callable[[bool, Mapping[int, str]], Detokenizer]
+    """Function that creates a detokenizer. Its arguments are whether control tokens are shown, and the texts of those
+    that are marks of an answer, by their ids."""
     new_stop_matcher: Callable[[Sequence[str]], StopMatcher]
     max_prompt_chars: int
     """Maximum number of characters that `max_model_tokens` tokens can encode."""
-    encode_chat: Callable[[ChatMessages], list[int]] | None
-    """Function that tokenizes a conversation up to the start of the assistant's answer; `None` if the model has no chat
-    template. Raises InvalidRequest for a conversation that the template rejects."""
+    encode_chat: Callable[[ChatMessages, Sequence[Tool]], list[int]] | None
+    """Function that tokenizes a conversation, with the functions that may be called, up to the start of the assistant's
+    answer; `None` if the model has no chat template. Raises InvalidRequest for a conversation that the template
+    rejects."""
     check_constraint: Callable[[Constraint], None]
     """Function that compiles a constraint for the model's vocabulary. Raises InvalidRequest for a constraint that
     workers cannot compile. A hostile constraint takes minutes; use `constraint_check`."""
+    answer_form: AnswerForm = field(default_factory=AnswerForm)
+    """How reasoning and tool calls are written in the model's answers."""

@@ -1,8 +1,10 @@
 """Converts a token stream to text chunks: detokenization, stop strings, several samples, usage.
 
-TokenSource --TokenEvent--> detokenizer --text--> stop strings --TextChunk--> gRPC, HTTP
-                 ^                                    |
-                 +------------- closed on a match ----+
+TokenSource --TokenEvent--> detokenizer --text--> stop strings --text--> answer splitter --TextChunk--> gRPC, HTTP
+                 ^                                    |                        |
+                 +------- closed on a match, or after the last call that is wanted
+
+Only answers in which reasoning or tool calls are to be found have a splitter.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -14,6 +16,8 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.model.requests.output_text import OutputText, StopReason
+from kvferry.model.text.answers.answer import AnswerSplitter, AnswerWish
+from kvferry.model.text.answers.pieces import CallDelta, Parts
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.token_source import Timing, TokenRequest, TokenSource
@@ -38,6 +42,8 @@ class TextRequest:
     """Arrival time, monotonic seconds."""
     deadline: float | None = None
     """Deadline, monotonic seconds; `None` for no deadline."""
+    wish: AnswerWish | None = None
+    """What is split off the answers; `None` returns all of their text as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ class TextChunk:
     index: int
     """Index of the sample, from 0."""
     text: str
-    """Text of complete characters; lags behind `tokens` while its end may be the start of a stop string."""
+    """Text of complete characters; lags behind `tokens` while its end may be the start of a stop string or of a tool
+    call."""
     tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason | None = None
     """Reason why the sample ended; set in its last chunk, together with `usage` and `timing`."""
@@ -67,6 +74,10 @@ class TextChunk:
     """The stop string or stop token id that ended the sample; set only in its last chunk."""
     prompt_logprobs: tuple[ScoredToken, ...] | None = None
     """Log-probabilities of the prompt's tokens from the second one on; in a sample's first chunk, if requested."""
+    reasoning: str = ""
+    """Reasoning before the answer, if it is split off."""
+    tool_calls: tuple[CallDelta, ...] = ()
+    """Parts of tool calls, in the order of the calls."""
 
 
 async def generate_text(
@@ -103,19 +114,44 @@ async def _sample(
         arrived=request.arrived,
         deadline=request.deadline,
     )
-    sampling = request.sampling
+    sampling, form = request.sampling, model.answer_form
     stops = model.new_stop_matcher(sampling.stop) if sampling.stop else None
-    writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens), stops)
+    marks = {} if request.wish is None else form.marks.by_token
+    writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, marks), stops)
+    splitter = None if request.wish is None else AnswerSplitter(form, request.wish)
     num_output = 0
     async with aclosing(source.stream(tokens)) as events:
         async for event in events:
             text, kept, finish, stop_reason = writer.add(event.tokens, event.finish_reason)
             num_output += len(kept)
+            parts = Parts(text)
+            if splitter is not None:
+                parts, finish = _split(splitter, text, finish)
+            chunk = TextChunk(
+                index,
+                parts.content,
+                kept,
+                finish,
+                prompt_logprobs=event.prompt_logprobs,
+                reasoning=parts.reasoning,
+                tool_calls=parts.calls,
+            )
             if finish is None:
-                yield TextChunk(index, text, kept, prompt_logprobs=event.prompt_logprobs)
+                yield chunk
                 continue
             usage = Usage(len(request.token_ids), num_output, event.num_cached_tokens)
             timing = replace(event.timing, total_seconds=clock.monotonic() - request.arrived)
-            yield TextChunk(index, text, kept, finish, usage, timing, stop_reason, event.prompt_logprobs)
+            yield replace(chunk, usage=usage, timing=timing, stop_reason=stop_reason)
             return
     raise InvariantBroken(f"a token stream of {request.request_id} ended after {num_output} tokens without a reason")
+
+
+def _split(splitter: AnswerSplitter, text: str, finish: FinishReason | None) -> tuple[Parts, FinishReason | None]:
+    """Return the parts of a step's text, and the finish reason if the sample has ended."""
+    parts = splitter.feed(text)
+    if finish is None and splitter.is_complete:
+        finish = FinishReason.STOP
+    elif finish is not None:
+        last = splitter.finish()
+        parts = Parts(parts.content + last.content, parts.reasoning + last.reasoning, (*parts.calls, *last.calls))
+    return parts, finish

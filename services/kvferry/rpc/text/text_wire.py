@@ -1,8 +1,15 @@
-"""Converts between text chunks and `Inference` messages."""
+"""Converts between text chunks, chats and `Inference` messages."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 
+from pydantic_core import from_json
+
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
+from kvferry.model.text.answers.pieces import CallDelta
+from kvferry.model.text.tools.definitions import MAX_PARAMETERS_CHARS, MAX_TOOLS, Choice, Tool, ToolUse
+from kvferry.model.text.tools.history import MAX_CALLS, call_input
 from kvferry.rpc import wire
 from kvferry.rpc.text.text_stream import TextChunk, Usage
 from kvferry.rpc.text.token_source import Timing
@@ -18,6 +25,11 @@ def chunk_to_wire(request_id: RequestId, chunk: TextChunk) -> inference_pb2.Gene
         tokens=[wire.token_to_wire(token) for token in chunk.tokens],
         finish_reason=wire.finish_to_wire(chunk.finish_reason),
         prompt_logprobs=wire.scores_to_wire(chunk.prompt_logprobs),
+        reasoning=chunk.reasoning,
+        tool_calls=[
+            inference_pb2.ToolCallDelta(index=call.index, id=call.call_id, name=call.name, arguments=call.arguments)
+            for call in chunk.tool_calls
+        ],
     )
     if isinstance(chunk.stop_reason, str):
         response.stop_string = chunk.stop_reason
@@ -50,7 +62,86 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> TextChunk:
         timing=timing,
         stop_reason=None if stopped is None else getattr(message, stopped),
         prompt_logprobs=wire.scores_from_wire(message.prompt_logprobs) or None,
+        reasoning=message.reasoning,
+        tool_calls=tuple(CallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls),
     )
+
+
+_CHOICES: Mapping[int, Choice] = {
+    inference_pb2.ToolChoice.MODE_AUTO: Choice.AUTO,
+    inference_pb2.ToolChoice.MODE_NONE: Choice.NONE,
+    inference_pb2.ToolChoice.MODE_REQUIRED: Choice.REQUIRED,
+}
+
+
+def messages_from_wire(chat: inference_pb2.Chat) -> list[dict[str, object]]:
+    """Return a chat's messages in the form that chat templates expect.
+
+    Raises:
+        InvalidRequest: a field does not belong to its message's role, or is missing.
+    """
+    return [_message_from_wire(message, f"messages.{number}") for number, message in enumerate(chat.messages)]
+
+
+def _message_from_wire(message: inference_pb2.ChatMessage, where: str) -> dict[str, object]:
+    owners = {"tool_calls": "assistant", "reasoning": "assistant", "tool_call_id": "tool", "name": "tool"}
+    for name, owner in owners.items():
+        if getattr(message, name) and message.role != owner:
+            raise InvalidRequest(
+                f"{where}.{name} belongs to messages of role {owner}; leave it out", field=f"{where}.{name}"
+            )
+    if len(message.tool_calls) > MAX_CALLS:
+        raise InvalidRequest(
+            f"{where}.tool_calls has {len(message.tool_calls)} calls; at most {MAX_CALLS} are accepted",
+            field=f"{where}.tool_calls",
+        )
+    found: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        found["tool_calls"] = [call_input(call.id, call.name, call.arguments) for call in message.tool_calls]
+    if message.role == "tool":
+        found["tool_call_id"] = message.tool_call_id
+    if message.name:
+        found["name"] = message.name
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
+    return found
+
+
+def tool_use_from_wire(chat: inference_pb2.Chat) -> ToolUse:
+    """Return the functions of a chat and their use.
+
+    Raises:
+        InvalidRequest: see `ToolUse`; a schema is not JSON, the mode is unknown.
+    """
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(chat.tools)} functions; at most {MAX_TOOLS} are accepted", field="tools")
+    choice = _CHOICES.get(chat.tool_choice.mode)
+    if choice is None:
+        raise InvalidRequest(f"tool_choice.mode {chat.tool_choice.mode} is unknown", field="tool_choice")
+    if chat.tool_choice.function and choice is not Choice.REQUIRED:
+        raise InvalidRequest(
+            "tool_choice.function needs MODE_REQUIRED; set the mode, or leave the function out", field="tool_choice"
+        )
+    is_parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else True
+    tools = tuple(
+        Tool(tool.name, tool.description, _parameters(tool.parameters, f"tools.{number}.function.parameters"))
+        for number, tool in enumerate(chat.tools)
+    )
+    return ToolUse(tools, choice, chat.tool_choice.function, is_parallel=is_parallel)
+
+
+def _parameters(text: str, where: str) -> dict[str, object]:
+    if len(text) > MAX_PARAMETERS_CHARS:
+        raise InvalidRequest(
+            f"{where} has {len(text)} characters; at most {MAX_PARAMETERS_CHARS} are accepted", field=where
+        )
+    try:
+        value = from_json(text, allow_inf_nan=False) if text else {}
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{where} is no JSON object; give a JSON schema as JSON text", field=where)
+    return value
 
 
 def _timing_to_wire(timing: Timing) -> inference_pb2.Timing:

@@ -101,3 +101,13 @@ def test_shown_control_tokens_stand_between_the_texts_around_them(ids: list[int]
 def test_a_space_after_a_shown_control_token_stays() -> None:
     detokenizer = Detokenizer(sentence_piece(), shows_control=True)
     assert "".join(detokenizer.feed([token]) for token in [258, 0, 259]) + detokenizer.finish() == "the<s> cat"
+
+
+def test_marked_control_tokens_have_the_text_that_is_given() -> None:
+    model = tiny.config()
+    tokenizer = tiny.tokenizer(model)
+    ids = [*b"a", 256, *"é".encode(), 257, *b"b", *"é".encode()[:1], 256, *b"c"]
+    detokenizer = Detokenizer(tokenizer, marks={256: "<1>"})
+    text = "".join(detokenizer.feed((token,)) for token in ids) + detokenizer.finish()
+    assert text == "a<1>éb\ufffd<1>c"
+    assert Detokenizer(tokenizer).feed(ids[:5]) == "aé"

@@ -1,0 +1,1 @@
+"""Fields of OpenAI's requests that are objects of their own, by subject."""

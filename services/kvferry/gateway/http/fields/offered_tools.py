@@ -1,0 +1,69 @@
+"""Tools of OpenAI's chat requests: functions, and the choice among them."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.gateway.http.fields.messages import Strict
+from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
+
+
+class FunctionDefinition(Strict):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Strict):
+    """An item of `tools`; only functions are implemented."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Strict):
+    """The function that `tool_choice` names."""
+
+    name: str
+
+
+class NamedChoice(Strict):
+    """A `tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def tool_use(
+    tools: Sequence[ToolDefinition] | None, choice: str | NamedChoice | None, is_parallel: bool | None
+) -> ToolUse:
+    """Return the functions of a request and their use.
+
+    Raises:
+        InvalidRequest: see `ToolUse`; the choice is unknown.
+    """
+    offered = tuple(
+        Tool(
+            tool.function.name,
+            tool.function.description or "",
+            tool.function.parameters or {},
+            is_strict=bool(tool.function.strict),
+        )
+        for tool in tools or ()
+    )
+    name = ""
+    wanted = Choice.AUTO
+    if isinstance(choice, NamedChoice):
+        wanted, name = Choice.REQUIRED, choice.function.name
+    elif choice is not None:
+        if choice not in tuple(Choice):
+            raise InvalidRequest(
+                f"tool_choice {shortened(choice)!r} is unknown; send {', '.join(Choice)}, or a function's name as "
+                '{"type": "function", "function": {"name": ...}}',
+                field="tool_choice",
+            )
+        wanted = Choice(choice)
+    return ToolUse(offered, wanted, name, is_parallel=is_parallel is not False)

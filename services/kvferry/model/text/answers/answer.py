@@ -1,0 +1,80 @@
+"""Splits whole answers: what a model's answers look like, what a request wants to know of one, and the splitter."""
+
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry.model.text.answers.call_parser import CallParser
+from kvferry.model.text.answers.calls import Calls
+from kvferry.model.text.answers.formats import CallFormat, new_id_of, syntax_of
+from kvferry.model.text.answers.marks import Marks, without_marks
+from kvferry.model.text.answers.pieces import Parts
+from kvferry.model.text.answers.reasoning import ReasoningSplitter
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+def random_letters(count: int) -> str:
+    """Return `count` random letters and digits."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What the answers of a model look like."""
+
+    call_format: CallFormat = CallFormat.HERMES
+    has_reasoning: bool = False
+    """Whether answers may begin with reasoning."""
+    marks: Marks = field(default_factory=Marks)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerWish:
+    """What is split off an answer of one request."""
+
+    tool_names: tuple[str, ...] = ()
+    """Functions that may be called; empty: calls are not looked for."""
+    max_calls: int | None = None
+    """Number of calls to report; further ones are dropped. `None` for no limit."""
+    is_reasoning_open: bool = False
+    """Whether the prompt has opened the reasoning."""
+
+
+class AnswerSplitter:
+    """Splits the answer of one sample."""
+
+    def __init__(self, form: AnswerForm, wish: AnswerWish, letters: Callable[[int], str] = random_letters) -> None:
+        """
+        Args:
+            form: what the model's answers look like.
+            wish: what is split off.
+            letters: function that returns random letters and digits for the ids of calls.
+        """
+        self._reasoning = ReasoningSplitter(form.marks, is_open=wish.is_reasoning_open) if form.has_reasoning else None
+        self._calls: CallParser | None = None
+        if wish.tool_names:
+            calls = Calls(frozenset(wish.tool_names), new_id_of(form.call_format, letters), wish.max_calls)
+            self._calls = CallParser(syntax_of(form.call_format, form.marks), calls)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all calls that are reported have ended, so that what follows has no use."""
+        return self._calls is not None and self._calls.is_complete
+
+    def feed(self, text: str) -> Parts:
+        """Add text and return the parts that it completes."""
+        outer = Parts(text) if self._reasoning is None else self._reasoning.feed(text)
+        if self._calls is None:
+            return Parts(without_marks(outer.content), outer.reasoning)
+        inner = self._calls.feed(outer.content)
+        return Parts(inner.content, outer.reasoning, inner.calls)
+
+    def finish(self) -> Parts:
+        """End the text and return what was held back."""
+        outer = Parts() if self._reasoning is None else self._reasoning.finish()
+        if self._calls is None:
+            return Parts(without_marks(outer.content), outer.reasoning)
+        fed, last = self._calls.feed(outer.content), self._calls.finish()
+        return Parts(fed.content + last.content, outer.reasoning, fed.calls + last.calls)

@@ -1,0 +1,72 @@
+"""The known formats of tool calls, and how a model's format is recognized."""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+
+from kvferry.model.text.answers import hermes, llama3_json, mistral
+from kvferry.model.text.answers.call_parser import CallSyntax
+from kvferry.model.text.answers.marks import Marks
+from kvferry.model.text.answers.pythonic import Pythonic
+
+
+class CallFormat(StrEnum):
+    """A format of tool calls. The values are those of the setting `tool_call_parser`."""
+
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3-json"
+    MISTRAL = "mistral"
+    PYTHONIC = "pythonic"
+
+
+AUTO = "auto"
+CALL_PARSERS = (AUTO, *CallFormat)
+"""Values of the setting `tool_call_parser`."""
+REASONING_PARSERS = (AUTO, "think", "off")
+"""Values of the setting `reasoning_parser`."""
+
+_SYNTAXES: Mapping[CallFormat, Callable[[Marks], CallSyntax]] = {
+    CallFormat.HERMES: hermes.Hermes,
+    CallFormat.LLAMA3_JSON: llama3_json.Llama3Json,
+    CallFormat.MISTRAL: mistral.Mistral,
+    CallFormat.PYTHONIC: Pythonic,
+}
+_SIGNS = (
+    (CallFormat.HERMES, hermes.OPENER),
+    (CallFormat.MISTRAL, mistral.OPENER),
+    (CallFormat.PYTHONIC, "[func_name1("),
+    (CallFormat.LLAMA3_JSON, llama3_json.TAG),
+)
+"""Texts in a template, or tokens of a vocabulary, by which a format is recognized; the first that is found decides.
+The third one is in the instructions of Llama 3.2's and Llama 4's templates for calls in Python."""
+
+
+def recognized(template: str, has_token: Callable[[str], bool]) -> CallFormat:
+    """Return the format of a model: by the text of its chat template, or else by its vocabulary, or else Hermes.
+
+    Args:
+        template: source of the chat template.
+        has_token: function that returns whether a text is one token of the vocabulary.
+    """
+    for known, sign in _SIGNS:
+        if sign in template:
+            return known
+    return next((known for known, sign in _SIGNS if has_token(sign)), CallFormat.HERMES)
+
+
+def syntax_of(call_format: CallFormat, marks: Marks) -> CallSyntax:
+    """Return the reader of a format, for a model with these marks."""
+    return _SYNTAXES[call_format](marks)
+
+
+def new_id_of(call_format: CallFormat, letters: Callable[[int], str]) -> Callable[[], str]:
+    """Return a function that generates ids of calls.
+
+    Mistral's templates require 9 letters and digits; all others get ids in OpenAI's form.
+
+    Args:
+        call_format: the model's format.
+        letters: function that returns this number of random letters and digits.
+    """
+    if call_format is CallFormat.MISTRAL:
+        return lambda: letters(9)
+    return lambda: f"call_{letters(24)}"

@@ -1,0 +1,58 @@
+"""Markers of an answer's parts. A marker that is a control token of the model is one character, a *mark*.
+
+Detokenizers omit control tokens, and a text that merely spells one (`[TOOL_CALLS]`, asked for by a user) is not the
+token. Therefore the detokenizer of an answer writes each control token that is a marker as a mark: an unpaired
+surrogate, which no decoded text contains. Parsers compare marks like any other text, and remove those that they do not
+need.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_FIRST_MARK = 0xD800
+_LAST_MARK = 0xDFFF
+MARKERS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+    "<think>",
+    "</think>",
+)
+"""All markers of known formats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The marks of a model's markers."""
+
+    by_token: Mapping[int, str] = field(default_factory=dict)
+    """Mark by the id of a control token."""
+    by_text: Mapping[str, str] = field(default_factory=dict)
+    """Mark by the text of a control token."""
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+    """Id of a control token by its text."""
+
+    @classmethod
+    def of(cls, control_tokens: Mapping[str, int]) -> "Marks":
+        """Return the marks of the markers that are control tokens, given all control tokens with their ids."""
+        token_ids = {text: control_tokens[text] for text in MARKERS if text in control_tokens}
+        by_text = {text: chr(_FIRST_MARK + number) for number, text in enumerate(token_ids)}
+        return cls({token_ids[text]: mark for text, mark in by_text.items()}, by_text, token_ids)
+
+    def written(self, marker: str) -> str:
+        """Return how `marker` is written in the text of an answer: as its mark, or as its text if it is no control
+        token."""
+        return self.by_text.get(marker, marker)
+
+
+def is_mark(character: str) -> bool:
+    """Return whether a character of an answer stands for a control token."""
+    return _FIRST_MARK <= ord(character) <= _LAST_MARK
+
+
+def without_marks(text: str) -> str:
+    """Return `text` without its marks: control tokens are no part of content."""
+    return text if text.isascii() or not any(map(is_mark, text)) else "".join(c for c in text if not is_mark(c))

@@ -1,0 +1,164 @@
+"""Functions that a request offers to the model, and which of them it must call; checked against limits."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvferry.core.errors import InvalidRequest, shortened
+
+MAX_TOOLS = 128
+MAX_NAME_CHARS = 64
+MAX_DESCRIPTION_CHARS = 16_384
+MAX_PARAMETERS_CHARS = 1 << 17
+"""Most characters of the parameter schemas of all functions together, as JSON."""
+MAX_DEPTH = 32
+"""Most objects and arrays inside each other in a parameter schema."""
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+
+
+class Choice(StrEnum):
+    """Whether the model may, must not or must call functions."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    """JSON schema of the arguments, an object; empty for a function without arguments."""
+    is_strict: bool = False
+    """Whether the arguments must fit the schema; holds if a call is required, and has no effect otherwise."""
+
+    def as_template_input(self) -> dict[str, object]:
+        """Return the function in the form that chat templates expect."""
+        function: dict[str, object] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        function["parameters"] = self.schema
+        return {"type": "function", "function": function}
+
+    @property
+    def schema(self) -> Mapping[str, object]:
+        """The schema of the arguments, an object without members if none is given."""
+        return self.parameters or {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Functions that a request offers, and how they may be used."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = Choice.AUTO
+    function: str = ""
+    """Name of the function that must be called; empty: any. `choice` is then `required`."""
+    is_parallel: bool = True
+    """Whether an answer may have several calls."""
+
+    def __post_init__(self) -> None:
+        """Check the functions and the choice.
+
+        Raises:
+            InvalidRequest: there are too many functions, one is named twice or too large, or the choice contradicts
+                them.
+        """
+        _check_tools(self.tools)
+        if self.choice is Choice.REQUIRED and not self.tools:
+            raise InvalidRequest(
+                "tool_choice needs tools; list the functions in tools, or leave tool_choice out", field="tool_choice"
+            )
+        if self.function and self.function not in {tool.name for tool in self.tools}:
+            raise InvalidRequest(
+                f"tool_choice names the function {shortened(self.function)!r}, which is not in tools; add it, or name "
+                "one of them",
+                field="tool_choice",
+            )
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The functions that the model is told of."""
+        return () if self.choice is Choice.NONE else self.tools
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The functions of which calls are returned."""
+        return tuple(tool for tool in self.offered if self.function in ("", tool.name))
+
+    @property
+    def max_calls(self) -> int | None:
+        """Number of calls of an answer; `None` for no limit. A named function is called once, as in OpenAI's API."""
+        return None if self.is_parallel and not self.function else 1
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} functions; at most {MAX_TOOLS} are accepted", field="tools")
+    names: set[str] = set()
+    size = 0
+    for number, tool in enumerate(tools):
+        where = f"tools.{number}.function"
+        if not NAME.fullmatch(tool.name):
+            raise InvalidRequest(
+                f"{where}.name must have 1 to {MAX_NAME_CHARS} letters, digits, underscores and hyphens; it is "
+                f"{shortened(tool.name)!r}",
+                field=f"{where}.name",
+            )
+        if tool.name in names:
+            raise InvalidRequest(
+                f"{where}.name {shortened(tool.name)!r} names an earlier function too; give each a name of its own",
+                field=f"{where}.name",
+            )
+        names.add(tool.name)
+        if len(tool.description) > MAX_DESCRIPTION_CHARS:
+            raise InvalidRequest(
+                f"{where}.description has {len(tool.description)} characters; at most {MAX_DESCRIPTION_CHARS} are "
+                "accepted",
+                field=f"{where}.description",
+            )
+        _check_schema(tool.parameters, f"{where}.parameters")
+        size += len(json.dumps(tool.parameters, ensure_ascii=False))
+        if size > MAX_PARAMETERS_CHARS:
+            raise InvalidRequest(
+                f"the parameters of tools.0 to tools.{number} have more than {MAX_PARAMETERS_CHARS} characters; send "
+                "fewer functions, or shorter schemas",
+                field="tools",
+            )
+
+
+def _check_schema(schema: Mapping[str, object], where: str) -> None:
+    if depth_of(schema) > MAX_DEPTH:
+        raise InvalidRequest(
+            f"{where} has more than {MAX_DEPTH} objects and arrays inside each other; flatten the schema, or refer to "
+            "$defs",
+            field=where,
+        )
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise InvalidRequest(
+            f"{where} must be a JSON schema of type object, since arguments have names; set its type to object",
+            field=f"{where}.type",
+        )
+
+
+def depth_of(value: object) -> int:
+    """Return the number of objects and arrays inside each other, without recursion."""
+    deepest, left = 0, [(value, 1)]
+    while left:
+        part, depth = left.pop()
+        if isinstance(part, Mapping | list):
+            deepest = max(deepest, depth)
+            inner = part.values() if isinstance(part, Mapping) else part
+            left += [(item, depth + 1) for item in inner if isinstance(item, Mapping | list)]
+    return deepest
+
+
+def size_of(tools: Sequence[Tool]) -> int:
+    """Return the number of characters of the functions as JSON."""
+    return sum(len(json.dumps(tool.as_template_input(), ensure_ascii=False)) for tool in tools)

@@ -1,0 +1,112 @@
+"""Grammars of answers that consist of tool calls, for constrained decoding: one for each format of calls.
+
+A grammar is text in llguidance's dialect of Lark, with the schemas of the arguments inline. What it accepts is read by
+the parser of the same format, with arguments that fit their schemas. Separators are those of the models' training data
+(one space after a comma or colon), and no white space is free, since small models repeat it without end.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.model.text.answers.formats import CallFormat
+from kvferry.model.text.answers.marks import Marks
+from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.pythonic_grammar import pythonic_call
+
+MAX_CALLS = 16
+"""Most calls of an answer that must have calls: a small model does not end by itself."""
+_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not"})
+_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", *_COMPOSED})
+"""Keywords that say which other members an object may have."""
+_SPACING: Mapping[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def calls_grammar(
+    call_format: CallFormat, tools: Sequence[Tool], marks: Marks, *, is_single: bool = False, thought: str = ""
+) -> str:
+    """Return the grammar of an answer with at least one call.
+
+    Args:
+        call_format: the model's format of calls.
+        tools: functions that may be called, at least one.
+        marks: markers that are control tokens of the model.
+        is_single: whether the answer has exactly one call.
+        thought: rules of what may come before the calls; see `thought_rules`. Empty for nothing.
+
+    Raises:
+        InvalidRequest: a schema cannot be expressed in the format.
+    """
+    more = 0 if is_single else MAX_CALLS - 1
+    rules = _FORMATS[call_format](tools, marks, more)
+    start = "start: thought? answer" if thought else "start: answer"
+    return "\n".join([start, *([thought] if thought else []), *rules]) + "\n"
+
+
+def thought_rules(marks: Marks, *, is_open: bool) -> str:
+    """Return the rules of reasoning before the calls.
+
+    Args:
+        marks: markers that are control tokens of the model.
+        is_open: whether the prompt has opened the reasoning.
+    """
+    closer = marks.token_ids.get("</think>")
+    body = f"thought_text <[{closer}]>" if closer is not None else "thought_text"
+    ending = "" if closer is not None else '[suffix="</think>"]'
+    opener = "" if is_open else f"{_terminal('<think>', marks)} "
+    return f'thought: {opener}{body} "\\n"{{0,2}}\nthought_text{ending}: /(?s:.*)/'
+
+
+def _terminal(marker: str, marks: Marks) -> str:
+    """Return a marker as it stands in a rule: a control token, or its text."""
+    token_id = marks.token_ids.get(marker)
+    return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
+
+
+def _schema(tool: Tool) -> str:
+    schema = tool.schema
+    # JSON Schema allows members that a schema does not mention; a small model would invent them without end.
+    closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & schema.keys() else {}
+    whole = {**schema, **closed, "type": "object", "x-guidance": _SPACING}
+    return f"%json {json.dumps(whole, ensure_ascii=False)}"
+
+
+def _json_calls(tools: Sequence[Tool], arguments: str) -> list[str]:
+    """Return the rule `call` of a call as a JSON object, and the rules that it refers to."""
+    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{arguments}": ')
+        rules += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: {_schema(tool)}"]
+    return rules
+
+
+def _hermes(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    tagged = f'{_terminal("<tool_call>", marks)} "\\n" call "\\n" {_terminal("</tool_call>", marks)}'
+    rules = [f'answer: tagged ("\\n" tagged){{0,{more}}}' if more else "answer: tagged", f"tagged: {tagged}"]
+    return rules + _json_calls(tools, "arguments")
+
+
+def _llama3_json(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:
+    rules = [f'answer: call ("; " call){{0,{more}}}' if more else "answer: call"]
+    return rules + _json_calls(tools, "parameters")
+
+
+def _mistral(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    several = f' (", " call){{0,{more}}}' if more else ""
+    rules = [f'answer: {_terminal("[TOOL_CALLS]", marks)} "[" call{several} "]"']
+    return rules + _json_calls(tools, "arguments")
+
+
+def _pythonic(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:
+    several = f' (", " call){{0,{more}}}' if more else ""
+    rules = [f'answer: "[" call{several} "]"', "call: " + " | ".join(f"call_{n}" for n in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        rules += pythonic_call(tool, f"call_{number}", _SPACING)
+    return rules
+
+
+_FORMATS: Mapping[CallFormat, Callable[[Sequence[Tool], Marks, int], list[str]]] = {
+    CallFormat.HERMES: _hermes,
+    CallFormat.LLAMA3_JSON: _llama3_json,
+    CallFormat.MISTRAL: _mistral,
+    CallFormat.PYTHONIC: _pythonic,
+}

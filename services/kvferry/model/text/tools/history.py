@@ -1,0 +1,87 @@
+"""Tool calls and their results in the messages of a conversation: each result answers a call, each call is answered.
+
+The rules are those of OpenAI's API. Arguments are JSON text in requests, and an object in templates.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from pydantic_core import from_json
+
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.model.text.tools.definitions import depth_of
+
+MAX_CALLS = 128
+"""Most calls of one message."""
+MAX_ID_CHARS = 256
+MAX_ARGUMENTS_DEPTH = 64
+Message = Mapping[str, object]
+
+
+def check_calls(messages: Sequence[Message]) -> None:
+    """Check that messages of role `tool` and the calls of assistants belong together.
+
+    Args:
+        messages: messages in the form that templates expect.
+
+    Raises:
+        InvalidRequest: a result answers no call of the assistant's message before it, or a call is not answered.
+    """
+    open_ids: dict[str, None] = {}
+    for number, message in enumerate(messages):
+        if message["role"] == "tool":
+            call_id = str(message.get("tool_call_id", ""))
+            if call_id not in open_ids:
+                raise InvalidRequest(
+                    f"messages.{number}.tool_call_id {shortened(call_id)!r} is not the id of a call in the assistant's "
+                    "message before it that is not answered yet; messages of role tool follow the message with their "
+                    "calls",
+                    field=f"messages.{number}.tool_call_id",
+                )
+            del open_ids[call_id]
+            continue
+        _check_answered(number, open_ids)
+        open_ids = dict.fromkeys(call_ids(message))
+    _check_answered(len(messages), open_ids)
+
+
+def _check_answered(number: int, open_ids: Mapping[str, None]) -> None:
+    if open_ids:
+        missing = ", ".join(repr(shortened(call_id)) for call_id in list(open_ids)[:3])
+        raise InvalidRequest(
+            f"the calls {missing} before messages.{number} have no result; add a message of role tool for each",
+            field="messages",
+        )
+
+
+def call_ids(message: Message) -> list[str]:
+    """Return the ids of the calls of a message."""
+    calls = message.get("tool_calls")
+    return [str(call["id"]) for call in calls] if isinstance(calls, list) else []
+
+
+def call_input(call_id: str, name: str, arguments: str) -> dict[str, object]:
+    """Return a call in the form that chat templates expect."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _as_object(arguments)}}
+
+
+def with_names(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with the name of the called function in each result, for templates that need it."""
+    names: dict[str, object] = {}
+    named: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            names[str(call["id"])] = call["function"]["name"]
+        if message["role"] == "tool" and not message.get("name"):
+            message = {**message, "name": names.get(str(message.get("tool_call_id", "")), "")}
+        named.append(message)
+    return named
+
+
+def _as_object(arguments: str) -> object:
+    """Return arguments as an object; as text where they are none, as an answer that was cut off may have them."""
+    try:
+        value = from_json(arguments or "{}", allow_inf_nan=False)
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) and depth_of(value) <= MAX_ARGUMENTS_DEPTH else arguments

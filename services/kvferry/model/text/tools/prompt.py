@@ -1,0 +1,74 @@
+"""Writes functions, calls and results as text, for chat templates without tools of their own.
+
+The format is that of the Hermes models: functions in the system message, calls in `<tool_call>`, results in
+`<tool_response>`, which many models know from their training, and which `answers.hermes` reads.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.history import Message
+
+_INSTRUCTIONS = """You can call functions. Each line between <tools> and </tools> describes one function as JSON, with \
+a JSON schema of its arguments:
+<tools>
+{tools}
+</tools>
+
+To call a function, write a JSON object with its name and its arguments between <tool_call> and </tool_call>, and \
+nothing after it; to call several functions, write one such part for each:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
+</tool_call>
+
+You then get the results between <tool_response> and </tool_response>. If none is needed, answer in plain text."""
+
+
+def as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Return the conversation without tools: all that concerns them is text of messages.
+
+    Args:
+        messages: messages in the form that templates expect.
+        tools: functions that the model may call.
+    """
+    plain: list[Message] = []
+    results: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(f"<tool_response>\n{message.get('content') or ''}\n</tool_response>")
+            continue
+        _add_results(plain, results)
+        plain.append(_as_text(message))
+    _add_results(plain, results)
+    return _instructed(plain, tools) if tools else plain
+
+
+def _add_results(messages: list[Message], results: list[str]) -> None:
+    """Add the results that follow each other as one message of the user."""
+    if results:
+        messages.append({"role": "user", "content": "\n".join(results)})
+        results.clear()
+
+
+def _instructed(messages: list[Message], tools: Sequence[Tool]) -> list[Message]:
+    lines = "\n".join(json.dumps(tool.as_template_input(), ensure_ascii=False) for tool in tools)
+    instructions = _INSTRUCTIONS.format(tools=lines)
+    if messages and messages[0]["role"] == "system":
+        first, *rest = messages
+        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *rest]
+    return [{"role": "system", "content": instructions}, *messages]
+
+
+def _as_text(message: Message) -> Message:
+    content = str(message.get("content") or "")
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return message
+    written = [_call(call["function"]) for call in calls]
+    return {"role": message["role"], "content": "\n".join([content, *written] if content else written)}
+
+
+def _call(function: Mapping[str, object]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"

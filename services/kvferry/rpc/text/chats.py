@@ -1,0 +1,82 @@
+"""Prepares a chat for generation: prompt, what is split off the answer, and the grammar if a call is required."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.sampling import SamplingParams
+from kvferry.model.text.answers import reasoning
+from kvferry.model.text.answers.answer import AnswerWish
+from kvferry.model.text.tools.definitions import Choice, ToolUse
+from kvferry.model.text.tools.grammars import calls_grammar, thought_rules
+from kvferry.model.text.tools.history import check_calls, with_names
+from kvferry.rpc.text import prompts
+from kvferry.rpc.text.text_model import ChatMessages, TextModel
+
+_TAIL_TOKENS = 32
+"""Tokens at the end of a prompt in which the beginning of the reasoning is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """A prompt, in general of a chat, as the token source needs it."""
+
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    wish: AnswerWish | None = None
+    """What is split off the answer; `None` for nothing."""
+
+
+def prepare_chat(model: TextModel, messages: ChatMessages, use: ToolUse, sampling: SamplingParams) -> PreparedChat:
+    """Tokenize a conversation and complete the sampling parameters for the use of its functions.
+
+    Raises:
+        InvalidRequest: see `prompts.encode_chat`; a message of role `tool` answers no call; a call is required
+            together with another constraint, or with a schema that no grammar expresses.
+    """
+    ids = encode_chat(model, messages, use)
+    form = model.answer_form
+    is_open = form.has_reasoning and _opens_reasoning(model, ids)
+    names = tuple(tool.name for tool in use.callable_tools)
+    wish = AnswerWish(names, use.max_calls, is_open) if names or form.has_reasoning else None
+    constraint = sampling.constraint
+    if use.choice is Choice.REQUIRED:
+        sampling = replace(sampling, constraint=_constraint(model, use, sampling, is_open=is_open))
+    elif constraint is not None and is_open and not constraint.after:
+        sampling = replace(sampling, constraint=replace(constraint, after=reasoning.CLOSER))
+    return PreparedChat(ids, sampling, wish)
+
+
+def encode_chat(model: TextModel, messages: ChatMessages, use: ToolUse) -> list[int]:
+    """Tokenize a conversation with the functions that are offered.
+
+    Raises:
+        InvalidRequest: see `prompts.encode_chat`; a message of role `tool` answers no call.
+    """
+    prompts.check_num_messages(len(messages))
+    check_calls(messages)
+    return prompts.encode_chat(model, with_names(messages), use.offered)
+
+
+def _constraint(model: TextModel, use: ToolUse, sampling: SamplingParams, *, is_open: bool) -> Constraint:
+    if sampling.constraint is not None:
+        raise InvalidRequest(
+            "tool_choice requires a call, which is a constraint of the output; leave the other constraint of the "
+            "output out (response_format, constraint), or send tool_choice auto",
+            field="tool_choice",
+        )
+    form = model.answer_form
+    thought = thought_rules(form.marks, is_open=is_open) if form.has_reasoning else ""
+    grammar = calls_grammar(
+        form.call_format, use.callable_tools, form.marks, is_single=use.max_calls == 1, thought=thought
+    )
+    return Constraint(ConstraintKind.GRAMMAR, grammar)
+
+
+def _opens_reasoning(model: TextModel, token_ids: Sequence[int]) -> bool:
+    """Return whether the prompt ends with the beginning of the reasoning."""
+    marks = model.answer_form.marks
+    detokenizer = model.new_detokenizer(False, marks.by_token)
+    tail = detokenizer.feed(token_ids[-_TAIL_TOKENS:]) + detokenizer.finish()
+    return tail.rstrip().endswith(marks.written(reasoning.OPENER))

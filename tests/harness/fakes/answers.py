@@ -1,0 +1,62 @@
+"""Writes answers as models do, and splits whole answers with ids of calls that are easy to read."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from kvferry.model.text.answers.answer import AnswerForm, AnswerSplitter, AnswerWish
+from kvferry.model.text.answers.formats import CallFormat
+from kvferry.model.text.answers.marks import Marks
+
+NAMES = ("f", "g", "get_weather")
+
+
+def split(
+    call_format: CallFormat,
+    pieces: Iterable[str],
+    *,
+    names: tuple[str, ...] = NAMES,
+    has_reasoning: bool = False,
+    marks: Marks | None = None,
+    **wish: Any,
+) -> tuple[str, str, list[tuple[str, str, str]]]:
+    """Return content, reasoning, and (id, name, arguments) of each call; ids end in the number of the call, from 1.
+
+    Raises:
+        AssertionError: a delta contradicts the rules of OpenAI's streams.
+    """
+    numbers = count(1)
+    form = AnswerForm(call_format, has_reasoning, marks or Marks())
+    splitter = AnswerSplitter(form, AnswerWish(names, **wish), lambda size: str(next(numbers)))
+    content, reasoning = "", ""
+    calls: list[tuple[str, str, str]] = []
+    for parts in [*map(splitter.feed, pieces), splitter.finish()]:
+        content += parts.content
+        reasoning += parts.reasoning
+        for delta in parts.calls:
+            if delta.name:
+                assert delta.index == len(calls), "calls begin in order"
+                assert delta.call_id
+                calls.append((delta.call_id, delta.name, delta.arguments))
+            else:
+                assert not delta.call_id
+                assert delta.arguments
+                call_id, name, arguments = calls[delta.index]
+                calls[delta.index] = (call_id, name, arguments + delta.arguments)
+    return content, reasoning, calls
+
+
+def written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, object]]]) -> str:
+    """Write calls as a model would."""
+    if call_format is CallFormat.HERMES:
+        return "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
+    if call_format is CallFormat.LLAMA3_JSON:
+        return "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
+    if call_format is CallFormat.MISTRAL:
+        return f"[TOOL_CALLS]{json.dumps([{'name': n, 'arguments': a} for n, a in calls])}"
+    return f"[{', '.join(f'{n}({_python(a)})' for n, a in calls)}]"
+
+
+def _python(arguments: Mapping[str, object]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())

@@ -1,0 +1,70 @@
+"""A gateway's HTTP and gRPC APIs in front of a model that gives prepared answers."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from harness.fakes.byte_model import byte_model
+from kvferry.core.sampling import FinishReason, SampledToken
+from kvferry.gateway.config import HttpConfig
+from kvferry.gateway.dispatch.journal import Journal
+from kvferry.gateway.http.client_api import ClientApi
+from kvferry.gateway.http.http_server import HttpServer
+from kvferry.gateway.instruments import Instruments
+from kvferry.model.text.answers.formats import CallFormat
+from kvferry.rpc.server import start_server
+from kvferry.rpc.text.inference import inference_service
+from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.text.token_source import TokenEvent, TokenRequest
+
+
+@dataclass
+class AnswerSource:
+    """A `TokenSource` that gives prepared answers; a token is a byte."""
+
+    answers: Sequence[str] = ()
+    """Answers by sample."""
+    bytes_per_step: int = 3
+    finish: FinishReason = FinishReason.STOP
+    requests: list[TokenRequest] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> str:
+        """Text of the latest prompt."""
+        return bytes(self.requests[-1].token_ids).decode()
+
+    async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
+        self.requests.append(request)
+        left = self.answers[request.sample_index].encode()
+        wants_logprobs = request.sampling.logprobs is not None
+        while left:
+            await asyncio.sleep(0)
+            step, left = left[: self.bytes_per_step], left[self.bytes_per_step :]
+            yield TokenEvent(tuple(SampledToken(byte, -0.5 if wants_logprobs else None) for byte in step))
+        yield TokenEvent((), self.finish)
+
+
+@dataclass
+class AnsweringApi:
+    """Addresses of the APIs, and their source of answers."""
+
+    source: AnswerSource
+    url: str
+    grpc: str
+
+
+@asynccontextmanager
+async def answering_api(call_format: CallFormat, *, has_reasoning: bool = False) -> AsyncIterator[AnsweringApi]:
+    """Serve the byte model with prepared answers; the caller sets `source.answers` before each request."""
+    source = AnswerSource()
+    model = byte_model(1 << 16, call_format, has_reasoning=has_reasoning)
+    service = TextService(source, model)
+    api = ClientApi(service, HttpConfig(), Instruments(), lambda: (True, ()), Journal())
+    http = await HttpServer.start(api.app(), "127.0.0.1:0", field="http", drain_seconds=5)
+    grpc = await start_server("127.0.0.1:0", [inference_service(service)])
+    try:
+        yield AnsweringApi(source, f"http://{http.address}/v1", grpc.address)
+    finally:
+        await grpc.stop(0)
+        await http.stop()

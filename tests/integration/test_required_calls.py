@@ -1,0 +1,60 @@
+"""Required calls through the engine: random weights, and yet each answer is calls that fit their schemas."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from kvferry.core.sampling import FinishReason
+from kvferry.engine import LLM, SamplingParams
+from kvferry.model.source import open_model
+from kvferry.model.text.answers.answer import AnswerSplitter
+from kvferry.model.text.answers.pieces import AssembledCalls
+from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
+from kvferry.rpc.text.chats import prepare_chat
+from kvferry.rpc.text.model_text import text_model_of
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "東京"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS = (Tool("get_weather", "Forecast.", WEATHER), Tool("now"))
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        ToolUse(TOOLS, Choice.REQUIRED, is_parallel=False),
+        ToolUse(TOOLS, Choice.REQUIRED, "get_weather"),
+        ToolUse(TOOLS, Choice.REQUIRED, "now"),
+    ],
+    ids=["any", "get_weather", "now"],
+)
+def test_every_answer_is_a_call_that_fits(llm: LLM, use: ToolUse) -> None:
+    model = text_model_of(open_model("tiny"))
+    names: set[str] = set()
+    for seed in range(8):
+        wishes = SamplingParams(max_tokens=400, seed=seed)
+        chat = prepare_chat(model, [{"role": "user", "content": "hi"}], use, wishes)
+        (result,) = llm.generate([list(chat.token_ids)], chat.sampling)
+        assert chat.wish is not None
+        assert result.finish_reason is FinishReason.STOP
+        splitter = AnswerSplitter(model.answer_form, chat.wish)
+        detokenizer = model.new_detokenizer(False, model.answer_form.marks.by_token)
+        calls = AssembledCalls()
+        parts = [splitter.feed(detokenizer.feed(result.token_ids)), splitter.finish()]
+        for part in parts:
+            calls.add(part.calls)
+        (call,) = calls.whole()
+        assert "".join(part.content for part in parts) == ""
+        jsonschema.validate(json.loads(call.arguments), WEATHER if call.name == "get_weather" else {})
+        names.add(call.name)
+    assert names <= {use.function or "get_weather", use.function or "now"}

@@ -1,0 +1,211 @@
+"""Grammars of calls: llguidance accepts them, and what they accept is read back and fits the schemas."""
+
+import json
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from harness.fakes.answers import split
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.model.text.answers.formats import CallFormat
+from kvferry.model.text.answers.marks import MARKERS, Marks
+from kvferry.model.text.byte_level import CHARACTER_OF
+from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.grammars import MAX_CALLS, calls_grammar, thought_rules
+
+END = 256
+CONTROL = {text: END + 1 + number for number, text in enumerate(MARKERS)}
+NO_MARKS, ALL_MARKS = Marks(), Marks.of(CONTROL)
+
+SCHEMAS: list[dict[str, Any]] = [
+    {},
+    {"type": "object", "properties": {}},
+    {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]},
+    {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 'y"', "z::=z", "é"]}, "c": {"type": "boolean"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "title": "T",
+        "description": "start: <tool_call> \\ \" '",
+        "properties": {
+            "n": {"anyOf": [{"type": "null"}, {"type": "number"}]},
+            "l": {"type": "array", "items": {"$ref": "#/$defs/item"}, "maxItems": 3},
+        },
+        "required": ["l"],
+        "additionalProperties": False,
+        "$defs": {
+            "item": {"type": "object", "properties": {"k": {"type": "string", "maxLength": 4}}, "required": ["k"]}
+        },
+    },
+]
+TOOLS = tuple(Tool(name, "", schema) for name, schema in zip(["f", "g", "h", "i-_9", "J"], SCHEMAS, strict=True))
+
+
+def made(controls: Iterable[str]) -> LLTokenizer:
+    fast = Tokenizer(models.BPE(vocab={CHARACTER_OF[byte]: byte for byte in range(256)}, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<|end|>", *controls)])
+    return LLTokenizer(fast.to_str(), eos_token=END)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return made(())
+
+
+@pytest.fixture(scope="module")
+def marked() -> LLTokenizer:
+    return made(CONTROL)
+
+
+def drawn(tokenizer: LLTokenizer, grammar: str, marks: Marks, seed: int, most: int = 3000) -> str | None:
+    """Return a text that the grammar accepts, drawn at random; it ends as soon as it may. `None` if it gets long."""
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    dice = random.Random(seed)
+    mask = allocate_token_bitmask(1, tokenizer.vocab_size)
+    tokens: list[int] = []
+    while not matcher.is_accepting():
+        assert not matcher.is_error(), matcher.get_error()
+        fill_next_token_bitmask(matcher, mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: tokenizer.vocab_size])
+        closing = (
+            [token for token in allowed.tolist() if token < 256 and chr(token) in '"}])'] if dice.random() < 0.3 else []
+        )
+        # Bytes of ASCII, so that the text is one whatever is drawn.
+        plain = [token for token in allowed.tolist() if token < 128 or token > END]
+        token = dice.choice(closing or plain or allowed.tolist())
+        matcher.consume_token(token)
+        tokens.append(token)
+        if len(tokens) > most:
+            return None
+    text, pending = "", b""
+    for token in [*tokens, END]:
+        if token < 256:
+            pending += bytes([token])
+        else:
+            text += pending.decode() + marks.by_token.get(token, "")
+            pending = b""
+    return text
+
+
+def check(calls: list[tuple[str, str, str]]) -> None:
+    schemas = {tool.name: tool.schema for tool in TOOLS}
+    for _, name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), schemas[name])
+
+
+@pytest.mark.parametrize("marks", [NO_MARKS, ALL_MARKS], ids=["text", "control tokens"])
+@pytest.mark.parametrize("call_format", list(CallFormat))
+def test_what_a_grammar_accepts_is_calls_that_fit(call_format, marks, tokenizer, marked):
+    tokenizer = marked if marks is ALL_MARKS else tokenizer
+    tools = tuple(tool for tool in TOOLS if call_format is not CallFormat.PYTHONIC or "-" not in tool.name)
+    for thought in ("", thought_rules(marks, is_open=False), thought_rules(marks, is_open=True)):
+        grammar = calls_grammar(call_format, tools, marks, thought=thought)
+        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar), tokenizer) == ""
+    grammar = calls_grammar(call_format, tools, marks)
+    seen: set[str] = set()
+    for seed in range(60):
+        text = drawn(tokenizer, grammar, marks, seed)
+        if text is None:
+            continue
+        content, _, calls = split(call_format, [text], names=tuple(tool.name for tool in tools), marks=marks)
+        assert content == ""
+        assert 0 < len(calls) <= MAX_CALLS
+        check(calls)
+        seen |= {name for _, name, _ in calls}
+    assert len(seen) >= 3
+
+
+def accepts(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
+
+
+ONE = {
+    CallFormat.HERMES: '<tool_call>\n{"name": "h", "arguments": {"city": "x"}}\n</tool_call>',
+    CallFormat.LLAMA3_JSON: '{"name": "h", "parameters": {"city": "x"}}',
+    CallFormat.MISTRAL: '[TOOL_CALLS][{"name": "h", "arguments": {"city": "x"}}]',
+    CallFormat.PYTHONIC: '[h(city="x")]',
+}
+TWO = {
+    CallFormat.HERMES: f"{ONE[CallFormat.HERMES]}\n{ONE[CallFormat.HERMES]}",
+    CallFormat.LLAMA3_JSON: f"{ONE[CallFormat.LLAMA3_JSON]}; {ONE[CallFormat.LLAMA3_JSON]}",
+    CallFormat.MISTRAL: '[TOOL_CALLS][{"name": "h", "arguments": {"city": "x"}}, {"name": "f", "arguments": {}}]',
+    CallFormat.PYTHONIC: '[h(city="x"), f()]',
+}
+
+
+@pytest.mark.parametrize("call_format", list(CallFormat))
+def test_one_call_or_several(call_format, tokenizer):
+    tools = TOOLS[:3]
+    several, single = (calls_grammar(call_format, tools, NO_MARKS, is_single=s) for s in (False, True))
+    assert accepts(tokenizer, several, ONE[call_format])
+    assert accepts(tokenizer, several, TWO[call_format])
+    assert accepts(tokenizer, single, ONE[call_format])
+    assert not accepts(tokenizer, single, TWO[call_format])
+    assert not accepts(tokenizer, several, "no call")
+    assert not accepts(tokenizer, several, ONE[call_format].replace('"x"', "1"))
+    assert not accepts(tokenizer, calls_grammar(call_format, tools[:2], NO_MARKS), ONE[call_format])
+    assert len(split(call_format, [TWO[call_format]], names=("h", "f"))[2]) == 2
+
+
+def test_the_number_of_calls_is_bounded(tokenizer):
+    grammar = calls_grammar(CallFormat.LLAMA3_JSON, TOOLS[:3], NO_MARKS)
+    assert accepts(tokenizer, grammar, "; ".join([ONE[CallFormat.LLAMA3_JSON]] * MAX_CALLS))
+    assert not accepts(tokenizer, grammar, "; ".join([ONE[CallFormat.LLAMA3_JSON]] * (MAX_CALLS + 1)))
+
+
+@pytest.mark.parametrize("call_format", list(CallFormat))
+def test_reasoning_may_come_before_the_calls(call_format, tokenizer):
+    free = calls_grammar(call_format, TOOLS[:3], NO_MARKS, thought=thought_rules(NO_MARKS, is_open=False))
+    opened = calls_grammar(call_format, TOOLS[:3], NO_MARKS, thought=thought_rules(NO_MARKS, is_open=True))
+    call = ONE[call_format]
+    assert accepts(tokenizer, free, call)
+    assert accepts(tokenizer, free, f"<think>\nwell <b>\n</think>\n\n{call}")
+    assert accepts(tokenizer, opened, f"well\n</think>{call}")
+    assert not accepts(tokenizer, free, f"<think>well{call}")
+    assert not accepts(tokenizer, opened, "well</think>no")
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_python_keywords_are_optional_as_the_schema_says(tokenizer, data):
+    names = ["a", "b", "c", "d"]
+    required = data.draw(st.lists(st.sampled_from(names), unique=True))
+    present = [name for name in names if data.draw(st.booleans())]
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}, "required": required}
+    grammar = calls_grammar(CallFormat.PYTHONIC, [Tool("f", "", schema)], NO_MARKS)
+    text = f"[f({', '.join(f'{name}=1' for name in present)})]"
+    assert accepts(tokenizer, grammar, text) == set(required).issubset(present)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"anyOf": [{}]}, "'anyOf'"),
+        ({"properties": {"a-b": {}}}, "'a-b' is not a name"),
+        ({"properties": {"class": {}}}, "'class' is not a name"),
+        ({"properties": {"a": 1}}, "no schema"),
+        ({"properties": {}, "required": ["a"]}, "requires 'a'"),
+        ({"properties": []}, "no object"),
+    ],
+)
+def test_schemas_that_are_no_keyword_arguments_are_refused(schema, words):
+    with pytest.raises(InvalidRequest, match="Python keyword arguments") as caught:
+        calls_grammar(CallFormat.PYTHONIC, [Tool("f", "", {"type": "object", **schema})], NO_MARKS)
+    assert words in caught.value.message
+    assert caught.value.field == "tools"
