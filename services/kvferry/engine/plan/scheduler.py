@@ -129,8 +129,7 @@ class Scheduler:
         return StepPlan(tuple(planned), tuple(copies))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after a launched step that was not passed to `update`; return `None` if `update` must be called
-        first.
+        """Plan the step after a launched one that was not passed to `update`; `None` if `update` must be called first.
 
         If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`.
         """

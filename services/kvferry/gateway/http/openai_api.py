@@ -14,7 +14,7 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.gateway.http import openai_reply as reply
-from kvferry.gateway.http.openai_constraints import in_field
+from kvferry.gateway.http.fields.constraint_fields import in_field
 from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
 from kvferry.model.requests.output_text import StopReason
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs

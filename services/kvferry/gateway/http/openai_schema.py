@@ -15,6 +15,12 @@ from pydantic_core import ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.sampling import SamplingParams
+from kvferry.gateway.http.fields.constraint_fields import (
+    ConstraintFields,
+    JsonSchemaFormat,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from kvferry.gateway.http.fields.messages import CalledFunction, Message, Strict, TextPart, ToolCall
 from kvferry.gateway.http.fields.offered_tools import (
     FunctionDefinition,
@@ -24,12 +30,6 @@ from kvferry.gateway.http.fields.offered_tools import (
     tool_use,
 )
 from kvferry.gateway.http.openai_bounds import Prompt, check_prompt, check_sizes, shown
-from kvferry.gateway.http.openai_constraints import (
-    ConstraintFields,
-    JsonSchemaFormat,
-    ResponseFormat,
-    StructuredOutputs,
-)
 from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.wire import MAX_PRIORITY, MAX_SAMPLES
 

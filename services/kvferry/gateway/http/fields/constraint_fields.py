@@ -9,10 +9,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.gateway.http.fields.messages import Strict
 from kvferry.model.grammar.grammar_text import MAX_CHOICES
 
 Schema = dict[str, Any] | str
@@ -20,11 +21,7 @@ Schema = dict[str, Any] | str
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, populate_by_name=True)
-
-
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(Strict):
     """OpenAI's `response_format.json_schema`."""
 
     name: str
@@ -34,7 +31,7 @@ class JsonSchemaFormat(_Strict):
     """Without effect: the output follows the schema in any case."""
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -43,7 +40,7 @@ class ResponseFormat(_Strict):
     triggers: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
-class StructuredOutputs(_Strict):
+class StructuredOutputs(Strict):
     """vLLM's `structured_outputs`: exactly one field is set."""
 
     json_: Schema | None = Field(default=None, alias="json")
@@ -54,7 +51,7 @@ class StructuredOutputs(_Strict):
     structural_tag: str | None = None
 
 
-class ConstraintFields(_Strict):
+class ConstraintFields(Strict):
     """The fields that constrain the output; at most one of them is set."""
 
     response_format: ResponseFormat | None = None
