@@ -45,9 +45,9 @@ def test_every_answer_is_a_call_that_fits(llm: LLM, use: ToolUse) -> None:
         wishes = SamplingParams(max_tokens=400, seed=seed)
         chat = prepare_chat(model, [{"role": "user", "content": "hi"}], use, wishes)
         (result,) = llm.generate([list(chat.token_ids)], chat.sampling)
-        assert chat.wish is not None
+        assert chat.split is not None
         assert result.finish_reason is FinishReason.STOP
-        splitter = AnswerSplitter(model.answer_form, chat.wish)
+        splitter = AnswerSplitter(model.answer_form, chat.split)
         detokenizer = model.new_detokenizer(False, model.answer_form.marks.by_token)
         calls = AssembledCalls()
         parts = [splitter.feed(detokenizer.feed(result.token_ids)), splitter.finish()]

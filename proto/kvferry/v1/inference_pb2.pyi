@@ -131,7 +131,7 @@ class ToolChoice(_message.Message):
         MODE_AUTO: ToolChoice._Mode.ValueType  # 0
         """the model decides"""
         MODE_NONE: ToolChoice._Mode.ValueType  # 1
-        """no calls; the model is not told of the functions"""
+        """no calls; the functions are left out of the prompt"""
         MODE_REQUIRED: ToolChoice._Mode.ValueType  # 2
         """at least one call, whose arguments fit the schema"""
 
@@ -139,7 +139,7 @@ class ToolChoice(_message.Message):
     MODE_AUTO: ToolChoice.Mode.ValueType  # 0
     """the model decides"""
     MODE_NONE: ToolChoice.Mode.ValueType  # 1
-    """no calls; the model is not told of the functions"""
+    """no calls; the functions are left out of the prompt"""
     MODE_REQUIRED: ToolChoice.Mode.ValueType  # 2
     """at least one call, whose arguments fit the schema"""
 

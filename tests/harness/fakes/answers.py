@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from kvferry.model.text.answers.answer import AnswerForm, AnswerSplitter, AnswerWish
+from kvferry.model.text.answers.answer import AnswerForm, AnswerSplitter, SplitOptions
 from kvferry.model.text.answers.formats import CallFormat
 from kvferry.model.text.answers.marks import Marks
 
@@ -19,7 +19,7 @@ def split(
     names: tuple[str, ...] = NAMES,
     has_reasoning: bool = False,
     marks: Marks | None = None,
-    **wish: Any,
+    **split: Any,
 ) -> tuple[str, str, list[tuple[str, str, str]]]:
     """Return content, reasoning, and (id, name, arguments) of each call; ids end in the number of the call, from 1.
 
@@ -28,7 +28,7 @@ def split(
     """
     numbers = count(1)
     form = AnswerForm(call_format, has_reasoning, marks or Marks())
-    splitter = AnswerSplitter(form, AnswerWish(names, **wish), lambda size: str(next(numbers)))
+    splitter = AnswerSplitter(form, SplitOptions(names, **split), lambda size: str(next(numbers)))
     content, reasoning = "", ""
     calls: list[tuple[str, str, str]] = []
     for parts in [*map(splitter.feed, pieces), splitter.finish()]:

@@ -255,8 +255,8 @@ def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | No
 
 def _chat_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply.Choice]]:
     spell = generation.service.model.tokenizer.token_bytes
-    wish = generation.requests[0].wish
-    greeting = "" if wish is None or not wish.tool_names else None  # an answer with calls may have no content
+    split = generation.requests[0].split
+    greeting = "" if split is None or not split.tool_names else None  # an answer with calls may have no content
     greeted: set[int] = set()
     calling: set[int] = set()
 
@@ -326,7 +326,7 @@ async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *,
                 tenant=caller.tenant,
                 priority=asked.priority,
                 arrived=caller.arrived,
-                wish=asked.wish,
+                split=asked.split,
             )
         )
         for number, ids in enumerate(asked.prompts)

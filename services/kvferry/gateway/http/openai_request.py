@@ -6,7 +6,7 @@ from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.http.openai_schema import ChatRequest, CompletionRequest, parse
 from kvferry.model.requests.prompt_parameters import with_bad_word_tokens
-from kvferry.model.text.answers.answer import AnswerWish
+from kvferry.model.text.answers.answer import SplitOptions
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.chats import prepare_chat
 from kvferry.rpc.text.text_model import TextModel
@@ -36,7 +36,7 @@ class ReadRequest:
     """The request's `prompt_logprobs`; `sampling` may have a larger number, for the log-probabilities of an echo."""
     is_echo_alone: bool = False
     """Whether the response leaves out the output."""
-    wish: AnswerWish | None = None
+    split: SplitOptions | None = None
     """What is split off the answers; `None` for nothing."""
 
 
@@ -59,7 +59,7 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
         priority=asked.priority,
         constraint_field=asked.constraint()[0] or "tools",
         prompt_logprobs=asked.prompt_logprobs,
-        wish=chat.wish,
+        split=chat.split,
     )
 
 

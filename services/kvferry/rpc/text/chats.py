@@ -7,7 +7,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.text.answers import reasoning
-from kvferry.model.text.answers.answer import AnswerWish
+from kvferry.model.text.answers.answer import SplitOptions
 from kvferry.model.text.tools.definitions import Choice, ToolUse
 from kvferry.model.text.tools.grammars import calls_grammar, thought_rules
 from kvferry.model.text.tools.history import check_calls, with_names
@@ -24,7 +24,7 @@ class PreparedChat:
 
     token_ids: Sequence[int]
     sampling: SamplingParams
-    wish: AnswerWish | None = None
+    split: SplitOptions | None = None
     """What is split off the answer; `None` for nothing."""
 
 
@@ -39,13 +39,13 @@ def prepare_chat(model: TextModel, messages: ChatMessages, use: ToolUse, samplin
     form = model.answer_form
     is_open = form.has_reasoning and _opens_reasoning(model, ids)
     names = tuple(tool.name for tool in use.callable_tools)
-    wish = AnswerWish(names, use.max_calls, is_open) if names or form.has_reasoning else None
+    split = SplitOptions(names, use.max_calls, is_open) if names or form.has_reasoning else None
     constraint = sampling.constraint
     if use.choice is Choice.REQUIRED:
         sampling = replace(sampling, constraint=_constraint(model, use, sampling, is_open=is_open))
     elif constraint is not None and is_open and not constraint.after:
         sampling = replace(sampling, constraint=replace(constraint, after=reasoning.CLOSER))
-    return PreparedChat(ids, sampling, wish)
+    return PreparedChat(ids, sampling, split)
 
 
 def encode_chat(model: TextModel, messages: ChatMessages, use: ToolUse) -> list[int]:

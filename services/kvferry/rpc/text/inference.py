@@ -51,7 +51,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 priority=wire.check_priority(request.priority),
                 arrived=arrived,
                 deadline=None if remaining is None else arrived + remaining,
-                wish=prepared.wish,
+                split=prepared.split,
             )
         )
         if checked.sampling.constraint is not None:

@@ -32,7 +32,7 @@ _START_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Limits of the text process, and what a client is told that exceeds them."""
+    """Limits of the text process, and the error for a job that exceeds them."""
 
     job_seconds: float = 10.0
     memory_bytes: int = 2 << 30

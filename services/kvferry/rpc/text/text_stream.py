@@ -16,7 +16,7 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.model.requests.output_text import OutputText, StopReason
-from kvferry.model.text.answers.answer import AnswerSplitter, AnswerWish
+from kvferry.model.text.answers.answer import AnswerSplitter, SplitOptions
 from kvferry.model.text.answers.pieces import CallDelta, Parts
 from kvferry.rpc.text.merging import merge
 from kvferry.rpc.text.text_model import TextModel
@@ -42,7 +42,7 @@ class TextRequest:
     """Arrival time, monotonic seconds."""
     deadline: float | None = None
     """Deadline, monotonic seconds; `None` for no deadline."""
-    wish: AnswerWish | None = None
+    split: SplitOptions | None = None
     """What is split off the answers; `None` returns all of their text as it is."""
 
 
@@ -116,9 +116,9 @@ async def _sample(
     )
     sampling, form = request.sampling, model.answer_form
     stops = model.new_stop_matcher(sampling.stop) if sampling.stop else None
-    marks = {} if request.wish is None else form.marks.by_token
+    marks = {} if request.split is None else form.marks.by_token
     writer = OutputText(sampling, model.new_detokenizer(not sampling.skip_special_tokens, marks), stops)
-    splitter = None if request.wish is None else AnswerSplitter(form, request.wish)
+    splitter = None if request.split is None else AnswerSplitter(form, request.split)
     num_output = 0
     async with aclosing(source.stream(tokens)) as events:
         async for event in events:

@@ -125,8 +125,8 @@ def test_a_format_that_the_template_does_not_teach_is_refused():
 def test_the_prompt_may_open_the_reasoning(ending, is_open):
     model = model_with("{{ messages[0].content }}" + ending)
     chat = prepare_chat(model, USER, ToolUse(), SamplingParams())
-    assert chat.wish is not None
-    assert chat.wish.is_reasoning_open is is_open
+    assert chat.split is not None
+    assert chat.split.is_reasoning_open is is_open
 
 
 def test_a_constraint_applies_after_reasoning_that_the_prompt_opens():
@@ -138,7 +138,7 @@ def test_a_constraint_applies_after_reasoning_that_the_prompt_opens():
 
 
 def test_nothing_is_split_off_without_need():
-    assert prepare_chat(model_with("{{ messages }}"), USER, ToolUse(), SamplingParams()).wish is None
+    assert prepare_chat(model_with("{{ messages }}"), USER, ToolUse(), SamplingParams()).split is None
 
 
 def test_a_required_call_excludes_another_constraint():

@@ -31,7 +31,7 @@ class AnswerForm:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerWish:
+class SplitOptions:
     """What is split off an answer of one request."""
 
     tool_names: tuple[str, ...] = ()
@@ -45,17 +45,17 @@ class AnswerWish:
 class AnswerSplitter:
     """Splits the answer of one sample."""
 
-    def __init__(self, form: AnswerForm, wish: AnswerWish, letters: Callable[[int], str] = random_letters) -> None:
+    def __init__(self, form: AnswerForm, split: SplitOptions, letters: Callable[[int], str] = random_letters) -> None:
         """
         Args:
             form: what the model's answers look like.
-            wish: what is split off.
+            split: what is split off.
             letters: function that returns random letters and digits for the ids of calls.
         """
-        self._reasoning = ReasoningSplitter(form.marks, is_open=wish.is_reasoning_open) if form.has_reasoning else None
+        self._reasoning = ReasoningSplitter(form.marks, is_open=split.is_reasoning_open) if form.has_reasoning else None
         self._calls: CallParser | None = None
-        if wish.tool_names:
-            calls = Calls(frozenset(wish.tool_names), new_id_of(form.call_format, letters), wish.max_calls)
+        if split.tool_names:
+            calls = Calls(frozenset(split.tool_names), new_id_of(form.call_format, letters), split.max_calls)
             self._calls = CallParser(syntax_of(form.call_format, form.marks), calls)
 
     @property

@@ -83,7 +83,7 @@ class ToolUse:
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """The functions that the model is told of."""
+        """The functions that are in the prompt."""
         return () if self.choice is Choice.NONE else self.tools
 
     @property
