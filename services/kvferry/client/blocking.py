@@ -63,6 +63,7 @@ class Client:
         tools: Sequence[Tool] = (),
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
+        priority: int = 0,
     ) -> Generator[TextChunk, None, None]:
         """Stream text and tokens as they are generated; closing the generator stops the generation.
 
@@ -76,12 +77,13 @@ class Client:
             tools: functions that the model may call.
             tool_choice: `auto`, `none`, `required`, or the name of the function to call.
             parallel_tool_calls: whether an answer may have several calls.
+            priority: class of the request; lower numbers come first, where workers schedule by priority.
 
         Raises:
             KvferryError: the error that the gateway raised, as the same subclass.
         """
         use = messages.tool_use(tools, tool_choice, is_parallel=parallel_tool_calls)
-        request = messages.generate_request(prompt, sampling, n, model, request_id, use)
+        request = messages.generate_request(prompt, sampling, n, model, request_id, use, priority)
         limit = self._timeout if timeout is None else timeout
         call = self._stub.Generate(request, timeout=limit, metadata=self._metadata)
         try:
@@ -103,6 +105,7 @@ class Client:
         tools: Sequence[Tool] = (),
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
+        priority: int = 0,
     ) -> list[Completion]:
         """Generate `n` samples and return them when complete; same arguments and errors as `generate`.
 
@@ -119,6 +122,7 @@ class Client:
             tools=tools,
             tool_choice=tool_choice,
             parallel_tool_calls=parallel_tool_calls,
+            priority=priority,
         )
         with closing(stream) as chunks:
             return messages.gather(chunks)

@@ -63,7 +63,13 @@ class ModelInfo:
 
 
 def generate_request(
-    prompt: Prompt, sampling: SamplingParams | None, n: int, model: str, request_id: str, use: ToolUse | None = None
+    prompt: Prompt,
+    sampling: SamplingParams | None,
+    n: int,
+    model: str,
+    request_id: str,
+    use: ToolUse | None = None,
+    priority: int = 0,
 ) -> inference_pb2.GenerateRequest:
     """Build the message for `Inference.Generate`.
 
@@ -71,7 +77,7 @@ def generate_request(
         InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages; functions are given for
             a prompt that is no conversation.
     """
-    request = inference_pb2.GenerateRequest(model=model, request_id=request_id, n=n)
+    request = inference_pb2.GenerateRequest(model=model, request_id=request_id, n=n, priority=priority)
     if sampling is not None:
         request.sampling.CopyFrom(wire.sampling_to_wire(sampling))
     if isinstance(prompt, str):

@@ -241,6 +241,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         at(GATEWAY, "spec.template.spec.terminationGracePeriodSeconds"),
         54,
     ),
+    "scheduling": ({"scheduling": "two-level"}, flag("scheduling"), "two-level"),
     "tenancy.keysSecret": (
         {"tenancy": {"keysSecret": "mine"}},
         lambda pool: [
@@ -321,7 +322,7 @@ OTHERWISE = {"roles[].scaling.upSeconds": auto(requestsTarget=5)}
 
 CHANGES_WORKERS = {
     "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "connector.type",
-    "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "image",
+    "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "scheduling", "image",
     "imagePullPolicy", "imagePullSecrets", "roles[].name", "roles[].template",
 }  # fmt: skip
 CHANGES_WORKERS_UNDER = ("model.cache.", "roles[].engine.", "roles[].resources.", "tiers[].")

@@ -46,6 +46,7 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
     spec = pool.spec
     return {
         **({"keys": pool.keys} if pool.keys else {}),
+        **({"scheduling": spec.scheduling} if spec.scheduling else {}),
         "model": spec.model,
         "connector": spec.connector,
         "tiers": spec.tiers,
@@ -170,6 +171,8 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
         "lease-seconds": _LEASE_SECONDS,
         "drain-seconds": spec.drain.seconds,
     }
+    if spec.scheduling:
+        flags["scheduling"] = spec.scheduling
     return ["worker", *(f"--{name}={value}" for name, value in flags.items())]
 
 

@@ -194,6 +194,8 @@ class PoolSpec(_Struct, frozen=True):
     observability: Observability = Observability()
     network_policy: Literal["Restricted", "Off"] = "Restricted"
     disruption: Disruption = Disruption()
+    scheduling: Literal["", "fcfs", "priority", "srtf", "two-level"] = ""
+    """Scheduling policy of the workers; empty for their default."""
     image: str = ""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
