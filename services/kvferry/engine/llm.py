@@ -1,7 +1,10 @@
 """Offline inference API: the class `LLM` completes prompts with one engine in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.progress import Progress
 
 from kvferry.core.errors import InvalidRequest, UsageError
 from kvferry.core.hashing import BlockNamers
@@ -18,9 +21,12 @@ from kvferry.model.requests.prompt_parameters import (
     token_fields,
     with_bad_word_tokens,
 )
+from kvferry.model.text.chat_template import Message
 from kvferry.model.text.detokenizer import Detokenizer
 from kvferry.model.text.stop_strings import StopMatcher
 from kvferry.model.text.tokenizer import Tokenizer
+from kvferry.model.text.tools.definitions import Tool
+from kvferry.model.text.tools.prompt import encode_conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +143,26 @@ class LLM:
         return self._loaded.source.tokenizer
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], sampling: SamplingParams | None = None
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
     ) -> list[Completion]:
         """Complete prompts, each a text or its token ids, in one batch; return one completion per prompt, in order.
 
+        Args:
+            prompts: the prompts.
+            sampling: parameters of all prompts, or one for each.
+            progress: whether to show a progress bar on standard error.
+
         Raises:
-            InvalidRequest: a prompt is empty or too long, parameters do not fit the model, or every token is banned; no
-            prompt was completed.
+            InvalidRequest: the numbers of prompts and parameters differ, a prompt is empty or too long, parameters do
+                not fit the model, or every token is banned; no prompt was completed.
             GenerationFailed: a logit is not finite.
             UsageError: the weights are random, but a prompt is a text, or stop strings or bad words are set.
         """
-        chosen = sampling or SamplingParams()
-        streams = [self._start(prompt, chosen) for prompt in prompts]
+        streams = [self._start(*each) for each in zip(prompts, _for_each(sampling, len(prompts)), strict=True)]
         added: list[RequestId] = []
         try:
             for stream in streams:
@@ -158,18 +172,55 @@ class LLM:
             for request_id in added:
                 self.engine.abort(request_id)
             raise
-        by_id = {s.request.request_id: s for s in streams}
+        with Progress(console=Console(stderr=True), disable=not progress) as bar:
+            task = bar.add_task("completions", total=len(streams))
+            self._run({s.request.request_id: s for s in streams}, lambda: bar.advance(task))
+        return [s.completion() for s in streams]
+
+    def chat(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Answer conversations in one batch; return one completion per conversation, in order. The text of an answer
+        with calls has them in the model's format.
+
+        Args:
+            conversations: each a list of messages with `role` and `content`.
+            sampling: parameters of all answers, or one for each.
+            tools: functions that the model may call.
+            progress: whether to show a progress bar on standard error.
+
+        Raises:
+            InvalidRequest: see `generate`; the chat template rejects a conversation.
+            GenerationFailed: a logit is not finite.
+            UsageError: the model has no chat template.
+        """
+        tokenizer = self.tokenizer
+        template = None if self._loaded.source is None else self._loaded.source.chat_template
+        if template is None:
+            raise UsageError("this model has no chat template; use generate", field="model")
+        prompts = [encode_conversation(template, tokenizer, messages, tools) for messages in conversations]
+        return self.generate(prompts, sampling, progress=progress)
+
+    def _run(self, by_id: "Mapping[RequestId, _Stream]", on_end: Callable[[], None]) -> None:
+        """Step until all requests have ended; abort all if one fails."""
         while self.engine.has_work:
             for update in self.engine.step().updates:
                 if update.error is not None:
                     for request_id in by_id:
                         self.engine.abort(request_id)
                     raise update.error
+                stream = by_id[update.request_id]
                 if update.scores is not None:
-                    by_id[update.request_id].scores = update.scores
-                if by_id[update.request_id].take(update.tokens, update.finish_reason, update.num_cached):
+                    stream.scores = update.scores
+                if stream.take(update.tokens, update.finish_reason, update.num_cached):
                     self.engine.abort(update.request_id)
-        return [s.completion() for s in streams]
+                if stream.has_ended:
+                    on_end()
 
     def _start(self, prompt: str | Sequence[int], sampling: SamplingParams) -> "_Stream":
         if isinstance(prompt, str):
@@ -196,6 +247,16 @@ class LLM:
                 )
 
 
+def _for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise InvalidRequest(
+            f"sampling has {len(sampling)} parameters for {count} prompts; give one, or one for each", field="sampling"
+        )
+    return sampling
+
+
 class _Stream:
     """Output of one prompt while it is being generated."""
 
@@ -220,6 +281,11 @@ class _Stream:
         self._text += text
         self._tokens += kept
         return self._reason is not None and reason is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the output is complete."""
+        return self._reason is not None
 
     def completion(self) -> Completion:
         assert self._reason is not None, "a request ended without a reason"

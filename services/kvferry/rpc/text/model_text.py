@@ -10,13 +10,12 @@ from kvferry.model.text.answers.answer import AnswerForm
 from kvferry.model.text.answers.formats import AUTO, CallFormat, recognized
 from kvferry.model.text.answers.marks import Marks
 from kvferry.model.text.answers.reasoning import OPENER
-from kvferry.model.text.chat import encode_chat
 from kvferry.model.text.chat_template import ChatTemplate
 from kvferry.model.text.detokenizer import Detokenizer
 from kvferry.model.text.stop_strings import StopMatcher
 from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tools.definitions import Tool
-from kvferry.model.text.tools.prompt import as_text
+from kvferry.model.text.tools.prompt import encode_conversation
 from kvferry.rpc.text.text_model import ChatMessages, TextModel
 
 
@@ -42,10 +41,7 @@ def text_model_of(source: ModelSource, parsers: AnswerParsers | None = None) -> 
 
     def chat(messages: ChatMessages, tools: Sequence[Tool]) -> list[int]:
         assert template is not None
-        if not template.uses_tools:
-            return encode_chat(template, tokenizer, as_text(messages, tools))
-        given = [tool.as_template_input() for tool in tools] or None
-        return encode_chat(template, tokenizer, list(messages), tools=given)
+        return encode_conversation(template, tokenizer, messages, tools)
 
     return TextModel(
         name=source.config.name,

@@ -7,6 +7,9 @@ The format is that of the Hermes models: functions in the system message, calls 
 import json
 from collections.abc import Mapping, Sequence
 
+from kvferry.model.text.chat import encode_chat
+from kvferry.model.text.chat_template import ChatTemplate
+from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.history import Message
 
@@ -23,6 +26,19 @@ nothing after it; to call several functions, write one such part for each:
 </tool_call>
 
 You then get the results between <tool_response> and </tool_response>. If none is needed, answer in plain text."""
+
+
+def encode_conversation(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool] = ()
+) -> list[int]:
+    """Render and encode a conversation with the functions that are offered, whether or not the template has tools.
+
+    Raises:
+        InvalidRequest: see `chat.encode_chat`.
+    """
+    if not template.uses_tools:
+        return encode_chat(template, tokenizer, as_text(messages, tools))
+    return encode_chat(template, tokenizer, messages, tools=[tool.as_template_input() for tool in tools] or None)
 
 
 def as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

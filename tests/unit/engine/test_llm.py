@@ -1,0 +1,56 @@
+"""The offline API: parameters for each prompt, conversations, progress; nothing is left in the engine."""
+
+import pytest
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.engine import LLM, SamplingParams
+from kvferry.model.text.chat import encode_chat
+from kvferry.model.text.tools.definitions import Tool
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny", dtype="float32", kv_bytes=16 << 20)
+
+
+def test_each_prompt_has_its_parameters(llm: LLM) -> None:
+    drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=5, ignore_eos=True)
+    both = llm.generate(["hello", "hello"], [GREEDY, drawn])
+    assert [len(out.token_ids) for out in both] == [8, 5]
+    assert both[0].token_ids == llm.generate(["hello"], GREEDY)[0].token_ids
+    assert both[1].token_ids == llm.generate(["hello"], drawn)[0].token_ids
+    assert llm.engine.is_idle
+
+
+def test_unequal_numbers_are_named(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="2 parameters for 1 prompts"):
+        llm.generate(["hello"], [GREEDY, GREEDY])
+    assert llm.engine.is_idle
+
+
+def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    (answer,) = llm.chat([messages], GREEDY)
+    source = llm._loaded.source
+    assert source is not None
+    assert source.chat_template is not None
+    prompt = encode_chat(source.chat_template, llm.tokenizer, messages)
+    assert answer.prompt_token_ids == tuple(prompt)
+    assert answer.token_ids == llm.generate([prompt], GREEDY)[0].token_ids
+
+
+def test_functions_reach_the_prompt(llm: LLM) -> None:
+    tool = Tool("get_weather", "Returns the weather.", {"type": "object", "properties": {}})
+    (answer,) = llm.chat([[{"role": "user", "content": "hello"}]], GREEDY, tools=[tool])
+    assert "get_weather" in llm.tokenizer.decode(answer.prompt_token_ids)
+
+
+def test_progress_is_shown_only_if_asked(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["hello"], GREEDY)
+    assert capsys.readouterr() == ("", "")
+    llm.generate(["hello"], GREEDY, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "completions" in shown.err
