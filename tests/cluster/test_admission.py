@@ -79,6 +79,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "target without Auto": (prefill(scaling={"mode": "External", "requestsTarget": 3}), "require scaling.mode Auto"),
     "endless window": (prefill(scaling={"mode": "Auto", "downSeconds": 86401}), "downSeconds"),
     "idle at once": (prefill(scaling={"mode": "Auto", "idleSeconds": 0}), "idleSeconds"),
+    "unknown scheduling": ({"scheduling": "lifo"}, 'supported values: "fcfs", "priority", "srtf", "two-level"'),
     "a size without unit": (prefill(engine={"kvMemory": "much"}), "spec.roles[0].engine.kvMemory"),
     "kvMemory in milli": (prefill(engine={"kvMemory": "512m"}), "a size with a unit, for example 512Mi or 4Gi"),
     "kvMemory without unit": (prefill(engine={"kvMemory": "512"}), "a size with a unit, for example 512Mi or 4Gi"),
@@ -169,6 +170,7 @@ GOOD: dict[str, dict[str, Any]] = {
         }
     ),
     "sizes": {**prefill(engine={"kvMemory": "0.5Gi"}), **tiers({"type": "disk", "size": "1Ti"})},
+    "a scheduling policy": {"scheduling": "two-level"},
     "the earlier notation": prefill(engine={"kvMemory": "512MiB"}),
     "an image with everything": {"image": f"registry.example:5000/team/kvferry:0.1.0@sha256:{'0' * 64}"},
     "a short image": {"image": "kvferry"},
