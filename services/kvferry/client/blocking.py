@@ -64,6 +64,7 @@ class Client:
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> Generator[TextChunk, None, None]:
         """Stream text and tokens as they are generated; closing the generator stops the generation.
 
@@ -78,12 +79,13 @@ class Client:
             tool_choice: `auto`, `none`, `required`, or the name of the function to call.
             parallel_tool_calls: whether an answer may have several calls.
             priority: class of the request; lower numbers come first, where workers schedule by priority.
+            cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
 
         Raises:
             KvferryError: the error that the gateway raised, as the same subclass.
         """
         use = messages.tool_use(tools, tool_choice, is_parallel=parallel_tool_calls)
-        request = messages.generate_request(prompt, sampling, n, model, request_id, use, priority)
+        request = messages.generate_request(prompt, sampling, n, model, request_id, use, priority, cache_salt)
         limit = self._timeout if timeout is None else timeout
         call = self._stub.Generate(request, timeout=limit, metadata=self._metadata)
         try:
@@ -106,6 +108,7 @@ class Client:
         tool_choice: str = "auto",
         parallel_tool_calls: bool = True,
         priority: int = 0,
+        cache_salt: str = "",
     ) -> list[Completion]:
         """Generate `n` samples and return them when complete; same arguments and errors as `generate`.
 
@@ -123,6 +126,7 @@ class Client:
             tool_choice=tool_choice,
             parallel_tool_calls=parallel_tool_calls,
             priority=priority,
+            cache_salt=cache_salt,
         )
         with closing(stream) as chunks:
             return messages.gather(chunks)

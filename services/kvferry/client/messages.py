@@ -70,6 +70,7 @@ def generate_request(
     request_id: str,
     use: ToolUse | None = None,
     priority: int = 0,
+    cache_salt: str = "",
 ) -> inference_pb2.GenerateRequest:
     """Build the message for `Inference.Generate`.
 
@@ -77,7 +78,9 @@ def generate_request(
         InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages; functions are given for
             a prompt that is no conversation.
     """
-    request = inference_pb2.GenerateRequest(model=model, request_id=request_id, n=n, priority=priority)
+    request = inference_pb2.GenerateRequest(
+        model=model, request_id=request_id, n=n, priority=priority, cache_salt=cache_salt
+    )
     if sampling is not None:
         request.sampling.CopyFrom(wire.sampling_to_wire(sampling))
     if isinstance(prompt, str):

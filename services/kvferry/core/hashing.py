@@ -121,3 +121,17 @@ def _pack_u32(tokens: Iterable[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+MAX_CACHE_SALT_CHARS = 1024
+
+
+def cache_scope(tenant: str, salt: str) -> str:
+    """Return the scope of a request's block names: the tenant, and a digest of the salt if there is one.
+
+    Requests with unequal salts share no KV, so that the time to first token of one does not reveal whether a prompt was
+    computed for another. Workers treat the scope as a tenant.
+    """
+    if not salt:
+        return tenant
+    return f"{tenant}\x1f{blake3(salt.encode('utf-8', 'surrogatepass')).hexdigest(16)}"

@@ -7,6 +7,7 @@ from typing import cast
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.core.load import WorkerLoad
 from kvferry.core.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -262,6 +263,19 @@ def check_priority(value: int) -> int:
     if abs(value) > MAX_PRIORITY:
         raise InvalidRequest(
             f"priority must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {value}", field="priority"
+        )
+    return value
+
+
+def check_cache_salt(value: str) -> str:
+    """Check the salt of a request's cache.
+
+    Raises:
+        InvalidRequest: it is too long.
+    """
+    if len(value) > MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt has {len(value)} characters; at most {MAX_CACHE_SALT_CHARS} are accepted", field="cache_salt"
         )
     return value
 

@@ -27,7 +27,7 @@ class LocalSource:
                 sample_index=request.sample_index,
                 priority=request.priority,
                 deadline=request.deadline,
-                tenant=request.tenant,
+                tenant=request.scope,
             )
         )
         kv_report = KvReportBuilder(self._context.worker_id)

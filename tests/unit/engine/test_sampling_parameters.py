@@ -285,7 +285,7 @@ def test_a_field_has_its_effect(llm: LLM, field: str) -> None:
     assert llm.engine.is_idle
 
 
-NOT_SAMPLING = {"model", "prompt", "stream", "stream_options", "n", "user", "priority", "echo", "best_of"}
+NOT_SAMPLING = {"model", "prompt", "stream", "stream_options", "n", "user", "priority", "cache_salt", "echo", "best_of"}
 """Fields of completions that are no field of `SamplingParams`; `test_openai_choices` has tests of those that change the
 choices."""
 ENGINE_ONLY = {"bad_word_token_ids"}

@@ -21,7 +21,7 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
         token_ids=asked.token_ids,
         sampling=wire.sampling_to_wire(asked.sampling),
         sample_index=asked.sample_index,
-        tenant=asked.tenant,
+        tenant=asked.scope,
         offer=True,
         ticket_id=new_ticket_id(),
         prior_turn_ticket=prior_turn_ticket,
@@ -41,7 +41,7 @@ def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
         num_generated=len(run.emitted),
         sampling=wire.sampling_to_wire(sampling),
         sample_index=asked.sample_index,
-        tenant=asked.tenant,
+        tenant=asked.scope,
         want_cached_ticket=True,
         priority=asked.priority,
     )

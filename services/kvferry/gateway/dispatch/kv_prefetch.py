@@ -58,7 +58,7 @@ class KvPrefetches:
         return decode_pb2.PrefetchKvRequest(
             request_id=asked.request_id,
             token_ids=asked.token_ids,
-            tenant=asked.tenant,
+            tenant=asked.scope,
             ticket_id=ticket_id,
             prefill=common_pb2.WorkerIdentity(worker_id=view.worker_id, incarnation=view.incarnation),
             prefill_address=view.endpoint.address,

@@ -40,7 +40,7 @@ class Turns:
         view = self._fleet.view(address)
         if view is None or view.incarnation is None:
             return
-        names = block_names(self._namers, run.request.tenant, view.as_replica(), run.token_ids[:num_tokens])
+        names = block_names(self._namers, run.request.scope, view.as_replica(), run.token_ids[:num_tokens])
         if not names:
             return
         self._turns[names[-1]] = _Turn(address, view.incarnation, sealed)
@@ -53,7 +53,7 @@ class Turns:
         there is no such turn."""
         if not self._turns:
             return b""
-        for name in reversed(block_names(self._namers, run.request.tenant, pick.replica, run.request.token_ids[:-1])):
+        for name in reversed(block_names(self._namers, run.request.scope, pick.replica, run.request.token_ids[:-1])):
             turn = self._turns.get(name)
             if turn is None:
                 continue

@@ -81,5 +81,5 @@ class RouteSelection:
             skip = RouteReason.RESUME
         elif len(asked.token_ids) < self._config.skip_prefill_below_tokens:
             skip = RouteReason.SHORT_PROMPT
-        key = prefix_key(self._namers, asked.tenant, asked.token_ids, self._config.prefix_blocks)
+        key = prefix_key(self._namers, asked.scope, asked.token_ids, self._config.prefix_blocks)
         return choose(key, candidates, load_factor=self._config.load_factor, skip_prefill=skip)

@@ -25,6 +25,7 @@ class ReadRequest:
     """Number of samples per prompt."""
     stream: bool
     include_usage: bool
+    cache_salt: str
     priority: int
     constraint_field: str
     """Field of the request that has the constraint of `sampling`; empty if the output is free."""
@@ -56,6 +57,7 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
         num_samples=asked.num_samples,
         stream=bool(asked.stream),
         include_usage=asked.include_usage,
+        cache_salt=asked.cache_salt or "",
         priority=asked.priority,
         constraint_field=asked.constraint()[0] or "tools",
         prompt_logprobs=asked.prompt_logprobs,
@@ -84,15 +86,15 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     encoded = tuple(prompts.encode_text(model, prompt) if isinstance(prompt, str) else prompt for prompt in found)
     for ids in encoded if sampling.truncate_prompt_tokens is None else ():
         prompts.check_num_tokens(model, len(ids))
-    field, _ = asked.constraint()
     return ReadRequest(
-        encoded,
-        sampling,
-        asked.num_generated,
-        bool(asked.stream),
-        asked.include_usage,
-        asked.priority,
-        field,
+        prompts=encoded,
+        sampling=sampling,
+        num_samples=asked.num_generated,
+        stream=bool(asked.stream),
+        include_usage=asked.include_usage,
+        cache_salt=asked.cache_salt or "",
+        priority=asked.priority,
+        constraint_field=asked.constraint()[0],
         num_choices=asked.num_samples if asked.num_generated > asked.num_samples else None,
         echoes=tuple(prompt if isinstance(prompt, str) else None for prompt in found) if asked.echo else (),
         prompt_logprobs=asked.prompt_logprobs,

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.http.fields.constraint_fields import (
     ConstraintFields,
@@ -95,6 +96,8 @@ class _Common(ConstraintFields):
     repetition_penalty: float | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    """Requests with unequal salts share no KV; named as in vLLM."""
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     typical_p: float | None = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)] | None = None

@@ -48,6 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 sampling=prepared.sampling,
                 num_samples=wire.num_samples_from_wire(request.n),
                 tenant=tenant,
+                cache_salt=wire.check_cache_salt(request.cache_salt),
                 priority=wire.check_priority(request.priority),
                 arrived=arrived,
                 deadline=None if remaining is None else arrived + remaining,

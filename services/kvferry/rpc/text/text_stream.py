@@ -36,6 +36,8 @@ class TextRequest:
     """Sampling parameters with `max_tokens` and `seed` set."""
     num_samples: int = 1
     tenant: str = ""
+    cache_salt: str = ""
+    """Requests of the tenant with unequal salts share no KV."""
     priority: int = 0
     """Class of the request; lower numbers come first, where workers schedule by priority."""
     arrived: float = 0.0
@@ -110,6 +112,7 @@ async def _sample(
         sampling=request.sampling,
         sample_index=index,
         tenant=request.tenant,
+        cache_salt=request.cache_salt,
         priority=request.priority,
         arrived=request.arrived,
         deadline=request.deadline,

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 
@@ -25,12 +26,19 @@ class TokenRequest:
     sample_index: int = 0
     tenant: str = ""
     """Owner of the KV blocks; empty for the default tenant."""
+    cache_salt: str = ""
+    """Requests of the tenant with unequal salts share no KV; empty for the tenant's own cache."""
     priority: int = 0
     """Class of the request; lower numbers come first, where workers schedule by priority."""
     arrived: float = 0.0
     """Arrival time, monotonic seconds; timings are relative to it."""
     deadline: float | None = None
     """Deadline, monotonic seconds; `None` selects the source's default limit."""
+
+    @property
+    def scope(self) -> str:
+        """Scope of the names of its KV blocks: tenant and salt."""
+        return cache_scope(self.tenant, self.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
