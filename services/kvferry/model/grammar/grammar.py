@@ -57,14 +57,11 @@ class GrammarState:
         """
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
-            raise too_complex(self._matcher.get_error())
+            error = self._matcher.get_error()
+            raise dead_end() if _DEAD_END_SIGN in error else too_complex(error)
         bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
         if not bits.any():
-            raise InvalidRequest(
-                "the constraint cannot be continued with any token of this model; change its grammar or schema",
-                field="constraint",
-                reason="CONSTRAINT_DEAD_END",
-            )
+            raise dead_end()
         return bits
 
     @property
@@ -73,12 +70,22 @@ class GrammarState:
         return self._matcher.is_accepting()
 
 
-_LIMIT_SIGNS = ("limit", "too complex", "too large", "too many", "max is", "panic")
+_DEAD_END_SIGN = "NoExtension"
+_LIMIT_SIGNS = ("limit", "too complex", "too large", "too many", "max is", "fuel", "panic")
 
 
 def is_limit(error: str) -> bool:
     """Return whether an error of the parser is an exceeded limit of its work. A panic is one of its arithmetic."""
     return any(sign in error.lower() for sign in _LIMIT_SIGNS)
+
+
+def dead_end() -> InvalidRequest:
+    """Return the error for an output that no token can continue, such as that of a grammar without texts."""
+    return InvalidRequest(
+        "the constraint cannot be continued with any token of this model; change its grammar or schema",
+        field="constraint",
+        reason="CONSTRAINT_DEAD_END",
+    )
 
 
 def too_complex(error: str) -> InvalidRequest:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.model.grammar.json_schema import enforceable, parsed_schema
 
 MAX_CHOICES = 1024
 MAX_TAGS = 128
@@ -56,7 +57,8 @@ def _json_schema(source: str, _: Mapping[str, int]) -> str:
 
     whitespace = rf"[ \t\r\n]{{1,{MAX_WHITESPACE}}}"
     try:
-        return LLMatcher.grammar_from_json_schema(source, overrides={"whitespace_pattern": whitespace})
+        schema = json.dumps(parsed_schema(source), ensure_ascii=False)
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": whitespace})
     except ValueError as error:
         raise _invalid(f"json_schema is not a valid schema: {error}") from None
 
@@ -121,7 +123,7 @@ def _structure(structure: object) -> tuple[str, dict[str, Any], str]:
     if isinstance(structure, dict):
         begin, schema, end = structure.get("begin"), structure.get("schema"), structure.get("end", "")
         if isinstance(begin, str) and begin and isinstance(schema, dict) and isinstance(end, str):
-            return begin, schema, end
+            return begin, enforceable(schema), end
     raise _invalid("a structure of structural_tag has `begin` and `end` (strings) and `schema` (an object)")
 
 

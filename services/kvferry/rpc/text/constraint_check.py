@@ -5,6 +5,7 @@ constraint first, with a limit of time and memory; workers compile what passed. 
 repeats a request waits only once, and a costly constraint is not compiled again.
 """
 
+import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from kvferry.rpc.text.text_process import TextLimits, TextProcess
 
 MAX_VERDICTS = 1024
 CHECK_SECONDS = 2.0
+_COSTLY = "CONSTRAINT_TOO_COSTLY"
 _MEMORY_BYTES = 1 << 30
+_MAX_WAITING = 64
 _NICENESS = 10
 
 
@@ -35,9 +38,10 @@ class ConstraintCheck:
             TextLimits(
                 job_seconds=CHECK_SECONDS,
                 memory_bytes=_MEMORY_BYTES,
+                max_waiting=_MAX_WAITING,
                 niceness=_NICENESS,
                 field="constraint",
-                reason="CONSTRAINT_TOO_COSTLY",
+                reason=_COSTLY,
                 remedy="simplify the constraint",
             ),
             prepare=prepare,
@@ -57,9 +61,12 @@ class ConstraintCheck:
             self._verdicts.move_to_end(digest)
         else:
             verdict: InvalidRequest | None = None
+            begun = asyncio.get_running_loop().time()
             try:
                 await self._process.run(compile_constraint, constraint)
             except InvalidRequest as error:
+                if error.reason == _COSTLY and asyncio.get_running_loop().time() - begun < CHECK_SECONDS:
+                    raise  # the process ended for another reason, such as a signal, which says nothing for later
                 verdict = error
             self._verdicts[digest] = verdict
             if len(self._verdicts) > MAX_VERDICTS:

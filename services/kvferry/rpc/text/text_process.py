@@ -89,7 +89,10 @@ class TextProcess:
             Unavailable: the process does not respond.
         """
         if self._num_jobs >= self._limits.max_waiting:
-            raise Overloaded(f"{self._num_jobs} large requests are being read already", retry_after_seconds=1.0)
+            raise Overloaded(
+                f"{self._num_jobs} other requests wait for the check of their {self._limits.field}",
+                retry_after_seconds=1.0,
+            )
         self._num_jobs += 1
         try:
             await self._turn.acquire()  # a caller that is cancelled here leaves no job

@@ -136,10 +136,10 @@ def test_a_token_that_is_not_allowed_breaks_an_invariant() -> None:
     ("of", "message"),
     [
         (constraint(ConstraintKind.JSON_SCHEMA, {"type": "frob"}), "frob"),
-        (constraint(ConstraintKind.JSON_SCHEMA, "["), "not a valid schema"),
+        (constraint(ConstraintKind.JSON_SCHEMA, "["), "not valid JSON"),
         (constraint(ConstraintKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
         (constraint(ConstraintKind.JSON_SCHEMA, '{"$ref": "http://localhost/x"}'), "not fetch|not present"),
-        (constraint(ConstraintKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000), "recursion"),
+        (constraint(ConstraintKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000), "nested too deeply"),
         (constraint(ConstraintKind.REGEX, "(?=a)b"), "look-around"),
         (constraint(ConstraintKind.REGEX, "("), "regex"),
         (constraint(ConstraintKind.CHOICE, []), "1 to 1024"),

@@ -8,6 +8,7 @@ the parser of the same format, with arguments that fit their schemas. Separators
 import json
 from collections.abc import Callable, Mapping, Sequence
 
+from kvferry.model.grammar.json_schema import enforceable
 from kvferry.model.text.answers.formats import CallFormat
 from kvferry.model.text.answers.marks import Marks
 from kvferry.model.text.tools.definitions import Tool
@@ -66,7 +67,7 @@ def _schema(tool: Tool) -> str:
     schema = tool.schema
     # JSON Schema allows members that a schema does not mention; a small model would invent them without end.
     closed = {"additionalProperties": False} if "properties" in schema and not _OPEN & schema.keys() else {}
-    whole = {**schema, **closed, "type": "object", "x-guidance": _SPACING}
+    whole = {**enforceable(schema), **closed, "type": "object", "x-guidance": _SPACING}
     return f"%json {json.dumps(whole, ensure_ascii=False)}"
 
 

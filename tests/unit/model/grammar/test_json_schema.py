@@ -1,0 +1,83 @@
+"""Bounds of numbers are enforced exactly, or refused."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import InvalidRequest
+from kvferry.model import tiny
+from kvferry.model.grammar.json_schema import enforceable, parsed_schema
+from kvferry.model.grammar.vocabulary import GrammarVocabulary
+
+VOCABULARY = GrammarVocabulary(tiny.tokenizer(tiny.config()))
+EOS = list(tiny.config().eos_token_ids)
+_values = st.sampled_from([0, 1, 2, -1, -2, 0.5, -0.5, 0.1, 1.5, 2.25, 10, -10, 100, 0.01])
+
+
+def accepts(schema: dict[str, Any], text: str) -> bool:
+    state = VOCABULARY.compile(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema))).start()
+    for byte in text.encode():
+        if not state.allowed()[byte]:
+            return False
+        state.advance([byte])
+    return bool(state.allowed()[EOS].all())
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    _values, _values, st.sampled_from(["minimum", "exclusiveMinimum"]), st.sampled_from(["maximum", "exclusiveMaximum"])
+)
+def test_no_value_outside_of_the_bounds_is_accepted(low: float, high: float, lower: str, upper: str) -> None:
+    schema = {"type": "number", lower: low, upper: high}
+    if high - low < 0.001:
+        return
+    for bound, key in ((low, lower), (high, upper)):
+        for text in {str(bound), f"{float(bound)}", f"{float(bound)}0", "-0" if bound == 0 else str(bound)}:
+            if key.startswith("exclusive"):
+                assert not accepts(schema, text), f"{text} of {schema}"
+    middle = f"{(low + high) / 2:.4f}".rstrip("0").rstrip(".")
+    assert accepts(schema, middle), f"{middle} of {schema}"
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "integer", "minimum": 10**30, "maximum": 10**31}, "minimum"),
+        ({"type": "integer", "maximum": 2**53 + 1}, "maximum"),
+        ({"properties": {"a": {"anyOf": [{"multipleOf": 1e300}]}}}, "multipleOf"),
+        ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "x-guidance"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parsed_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize("source", ['{"minimum": NaN}', "[1,", '{"items":' * 100_000])
+def test_what_is_no_json_is_refused(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="json_schema"):
+        parsed_schema(source)
+
+
+def test_values_and_names_that_look_like_bounds_stay() -> None:
+    schema = {
+        "properties": {"exclusiveMinimum": {"type": "integer", "exclusiveMinimum": 0}, "const": {"type": "null"}},
+        "enum": [{"exclusiveMinimum": 0}],
+        "const": {"minimum": 10**30},
+    }
+    assert enforceable(schema) == schema
+
+
+def test_the_tighter_bound_is_kept() -> None:
+    assert enforceable({"exclusiveMinimum": 0, "minimum": 5}) == {"minimum": 5}
+    assert enforceable({"exclusiveMaximum": 1, "maximum": 5})["maximum"] < 1
+
+
+def test_a_grammar_without_texts_is_named_as_such() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        VOCABULARY.check(Constraint(ConstraintKind.REGEX, r"[^\s\S]"))
+    assert caught.value.reason == "CONSTRAINT_DEAD_END"
