@@ -42,8 +42,8 @@ def test_every_answer_is_a_call_that_fits(llm: LLM, use: ToolUse) -> None:
     model = text_model_of(open_model("tiny"))
     names: set[str] = set()
     for seed in range(8):
-        wishes = SamplingParams(max_tokens=400, seed=seed)
-        chat = prepare_chat(model, [{"role": "user", "content": "hi"}], use, wishes)
+        sampling = SamplingParams(max_tokens=400, seed=seed)
+        chat = prepare_chat(model, [{"role": "user", "content": "hi"}], use, sampling)
         (result,) = llm.generate([list(chat.token_ids)], chat.sampling)
         assert chat.split is not None
         assert result.finish_reason is FinishReason.STOP

@@ -10,8 +10,8 @@
 The key isolates tenants and models: the same text has different names for two tenants, and names can be neither
 computed nor verified without the key. Workers and gateways share the tenant key (docs/adr/0021-one-name-per-block.md),
 so that a gateway computes the same names as a worker's cache events. `extra` distinguishes content with equal tokens
-but different KV (an adapter, a salt). Only full blocks have names. Golden vectors (tests/golden/block_names.json) fix
-the format; changing it requires a new context string.
+but different KV (an adapter); a salt is part of the tenant (`cache_scope`). Only full blocks have names. Golden vectors
+(tests/golden/block_names.json) fix the format; changing it requires a new context string.
 """
 
 import struct
@@ -28,6 +28,9 @@ _CONTEXT = "kvferry 2026-11 block names"
 _NO_PARENT = bytes(32)
 _MAX_EXTRA_BYTES = 0xFFFF
 _MAX_NAMERS = 1024
+MAX_CACHE_SALT_CHARS = 1024
+SALT_DIGEST_CHARS = 33
+"""Number of characters that a salt adds to a tenant: a separator and a digest."""
 
 
 class BlockNamer:
@@ -121,9 +124,6 @@ def _pack_u32(tokens: Iterable[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
-
-
-MAX_CACHE_SALT_CHARS = 1024
 
 
 def cache_scope(tenant: str, salt: str) -> str:

@@ -22,9 +22,10 @@ def _of(metric: Metric) -> Histogram:
 
 @dataclass(slots=True)
 class _Times:
-    """Times of a request in monotonic seconds; `None` if it has not come that far."""
+    """A request's prompt tokens, and the times of its phases in monotonic seconds; `None` for phases to come."""
 
     arrived: float
+    num_prompt: int
     started: float | None = None
     last_token: float | None = None
 
@@ -46,12 +47,10 @@ class EngineStatistics:
     inter_token_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_INTER_TOKEN_SECONDS))
     request_seconds: Histogram = field(default_factory=lambda: _of(metrics.WORKER_REQUEST_SECONDS))
     _times: dict[RequestId, _Times] = field(default_factory=dict)
-    _prompts: dict[RequestId, int] = field(default_factory=dict)
 
     def arrive(self, request_id: RequestId, num_prompt: int, now: float) -> None:
         """Record the arrival of a request with this number of prompt tokens."""
-        self._times[request_id] = _Times(now)
-        self._prompts[request_id] = num_prompt
+        self._times[request_id] = _Times(now, num_prompt)
 
     def start(self, started: Iterable[RequestId], now: float) -> None:
         """Record that requests take part in a step for the first time."""
@@ -60,7 +59,7 @@ class EngineStatistics:
             if times is not None and times.started is None:
                 times.started = now
                 self.queue_seconds.observe(now - times.arrived)
-                self.num_prompt_tokens += self._prompts.pop(request_id)
+                self.num_prompt_tokens += times.num_prompt
 
     def record(self, plan: StepPlan, updates: Sequence[SequenceUpdate], now: float) -> None:
         """Record a step and the tokens that it sampled."""
@@ -83,7 +82,6 @@ class EngineStatistics:
     def forget(self, request_id: RequestId) -> None:
         """Drop the times of a request that has ended. Idempotent."""
         self._times.pop(request_id, None)
-        self._prompts.pop(request_id, None)
 
     @property
     def num_open(self) -> int:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.core.hashing import BlockNamer, BlockNamers
+from kvferry.core.hashing import SALT_DIGEST_CHARS, BlockNamer, BlockNamers, cache_scope
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -63,3 +63,10 @@ def test_namers_of_tenants_and_layouts_differ_and_are_bounded() -> None:
         namers.of(f"t{i}", fingerprint=b"f", block_tokens=4)
     assert len(namers._namers) <= 1024
     assert namers.of("t0", fingerprint=b"f", block_tokens=4).chain(tokens) == first.chain(tokens)
+
+
+def test_a_salt_separates_scopes_and_adds_a_bounded_number_of_characters() -> None:
+    assert cache_scope("tenant", "") == "tenant"
+    scopes = {cache_scope(tenant, salt) for tenant in ("a", "b") for salt in ("", "x", "y" * 1000, "\ud800")}
+    assert len(scopes) == 8
+    assert all(len(scope) <= 1 + SALT_DIGEST_CHARS for scope in scopes)

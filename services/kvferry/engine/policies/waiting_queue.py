@@ -1,12 +1,12 @@
 """Queues of waiting sequences: by a fixed rank, by remaining tokens, and in two levels.
 
     rank queue       heap by a rank that does not change: arrival, or priority and arrival
-    shortest first   heap by priority and remaining tokens; the first is ranked anew before it is used
+    shortest first   heap by priority and remaining tokens; the rank of the first is recomputed before its use
     two levels       rank queue -> staging of `STAGED` sequences, refilled when empty; shortest first among the staged
 
 Remaining tokens are those that are neither computed nor cached. They change when the prefix cache does, and computing
-them searches the cache, so the first heap ranks anew only what comes first, and the staging bounds the search to
-`STAGED` sequences (Kwon, "vLLM: an efficient inference engine for large language models", 2025, section 4.5.3).
+them searches the cache, so this heap recomputes only the rank of its first sequence, and the staging bounds the search
+to `STAGED` sequences (Kwon, "vLLM: an efficient inference engine for large language models", 2025, section 4.5.3).
 """
 
 import heapq
@@ -85,8 +85,8 @@ class RankQueue:
 
 
 class ShortestFirstQueue(RankQueue):
-    """A queue by a rank that may change while a sequence waits. The first sequence is ranked anew until its rank is
-    still the lowest. A sequence whose rank has decreased is found when it comes first by its earlier rank."""
+    """A queue by a rank that may change while a sequence waits. The rank of the first sequence is recomputed until it
+    is still the lowest. A sequence whose rank has decreased is found when it comes first by its earlier rank."""
 
     def first(self) -> Sequence | None:
         """Return the sequence with the lowest rank."""
