@@ -46,8 +46,8 @@ Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 _COUNTERS: tuple[tuple[Metric, Metric | None, Callable[[Engine], int]], ...] = (
     (metrics.WORKER_STEPS, None, lambda e: e.statistics.num_steps),
     (metrics.WORKER_PREEMPTIONS, metrics.VLLM_PREEMPTIONS, lambda e: e.scheduler.num_preemptions),
-    (metrics.WORKER_PREFIX_QUERIED, metrics.VLLM_PREFIX_QUERIES, lambda e: e.scheduler.num_queried_tokens),
-    (metrics.WORKER_PREFIX_HIT, metrics.VLLM_PREFIX_HITS, lambda e: e.scheduler.num_hit_tokens),
+    (metrics.WORKER_PREFIX_QUERIED, metrics.VLLM_PREFIX_QUERIES, lambda e: e.scheduler.admission.num_queried_tokens),
+    (metrics.WORKER_PREFIX_HIT, metrics.VLLM_PREFIX_HITS, lambda e: e.scheduler.admission.num_hit_tokens),
     (metrics.WORKER_PROMPT_TOKENS, metrics.VLLM_PROMPT_TOKENS, lambda e: e.statistics.num_prompt_tokens),
     (metrics.WORKER_OUTPUT_TOKENS, metrics.VLLM_OUTPUT_TOKENS, lambda e: e.statistics.num_output_tokens),
     (metrics.WORKER_FINISHED, metrics.VLLM_FINISHED, lambda e: e.statistics.num_finished),

@@ -139,13 +139,16 @@ def a_request(
     num_generated: int = 0,
     remote: RemoteKv | None = None,
     tenant: str = "",
+    priority: int = 0,
+    prompt_logprobs: int | None = None,
 ) -> EngineRequest:
     """Create a request with greedy sampling."""
     return EngineRequest(
         request_id=RequestId(name),
         token_ids=tokens,
-        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        sampling=SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
         num_generated=num_generated,
+        priority=priority,
         exports=exports,
         remote=remote,
         tenant=tenant,

@@ -35,7 +35,7 @@ def test_prefix_queries_and_hits_count_tokens() -> None:
     for name in ("a", "b"):
         engine.add(a_request(name, prompt, max_tokens=1))
         engine.step()
-    assert (engine.scheduler.num_queried_tokens, engine.scheduler.num_hit_tokens) == (20, 8)
+    assert (engine.scheduler.admission.num_queried_tokens, engine.scheduler.admission.num_hit_tokens) == (20, 8)
 
 
 def test_an_aborted_request_leaves_no_times() -> None:

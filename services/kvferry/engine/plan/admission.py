@@ -1,4 +1,6 @@
-"""Admission control: checks whether a new sequence fits into the free pages that admitted sequences do not need.
+"""Admission of waiting sequences to a step: in the order of the policy, while budget, sequence limit and pages last.
+
+A sequence is admitted if it fits into the free pages that admitted sequences do not need:
 
     pages   [ held by tables, exports, stores | free, including cached content ]
     free    [ needed by admitted prompts | reserve | for new sequences ]
@@ -8,13 +10,28 @@ long prompts that fit one after the other, but not together, would both be admit
 repeatedly. Therefore all pages for the tokens of an admitted prompt are counted from the start. Pages for tokens to be
 generated are not counted: their number is unknown, and preemption handles them (Kwon et al., PagedAttention, section
 4.5).
+
+A sequence whose next missing block is just being computed or loaded for another sequence waits for that block instead
+of computing it a second time. So the `n` samples of a request, and requests that arrive together with a common prefix,
+compute or fetch that prefix once (Kwon et al., PagedAttention, section 4.4); each computes only its last, partly filled
+block by itself, so that no page is written by two sequences.
 """
 
 from collections.abc import Iterable
 
-from kvferry.core.ids import BlockId
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.plan.loading import LoadingSequences
+from kvferry.engine.plan.lookahead import share
+from kvferry.engine.plan.sequence import Sequence, SequenceEvent
+from kvferry.engine.plan.step import ScheduledSequence
+from kvferry.engine.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.policies.policy import Policy
+from kvferry.engine.policies.waiting_queue import WaitingQueue
+
+_MAX_FOLLOWERS = 32
+"""Maximum number of sequences that one step finds to wait for another sequence's block, which bounds its time."""
 
 
 def num_lacking(allocator: Allocator, admitted: Iterable[Sequence]) -> int:
@@ -68,3 +85,139 @@ class Headroom:
         """Admit a sequence whose table has the pages of its first chunk; its remaining pages are reserved for it."""
         self._has_others = True
         self._promised += self._allocator.missing(newcomer.table, newcomer.num_tokens)
+
+
+def next_block(sequence: Sequence) -> BlockHash | None:
+    """Return the name of the block that an admitted sequence computes or loads next; `None` if it is not full yet."""
+    names = sequence.names
+    return names[sequence.num_listed] if sequence.num_listed < len(names) else None
+
+
+class Admission:
+    """Admits sequences of one scheduler from its queue to its running or loading sequences, which it shares."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        allocator: Allocator,
+        policy: Policy,
+        *,
+        waiting: WaitingQueue,
+        running: list[Sequence],
+        loading: LoadingSequences,
+    ) -> None:
+        self._limits = limits
+        self._allocator = allocator
+        self._policy = policy
+        self._waiting = waiting
+        self._running = running
+        self._loading = loading
+        self._reserve = int(allocator.pool.num_blocks * limits.reserve_share)
+        self._started: list[RequestId] = []
+        self.num_queried_tokens = self.num_hit_tokens = 0
+        """Tokens looked up in the prefix cache at the first admission of each sequence, and those found."""
+
+    def admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
+        """Admit waiting sequences while they fit; with `before`, those that precede this running sequence."""
+        if not len(self._waiting) or not self._has_place:
+            return
+        skipped: list[Sequence] = []
+        num_followers = 0
+        admitted = (*self._running, *self._loading.sequences)
+        pages = Headroom(self._allocator, admitted, reserve=self._reserve)
+        pending = {next_block(s) for s in admitted}
+        while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
+            if sequence.is_asking:
+                self._waiting.remove(sequence)
+                skipped.append(sequence)
+                continue
+            if before is not None:
+                remaining = num_remaining(self._allocator, sequence)
+                if not self._policy.precedes(sequence, remaining, before):
+                    break
+            if not self._has_place:
+                break
+            hit = cached_prefix(self._allocator, sequence)
+            if self._awaits(sequence, len(hit), pending):
+                num_followers += 1
+                if num_followers > _MAX_FOLLOWERS:
+                    break
+                self._waiting.remove(sequence)
+                skipped.append(sequence)
+                continue
+            if not self._admit_one(sequence, hit, room, pages, planned):
+                break
+            pending.add(next_block(sequence))
+        for sequence in skipped:
+            self._waiting.add(sequence)
+        self._running.sort(key=self._policy.order)
+
+    def has_place_for(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence fits now."""
+        admitted = (*self._running, *self._loading.sequences)
+        pages = Headroom(self._allocator, admitted, reserve=self._reserve)
+        return self._has_place and pages.fits(cached_prefix(self._allocator, sequence), sequence.num_tokens)
+
+    def start(self, sequence: Sequence) -> None:
+        """Add a sequence whose KV was loaded to the running ones."""
+        self._running.append(sequence)
+        self._running.sort(key=self._policy.order)
+        self._started.append(sequence.request_id)
+
+    def take_started(self) -> list[RequestId]:
+        """Return the requests that were admitted or loaded since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    @property
+    def _has_place(self) -> bool:
+        return len(self._running) + len(self._loading) < self._limits.max_sequences
+
+    def _awaits(self, sequence: Sequence, num_hit: int, pending: set[BlockHash | None]) -> bool:
+        """Return whether another sequence is computing or loading the block after the cached prefix, which this one
+        could then use."""
+        is_usable = (num_hit + 1) * self._allocator.block_tokens <= sequence.num_reusable
+        return is_usable and sequence.names[num_hit] in pending
+
+    def _admit_one(
+        self,
+        sequence: Sequence,
+        hit: list[BlockId],
+        room: StepBudget,
+        pages: Headroom,
+        planned: list[ScheduledSequence],
+    ) -> bool:
+        """Admit a sequence that starts from a cached prefix; return whether it fits."""
+        hit_tokens = len(hit) * self._allocator.block_tokens
+        remote = sequence.remote
+        # Blocks that were cached at the time of the lookup may have been evicted since, which leaves a gap.
+        fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
+        wanted = sequence.num_tokens - hit_tokens
+        count = room.fit_scored(sequence, hit_tokens, room.fit(wanted))
+        if count == 0 and not fetches:
+            return False
+        upto = sequence.num_tokens if fetches else hit_tokens + count
+        if not pages.fits(hit, sequence.num_tokens):  # counts all its tokens, not only the first chunk
+            return False
+        self._allocator.hold(sequence.table, hit)
+        if self._allocator.grow(sequence.table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is None:
+            raise InvariantBroken("the pages of an admitted sequence could not be allocated")
+        pages.admit(sequence)
+        self._waiting.remove(sequence)
+        sequence.num_computed = hit_tokens
+        sequence.num_listed = len(hit)
+        sequence.num_stored = max(sequence.num_stored, len(hit))
+        if not sequence.num_preemptions:
+            sequence.num_cached = hit_tokens
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += hit_tokens
+        if remote is not None and fetches:
+            self._loading.start(sequence, len(hit), self._allocator.blocks_for(remote.num_tokens))
+            return True
+        sequence.remote = None
+        sequence.move(SequenceEvent.ADMIT)
+        self._running.append(sequence)
+        self._started.append(sequence.request_id)
+        planned.append(share(sequence, count))
+        room.take(wanted, count, planned[-1].num_scored)
+        return True

@@ -25,7 +25,7 @@ from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.blocks.allocation import Allocator, BlockTable, PageCopy
-from kvferry.engine.plan.admission import Headroom, cached_prefix, num_lacking, num_remaining
+from kvferry.engine.plan.admission import Admission, num_lacking, num_remaining
 from kvferry.engine.plan.full_blocks import FullBlocks
 from kvferry.engine.plan.kv_jobs import LoadJob, SequenceUpdate
 from kvferry.engine.plan.loading import LoadingSequences
@@ -48,19 +48,18 @@ class Scheduler:
         self.blocks = FullBlocks(allocator)
         """Processing of full blocks: prefix index, stores and reports."""
         self._policy = policy_of(limits.scheduling)
-        self._remaining = partial(num_remaining, allocator)
-        self._waiting = self._policy.make_queue(self._remaining)
+        self._waiting = self._policy.make_queue(partial(num_remaining, allocator))
         self._deadlines = Deadlines()
-        self._reserve = int(allocator.pool.num_blocks * limits.reserve_share)
         self._running: list[Sequence] = []
         self._loading = LoadingSequences()
         self._known: dict[RequestId, Sequence] = {}
-        self._started: list[RequestId] = []
+        self.admission = Admission(
+            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading
+        )
+        """Admission of waiting sequences, with its statistics."""
         self._preempted: list[Sequence] = []
         self._arrivals = itertools.count()
         self.num_preemptions = 0
-        self.num_queried_tokens = self.num_hit_tokens = 0
-        """Tokens looked up in the prefix cache at the first admission of each sequence, and those found."""
 
     # ------------------------------------------------------------------ adding and aborting sequences
 
@@ -112,7 +111,7 @@ class Scheduler:
                 continue  # preempted earlier in this loop
             wanted = len(sequence.tokens) - sequence.num_computed
             if may_precede and wanted > 1 and self.num_preemptions == preempted_before:
-                self._admit(room, planned, before=sequence)
+                self.admission.admit(room, planned, before=sequence)
             if sequence.is_postponed and sequence.waits_for_mask:
                 continue
             count = 1 if wanted == 1 else room.fit_scored(sequence, sequence.num_computed, room.fit(wanted))
@@ -125,7 +124,7 @@ class Scheduler:
             planned.append(share(sequence, count))
             room.take(wanted, count, planned[-1].num_scored)
         if self.num_preemptions == preempted_before:  # otherwise pages are scarce
-            self._admit(room, planned)
+            self.admission.admit(room, planned)
         return StepPlan(tuple(planned), tuple(copies))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
@@ -169,8 +168,7 @@ class Scheduler:
 
     def take_started(self) -> list[RequestId]:
         """Return the requests that were admitted or loaded since the last call; the next step is their first."""
-        started, self._started = self._started, []
-        return started
+        return self.admission.take_started()
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Record the results of a step. Sequences that ended after its launch are skipped; failed sequences end now.
@@ -228,9 +226,7 @@ class Scheduler:
         sequence.remote = None
         sequence.move(SequenceEvent.LOADED)
         self.blocks.list_full(sequence)
-        self._running.append(sequence)
-        self._running.sort(key=self._policy.order)
-        self._started.append(request_id)
+        self.admission.start(sequence)
         return True
 
     def load_failed(self, request_id: RequestId) -> Sequence | None:
@@ -286,10 +282,7 @@ class Scheduler:
         """Preempt running sequences of lower classes until the first waiting sequence fits, if the policy says so."""
         first = self._waiting.first() if self._policy.displaces else None
         while first is not None and self._running and self._policy.displaced(first, self._running[-1]):
-            held = (*self._running, *self._loading.sequences)
-            has_place = len(held) < self.limits.max_sequences
-            pages = Headroom(self.allocator, held, reserve=self._reserve)
-            if has_place and pages.fits(cached_prefix(self.allocator, first), first.num_tokens):
+            if self.admission.has_place_for(first):
                 return
             self._preempt(self._running[-1])
 
@@ -314,58 +307,6 @@ class Scheduler:
         self._preempted.append(victim)
         self._waiting.add(victim)
         self.num_preemptions += 1
-
-    def _admit(self, room: StepBudget, planned: Planned, *, before: Sequence | None = None) -> None:
-        """Admit waiting sequences while they fit; with `before`, those that precede this running sequence."""
-        if not len(self._waiting) or len(self._running) + len(self._loading) >= self.limits.max_sequences:
-            return
-        asking: list[Sequence] = []
-        pages = Headroom(self.allocator, (*self._running, *self._loading.sequences), reserve=self._reserve)
-        while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
-            if sequence.is_asking:
-                self._waiting.remove(sequence)
-                asking.append(sequence)
-                continue
-            if before is not None and not self._policy.precedes(sequence, self._remaining(sequence), before):
-                break
-            if len(self._running) + len(self._loading) >= self.limits.max_sequences:
-                break
-            hit = cached_prefix(self.allocator, sequence)
-            hit_tokens = len(hit) * self.allocator.block_tokens
-            remote = sequence.remote
-            # Blocks that were cached at the time of the lookup may have been evicted since, which leaves a gap.
-            fetches = remote is not None and remote.first_token <= hit_tokens < remote.num_tokens
-            wanted = sequence.num_tokens - hit_tokens
-            count = room.fit_scored(sequence, hit_tokens, room.fit(wanted))
-            if count == 0 and not fetches:
-                break
-            upto = sequence.num_tokens if fetches else hit_tokens + count
-            if not pages.fits(hit, sequence.num_tokens):  # counts all its tokens, not only the first chunk
-                break
-            self.allocator.hold(sequence.table, hit)
-            if self.allocator.grow(sequence.table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is None:
-                raise InvariantBroken("the pages of an admitted sequence could not be allocated")
-            pages.admit(sequence)
-            self._waiting.remove(sequence)
-            sequence.num_computed = hit_tokens
-            sequence.num_listed = len(hit)
-            sequence.num_stored = max(sequence.num_stored, len(hit))
-            if not sequence.num_preemptions:
-                sequence.num_cached = hit_tokens
-                self.num_queried_tokens += sequence.num_tokens
-                self.num_hit_tokens += hit_tokens
-            if remote is not None and fetches:
-                self._loading.start(sequence, len(hit), self.allocator.blocks_for(remote.num_tokens))
-                continue
-            sequence.remote = None
-            sequence.move(SequenceEvent.ADMIT)
-            self._running.append(sequence)
-            self._started.append(sequence.request_id)
-            planned.append(share(sequence, count))
-            room.take(wanted, count, planned[-1].num_scored)
-        for sequence in asking:
-            self._waiting.add(sequence)
-        self._running.sort(key=self._policy.order)
 
     def _append(self, sequence: Sequence, item: ScheduledSequence, given: SequenceOutput | None) -> SequenceUpdate:
         exported_tokens = sequence.num_tokens

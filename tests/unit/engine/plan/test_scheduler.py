@@ -5,19 +5,18 @@ from harness.fakes.engines import (
     EOS,
     a_request,
     an_engine,
-    attach,
     expected_tokens,
     run_until_idle,
     shares,
     small_limits,
 )
+from harness.fakes.loaders import HeldLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
-from kvferry.core.ids import BlockId, RequestId
+from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams
-from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.sequence import RemoteKv, Sequence
 from kvferry.engine.plan.step import StepResult
@@ -152,34 +151,6 @@ def test_a_sequence_that_ends_with_its_first_token_exports_nothing() -> None:
     (update,) = output.updates
     assert (update.export, output.exports, update.finish_reason) == (None, {}, FinishReason.LENGTH)
     assert engine.is_idle
-
-
-class HeldLoader:
-    """A loader that does nothing until the test says so."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.started: list[tuple[int, RequestId, int, list[BlockId]]] = []
-        self.cancelled: list[RequestId] = []
-        attach(engine, loader=self)
-
-    def start(
-        self, job: int, request_id: RequestId, source: object, first_block: int, targets: tuple[BlockId, ...]
-    ) -> None:  # type: ignore[override]
-        self.started.append((job, request_id, first_block, list(targets)))
-
-    def cancel(self, request_id: RequestId) -> None:
-        self.cancelled.append(request_id)
-
-    @property
-    def num_active(self) -> int:
-        return len(self.started)
-
-    def end(self, failure: str | None, *, quiet: bool = True) -> None:
-        job, request_id, _, targets = self.started[-1]
-        self.engine.post(LoadOutcome(request_id, job, failure, len(targets), 0, 0.1))
-        if quiet:
-            self.engine.post(PagesQuiet(job))
 
 
 def remote_request(tokens: list[int]) -> EngineRequest:
