@@ -150,6 +150,12 @@ ENGINE = (
         "compute; or, of the first eight, that one.",
         choices=("fcfs", "priority", "srtf", "two-level"),
     ),
+    Setting(
+        "async_steps",
+        "on",
+        "Whether the next step of decoding requests is launched before the tokens of the current one are recorded.",
+        choices=("on", "off"),
+    ),
 )
 
 TIERS = (
@@ -294,7 +300,8 @@ BENCH = (
     *(
         s
         for s in ENGINE
-        if s.name in {"device", "dtype", "weights", "numerics", "kernels", "threads", "kv_memory", "block_tokens"}
+        if s.name
+        in {"device", "dtype", "weights", "numerics", "kernels", "threads", "kv_memory", "block_tokens", "async_steps"}
     ),
 )
 

@@ -18,7 +18,7 @@ from kvferry.engine.models.build import build_model
 from kvferry.engine.models.model import Model
 from kvferry.engine.run.build_runner import build_runner
 from kvferry.engine.run.runner import Runner
-from kvferry.engine.settings import LOAD_FORMATS, EngineSettings
+from kvferry.engine.settings import ASYNC_STEPS, LOAD_FORMATS, ON, EngineSettings
 from kvferry.engine.tensors.compute_dtype import choose_dtype
 from kvferry.engine.tensors.device import CPU, choose_device
 from kvferry.engine.tensors.dtype_record import recorded_dtype
@@ -124,6 +124,11 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
             f"unknown load format {settings.load_format!r}; expected one of {', '.join(LOAD_FORMATS)}",
             field="load_format",
         )
+    if settings.async_steps not in ASYNC_STEPS:
+        raise UsageError(
+            f"unknown async_steps {settings.async_steps!r}; expected one of {', '.join(ASYNC_STEPS)}",
+            field="async_steps",
+        )
     where = choose_device(device or settings.device, kernels=settings.kernels)
     source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)
     config = shape_of(settings.model) if source is None else source.config
@@ -160,7 +165,11 @@ def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
     else:
         pages = PagedKv.over(layout, memory.pages)
     return build_runner(
-        loaded.model, pages, max_sequences=settings.limits.max_sequences, cuda_graphs=settings.cuda_graphs
+        loaded.model,
+        pages,
+        max_sequences=settings.limits.max_sequences,
+        cuda_graphs=settings.cuda_graphs,
+        runs_ahead=settings.async_steps == ON,
     )
 
 
@@ -205,6 +214,7 @@ def build_engine(
         block_bytes=layout.block_bytes,
         prices=PriceBook(settings.load_policy),
         masks=_masks(loaded, on_mask),
+        runs_ahead=settings.async_steps == ON,
         clock=clock,
     )
 

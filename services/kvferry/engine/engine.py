@@ -54,6 +54,7 @@ class Engine:
         block_bytes: int = 1,
         prices: PriceBook | None = None,
         masks: GrammarMasks | None = None,
+        runs_ahead: bool = True,
         clock: Clock | None = None,
     ) -> None:
         """
@@ -68,6 +69,7 @@ class Engine:
             block_bytes: bytes of one page, for cost estimates.
             prices: estimates the seconds of loading and computing; updated by each step and load. Default: always load.
             masks: masks of constrained sequences; without it, constraints are rejected.
+            runs_ahead: whether a step may be launched before the previous one's tokens are read, if the runner can.
             clock: measures the steps.
         """
         index = PrefixIndex()
@@ -77,7 +79,7 @@ class Engine:
         self.max_model_tokens = min(max_model_tokens, num_blocks * block_tokens)
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
-        self._pipeline = Pipeline(runner)
+        self._pipeline = Pipeline(runner, self.allocator, runs_ahead=runs_ahead)
         self._fingerprint = fingerprint
         self._namers = namers
         self._max_waiting = max_waiting
@@ -176,7 +178,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has work now; sequences that wait for a load do not count."""
-        return self._loads.has_messages or bool(self.scheduler.num_running or self.scheduler.num_waiting)
+        has_sequences = self.scheduler.num_running or self.scheduler.num_waiting
+        return self._loads.has_messages or bool(has_sequences) or self._pipeline.is_ahead
 
     def post(self, message: KvMessage) -> None:
         """Enqueue a message for the next step. Thread-safe; the caller must notify the engine's thread."""
@@ -279,7 +282,7 @@ class Engine:
     def _run(self, plan: StepPlan) -> list[SequenceUpdate]:
         begun = self._clock.monotonic()
         try:
-            result = self._pipeline.run(plan, lambda: self._follow(plan))
+            result = self._pipeline.run(plan, lambda: self.scheduler.follow(plan))
         except BaseException:
             self.failed_step = frozenset(self._pipeline.in_flight(plan))
             raise
@@ -290,8 +293,3 @@ class Engine:
         updates = self.scheduler.update(plan, result)
         self.statistics.record(plan, updates, self._clock.monotonic())
         return updates
-
-    def _follow(self, plan: StepPlan) -> StepPlan | None:
-        """Plan the step after the running one; return `None` if a loader or tier may access pages, since a step
-        launched ahead may still write to a page that has been freed."""
-        return None if self._loads.may_write_pages else self.scheduler.follow(plan)

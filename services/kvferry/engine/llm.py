@@ -71,6 +71,7 @@ class LLM:
         kv_bytes: int = 1 << 30,
         block_tokens: int = 16,
         limits: SchedulerLimits | None = None,
+        async_steps: str = "on",
         threads: int = 0,
         seed: int = 0,
     ) -> None:
@@ -95,6 +96,7 @@ class LLM:
                 numerics=numerics,
                 kernels=kernels,
                 cuda_graphs=cuda_graphs,
+                async_steps=async_steps,
                 threads=threads,
                 kv_bytes=kv_bytes,
                 block_tokens=block_tokens,

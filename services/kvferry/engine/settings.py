@@ -7,6 +7,9 @@ from kvferry.kv.pricing.price import LoadPolicy
 
 LOAD_FORMATS = ("auto", "dummy")
 """Valid values of `load_format`: weights from the model's files, or random weights."""
+ON, OFF = "on", "off"
+ASYNC_STEPS = (ON, OFF)
+"""Valid values of `async_steps`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,8 @@ class EngineSettings:
     """Kernels, one of `models.build.KERNELS`."""
     cuda_graphs: str = "auto"
     """CUDA graph capture of steps on a GPU, one of `run.build_runner.CUDA_GRAPHS`."""
+    async_steps: str = ON
+    """Whether the next step is launched before the tokens of the current one are recorded, one of `ASYNC_STEPS`."""
     threads: int = 0
     """Compute threads; 0 uses one thread per available core."""
     kv_bytes: int = 1 << 30

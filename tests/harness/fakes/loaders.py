@@ -1,5 +1,7 @@
 """Loaders without a transport."""
 
+from collections.abc import Sequence
+
 from harness.fakes.engines import attach
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.engine.engine import Engine
@@ -16,8 +18,8 @@ class HeldLoader:
         attach(engine, loader=self)
 
     def start(
-        self, job: int, request_id: RequestId, source: object, first_block: int, targets: tuple[BlockId, ...]
-    ) -> None:  # type: ignore[override]
+        self, job: int, request_id: RequestId, source: object, first_block: int, targets: Sequence[BlockId]
+    ) -> None:
         self.started.append((job, request_id, first_block, list(targets)))
 
     def cancel(self, request_id: RequestId) -> None:

@@ -89,7 +89,9 @@ def test_steps_of_an_engine_become_rows() -> None:
 
 
 def test_steps_with_graphs_stand_beside_steps_without_and_the_host_s_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(model: Transformer, kv: PagedKv, *, max_sequences: int, cuda_graphs: str) -> DeviceRunner:
+    def build(
+        model: Transformer, kv: PagedKv, *, max_sequences: int, cuda_graphs: str, runs_ahead: bool
+    ) -> DeviceRunner:
         return DeviceRunner(
             model, kv, device_ops_for("cpu", "triton"), max_sequences=max_sequences, graphs=TapeGraphs()
         )

@@ -22,7 +22,7 @@ from kvferry.engine.gpu.piecewise_graphs import PiecewiseGraphs
 from kvferry.engine.gpu.steps import CapturedSteps
 from kvferry.engine.models.transformer import Transformer, logits_of
 from kvferry.engine.plan.batch_slots import BatchSlots
-from kvferry.engine.plan.sampling_plan import SamplingPath, none_left, not_finite, sampling_path
+from kvferry.engine.plan.sampling_plan import SamplingPath, needs_host, none_left, not_finite, sampling_path
 from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, drawn_rows, sampled_rows
 from kvferry.engine.run.runner import Runner
 from kvferry.engine.run.sampler import sample
@@ -144,7 +144,9 @@ class DeviceRunner(Runner):
 
     def may_follow(self, plan: StepPlan) -> bool:
         """Return whether a step can be launched before the host has its input tokens: a replay with inputs on the
-        device."""
+        device, whose tokens are also sampled there."""
+        if any(map(needs_host, plan.scheduled)):
+            return False
         if self._captured is None or not self.replays or self._captured.size_for(plan.scheduled) is None:
             return False
         return all(map(self._places.is_drawn_here, plan.scheduled))

@@ -112,11 +112,6 @@ class KvLoads:
         """Whether messages are pending."""
         return bool(self._inbox)
 
-    @property
-    def may_write_pages(self) -> bool:
-        """Whether a loader or a tier may read or write pages, now or after the next message."""
-        return self._loader is not None or self._tiers is not None or bool(self._inbox)
-
     def take_in(self) -> list[LoadOutcome]:
         """Process the pending messages; return the outcomes of loads among them."""
         outcomes: list[LoadOutcome] = []

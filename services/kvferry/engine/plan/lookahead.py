@@ -4,8 +4,9 @@
     next step     computes g0, samples g1       launched
     one ahead     computes g1, samples g2       C = 4, and g1 exists only on the device
 
-Only pure decode steps are planned ahead, and only while the plan does not depend on the sampled tokens: if a sampled
-token stops its sequence, the sequence's part of the step ahead is discarded.
+Only pure decode steps are planned ahead. A sequence that ends with the running step for certain takes no part; if a
+sampled token stops a sequence, its part of the step ahead is discarded. The runner decides whether it can compute the
+step before its input tokens are on the host (`pipeline.PipelinedRunner`).
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from dataclasses import replace
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.blocks.allocation import Allocator
-from kvferry.engine.plan.sampling_plan import SamplingPath, reads_tokens, sampling_path
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 
@@ -38,40 +38,35 @@ def share(sequence: Sequence, count: int) -> ScheduledSequence:
 
 
 def one_ahead(plan: StepPlan, known: Mapping[RequestId, Sequence], allocator: Allocator) -> StepPlan | None:
-    """Plan the step after a step in flight; return `None` if that step's tokens must be known first, too few pages are
-    free, or a page must be copied.
+    """Plan the step after a step in flight; return `None` if that step's results must be known first, too few pages
+    are free, a page must be copied, or no sequence continues.
 
     Even then, block tables may have grown by one page each, which the next step uses.
 
     Args:
-        plan: the step in flight, with all running sequences.
+        plan: the step in flight, with all running sequences, and perhaps others that have ended.
         known: the scheduler's sequences, by request.
         allocator: allocates pages; never preempts a sequence.
     """
     shares: list[ScheduledSequence] = []
     for item in plan.scheduled:
         sequence = known.get(item.request_id)
-        if sequence is None or not is_same(sequence, item) or not _continues(sequence, item):
-            return None
+        if sequence is None or not is_same(sequence, item):
+            continue
         end = item.num_computed + item.num_scheduled
+        if item.num_sampled != 1 or end != sequence.num_tokens or sequence.mask is not None:
+            return None
+        if sequence.exports or end + 1 >= sequence.max_tokens_total:
+            continue  # it ends with the step in flight
         if allocator.grow(sequence.table, num_computed=end, num_tokens=end + 1, may_copy=False) is None:
             return None
         banned = sequence.banned_after(1)
         shares.append(
             replace(share(sequence, 1), num_computed=end, num_sampled=1, banned_token_ids=banned, num_scored=0)
         )
-    return StepPlan(tuple(shares))
+    return StepPlan(tuple(shares)) if shares else None
 
 
 def is_same(sequence: Sequence, item: ScheduledSequence) -> bool:
     """Return whether a scheduled item belongs to this sequence and not to an earlier one with the same request id."""
     return sequence.table.version == item.table_version
-
-
-def _continues(sequence: Sequence, item: ScheduledSequence) -> bool:
-    """Return whether a sequence needs another token unless the token being sampled stops it."""
-    end = item.num_computed + item.num_scheduled
-    is_decoding = item.num_sampled == 1 and end == sequence.num_tokens
-    is_free = not reads_tokens(item) and sampling_path(item) is not SamplingPath.HOST
-    is_ours = not sequence.exports and not sequence.keeps
-    return is_decoding and is_free and is_ours and end + 1 < sequence.max_tokens_total

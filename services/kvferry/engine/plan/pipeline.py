@@ -3,16 +3,19 @@
     host     begin 1 │ begin 2   result 1 │ begin 3   result 2 │ ..      plans and updates while the device computes
     device           └── step 1 ──┴── step 2 ──┴── step 3 ──┴ ..         never waits for the host
 
-If a sequence ends while a step ahead is in flight, its results of that step are discarded. Its pages may already belong
-to other sequences, but these write to them only in later steps, and the device runs steps in order.
+If a sequence ends while a step ahead is in flight, its results of that step are discarded, but the step may still write
+to its pages. Each page that a step ahead writes to therefore has a writer until the step has ended: other sequences,
+which write only in later steps, need no such fence, but a page without a reference stays in quarantine, so that no
+transport gets it as the target of a load.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvferry.core.errors import InvariantBroken
-from kvferry.core.ids import RequestId
+from kvferry.core.ids import BlockId, RequestId
+from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan, StepResult
 
 
@@ -45,21 +48,36 @@ class PipelinedRunner(Protocol):
         ...
 
 
+class _Ahead(NamedTuple):
+    """A launched step, and the pages that have a writer until it has ended."""
+
+    plan: StepPlan
+    launched: Launched
+    pages: tuple[BlockId, ...]
+
+
 class Pipeline:
     """Pipeline of an engine's steps. Not thread-safe."""
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(self, runner: StepRunner, allocator: Allocator, *, runs_ahead: bool = True) -> None:
+        """
+        Args:
+            runner: computes the steps; without `begin` and `may_follow`, no step is launched ahead.
+            allocator: allocator of the pages that steps write to.
+            runs_ahead: whether steps may be launched ahead.
+        """
         self._runner = runner
+        self._allocator = allocator
         # Checked once: a check against a protocol takes 30 us, which is one percent of a decode step.
-        self._pipelined = runner if isinstance(runner, PipelinedRunner) else None
-        self._next: tuple[StepPlan, Launched] | None = None
+        self._pipelined = runner if runs_ahead and isinstance(runner, PipelinedRunner) else None
+        self._next: _Ahead | None = None
 
     def take(self, is_wanted: Callable[[ScheduledSequence], bool]) -> StepPlan | None:
         """Return the plan that was launched ahead and must run next; `None` if no plan was launched ahead or all its
         sequences have ended."""
-        if self._next is not None and not any(map(is_wanted, self._next[0].scheduled)):
+        if self._next is not None and not any(map(is_wanted, self._next.plan.scheduled)):
             self.drop()
-        return None if self._next is None else self._next[0]
+        return None if self._next is None else self._next.plan
 
     def run(self, plan: StepPlan, follow: Callable[[], StepPlan | None]) -> StepResult:
         """Run a step; launch the next step before this step's tokens are read.
@@ -74,27 +92,37 @@ class Pipeline:
         runner = self._pipelined
         if runner is None:
             return self._runner.run(plan)
-        launched = runner.begin(plan) if self._next is None else self._next[1]
+        now = self._next or _Ahead(plan, runner.begin(plan), ())
         self._next = None
         following = follow()
         try:
             if following is not None and runner.may_follow(following):
-                self._next = following, runner.begin(following)
-            return launched.result()
+                pages = self._written_pages(following)
+                self._next = _Ahead(following, runner.begin(following), pages)
+                self._allocator.pool.begin_write(pages)
+            return now.launched.result()
         except InvariantBroken:
             self.drop()
             raise
+        finally:
+            self._allocator.pool.end_write(now.pages)
 
     def drop(self) -> None:
         """Wait for the step ahead, if any, and discard its results."""
         if self._next is not None:
             with suppress(InvariantBroken):  # errors are discarded like the results
-                self._next[1].result()
+                self._next.launched.result()
+            self._allocator.pool.end_write(self._next.pages)
             self._next = None
+
+    def _written_pages(self, plan: StepPlan) -> tuple[BlockId, ...]:
+        """Return the pages that a step of decoding sequences writes to, one for each."""
+        size = self._allocator.block_tokens
+        return tuple(s.block_ids[s.num_computed // size] for s in plan.scheduled)
 
     def in_flight(self, plan: StepPlan) -> set[RequestId]:
         """Return the requests in a running step and in the step launched after it."""
-        plans = (plan,) if self._next is None else (plan, self._next[0])
+        plans = (plan,) if self._next is None else (plan, self._next.plan)
         return {item.request_id for each in plans for item in each.scheduled}
 
     @property

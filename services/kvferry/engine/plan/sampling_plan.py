@@ -79,6 +79,11 @@ def reads_tokens(s: ScheduledSequence) -> bool:
     return bool(penalties) or any(len(word) > 1 for word in p.bad_word_token_ids)
 
 
+def needs_host(s: ScheduledSequence) -> bool:
+    """Return whether the host must know the earlier tokens, or the logits, before the token can be sampled."""
+    return reads_tokens(s) or sampling_path(s) is SamplingPath.HOST
+
+
 def banned_now(s: ScheduledSequence) -> list[int]:
     """Return the token ids that must not be sampled: those of the plan, and the last token of each bad word whose other
     tokens are the last generated ones. A bad word that begins in the prompt is not in the output, so it is allowed."""

@@ -38,6 +38,10 @@ from kvferry.engine.policies.policy import policy_of
 
 Planned = list[ScheduledSequence]
 
+_MAX_AHEAD = 8
+"""Consecutive steps without an attempt to admit a waiting sequence, if no sequence has arrived or ended: other events,
+such as the end of a store, free pages too."""
+
 
 class Scheduler:
     """Scheduler of one engine; owns every sequence from `add` to its end. Not thread-safe."""
@@ -59,6 +63,8 @@ class Scheduler:
         """Admission of waiting sequences, with its statistics."""
         self._preempted: list[Sequence] = []
         self._arrivals = itertools.count()
+        self._may_admit = False
+        self._num_ahead = 0
         self.num_preemptions = 0
 
     # ------------------------------------------------------------------ adding and aborting sequences
@@ -76,6 +82,7 @@ class Scheduler:
         sequence.name_blocks()  # here and not in the step that admits it, which may admit many
         sequence.arrival = next(self._arrivals)
         self._known[sequence.request_id] = sequence
+        self._may_admit = True
         self._waiting.add(sequence)
         self._deadlines.add(sequence)
 
@@ -89,6 +96,7 @@ class Scheduler:
         elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
         self._loading.abort(request_id)
+        self._may_admit = True
         sequence.move(SequenceEvent.ABORT)
         sequence.finish_reason = FinishReason.CANCELLED
         self.allocator.free(sequence.table)
@@ -98,6 +106,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step; empty if no sequence can run now."""
+        self._may_admit, self._num_ahead = False, 0
         self._displace()
         room = StepBudget(self.limits, self._running, len(self._waiting))
         planned: Planned = []
@@ -130,10 +139,14 @@ class Scheduler:
     def follow(self, plan: StepPlan) -> StepPlan | None:
         """Plan the step after a launched one that was not passed to `update`; `None` if `update` must be called first.
 
-        If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`.
+        If the caller launches the plan, it must be the next plan passed to `update`, before any `schedule`. While
+        sequences wait that the last `schedule` could not admit, at most `_MAX_AHEAD` steps are planned in this way.
         """
-        if len(self._waiting) or len(self._loading) or len(plan.scheduled) != len(self._running):
+        if sum(map(self.is_wanted, plan.scheduled)) != len(self._running):
             return None
+        if len(self._waiting) and (self._may_admit or self._num_ahead >= _MAX_AHEAD):
+            return None
+        self._num_ahead += 1
         return one_ahead(plan, self._known, self.allocator)
 
     def take_overdue(self, now: float) -> list[SequenceUpdate]:
@@ -324,6 +337,7 @@ class Scheduler:
             return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, scores=scores)
         self._running.remove(sequence)
         del self._known[sequence.request_id]
+        self._may_admit = True
         sequence.move(SequenceEvent.FINISH)
         sequence.finish_reason = reason
         if reason is None:  # the sequence continues on another worker: its pages go to the export and are not freed

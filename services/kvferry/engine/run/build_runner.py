@@ -1,8 +1,9 @@
-"""Runner selection: the device runner on a GPU, otherwise the runner that samples on the host."""
+"""Runner selection: the device runner on a GPU, otherwise a runner that samples on the host."""
 
 from kvferry.core.errors import UsageError
 from kvferry.engine.models.model import Model
 from kvferry.engine.run.runner import Runner
+from kvferry.engine.run.threaded_runner import ThreadedRunner
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.families import device_kind
 
@@ -12,7 +13,9 @@ CUDA_GRAPHS = (AUTO, OFF)
 _FAMILY = "triton"
 
 
-def build_runner(model: Model, kv: PagedKv, *, max_sequences: int, cuda_graphs: str = AUTO) -> Runner:
+def build_runner(
+    model: Model, kv: PagedKv, *, max_sequences: int, cuda_graphs: str = AUTO, runs_ahead: bool = False
+) -> Runner:
     """Build the runner for a model and its pages.
 
     Args:
@@ -20,6 +23,7 @@ def build_runner(model: Model, kv: PagedKv, *, max_sequences: int, cuda_graphs: 
         kv: the model's KV pages.
         max_sequences: maximum number of sequences in a step.
         cuda_graphs: one of `CUDA_GRAPHS`; only the GPU kernel family on a GPU can be captured.
+        runs_ahead: whether the engine launches steps ahead, for which a CPU runner needs a thread.
 
     Raises:
         UsageError: `cuda_graphs` is unknown.
@@ -30,7 +34,7 @@ def build_runner(model: Model, kv: PagedKv, *, max_sequences: int, cuda_graphs: 
             f"unknown cuda_graphs {cuda_graphs!r}; expected one of {', '.join(CUDA_GRAPHS)}", field="cuda_graphs"
         )
     if device_kind(model.device) != "cuda" or model.kernels != _FAMILY:
-        return Runner(model, kv)
+        return ThreadedRunner(model, kv) if runs_ahead else Runner(model, kv)
     # Imported here because they import torch, which the compiled kernels do not need.
     from kvferry.engine.gpu.graphs import CudaGraphs
     from kvferry.engine.gpu.runner import DeviceRunner

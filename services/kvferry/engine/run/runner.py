@@ -1,14 +1,16 @@
 """The host-driven runner: executes a step's page copies and forward pass, and samples on the host."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvferry.core.errors import InvariantBroken
+from kvferry.core.sampling import SampledToken
 from kvferry.engine.blocks.allocation import PageCopy
-from kvferry.engine.models.model import Model
-from kvferry.engine.plan.step import StepPlan, StepResult, drawn_rows, sampled_rows
-from kvferry.engine.run.sampler import sample
-from kvferry.engine.run.scorer import score
-from kvferry.engine.tensors.batch import build_batch
+from kvferry.engine.models.model import Logits, Model
+from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, drawn_rows, sampled_rows
+from kvferry.engine.run.sampler import is_greedy, sample
+from kvferry.engine.run.scorer import Scores, score
+from kvferry.engine.tensors.batch import StepBatch, build_batch
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 
@@ -48,14 +50,68 @@ class Runner:
         """
         if not plan.scheduled:
             return StepResult({})
+        return self.compute(self.prepare(plan)).result()
+
+    def prepare(self, plan: StepPlan) -> "PreparedStep":
+        """Prepare the step of a plan that is not empty.
+
+        Raises:
+            InvariantBroken: the plan does not match its sequences.
+        """
         if self.watch is not None:
             self.watch(plan)
         batch = build_batch(plan, block_tokens=self.kv.layout.block_tokens)
+        sampling = drawn_rows(plan.scheduled)
+        is_scoring = any(s.num_scored for s in plan.scheduled)
+        return PreparedStep(plan, batch, sampling, is_greedy(sampling), is_scoring)
+
+    def compute(self, step: "PreparedStep") -> "ComputedStep":
+        """Compute a step."""
+        plan = step.plan
         if plan.copies:
             self.copy_pages(plan.copies)
-        logits = self.model.compute(batch, self.kv)
-        sampling = drawn_rows(plan.scheduled)
-        if not any(s.num_scored for s in plan.scheduled):
-            return StepResult.of(plan.scheduled, sample(logits, sampling)) if sampling else StepResult({})
-        scores = score(logits, plan.scheduled)
-        return StepResult.of(plan.scheduled, sample(logits.of_rows(sampled_rows(plan.scheduled)), sampling), scores)
+        logits = self.model.compute(step.batch, self.kv)
+        scores: Scores | None = None
+        if step.is_scoring:
+            scores = score(logits, plan.scheduled)
+            logits = logits.of_rows(sampled_rows(plan.scheduled))
+        return ComputedStep(step, logits, None if step.is_greedy else sample(logits, step.sampling), scores)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedStep:
+    """A step that can be computed."""
+
+    plan: StepPlan
+    batch: StepBatch
+    sampling: Sequence[ScheduledSequence]
+    """The sequence of each sampled row."""
+    is_greedy: bool
+    """Whether every token is the argmax of its row."""
+    is_scoring: bool
+    """Whether any row scores a token of a prompt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComputedStep:
+    """A computed step, whose result is built when it is read."""
+
+    prepared: PreparedStep
+    logits: Logits
+    """Logits of the sampled rows; their values are valid until the next step."""
+    sampled: Sequence[Sampled] | None
+    """Results of the sampled rows; `None` if they are the argmax of the logits."""
+    scores: Scores | None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token of each sampled row; arbitrary if the row has none."""
+        if self.sampled is None:
+            return self.logits.greedy
+        return [s.token_id if isinstance(s, SampledToken) else 0 for s in self.sampled]
+
+    def result(self) -> StepResult:
+        """Build the result of the step."""
+        step = self.prepared
+        sampled = sample(self.logits, step.sampling) if self.sampled is None else self.sampled
+        return StepResult.of(step.plan.scheduled, sampled, self.scores)

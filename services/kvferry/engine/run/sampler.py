@@ -66,6 +66,11 @@ def sample(logits: Logits, sequences: Sequence[ScheduledSequence]) -> list[Sampl
     ]
 
 
+def is_greedy(sequences: Sequence[ScheduledSequence]) -> bool:
+    """Return whether `sample` needs only the argmax of each row."""
+    return all(sampling_path(s) is SamplingPath.BEST for s in sequences)
+
+
 def _sample_masked(logits: Logits, row: int, s: ScheduledSequence, mask: TokenMask) -> Sampled:
     """Sample a token that the constraint allows. If bans leave none of them, as `min_tokens` does at the end of a
     grammar, the constraint takes precedence and the bans are dropped."""

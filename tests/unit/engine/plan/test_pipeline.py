@@ -1,9 +1,11 @@
 """A step launched before the last one is read: the same tokens, nothing left over, and never where it would matter."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-from harness.fakes.engines import EOS, VOCAB, ArithmeticRunner, an_engine, expected_tokens, next_token
+from harness.fakes.engines import EOS, VOCAB, ArithmeticRunner, an_engine, expected_tokens, next_token, small_limits
+from harness.fakes.loaders import HeldLoader
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import RequestId
@@ -11,6 +13,8 @@ from kvferry.core.sampling import SampledToken, SamplingParams
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.pipeline import Pipeline
+from kvferry.engine.plan.sampling_plan import needs_host
+from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
 from kvferry.engine.plan.step_budget import SchedulerLimits
 
@@ -33,12 +37,13 @@ class AheadArithmetic(ArithmeticRunner):
 
     def __init__(self, num_blocks: int, block_tokens: int, stops: Sequence[int] = ()) -> None:
         super().__init__(num_blocks, block_tokens)
-        self.unread = self.most_unread = 0
+        self.unread = self.most_unread = self.read_before_begin = 0
         self.is_broken = False
         self.stops = stops
         self._drawn: dict[tuple[int, int], int] = {}
 
     def begin(self, plan: StepPlan) -> Late:
+        self.read_before_begin += not self.unread
         self.unread += 1
         self.most_unread = max(self.most_unread, self.unread)
         self.steps.append(plan)
@@ -61,6 +66,8 @@ class AheadArithmetic(ArithmeticRunner):
         return Late(StepResult(tokens), self)
 
     def may_follow(self, plan: StepPlan) -> bool:
+        if any(map(needs_host, plan.scheduled)):
+            return False
         return all((s.table_version, s.num_computed) in self._drawn for s in plan.scheduled)
 
 
@@ -69,7 +76,7 @@ def ahead_engine(num_blocks: int = 64, stops: Sequence[int] = (), limits: Schedu
 ]:  # fmt: skip
     engine, _ = an_engine(num_blocks=num_blocks, limits=limits)
     runner = AheadArithmetic(num_blocks, 4, stops)
-    engine._pipeline = Pipeline(runner)
+    engine._pipeline = Pipeline(runner, engine.allocator)
     return engine, runner
 
 
@@ -137,6 +144,8 @@ def test_an_abort_of_everybody_waits_for_the_step_and_forgets_it() -> None:
     for _ in range(3):
         engine.step()
     engine.abort(RequestId("a"))
+    assert engine.load().blocks_quarantined == 1, "the step under way writes to its last page"
+    assert run(engine) == {}
     assert engine.is_idle
     engine.add(asked("b", [1, 2, 3, 4, 5, 6], max_tokens=3))
     assert run(engine) == {"b": expected_tokens([1, 2, 3, 4, 5, 6], 3)}
@@ -169,13 +178,70 @@ def test_end_tokens_are_banned_for_as_long_as_they_must_be() -> None:
     assert [bool(p.scheduled[0].banned_token_ids) for p in runner.steps] == [True] * 3 + [False] * 3
 
 
-def test_with_somebody_waiting_or_a_message_the_next_step_is_planned_as_ever() -> None:
-    limits = SchedulerLimits(token_budget=64, max_chunk_tokens=64, max_sequences=1, reserve_share=0.0)
-    engine, runner = ahead_engine(limits=limits)
-    engine.add(asked("a", [1], max_tokens=4))
+def test_while_a_request_waits_for_a_place_steps_run_ahead_with_an_attempt_to_admit_it_in_between() -> None:
+    engine, runner = ahead_engine(limits=small_limits(max_sequences=1))
+    engine.add(asked("a", [1], max_tokens=25))
     engine.add(asked("b", [2], max_tokens=4))
-    assert run(engine) == {"a": expected_tokens([1], 4), "b": expected_tokens([2], 4)}
-    assert [len(p.scheduled) for p in runner.steps] == [1] * 8
+    attempts = 0
+    schedule = engine.scheduler.schedule
+
+    def counted() -> StepPlan:
+        nonlocal attempts
+        attempts += 1
+        return schedule()
+
+    engine.scheduler.schedule = counted  # type: ignore[method-assign]
+    assert run(engine) == {"a": expected_tokens([1], 25), "b": expected_tokens([2], 4)}
+    assert [len(p.scheduled) for p in runner.steps] == [1] * 29
+    assert attempts == 4, "the first step, steps 10 and 19, and the first step of b"
+
+
+def test_an_arrival_ends_the_steps_ahead() -> None:
+    engine, runner = ahead_engine()
+    engine.add(asked("a", [1]))
+    for _ in range(3):
+        engine.step()
+    engine.add(asked("b", [2], max_tokens=3))
+    engine.step()
+    engine.step()
+    assert [len(p.scheduled) for p in runner.steps] == [1, 1, 1, 1, 2, 2], "the step under way, then both"
+    assert run(engine)["b"] == expected_tokens([2], 3)[1:]
+
+
+def test_a_sequence_that_ends_for_certain_does_not_stop_the_others() -> None:
+    engine, runner = ahead_engine()
+    engine.add(asked("a", [1, 2, 3], max_tokens=4))
+    engine.add(asked("b", [5, 6], max_tokens=9))
+    assert run(engine) == {"a": expected_tokens([1, 2, 3], 4), "b": expected_tokens([5, 6], 9)}
+    assert [len(p.scheduled) for p in runner.steps] == [2] * 4 + [1] * 5
+    assert runner.read_before_begin == 1, "every step but the first was launched ahead"
+
+
+def test_a_page_that_a_step_under_way_writes_to_is_no_target_of_a_load() -> None:
+    engine, _ = ahead_engine(num_blocks=4)
+    loader = HeldLoader(engine)
+    engine.add(asked("a", [1, 2, 3]))
+    for _ in range(3):
+        engine.step()
+    (written,) = engine.scheduler.tables()
+    page = written.blocks[-1]
+    engine.abort(RequestId("a"))
+    engine.add(replace(asked("b", [1] * 9, max_tokens=1), num_generated=1, remote=RemoteKv(8, "ticket")))
+    assert engine.allocator.pool.is_quarantined(page)
+    engine.step()
+    assert page not in loader.started[0][3]
+    engine.abort(RequestId("b"))
+    loader.end("aborted")
+    assert run(engine) == {}
+    assert engine.is_idle
+
+
+def test_steps_run_ahead_with_a_loader_attached() -> None:
+    engine, runner = ahead_engine()
+    HeldLoader(engine)
+    engine.add(asked("a", [1, 2, 3], max_tokens=9))
+    assert run(engine) == {"a": expected_tokens([1, 2, 3], 9)}
+    assert runner.read_before_begin == 1
 
 
 def test_an_error_leaves_nothing_under_way() -> None:
