@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import httpx
 import psutil
 import pytest
 from harness.idle import assert_workers_idle
@@ -46,6 +47,17 @@ def a_turn(client: Client, one_engine: LLM, prompt: list[int], sampling: Samplin
     (whole,) = client.complete(prompt, sampling)
     assert whole.token_ids == list(one_engine.generate([prompt], sampling)[0].token_ids)
     return whole
+
+
+def test_after_a_reset_of_the_caches_nothing_is_read_back(stack: RunningProcess, one_engine: LLM) -> None:
+    with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
+        prompt = opening(1)
+        prompt += [*a_turn(client, one_engine, prompt, FIRST).token_ids, 7, 8, 9]
+        reset = httpx.post(f"http://{stack.events['ready']['admin']}/reset_prefix_cache", timeout=SECONDS)
+        assert [worker["num_blocks"] > 0 for worker in reset.json()["workers"]] == [True, True]
+        anew = a_turn(client, one_engine, prompt, NEXT)
+        assert anew.usage.cached_tokens == 0
+        assert [report.blocks_loaded for report in anew.timing.kv if report.worker_id.startswith("prefill")] == []
 
 
 def test_the_answer_of_the_last_turn_is_read_back(stack: RunningProcess, one_engine: LLM) -> None:

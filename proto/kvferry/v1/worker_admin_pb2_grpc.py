@@ -44,6 +44,11 @@ class WorkerAdminStub:
                 request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/kvferry.v1.WorkerAdmin/ResetPrefixCache',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerAdminServicer:
@@ -62,6 +67,14 @@ class WorkerAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
+        in tiers stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +87,11 @@ def add_WorkerAdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.DrainRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +148,33 @@ class WorkerAdmin:
             '/kvferry.v1.WorkerAdmin/Drain',
             kvferry_dot_v1_dot_worker__admin__pb2.DrainRequest.SerializeToString,
             kvferry_dot_v1_dot_worker__admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/ResetPrefixCache',
+            kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,10 @@ class WorkerAdminStub:
     Status: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.StatusRequest, _worker_admin_pb2.StatusResponse]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.DrainRequest, _worker_admin_pb2.DrainResponse]
     """Refuses new work and returns when all running work is done or `timeout_seconds` have passed."""
+    ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.ResetPrefixCacheRequest, _worker_admin_pb2.ResetPrefixCacheResponse]
+    """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
+    in tiers stays.
+    """
 
 @_typing.type_check_only
 class WorkerAdminAsyncStub(WorkerAdminStub):
@@ -41,6 +45,10 @@ class WorkerAdminAsyncStub(WorkerAdminStub):
     Status: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.StatusRequest, _worker_admin_pb2.StatusResponse]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.DrainRequest, _worker_admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new work and returns when all running work is done or `timeout_seconds` have passed."""
+    ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.ResetPrefixCacheRequest, _worker_admin_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
+    """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
+    in tiers stays.
+    """
 
 class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,5 +65,15 @@ class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_admin_pb2.DrainResponse, _abc.Awaitable[_worker_admin_pb2.DrainResponse]]:
         """Refuses new work and returns when all running work is done or `timeout_seconds` have passed."""
+
+    @_abc_1.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: _worker_admin_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_admin_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_worker_admin_pb2.ResetPrefixCacheResponse]]:
+        """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
+        in tiers stays.
+        """
 
 def add_WorkerAdminServicer_to_server(servicer: WorkerAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -179,7 +179,8 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has work now; sequences that wait for a load do not count."""
         has_sequences = self.scheduler.num_running or self.scheduler.num_waiting
-        return self._loads.has_messages or bool(has_sequences) or self._pipeline.is_ahead
+        has_results = self._loads.has_messages or self._pipeline.is_ahead or self.allocator.index.has_changes
+        return has_results or bool(has_sequences)
 
     def post(self, message: KvMessage) -> None:
         """Enqueue a message for the next step. Thread-safe; the caller must notify the engine's thread."""
@@ -192,6 +193,13 @@ class Engine:
         blocks = self._exports.pop(number, None)
         if blocks is not None:
             self.allocator.pool.release(blocks)
+
+    # ------------------------------------------------------------------ the prefix cache
+
+    def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache, also for peers that have tickets of cached blocks; return the number of dropped
+        blocks. Sequences keep their pages, and tiers their objects."""
+        return self.allocator.reset_cache()
 
     # ------------------------------------------------------------------ views
 

@@ -1,5 +1,6 @@
 """Messages of the engine: commands to it, and the output of each step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.core.ids import RequestId
@@ -54,7 +55,15 @@ class MaskReady:
     """Command without effect: wakes the engine's thread, since a sequence that waited for its mask can run."""
 
 
-Command = EngineRequest | KvPrefetchRequest | Abort | ReleaseExport | MaskReady | KvMessage
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Command: empty the prefix cache."""
+
+    reply: Callable[[int], None]
+    """Called on the engine's thread with the number of dropped blocks."""
+
+
+Command = EngineRequest | KvPrefetchRequest | Abort | ReleaseExport | MaskReady | ResetPrefixCache | KvMessage
 """Any command to an engine."""
 
 

@@ -10,6 +10,7 @@ from kvferry.core.ids import new_incarnation
 from kvferry.core.process.open_files import max_connections
 from kvferry.gateway.config import DispatchConfig, GatewayConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
+from kvferry.gateway.fleet.cache_reset import CacheReset
 from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.fleet_report import fleet_report
@@ -97,7 +98,12 @@ class Gateway:
         self.client_api = ClientApi(
             self.service, config.http, self.instruments, self._readiness, self.dispatcher.journal
         )
-        self.admin_api = AdminApi(self.instruments.registry, self.dispatcher.journal, self._report)
+        self.admin_api = AdminApi(
+            self.instruments.registry,
+            self.dispatcher.journal,
+            self._report,
+            CacheReset(self.fleet, self.dispatcher.turns.clear).run,
+        )
 
     @classmethod
     async def start(

@@ -17,7 +17,15 @@ from kvferry.core.load import WorkerLoad
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
-from kvferry.engine.messages import Abort, Command, EngineRequest, MaskReady, ReleaseExport, StepOutput
+from kvferry.engine.messages import (
+    Abort,
+    Command,
+    EngineRequest,
+    MaskReady,
+    ReleaseExport,
+    ResetPrefixCache,
+    StepOutput,
+)
 from kvferry.engine.plan.kv_jobs import Progress, SequenceUpdate
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pricing.price import Decision
@@ -126,6 +134,7 @@ class EngineLoop:
         self._commands = commands
         self._streams: dict[RequestId, EngineStream] = {}
         self._prefetches: dict[RequestId, asyncio.Future[LoadOutcome]] = {}
+        self._resets: set[asyncio.Future[int]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -194,6 +203,27 @@ class EngineLoop:
         finally:
             del self._prefetches[request.request_id]
 
+    async def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache and return the number of dropped blocks.
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
+        if self._failure is not None:
+            raise Unavailable("the engine has stopped; the worker is restarting")
+        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._resets.add(reply)
+
+        def give(count: int) -> None:
+            if not reply.done():
+                reply.set_result(count)
+
+        self._commands.put(ResetPrefixCache(lambda count: self._call_soon(give, count)))
+        try:
+            return await reply
+        finally:
+            self._resets.discard(reply)
+
     def release_export(self, number: int) -> None:
         """Free the pages of export `number`."""
         self._commands.put(ReleaseExport(number))
@@ -241,6 +271,8 @@ class EngineLoop:
                 self._engine.release_export(number)
             case Abort(request_id):
                 self._engine.abort(request_id)
+            case ResetPrefixCache(reply):
+                reply(self._engine.reset_prefix_cache())
             case MaskReady():
                 pass  # the step that follows finds the mask
             case message:
@@ -304,6 +336,7 @@ class EngineLoop:
             if not stream.finished:
                 stream.finished = True
                 stream.put(error)
-        for waiting in self._prefetches.values():
-            if not waiting.done():
-                waiting.set_exception(error)
+        waiting: list[asyncio.Future[LoadOutcome] | asyncio.Future[int]] = [*self._prefetches.values(), *self._resets]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)

@@ -84,6 +84,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
     means no failure."""
 
     def __init__(self, role: str, worker_id: str, offers: Offers) -> None:
+        self.num_resets = 0
         self.prepared: list[decode_pb2.PrefetchKvRequest] = []
         self.role = role
         self.worker_id = worker_id
@@ -159,6 +160,14 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         response.identity.incarnation = self.incarnation
         response.load.blocks_total, response.load.blocks_free = 100, 75
         return response
+
+    async def ResetPrefixCache(
+        self, request: worker_admin_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> worker_admin_pb2.ResetPrefixCacheResponse:
+        self.num_resets += 1
+        if self.mute:
+            await asyncio.Event().wait()
+        return worker_admin_pb2.ResetPrefixCacheResponse(num_blocks=7)
 
     async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Any) -> worker_admin_pb2.DrainResponse:
         self.draining = True

@@ -11,6 +11,7 @@ from harness.idle import assert_idle
 
 from kvferry.core.errors import STEP_FAILED, InvalidRequest, InvariantBroken, KvferryError, Overloaded, Unavailable
 from kvferry.core.sampling import FinishReason
+from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
 from kvferry.engine.plan.step import StepPlan, StepResult
 from kvferry.workers.engine_loop import CommandQueue, EngineLoop, EngineStream, StreamItem
@@ -73,6 +74,26 @@ async def test_each_stream_hears_its_own_tokens_in_order_and_then_ends() -> None
             assert stream.finished
             loop.close(stream)
         assert failures == []
+
+
+async def test_a_reset_of_the_cache_is_confirmed_and_published() -> None:
+    engine, _ = an_engine()
+    published: list[CacheChange] = []
+    loop = EngineLoop(
+        engine, CommandQueue(), name="engine", on_failure=lambda _: None, on_cache_changes=published.extend
+    )
+    loop.start()
+    try:
+        stream = loop.submit(a_request("a", list(range(9)), max_tokens=1))
+        await everything(stream)
+        assert await asyncio.wait_for(loop.reset_prefix_cache(), SECONDS) == 2
+        loop.close(stream)
+        assert await asyncio.wait_for(loop.reset_prefix_cache(), SECONDS) == 0
+        assert [change.stored is None for change in published] == [False, False, True, True]
+    finally:
+        await loop.stop()
+    with pytest.raises(Unavailable):
+        await loop.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("bad", [[], [9999], [1] * 200], ids=["empty", "unknown token", "too long"])

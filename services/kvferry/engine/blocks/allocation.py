@@ -159,6 +159,15 @@ class Allocator:
         table.blocks.clear()
         table.version = next(self._versions)
 
+    def reset_cache(self) -> int:
+        """Remove all blocks from the prefix index, and give free pages a new epoch, so that a reader of their content
+        finds it outdated; return the number of removed blocks."""
+        blocks = self.index.blocks()
+        for block in blocks:
+            self.index.forget(block)
+        self.pool.outdate_free()
+        return len(blocks)
+
     def check_integrity(self) -> None:
         """Check the pool's invariants and invariant I3: a named page is not in quarantine.
 

@@ -138,6 +138,11 @@ class BlockPool:
                 self.num_quarantined -= 1
                 self._append_free(block)
 
+    def outdate_free(self) -> None:
+        """Increment the epoch of every free page, as if its content had been overwritten."""
+        for block in self.free_list():
+            self.epochs[block] += 1
+
     def refs(self, block: BlockId) -> int:
         """Return the number of references to the page."""
         return self._refs[block]

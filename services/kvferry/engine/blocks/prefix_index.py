@@ -82,6 +82,11 @@ class PrefixIndex:
             del self._block_of[content[0]]
             self._changes.append(CacheChange(content[0], None))
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether blocks were added or removed since the last call of `take_changes`."""
+        return bool(self._changes)
+
     def take_changes(self) -> list[CacheChange]:
         """Return the blocks added and removed since the last call, in order."""
         changes, self._changes = self._changes, []

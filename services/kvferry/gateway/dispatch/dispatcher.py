@@ -82,10 +82,11 @@ class Dispatcher:
         self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
         self._ending = Ending(self._releases, clock, self._instruments)
         self._routes = RouteSelection(fleet, config.routing, namers, self._instruments)
+        self.turns = Turns(fleet, namers)
         self._calls = WorkerCalls(
             fleet,
             clock,
-            Turns(fleet, namers),
+            self.turns,
             KvPrefetches(fleet, config.routing.kv_prefetch_tokens),
             self._releases,
             self._ending,

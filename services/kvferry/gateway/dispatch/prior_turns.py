@@ -48,6 +48,10 @@ class Turns:
         if len(self._turns) > _MAX_TURNS:
             self._turns.popitem(last=False)
 
+    def clear(self) -> None:
+        """Drop all tickets."""
+        self._turns.clear()
+
     def find(self, run: SampleRun, pick: Pick) -> bytes:
         """Return the ticket of the longest prior turn that is a prefix of the prompt and that `pick` can read; empty if
         there is no such turn."""

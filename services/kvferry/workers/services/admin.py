@@ -92,6 +92,12 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             )
         return worker_admin_pb2.DrainResponse(idle=await self.drain(request.timeout_seconds))
 
+    async def ResetPrefixCache(
+        self, request: worker_admin_pb2.ResetPrefixCacheRequest, context: Context
+    ) -> worker_admin_pb2.ResetPrefixCacheResponse:
+        count = await self._context.loop.reset_prefix_cache()
+        return worker_admin_pb2.ResetPrefixCacheResponse(num_blocks=count)
+
     async def drain(self, timeout_seconds: float) -> bool:
         """Reject new requests and wait for running requests and offers; return whether they ended in time."""
         if not self._context.draining:

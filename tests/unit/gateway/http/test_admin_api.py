@@ -40,6 +40,22 @@ async def test_an_operator_finds_any_tenants_request(gateway: ScriptedGateway) -
     assert missing.json()["error"]["code"] == "request_not_found"
 
 
+async def test_the_prefix_caches_of_all_workers_are_reset(gateway: ScriptedGateway) -> None:
+    path = "/reset_prefix_cache"
+    async with httpx.AsyncClient(timeout=20) as client:
+        done = await client.post(gateway.admin_url + path)
+        assert (await client.get(gateway.admin_url + path)).status_code == 404
+        assert (await client.post(gateway.url + path)).status_code == 404
+        addresses = [worker.address for worker in gateway.workers.all]
+        assert done.json() == {"workers": [{"address": address, "num_blocks": 7} for address in addresses]}
+        assert [worker.num_resets for worker in gateway.workers.all] == [1, 1]
+        await gateway.workers.all[1].stop()
+        incomplete = await client.post(gateway.admin_url + path)
+    assert incomplete.status_code == 503
+    assert f"1 of 2 workers did not confirm the reset: {addresses[1]} (UNAVAILABLE)" in incomplete.text
+    assert gateway.workers.all[0].num_resets == 2
+
+
 async def test_clients_routes_are_not_served_to_operators(gateway: ScriptedGateway) -> None:
     async with httpx.AsyncClient(timeout=20) as client:
         refused = await client.post(f"{gateway.admin_url}/v1/completions", json=_BODY)
