@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from kvferry.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from kvferry.engine.embedding import Embedding
     from kvferry.engine.llm import LLM, Completion
 
-__all__ = ["LLM", "Completion", "SamplingParams"]
+__all__ = ["LLM", "Completion", "Embedding", "SamplingParams"]
 
 
 def __getattr__(name: str) -> object:
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> object:
         from kvferry.engine import llm
 
         return getattr(llm, name)
+    if name == "Embedding":
+        from kvferry.engine.embedding import Embedding
+
+        return Embedding
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """Offline inference API: the class `LLM` completes prompts with one engine in this process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -11,10 +12,13 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.build import build_engine, load_model, runner_for
+from kvferry.engine.embedding import Embedding, Prompt, embedding_of, pairs, pooling_params, pooling_request, prompt_key
 from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.settings import EngineSettings
 from kvferry.model.requests.output_text import OutputText, StopReason
+from kvferry.model.requests.pooling import cosine
 from kvferry.model.requests.prompt_parameters import (
     check_output_length,
     kept_prompt,
@@ -27,6 +31,9 @@ from kvferry.model.text.stop_strings import StopMatcher
 from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.prompt import encode_conversation
+
+_MAX_WAITING = 512
+"""Number of waiting requests up to which further ones are added; the engine rejects more than 1024."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -165,19 +172,76 @@ class LLM:
             UsageError: the weights are random, but a prompt is a text, or stop strings or bad words are set.
         """
         streams = [self._start(*each) for each in zip(prompts, _for_each(sampling, len(prompts)), strict=True)]
-        added: list[RequestId] = []
-        try:
-            for stream in streams:
-                self.engine.add(stream.request)
-                added.append(stream.request.request_id)
-        except InvalidRequest:
-            for request_id in added:
-                self.engine.abort(request_id)
-            raise
-        with Progress(console=Console(stderr=True), disable=not progress) as bar:
-            task = bar.add_task("completions", total=len(streams))
-            self._run({s.request.request_id: s for s in streams}, lambda: bar.advance(task))
+        by_id = {stream.request.request_id: stream for stream in streams}
+        self._run(
+            [stream.request for stream in streams],
+            lambda update: by_id[update.request_id].add(update),
+            "completions" if progress else None,
+        )
         return [s.completion() for s in streams]
+
+    def encode(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        progress: bool = False,
+    ) -> list[Embedding]:
+        """Compute a vector of each prompt, each a text or its token ids, in one batch; return them in order.
+
+        The vector is made of the model's hidden states after the final norm. A model that was trained to generate text
+        and not to compare it gives vectors of which all are similar; compare them with each other only.
+
+        Args:
+            prompts: the prompts.
+            pooling: `last`, `mean` or `cls`; see `model.requests.pooling.Pooling`.
+            normalize: whether vectors have an L2 norm of 1.
+            dimensions: number of leading values to keep, before a vector is normalized; `None` for all.
+            progress: whether to show a progress bar on standard error.
+
+        Raises:
+            InvalidRequest: a prompt is empty or too long, or a parameter is out of range; no vector is returned.
+            GenerationFailed: a hidden state is not finite.
+            UsageError: the weights are random, but a prompt is a text.
+        """
+        params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
+        requests = [pooling_request(self._next_id(), self._tokens(prompt), params) for prompt in prompts]
+        found: dict[RequestId, SequenceUpdate] = {}
+
+        def take(update: SequenceUpdate) -> bool:
+            found[update.request_id] = update
+            return False
+
+        self._run(requests, take, "vectors" if progress else None)
+        return [embedding_of(request, found[request.request_id]) for request in requests]
+
+    embed = encode
+
+    def score(
+        self, a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt], *, pooling: str = "last"
+    ) -> list[float]:
+        """Compute the cosine similarity of pairs of prompts by their vectors; see `encode` for what it is worth.
+
+        Args:
+            a: one prompt, or as many as `b` has.
+            b: one or several prompts.
+            pooling: see `encode`.
+
+        Returns:
+            A number from -1 to 1 for each pair, in order.
+
+        Raises:
+            InvalidRequest: see `encode`; the numbers of prompts do not fit.
+        """
+        compared = pairs(a, b)
+        distinct = list(dict.fromkeys(prompt_key(prompt) for pair in compared for prompt in pair))
+        vectors = dict(zip(distinct, self.encode(distinct, pooling=pooling), strict=True))
+        return [
+            cosine(vectors[prompt_key(left)].embedding, vectors[prompt_key(right)].embedding)
+            for left, right in compared
+        ]
 
     def chat(
         self,
@@ -208,32 +272,52 @@ class LLM:
         prompts = [encode_conversation(template, tokenizer, messages, tools) for messages in conversations]
         return self.generate(prompts, sampling, progress=progress)
 
-    def _run(self, by_id: "Mapping[RequestId, _Stream]", on_end: Callable[[], None]) -> None:
-        """Step until all requests have ended; abort all if one fails."""
-        while self.engine.has_work:
-            for update in self.engine.step().updates:
-                if update.error is not None:
-                    for request_id in by_id:
-                        self.engine.abort(request_id)
-                    raise update.error
-                stream = by_id[update.request_id]
-                if update.scores is not None:
-                    stream.scores = update.scores
-                if stream.take(update.tokens, update.finish_reason, update.num_cached):
-                    self.engine.abort(update.request_id)
-                if stream.has_ended:
-                    on_end()
+    def _run(
+        self, requests: Sequence[EngineRequest], take: Callable[[SequenceUpdate], bool], shown: str | None
+    ) -> None:
+        """Step until all requests have ended; abort all if one is rejected or fails.
 
-    def _start(self, prompt: str | Sequence[int], sampling: SamplingParams) -> "_Stream":
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, add_special=True)
+        Args:
+            requests: the requests; they are added while the engine's queue has room.
+            take: takes an update; returns whether a request that the engine continues has ended.
+            shown: label of the progress bar; `None` for no bar.
+        """
+        waiting = deque(requests)
+        with Progress(console=Console(stderr=True), disable=shown is None) as bar:
+            task = bar.add_task(shown or "", total=len(requests))
+            try:
+                while waiting or self.engine.has_work:
+                    while waiting and self.engine.scheduler.num_waiting < _MAX_WAITING:
+                        self.engine.add(waiting.popleft())
+                    for update in self.engine.step().updates:
+                        if update.error is not None:
+                            raise update.error
+                        ends = take(update)
+                        if ends:
+                            self.engine.abort(update.request_id)
+                        if ends or update.finish_reason is not None:
+                            bar.advance(task)
+            except BaseException:
+                for request in requests:
+                    self.engine.abort(request.request_id)
+                raise
+
+    def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+
+    def _next_id(self) -> RequestId:
         self._count += 1
+        return RequestId(f"offline-{self._count}")
+
+    def _start(self, prompt: Prompt, sampling: SamplingParams) -> "_Stream":
+        prompt = self._tokens(prompt)
+        request_id = self._next_id()
         params = sampling if sampling.seed is not None else replace(sampling, seed=self._seed + self._count)
         if params.bad_words:
             params = with_bad_word_tokens(params, self.tokenizer)
         self._check(params)
         kept = list(kept_prompt(prompt, params, self.engine.max_model_tokens))
-        request = EngineRequest(RequestId(f"offline-{self._count}"), kept, params)
+        request = EngineRequest(request_id, kept, params)
         if self._loaded.source is None and not params.stop:
             return _Stream(request, None)
         detokenizer = Detokenizer(self.tokenizer, shows_control=not params.skip_special_tokens)
@@ -272,9 +356,12 @@ class _Stream:
         self._stop_reason: StopReason = None
         self._num_cached = 0
 
-    def take(self, tokens: tuple[SampledToken, ...], reason: FinishReason | None, num_cached: int) -> bool:
+    def add(self, update: SequenceUpdate) -> bool:
         """Append sampled tokens; return whether a stop string ended the text, so that the request must be aborted."""
-        self._num_cached = num_cached
+        tokens, reason = update.tokens, update.finish_reason
+        self._num_cached = update.num_cached
+        if update.scores is not None:
+            self.scores = update.scores
         if self._writer is None:  # no tokenizer, no text
             self._tokens += tokens
             self._reason = reason
@@ -283,11 +370,6 @@ class _Stream:
         self._text += text
         self._tokens += kept
         return self._reason is not None and reason is None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the output is complete."""
-        return self._reason is not None
 
     def completion(self) -> Completion:
         assert self._reason is not None, "a request ended without a reason"
