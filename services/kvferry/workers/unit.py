@@ -342,13 +342,15 @@ class WorkerUnit:
         }
         if self._endpoint.role != "both":
             return [*makers[self._endpoint.role], pages, feed]
+        source = LocalSource(self.context)
         text = TextService(
-            LocalSource(self.context),
+            source,
             text_model_of(self._source, self._config.parsers),
             clock=self.context.clock,
             context_tokens=lambda: self.context.max_model_tokens,
             process=self._text_process,
             constraints=self._constraints,
+            vectors=source,
         )
         return [*makers["prefill"], *makers["decode"], pages, feed, inference_service(text)]
 

@@ -56,6 +56,7 @@ def text_model_of(source: ModelSource, parsers: AnswerParsers | None = None) -> 
         encode_chat=None if template is None else chat,
         check_constraint=GrammarVocabulary(tokenizer).check,
         answer_form=_answer_form(template, tokenizer, parsers or AnswerParsers()),
+        hidden_size=source.config.hidden_size,
     )
 
 
