@@ -2,56 +2,31 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.progress import Progress
 
-from kvferry.core.errors import InvalidRequest, UsageError
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import build_engine, load_model, runner_for
-from kvferry.engine.embedding import Embedding, Prompt, embedding_of, pairs, pooling_params, pooling_request, prompt_key
+from kvferry.engine.completion import Completion, CompletionStream
+from kvferry.engine.embedding import Embedding, Prompt, embedding_of, pairs, pooling_params, prompt_key
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.request_builder import RequestBuilder
 from kvferry.engine.settings import EngineSettings
-from kvferry.model.requests.output_text import OutputText, StopReason
 from kvferry.model.requests.pooling import cosine
-from kvferry.model.requests.prompt_parameters import (
-    check_output_length,
-    kept_prompt,
-    token_fields,
-    with_bad_word_tokens,
-)
 from kvferry.model.text.chat_template import Message
-from kvferry.model.text.detokenizer import Detokenizer
-from kvferry.model.text.stop_strings import StopMatcher
 from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tools.definitions import Tool
-from kvferry.model.text.tools.prompt import encode_conversation
+
+__all__ = ["LLM", "Completion", "Embedding"]
 
 _MAX_WAITING = 512
 """Number of waiting requests up to which further ones are added; the engine rejects more than 1024."""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """Completion of one prompt."""
-
-    prompt_token_ids: tuple[int, ...]
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    num_cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
-    logprobs: tuple[SampledToken, ...] = ()
-    """The sampled tokens with their log-probabilities; empty unless requested."""
-    stop_reason: StopReason = None
-    """The stop string or stop token id that ended the text; `None` if neither did."""
-    prompt_logprobs: tuple[ScoredToken, ...] | None = None
-    """Log-probabilities of the prompt's tokens from the second one on; `None` unless requested."""
 
 
 class LLM:
@@ -125,13 +100,12 @@ class LLM:
 
     def _load(self, settings: EngineSettings) -> None:
         self._loaded = loaded = load_model(settings)
-        self._seed = settings.seed
-        self._count = 0
         self.config = loaded.config
         """Configuration of the model."""
         self.runner = runner_for(loaded)
         """Runner that computes the engine's steps."""
         self.engine = build_engine(loaded, self.runner, namers=BlockNamers(b"offline"))
+        self._requests = RequestBuilder(loaded, max_model_tokens=self.engine.max_model_tokens)
         self.model = loaded.model
         """The model, loaded for its kernels."""
         self.block_bytes = loaded.layout.block_bytes
@@ -144,12 +118,7 @@ class LLM:
         """Tokenizer of the model. Raises:
         UsageError: the weights are random.
         """
-        if self._loaded.source is None:
-            raise UsageError(
-                "random weights (--load-format dummy) have no tokenizer; give token ids instead of text",
-                field="load_format",
-            )
-        return self._loaded.source.tokenizer
+        return self._requests.tokenizer
 
     def generate(
         self,
@@ -171,14 +140,9 @@ class LLM:
             GenerationFailed: a logit is not finite.
             UsageError: the weights are random, but a prompt is a text, or stop strings or bad words are set.
         """
-        streams = [self._start(*each) for each in zip(prompts, _for_each(sampling, len(prompts)), strict=True)]
-        by_id = {stream.request.request_id: stream for stream in streams}
-        self._run(
-            [stream.request for stream in streams],
-            lambda update: by_id[update.request_id].add(update),
-            "completions" if progress else None,
-        )
-        return [s.completion() for s in streams]
+        params = _for_each(sampling, len(prompts))
+        streams = [self._requests.start(*each) for each in zip(prompts, params, strict=True)]
+        return self._complete(streams, "completions" if progress else None)
 
     def encode(
         self,
@@ -207,12 +171,12 @@ class LLM:
             UsageError: the weights are random, but a prompt is a text.
         """
         params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
-        requests = [pooling_request(self._next_id(), self._tokens(prompt), params) for prompt in prompts]
+        requests = [self._requests.start_pooling(prompt, params) for prompt in prompts]
         found: dict[RequestId, SequenceUpdate] = {}
 
         def take(update: SequenceUpdate) -> bool:
             found[update.request_id] = update
-            return False
+            return True
 
         self._run(requests, take, "vectors" if progress else None)
         return [embedding_of(request, found[request.request_id]) for request in requests]
@@ -251,8 +215,8 @@ class LLM:
         tools: Sequence[Tool] = (),
         progress: bool = False,
     ) -> list[Completion]:
-        """Answer conversations in one batch; return one completion per conversation, in order. The text of an answer
-        with calls has them in the model's format.
+        """Answer conversations in one batch; return one completion per conversation, in order. The reasoning of models
+        that reason, and calls of functions, are not part of an answer's text.
 
         Args:
             conversations: each a list of messages with `role` and `content`.
@@ -265,12 +229,21 @@ class LLM:
             GenerationFailed: a logit is not finite.
             UsageError: the model has no chat template.
         """
-        tokenizer = self.tokenizer
-        template = None if self._loaded.source is None else self._loaded.source.chat_template
-        if template is None:
-            raise UsageError("this model has no chat template; use generate", field="model")
-        prompts = [encode_conversation(template, tokenizer, messages, tools) for messages in conversations]
-        return self.generate(prompts, sampling, progress=progress)
+        params = _for_each(sampling, len(conversations))
+        streams = [
+            self._requests.start_chat(messages, each, tools)
+            for messages, each in zip(conversations, params, strict=True)
+        ]
+        return self._complete(streams, "answers" if progress else None)
+
+    def _complete(self, streams: Sequence[CompletionStream], shown: str | None) -> list[Completion]:
+        by_id = {stream.request.request_id: stream for stream in streams}
+
+        def take(update: SequenceUpdate) -> bool:
+            return by_id[update.request_id].add(update).completion is not None
+
+        self._run([stream.request for stream in streams], take, shown)
+        return [stream.completion() for stream in streams]
 
     def _run(
         self, requests: Sequence[EngineRequest], take: Callable[[SequenceUpdate], bool], shown: str | None
@@ -279,7 +252,7 @@ class LLM:
 
         Args:
             requests: the requests; they are added while the engine's queue has room.
-            take: takes an update; returns whether a request that the engine continues has ended.
+            take: takes an update; returns whether the request has ended; it is then aborted if the engine continues it.
             shown: label of the progress bar; `None` for no bar.
         """
         waiting = deque(requests)
@@ -292,45 +265,14 @@ class LLM:
                     for update in self.engine.step().updates:
                         if update.error is not None:
                             raise update.error
-                        ends = take(update)
-                        if ends:
-                            self.engine.abort(update.request_id)
-                        if ends or update.finish_reason is not None:
+                        if take(update):
                             bar.advance(task)
+                            if update.finish_reason is None:
+                                self.engine.abort(update.request_id)
             except BaseException:
                 for request in requests:
                     self.engine.abort(request.request_id)
                 raise
-
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
-
-    def _next_id(self) -> RequestId:
-        self._count += 1
-        return RequestId(f"offline-{self._count}")
-
-    def _start(self, prompt: Prompt, sampling: SamplingParams) -> "_Stream":
-        prompt = self._tokens(prompt)
-        request_id = self._next_id()
-        params = sampling if sampling.seed is not None else replace(sampling, seed=self._seed + self._count)
-        if params.bad_words:
-            params = with_bad_word_tokens(params, self.tokenizer)
-        self._check(params)
-        kept = list(kept_prompt(prompt, params, self.engine.max_model_tokens))
-        request = EngineRequest(request_id, kept, params)
-        if self._loaded.source is None and not params.stop:
-            return _Stream(request, None)
-        detokenizer = Detokenizer(self.tokenizer, shows_control=not params.skip_special_tokens)
-        return _Stream(request, OutputText(params, detokenizer, StopMatcher(params.stop) if params.stop else None))
-
-    def _check(self, params: SamplingParams) -> None:
-        check_output_length(params)
-        for field, ids in token_fields(params).items():
-            if ids and max(ids) >= self.config.vocab_size:
-                raise InvalidRequest(
-                    f"{field} has token id {max(ids)}; the vocabulary has ids 0 to {self.config.vocab_size - 1}",
-                    field=field,
-                )
 
 
 def _for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
@@ -341,45 +283,3 @@ def _for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count:
             f"sampling has {len(sampling)} parameters for {count} prompts; give one, or one for each", field="sampling"
         )
     return sampling
-
-
-class _Stream:
-    """Output of one prompt while it is being generated."""
-
-    def __init__(self, request: EngineRequest, writer: OutputText | None) -> None:
-        self.request = request
-        self._writer = writer
-        self.scores: tuple[ScoredToken, ...] | None = None
-        self._text = ""
-        self._tokens: list[SampledToken] = []
-        self._reason: FinishReason | None = None
-        self._stop_reason: StopReason = None
-        self._num_cached = 0
-
-    def add(self, update: SequenceUpdate) -> bool:
-        """Append sampled tokens; return whether a stop string ended the text, so that the request must be aborted."""
-        tokens, reason = update.tokens, update.finish_reason
-        self._num_cached = update.num_cached
-        if update.scores is not None:
-            self.scores = update.scores
-        if self._writer is None:  # no tokenizer, no text
-            self._tokens += tokens
-            self._reason = reason
-            return False
-        text, kept, self._reason, self._stop_reason = self._writer.add(tokens, reason)
-        self._text += text
-        self._tokens += kept
-        return self._reason is not None and reason is None
-
-    def completion(self) -> Completion:
-        assert self._reason is not None, "a request ended without a reason"
-        return Completion(
-            prompt_token_ids=tuple(self.request.token_ids),
-            text=self._text,
-            token_ids=tuple(t.token_id for t in self._tokens),
-            finish_reason=self._reason,
-            num_cached_tokens=self._num_cached,
-            logprobs=tuple(self._tokens) if self.request.sampling.logprobs is not None else (),
-            stop_reason=self._stop_reason,
-            prompt_logprobs=self.scores,
-        )

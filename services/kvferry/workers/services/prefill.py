@@ -8,6 +8,7 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable
 from kvferry.core.ids import TicketId
+from kvferry.engine.engine_loop import StreamItem
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.kv.handoff.ticket import Keyring, check_ticket
@@ -17,7 +18,6 @@ from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.rpc.text.vector_wire import pooling_from_wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.context import WorkerContext, sequence_id
-from kvferry.workers.engine_loop import StreamItem
 from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_digester import PageDigester

@@ -13,6 +13,7 @@ from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable
 from kvferry.core.ids import new_incarnation
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
+from kvferry.engine.engine_loop import CommandQueue, EngineLoop
 from kvferry.kv.handoff.offers import OfferState, OfferTimes
 from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.pages.layout import KvLayout
@@ -23,7 +24,6 @@ from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server
 from kvferry.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.context import WorkerContext
-from kvferry.workers.engine_loop import CommandQueue, EngineLoop
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_digester import PageDigester
 from kvferry.workers.handoff.prefill_progress import PrefillProgress

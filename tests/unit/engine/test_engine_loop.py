@@ -12,8 +12,8 @@ from harness.idle import assert_idle
 from kvferry.core.errors import STEP_FAILED, InvalidRequest, InvariantBroken, KvferryError, Overloaded, Unavailable
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.engine import Engine
+from kvferry.engine.engine_loop import CommandQueue, EngineLoop, EngineStream, StreamItem
 from kvferry.engine.plan.step import StepPlan, StepResult
-from kvferry.workers.engine_loop import CommandQueue, EngineLoop, EngineStream, StreamItem
 
 SECONDS = 30.0
 
