@@ -86,6 +86,8 @@ class AsyncLLM:
                 raise Unavailable("the engine's step did not end in time; its thread ends with the process")
         for stream in self._open:  # the thread has ended, so that their aborts are not executed there
             self.engine.abort(stream.request_id)
+        if self.engine.has_work:  # a step that was launched ahead
+            await asyncio.to_thread(self.engine.step)
 
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams | None = None

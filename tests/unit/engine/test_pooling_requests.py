@@ -25,6 +25,7 @@ from kvferry.engine.models.transformer import Transformer
 from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.run.runner import Runner
+from kvferry.engine.run.threaded_runner import ThreadedRunner
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout
@@ -53,8 +54,11 @@ def expected(prompt: Sequence[int], pooling: Pooling) -> np.ndarray:
 
 
 def runner_for(kernels: str, blocks: int = 96) -> Runner:
-    model = build_model(CONFIG, tiny.TinyTensors(CONFIG), dtype="float32", kernels=kernels)
+    family = "auto" if kernels == "threaded" else kernels
+    model = build_model(CONFIG, tiny.TinyTensors(CONFIG), dtype="float32", kernels=family)
     pages = PagedKv.allocate(KvLayout.of(CONFIG, block_tokens=4, dtype="float32"), blocks)
+    if kernels == "threaded":
+        return ThreadedRunner(model, pages)
     if kernels != "triton":
         return Runner(model, pages)
     assert isinstance(model, Transformer)
@@ -106,7 +110,7 @@ def near(found: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch", "reference", "triton"])
+@pytest.mark.parametrize("kernels", ["auto", "threaded", "torch", "reference", "triton"])
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_vectors_are_those_of_transformers_beside_generating_sequences(kernels: str, pooling: Pooling) -> None:
     runner = COMPILED if kernels == "auto" else runner_for(kernels)

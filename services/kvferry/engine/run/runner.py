@@ -47,7 +47,7 @@ class Runner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step: page copies, then the KV of every scheduled token and a token for each sampled row.
-        Non-finite logits fail only their own sequence (`StepResult.failures`).
+        Non-finite logits or hidden states fail only their own sequence (`StepResult.failures`).
 
         Raises:
             InvariantBroken: the plan does not match its sequences.
