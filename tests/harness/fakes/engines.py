@@ -77,7 +77,8 @@ class ArithmeticRunner:
             (self.pages[item.block_ids[p // self.block_tokens]][p % self.block_tokens], p)
             for p in item.pooled_positions
         ]
-        return np.array(rows, dtype=np.float64).sum(axis=0)
+        total: npt.NDArray[np.float64] = np.array(rows, dtype=np.float64).sum(axis=0)
+        return total
 
     def _score(self, item: ScheduledSequence, position: int) -> ScoredToken:
         """Score the token after a position by the KV up to it, so that a score from a wrong page differs."""
