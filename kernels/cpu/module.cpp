@@ -182,11 +182,12 @@ class Runner {
   // kvferry/kernels/compiled.py documents the arrays.
   void step(Ints tokens, Ints positions, Ints slots, Ints queries, Ints contexts, Ints tables, Ints sampled,
             uintptr_t pages, int64_t num_pages, int block_tokens, const std::string& kv_type, Array<float> logits,
-            Array<int64_t> greedy, Bytes finite) {
+            Array<int64_t> greedy, Bytes finite, Ints shown, Array<float> hidden) {
     Batch b;
     b.rows = int(tokens.size());
     b.num_sequences = int(queries.size());
     b.num_sampled = int(sampled.size());
+    b.num_shown = int(shown.size());
     require(b.rows > 0, "a step needs rows");
     require(b.num_sampled <= b.rows, "more rows are sampled than there are");
     require(positions.size() == tokens.size() && slots.size() == tokens.size(),
@@ -196,6 +197,7 @@ class Runner {
     require(logits.size() == sampled.size() * size_t(model_.vocabulary) && greedy.size() == sampled.size() &&
                 finite.size() == sampled.size(),
             "the results have another size");
+    require(hidden.size() == shown.size() * size_t(model_.hidden), "the hidden states have another size");
     require(block_tokens > 0 && num_pages > 0 && pages != 0, "there are no pages");
     for (int i = 0; i < b.rows; ++i) {
       require(tokens.data()[i] >= 0 && tokens.data()[i] < model_.vocabulary, "a token is not in the vocabulary");
@@ -204,6 +206,8 @@ class Runner {
     }
     for (int i = 0; i < b.num_sampled; ++i)
       require(sampled.data()[i] >= 0 && sampled.data()[i] < b.rows, "a sampled row is not there");
+    for (int i = 0; i < b.num_shown; ++i)
+      require(shown.data()[i] >= 0 && shown.data()[i] < b.rows, "a row of hidden states is not there");
     thread_local std::vector<Sequence> sequences;
     sequences.clear();
     int64_t first = 0;
@@ -230,6 +234,8 @@ class Runner {
     b.logits = logits.data();
     b.greedy = greedy.data();
     b.finite = finite.data();
+    b.shown = shown.data();
+    b.hidden = hidden.data();
     nb::gil_scoped_release released;  // before the lock, since its holder needs the GIL to return
     std::lock_guard<std::mutex> lock(one_step_);
     step_->prepare(b);
@@ -325,7 +331,7 @@ NB_MODULE(_cpu, m) {
       .def("phase_seconds", &Runner::phase_seconds)
       .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a,
            "sampled"_a, "pages"_a, "num_pages"_a, "block_tokens"_a, "kv_type"_a, "logits"_a.noconvert(),
-           "greedy"_a.noconvert(), "finite"_a.noconvert());
+           "greedy"_a.noconvert(), "finite"_a.noconvert(), "shown"_a, "hidden"_a.noconvert());
   m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "input_bits"_a = 16,
         "x [rows, cols] times the matrix, into out; x in 8 or 16 bits, or as floats in 32, where the matrix is of "
         "codes.");

@@ -25,9 +25,12 @@ struct Batch {
   uint8_t* pages = nullptr;  // [pages][layers][2][kv_heads], each `head_bytes`: [block_tokens][head_dim]
   KvType kv_type = KvType::f32;
   int block_tokens = 0;
-  float* logits = nullptr;    // [num_sampled, vocabulary]
-  int64_t* greedy = nullptr;  // [num_sampled] argmax; the lowest index on ties
-  uint8_t* finite = nullptr;  // [num_sampled] 1 if all logits of the row are finite
+  float* logits = nullptr;         // [num_sampled, vocabulary]
+  int64_t* greedy = nullptr;       // [num_sampled] argmax; the lowest index on ties
+  uint8_t* finite = nullptr;       // [num_sampled] 1 if all logits of the row are finite
+  const int64_t* shown = nullptr;  // [num_shown]: indices of the rows whose hidden states are returned
+  int num_shown = 0;
+  float* hidden = nullptr;  // [num_shown, hidden] hidden states after the final norm
 };
 
 }  // namespace kvferry

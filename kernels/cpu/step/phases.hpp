@@ -46,6 +46,14 @@ static inline void norm_rows(Step& step, const float* weight, int first, int end
   }
 }
 
+// Writes the hidden states of the shown rows [first, end), after the final norm.
+static inline void show_rows(Step& step, int first, int end) {
+  const Model& m = step.model;
+  for (int i = first < 0 ? 0 : first; i < end; ++i)
+    rms_norm(step.residual + size_t(step.batch.shown[i]) * step.x.stride, m.final_norm, m.hidden, m.epsilon,
+             step.batch.hidden + size_t(i) * m.hidden);
+}
+
 static inline void rope_rows(Step& step, const Layer& layer, int layer_index, int chunk) {
   const Model& m = step.model;
   const Batch& b = step.batch;
@@ -254,6 +262,8 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
       } else {
         norm_rows(step, m.final_norm, first, until(step.batch.num_sampled),
                   [&](int i) { return int(step.batch.sampled[i]); });
+        show_rows(step, first - step.batch.num_sampled,
+                  until(step.batch.num_sampled + step.batch.num_shown) - step.batch.num_sampled);
       }
       break;
     case Phase::head: head_chunk(step, chunk, thread); break;

@@ -225,7 +225,7 @@ int Step::chunks(int index) const {
     case Phase::head: return head_blocking.count;
     case Phase::pick: return batch.num_sampled;
     case Phase::next_norm:
-      if (layer + 1 == model.num_layers) return ceil_div(batch.num_sampled, row_chunk);
+      if (layer + 1 == model.num_layers) return ceil_div(batch.num_sampled + batch.num_shown, row_chunk);
       [[fallthrough]];
     default: return ceil_div(batch.rows, row_chunk);
   }

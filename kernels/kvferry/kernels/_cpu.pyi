@@ -53,4 +53,6 @@ class Runner:
         logits: Floats,
         greedy: Ints,
         finite: Bytes,
+        shown: Ints,
+        hidden: Floats,
     ) -> None: ...

@@ -38,6 +38,34 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """POOLING_LAST"""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """of the last token"""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """the mean of all tokens"""
+    POOLING_CLS: _Pooling.ValueType  # 3
+    """of the first token"""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """Which hidden states of a prompt, after the final norm, a vector is made of."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""POOLING_LAST"""
+POOLING_LAST: Pooling.ValueType  # 1
+"""of the last token"""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""the mean of all tokens"""
+POOLING_CLS: Pooling.ValueType  # 3
+"""of the first token"""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """How tokens are sampled and when a sequence ends. Unset optional fields mean the default named beside them."""
@@ -388,6 +416,35 @@ class TokenIds(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
+
+@_typing.final
+class PoolingParams(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOLING_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    pooling: Global___Pooling.ValueType
+    normalize: _builtins.bool
+    """whether the vector gets an L2 norm of 1; unset: true"""
+    dimensions: _builtins.int
+    """leading values to keep, before normalizing; 0: all"""
+    def __init__(
+        self,
+        *,
+        pooling: Global___Pooling.ValueType = ...,
+        normalize: _builtins.bool | None = ...,
+        dimensions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize", "pooling", b"pooling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+
+Global___PoolingParams: _TypeAlias = PoolingParams  # noqa: Y015
 
 @_typing.final
 class KvReport(_message.Message):

@@ -133,6 +133,81 @@ class PrefillResponse(_message.Message):
 Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
 
 @_typing.final
+class PoolRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    INPUT_INDEX_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    model: _builtins.str
+    tenant: _builtins.str
+    """whose blocks these are; empty: the default tenant"""
+    priority: _builtins.int
+    """class of the request; lower first"""
+    input_index: _builtins.int
+    """which of the request's inputs"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def pooling(self) -> _common_pb2.PoolingParams: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        pooling: _common_pb2.PoolingParams | None = ...,
+        tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        input_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_index", b"input_index", "model", b"model", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolRequest: _TypeAlias = PoolRequest  # noqa: Y015
+
+@_typing.final
+class PoolResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
+    num_cached_tokens: _builtins.int
+    """of the prompt, found in this worker's prefix cache"""
+    prefill_seconds: _builtins.float
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def kv(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.KvReport]:
+        """where the prompt's KV came from"""
+
+    def __init__(
+        self,
+        *,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        num_cached_tokens: _builtins.int = ...,
+        prefill_seconds: _builtins.float = ...,
+        kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "num_cached_tokens", b"num_cached_tokens", "prefill_seconds", b"prefill_seconds", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolResponse: _TypeAlias = PoolResponse  # noqa: Y015
+
+@_typing.final
 class ReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -44,6 +44,11 @@ class PrefillStub:
                 request_serializer=kvferry_dot_v1_dot_prefill__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_prefill__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Pool = channel.unary_unary(
+                '/kvferry.v1.Prefill/Pool',
+                request_serializer=kvferry_dot_v1_dot_prefill__pb2.PoolRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_prefill__pb2.PoolResponse.FromString,
+                _registered_method=True)
 
 
 class PrefillServicer:
@@ -63,6 +68,13 @@ class PrefillServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pool(self, request, context):
+        """Computes the prompt and a vector of its hidden states; samples no token and keeps nothing. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +87,11 @@ def add_PrefillServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=kvferry_dot_v1_dot_prefill__pb2.ReleaseRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_prefill__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Pool': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pool,
+                    request_deserializer=kvferry_dot_v1_dot_prefill__pb2.PoolRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_prefill__pb2.PoolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +148,33 @@ class Prefill:
             '/kvferry.v1.Prefill/Release',
             kvferry_dot_v1_dot_prefill__pb2.ReleaseRequest.SerializeToString,
             kvferry_dot_v1_dot_prefill__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Prefill/Pool',
+            kvferry_dot_v1_dot_prefill__pb2.PoolRequest.SerializeToString,
+            kvferry_dot_v1_dot_prefill__pb2.PoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

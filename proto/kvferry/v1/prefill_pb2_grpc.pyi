@@ -35,6 +35,8 @@ class PrefillStub:
     """Computes the prompt and samples one token. Cancelling the call frees everything it held."""
     Release: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseRequest, _prefill_pb2.ReleaseResponse]
     """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success."""
+    Pool: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PoolRequest, _prefill_pb2.PoolResponse]
+    """Computes the prompt and a vector of its hidden states; samples no token and keeps nothing. Idempotent."""
 
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
@@ -43,6 +45,8 @@ class PrefillAsyncStub(PrefillStub):
     """Computes the prompt and samples one token. Cancelling the call frees everything it held."""
     Release: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ReleaseRequest, _prefill_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success."""
+    Pool: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PoolRequest, _prefill_pb2.PoolResponse]  # type: ignore[assignment]
+    """Computes the prompt and a vector of its hidden states; samples no token and keeps nothing. Idempotent."""
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -60,5 +64,13 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.ReleaseResponse, _abc.Awaitable[_prefill_pb2.ReleaseResponse]]:
         """Frees an offer that no decode worker will claim. Idempotent; an unknown ticket is success."""
+
+    @_abc_1.abstractmethod
+    def Pool(
+        self,
+        request: _prefill_pb2.PoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.PoolResponse, _abc.Awaitable[_prefill_pb2.PoolResponse]]:
+        """Computes the prompt and a vector of its hidden states; samples no token and keeps nothing. Idempotent."""
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -15,6 +15,7 @@ from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.model.text.answers.pieces import CallDelta, ToolCall
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.rpc.text.text_stream import TextChunk
+from kvferry.rpc.text.token_source import Vector
 
 __all__ = [
     "AsyncClient",
@@ -29,4 +30,5 @@ __all__ = [
     "TextChunk",
     "Tool",
     "ToolCall",
+    "Vector",
 ]

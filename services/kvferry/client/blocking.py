@@ -10,11 +10,14 @@ import grpc
 from kvferry.client import messages
 from kvferry.client.messages import ChatMessage, Completion, ModelInfo, Prompt
 from kvferry.core.sampling import SamplingParams
+from kvferry.model.requests.pooling import PoolingParams, pooling_named
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.rpc.channel import open_blocking_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.text.text_stream import TextChunk
 from kvferry.rpc.text.text_wire import chunk_from_wire
+from kvferry.rpc.text.token_source import Vector
+from kvferry.rpc.text.vector_wire import vectors_from_wire
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 
@@ -130,6 +133,41 @@ class Client:
         )
         with closing(stream) as chunks:
             return messages.gather(chunks)
+
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        model: str = "",
+        request_id: str = "",
+        timeout: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[Vector]:
+        """Compute a vector of each input, in order.
+
+        Args:
+            inputs: 1 to 1024 inputs, each a text or its token ids.
+            pooling: `last`, `mean` or `cls`; see `model.requests.pooling.Pooling`.
+            normalize: whether vectors have an L2 norm of 1.
+            dimensions: number of leading values to keep, before a vector is normalized; `None` for all.
+            model: name of the model; empty selects the served model.
+            request_id: request id for logs; if empty, the gateway generates one.
+            timeout: time limit of the call in seconds; `None` selects the client's default.
+            priority: class of the request; lower numbers come first, where workers schedule by priority.
+            cache_salt: requests with unequal salts share no KV; empty for the tenant's cache.
+
+        Raises:
+            KvferryError: the error that the gateway raised, as the same subclass.
+        """
+        params = PoolingParams(pooling_named(pooling), normalize, dimensions)
+        request = messages.embed_request(inputs, params, model, request_id, priority, cache_salt)
+        limit = self._timeout if timeout is None else timeout
+        with _own_errors():
+            return vectors_from_wire(self._stub.Embed(request, timeout=limit, metadata=self._metadata))
 
     def tokenize(self, prompt: str | Sequence[ChatMessage], *, model: str = "") -> list[int]:
         """Return the token ids of a text, or of a conversation rendered by the chat template.

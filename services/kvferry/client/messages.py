@@ -8,11 +8,13 @@ from typing import cast
 from kvferry.core.errors import InvalidRequest, InvariantBroken
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.model.requests.output_text import StopReason
+from kvferry.model.requests.pooling import PoolingParams
 from kvferry.model.text.answers.pieces import AssembledCalls, ToolCall
 from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
 from kvferry.rpc import wire
 from kvferry.rpc.text.text_stream import TextChunk, Usage
 from kvferry.rpc.text.token_source import Timing
+from kvferry.rpc.text.vector_wire import pooling_to_wire
 from kvferry.v1 import common_pb2, inference_pb2
 
 ChatMessage = Mapping[str, object]
@@ -153,6 +155,35 @@ def tokenize_request(prompt: str | Sequence[ChatMessage], model: str) -> inferen
     if isinstance(prompt, str):
         return inference_pb2.TokenizeRequest(model=model, text=prompt)
     return inference_pb2.TokenizeRequest(model=model, chat=chat_to_wire(prompt))
+
+
+def embed_request(
+    inputs: Sequence[str | Sequence[int]],
+    params: PoolingParams,
+    model: str,
+    request_id: str,
+    priority: int,
+    cache_salt: str,
+) -> inference_pb2.EmbedRequest:
+    """Build the message for `Inference.Embed`.
+
+    Raises:
+        InvalidRequest: `dimensions` is less than 1, which the message cannot say.
+    """
+    if params.dimensions is not None and params.dimensions < 1:
+        raise InvalidRequest(f"dimensions is {params.dimensions}; give at least 1", field="dimensions")
+    kind = inference_pb2.EmbedRequest.Input
+    given = [
+        kind(text=each) if isinstance(each, str) else kind(tokens=common_pb2.TokenIds(ids=each)) for each in inputs
+    ]
+    return inference_pb2.EmbedRequest(
+        request_id=request_id,
+        model=model,
+        inputs=given,
+        pooling=pooling_to_wire(params),
+        priority=priority,
+        cache_salt=cache_salt,
+    )
 
 
 def model_info(response: inference_pb2.GetModelInfoResponse) -> ModelInfo:

@@ -4,22 +4,31 @@ Decisions (`blocks`, `plan`) are pure and do not import torch; `tensors`, `run`,
 `loads` moves KV to and from peers and tiers; `engine` combines them; `llm` is the offline API. The engine depends on
 `kvferry.kv.interface.connector`, never on a transport.
 
-`LLM` is imported on first use, so that importing the pure parts does not import torch.
+`LLM` and `AsyncLLM` are imported on first use, so that importing the pure parts does not import torch.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 from kvferry.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from kvferry.engine.llm import LLM, Completion
+    from kvferry.engine.async_llm import AsyncLLM
+    from kvferry.engine.completion import Completion, CompletionPart
+    from kvferry.engine.embedding import Embedding
+    from kvferry.engine.llm import LLM
 
-__all__ = ["LLM", "Completion", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "CompletionPart", "Embedding", "SamplingParams"]
+_MODULES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "Completion": "completion",
+    "CompletionPart": "completion",
+    "Embedding": "embedding",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name in {"LLM", "Completion"}:
-        from kvferry.engine import llm
-
-        return getattr(llm, name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"kvferry.engine.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,6 +26,7 @@ from kvferry.engine.plan.scheduler import Scheduler
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.pooling.prompt_pooling import PromptPooling
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
@@ -128,13 +129,15 @@ class Engine:
             keeps=request.keeps,
             remote=request.remote if self._loads.can_fetch else None,
         )
-        if sequence.is_scoring:
+        if request.pooling is not None:
+            sequence.pooling = PromptPooling(request.pooling, num_prompt)
+        if not sequence.may_load:
             sequence.remote = None
         self.scheduler.add(sequence)
         self.statistics.arrive(request.request_id, num_prompt, self._clock.monotonic())
         if self._masks is not None and request.sampling.constraint is not None:
             sequence.mask = self._masks.begin(request.sampling.constraint, sequence.tokens[num_prompt:])
-        if not sequence.is_scoring:  # rows whose KV is loaded have no logits
+        if sequence.may_load:
             self._loads.arrive(sequence)
 
     def abort(self, request_id: RequestId) -> bool:
@@ -269,10 +272,16 @@ class Engine:
         count = len(request.token_ids)
         if count - request.num_generated < 1:
             raise InvalidRequest("the prompt is empty; send at least one token", field="prompt", reason="PROMPT_EMPTY")
-        if count >= self.max_model_tokens:
+        if request.pooling is None and count >= self.max_model_tokens:
             raise InvalidRequest(
                 f"the prompt has {count} tokens, the context holds {self.max_model_tokens}, and at least one must be "
                 "left for the output; shorten the prompt",
+                field="prompt",
+                reason="PROMPT_TOO_LONG",
+            )
+        if count > self.max_model_tokens:  # a pooling request needs no room for an output
+            raise InvalidRequest(
+                f"the prompt has {count} tokens, and the context holds {self.max_model_tokens}; shorten the prompt",
                 field="prompt",
                 reason="PROMPT_TOO_LONG",
             )

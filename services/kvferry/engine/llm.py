@@ -1,50 +1,32 @@
 """Offline inference API: the class `LLM` completes prompts with one engine in this process."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.progress import Progress
 
-from kvferry.core.errors import InvalidRequest, UsageError
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
-from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import build_engine, load_model, runner_for
+from kvferry.engine.completion import Completion, CompletionStream
+from kvferry.engine.embedding import Embedding, Prompt, embedding_of, pairs, pooling_params, prompt_key
 from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.request_builder import RequestBuilder
 from kvferry.engine.settings import EngineSettings
-from kvferry.model.requests.output_text import OutputText, StopReason
-from kvferry.model.requests.prompt_parameters import (
-    check_output_length,
-    kept_prompt,
-    token_fields,
-    with_bad_word_tokens,
-)
+from kvferry.model.requests.pooling import cosine
 from kvferry.model.text.chat_template import Message
-from kvferry.model.text.detokenizer import Detokenizer
-from kvferry.model.text.stop_strings import StopMatcher
 from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tools.definitions import Tool
-from kvferry.model.text.tools.prompt import encode_conversation
 
+__all__ = ["LLM", "Completion", "Embedding"]
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """Completion of one prompt."""
-
-    prompt_token_ids: tuple[int, ...]
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    num_cached_tokens: int
-    """Prompt tokens found in the prefix cache."""
-    logprobs: tuple[SampledToken, ...] = ()
-    """The sampled tokens with their log-probabilities; empty unless requested."""
-    stop_reason: StopReason = None
-    """The stop string or stop token id that ended the text; `None` if neither did."""
-    prompt_logprobs: tuple[ScoredToken, ...] | None = None
-    """Log-probabilities of the prompt's tokens from the second one on; `None` unless requested."""
+_MAX_WAITING = 512
+"""Number of waiting requests up to which further ones are added; the engine rejects more than 1024."""
 
 
 class LLM:
@@ -118,13 +100,12 @@ class LLM:
 
     def _load(self, settings: EngineSettings) -> None:
         self._loaded = loaded = load_model(settings)
-        self._seed = settings.seed
-        self._count = 0
         self.config = loaded.config
         """Configuration of the model."""
         self.runner = runner_for(loaded)
         """Runner that computes the engine's steps."""
         self.engine = build_engine(loaded, self.runner, namers=BlockNamers(b"offline"))
+        self._requests = RequestBuilder(loaded, max_model_tokens=self.engine.max_model_tokens)
         self.model = loaded.model
         """The model, loaded for its kernels."""
         self.block_bytes = loaded.layout.block_bytes
@@ -137,16 +118,11 @@ class LLM:
         """Tokenizer of the model. Raises:
         UsageError: the weights are random.
         """
-        if self._loaded.source is None:
-            raise UsageError(
-                "random weights (--load-format dummy) have no tokenizer; give token ids instead of text",
-                field="load_format",
-            )
-        return self._loaded.source.tokenizer
+        return self._requests.tokenizer
 
     def generate(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -164,20 +140,72 @@ class LLM:
             GenerationFailed: a logit is not finite.
             UsageError: the weights are random, but a prompt is a text, or stop strings or bad words are set.
         """
-        streams = [self._start(*each) for each in zip(prompts, _for_each(sampling, len(prompts)), strict=True)]
-        added: list[RequestId] = []
-        try:
-            for stream in streams:
-                self.engine.add(stream.request)
-                added.append(stream.request.request_id)
-        except InvalidRequest:
-            for request_id in added:
-                self.engine.abort(request_id)
-            raise
-        with Progress(console=Console(stderr=True), disable=not progress) as bar:
-            task = bar.add_task("completions", total=len(streams))
-            self._run({s.request.request_id: s for s in streams}, lambda: bar.advance(task))
-        return [s.completion() for s in streams]
+        params = _for_each(sampling, len(prompts))
+        streams = [self._requests.start(*each) for each in zip(prompts, params, strict=True)]
+        return self._complete(streams, "completions" if progress else None)
+
+    def encode(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        progress: bool = False,
+    ) -> list[Embedding]:
+        """Compute a vector of each prompt, each a text or its token ids, in one batch; return them in order.
+
+        The vector is made of the model's hidden states after the final norm. A model that was trained to generate text
+        and not to compare it gives vectors of which all are similar; compare them with each other only.
+
+        Args:
+            prompts: the prompts.
+            pooling: `last`, `mean` or `cls`; see `model.requests.pooling.Pooling`.
+            normalize: whether vectors have an L2 norm of 1.
+            dimensions: number of leading values to keep, before a vector is normalized; `None` for all.
+            progress: whether to show a progress bar on standard error.
+
+        Raises:
+            InvalidRequest: a prompt is empty or too long, or a parameter is out of range; no vector is returned.
+            GenerationFailed: a hidden state is not finite.
+            UsageError: the weights are random, but a prompt is a text.
+        """
+        params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
+        requests = [self._requests.start_pooling(prompt, params) for prompt in prompts]
+        found: dict[RequestId, SequenceUpdate] = {}
+
+        def take(update: SequenceUpdate) -> bool:
+            found[update.request_id] = update
+            return True
+
+        self._run(requests, take, "vectors" if progress else None)
+        return [embedding_of(request, found[request.request_id]) for request in requests]
+
+    embed = encode
+
+    def score(
+        self, a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt], *, pooling: str = "last"
+    ) -> list[float]:
+        """Compute the cosine similarity of pairs of prompts by their vectors; see `encode` for what it is worth.
+
+        Args:
+            a: one prompt, or as many as `b` has.
+            b: one or several prompts.
+            pooling: see `encode`.
+
+        Returns:
+            A number from -1 to 1 for each pair, in order.
+
+        Raises:
+            InvalidRequest: see `encode`; the numbers of prompts do not fit.
+        """
+        compared = pairs(a, b)
+        distinct = list(dict.fromkeys(prompt_key(prompt) for pair in compared for prompt in pair))
+        vectors = dict(zip(distinct, self.encode(distinct, pooling=pooling), strict=True))
+        return [
+            cosine(vectors[prompt_key(left)].embedding, vectors[prompt_key(right)].embedding)
+            for left, right in compared
+        ]
 
     def chat(
         self,
@@ -187,8 +215,8 @@ class LLM:
         tools: Sequence[Tool] = (),
         progress: bool = False,
     ) -> list[Completion]:
-        """Answer conversations in one batch; return one completion per conversation, in order. The text of an answer
-        with calls has them in the model's format.
+        """Answer conversations in one batch; return one completion per conversation, in order. The reasoning of models
+        that reason, and calls of functions, are not part of an answer's text.
 
         Args:
             conversations: each a list of messages with `role` and `content`.
@@ -201,52 +229,50 @@ class LLM:
             GenerationFailed: a logit is not finite.
             UsageError: the model has no chat template.
         """
-        tokenizer = self.tokenizer
-        template = None if self._loaded.source is None else self._loaded.source.chat_template
-        if template is None:
-            raise UsageError("this model has no chat template; use generate", field="model")
-        prompts = [encode_conversation(template, tokenizer, messages, tools) for messages in conversations]
-        return self.generate(prompts, sampling, progress=progress)
+        params = _for_each(sampling, len(conversations))
+        streams = [
+            self._requests.start_chat(messages, each, tools)
+            for messages, each in zip(conversations, params, strict=True)
+        ]
+        return self._complete(streams, "answers" if progress else None)
 
-    def _run(self, by_id: "Mapping[RequestId, _Stream]", on_end: Callable[[], None]) -> None:
-        """Step until all requests have ended; abort all if one fails."""
-        while self.engine.has_work:
-            for update in self.engine.step().updates:
-                if update.error is not None:
-                    for request_id in by_id:
-                        self.engine.abort(request_id)
-                    raise update.error
-                stream = by_id[update.request_id]
-                if update.scores is not None:
-                    stream.scores = update.scores
-                if stream.take(update.tokens, update.finish_reason, update.num_cached):
-                    self.engine.abort(update.request_id)
-                if stream.has_ended:
-                    on_end()
+    def _complete(self, streams: Sequence[CompletionStream], shown: str | None) -> list[Completion]:
+        by_id = {stream.request.request_id: stream for stream in streams}
 
-    def _start(self, prompt: str | Sequence[int], sampling: SamplingParams) -> "_Stream":
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, add_special=True)
-        self._count += 1
-        params = sampling if sampling.seed is not None else replace(sampling, seed=self._seed + self._count)
-        if params.bad_words:
-            params = with_bad_word_tokens(params, self.tokenizer)
-        self._check(params)
-        kept = list(kept_prompt(prompt, params, self.engine.max_model_tokens))
-        request = EngineRequest(RequestId(f"offline-{self._count}"), kept, params)
-        if self._loaded.source is None and not params.stop:
-            return _Stream(request, None)
-        detokenizer = Detokenizer(self.tokenizer, shows_control=not params.skip_special_tokens)
-        return _Stream(request, OutputText(params, detokenizer, StopMatcher(params.stop) if params.stop else None))
+        def take(update: SequenceUpdate) -> bool:
+            return by_id[update.request_id].add(update).completion is not None
 
-    def _check(self, params: SamplingParams) -> None:
-        check_output_length(params)
-        for field, ids in token_fields(params).items():
-            if ids and max(ids) >= self.config.vocab_size:
-                raise InvalidRequest(
-                    f"{field} has token id {max(ids)}; the vocabulary has ids 0 to {self.config.vocab_size - 1}",
-                    field=field,
-                )
+        self._run([stream.request for stream in streams], take, shown)
+        return [stream.completion() for stream in streams]
+
+    def _run(
+        self, requests: Sequence[EngineRequest], take: Callable[[SequenceUpdate], bool], shown: str | None
+    ) -> None:
+        """Step until all requests have ended; abort all if one is rejected or fails.
+
+        Args:
+            requests: the requests; they are added while the engine's queue has room.
+            take: takes an update; returns whether the request has ended; it is then aborted if the engine continues it.
+            shown: label of the progress bar; `None` for no bar.
+        """
+        waiting = deque(requests)
+        with Progress(console=Console(stderr=True), disable=shown is None) as bar:
+            task = bar.add_task(shown or "", total=len(requests))
+            try:
+                while waiting or self.engine.has_work:
+                    while waiting and self.engine.scheduler.num_waiting < _MAX_WAITING:
+                        self.engine.add(waiting.popleft())
+                    for update in self.engine.step().updates:
+                        if update.error is not None:
+                            raise update.error
+                        if take(update):
+                            bar.advance(task)
+                            if update.finish_reason is None:
+                                self.engine.abort(update.request_id)
+            except BaseException:
+                for request in requests:
+                    self.engine.abort(request.request_id)
+                raise
 
 
 def _for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
@@ -257,47 +283,3 @@ def _for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count:
             f"sampling has {len(sampling)} parameters for {count} prompts; give one, or one for each", field="sampling"
         )
     return sampling
-
-
-class _Stream:
-    """Output of one prompt while it is being generated."""
-
-    def __init__(self, request: EngineRequest, writer: OutputText | None) -> None:
-        self.request = request
-        self._writer = writer
-        self.scores: tuple[ScoredToken, ...] | None = None
-        self._text = ""
-        self._tokens: list[SampledToken] = []
-        self._reason: FinishReason | None = None
-        self._stop_reason: StopReason = None
-        self._num_cached = 0
-
-    def take(self, tokens: tuple[SampledToken, ...], reason: FinishReason | None, num_cached: int) -> bool:
-        """Append sampled tokens; return whether a stop string ended the text, so that the request must be aborted."""
-        self._num_cached = num_cached
-        if self._writer is None:  # no tokenizer, no text
-            self._tokens += tokens
-            self._reason = reason
-            return False
-        text, kept, self._reason, self._stop_reason = self._writer.add(tokens, reason)
-        self._text += text
-        self._tokens += kept
-        return self._reason is not None and reason is None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the output is complete."""
-        return self._reason is not None
-
-    def completion(self) -> Completion:
-        assert self._reason is not None, "a request ended without a reason"
-        return Completion(
-            prompt_token_ids=tuple(self.request.token_ids),
-            text=self._text,
-            token_ids=tuple(t.token_id for t in self._tokens),
-            finish_reason=self._reason,
-            num_cached_tokens=self._num_cached,
-            logprobs=tuple(self._tokens) if self.request.sampling.logprobs is not None else (),
-            stop_reason=self._stop_reason,
-            prompt_logprobs=self.scores,
-        )

@@ -12,6 +12,7 @@ from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
 from kvferry.kv.pricing.price import Decision
+from kvferry.model.requests.pooling import PoolingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class EngineRequest:
     keeps: bool = False
     """Whether to report the pages of the full blocks when the sequence ends, without holding references to them."""
     remote: RemoteKv | None = None
+    pooling: PoolingParams | None = None
+    """Set for a pooling request: it returns a vector of its prompt and samples no token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class Gateway:
             tenant_of=api_keys.tenant_of,
             process=text_process,
             constraints=constraints,
+            vectors=self.dispatcher,
         )
         self.client_api = ClientApi(
             self.service, config.http, self.instruments, self._readiness, self.dispatcher.journal

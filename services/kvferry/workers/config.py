@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from kvferry.core.errors import UsageError
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.handoff.offers import OfferTimes
+from kvferry.model.requests.answer_forms import AnswerParsers
 from kvferry.rpc.access.hosts import is_host
-from kvferry.rpc.text.model_text import AnswerParsers
 
 ROLES = ("prefill", "decode", "both", "split")
 EPOCHS, DIGEST = "epochs", "digest"

@@ -7,9 +7,9 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, Unavailable, UnknownModel, shortened
 from kvferry.core.hashing import SALT_DIGEST_CHARS
 from kvferry.core.ids import Incarnation, RequestId, WorkerId
+from kvferry.engine.engine_loop import EngineLoop
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.v1 import common_pb2
-from kvferry.workers.engine_loop import EngineLoop
 
 _UNBOUND = WorkerId("")
 MAX_TENANT_CHARS = 256 + SALT_DIGEST_CHARS

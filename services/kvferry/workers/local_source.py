@@ -3,13 +3,15 @@
 from collections.abc import AsyncGenerator
 
 from kvferry.engine.messages import EngineRequest
-from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest
+from kvferry.model.requests.pooling import PoolingParams
+from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, Vector
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_report import KvReportBuilder
+from kvferry.workers.services.pooling import compute_vector, pooling_request
 
 
 class LocalSource:
-    """`TokenSource` that generates tokens with this process's engine."""
+    """`TokenSource` and `VectorSource` that use this process's engine."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -54,3 +56,17 @@ class LocalSource:
                     timing=timing,
                     prompt_logprobs=updates[0].scores,
                 )
+
+    async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
+        self._context.admit("")
+        asked = pooling_request(
+            sequence_id(request.request_id, request.sample_index),
+            request.token_ids,
+            params,
+            tenant=request.scope,
+            priority=request.priority,
+            deadline=request.deadline,
+        )
+        update = await compute_vector(self._context, asked, KvReportBuilder(self._context.worker_id))
+        assert update.embedding is not None
+        return Vector(update.embedding, len(request.token_ids), update.num_cached)

@@ -13,6 +13,7 @@ from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import LoadedModel, build_engine, runner_for
 from kvferry.engine.engine import Engine
+from kvferry.engine.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.messages import EngineRequest, MaskReady
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.handoff.ticket import Keyring
@@ -42,7 +43,6 @@ from kvferry.v1 import (
 from kvferry.v1.worker_admin_pb2 import StatusResponse
 from kvferry.workers.config import DIGEST, WorkerConfig
 from kvferry.workers.context import WorkerContext, sequence_id
-from kvferry.workers.engine_loop import CommandQueue, EngineLoop
 from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_digester import PageDigester
@@ -342,13 +342,15 @@ class WorkerUnit:
         }
         if self._endpoint.role != "both":
             return [*makers[self._endpoint.role], pages, feed]
+        source = LocalSource(self.context)
         text = TextService(
-            LocalSource(self.context),
+            source,
             text_model_of(self._source, self._config.parsers),
             clock=self.context.clock,
             context_tokens=lambda: self.context.max_model_tokens,
             process=self._text_process,
             constraints=self._constraints,
+            vectors=source,
         )
         return [*makers["prefill"], *makers["decode"], pages, feed, inference_service(text)]
 

@@ -14,6 +14,7 @@ from kvferry.rpc.text.text_model import ChatMessages, TextModel
 EOS = 256
 BOS = 257
 VOCAB_SIZE = 258
+HIDDEN_SIZE = 8
 NAME = "bytes"
 
 
@@ -115,4 +116,5 @@ def byte_model(
         encode_chat=encode_chat,
         check_constraint=check_constraint,
         answer_form=AnswerForm(call_format, has_reasoning),
+        hidden_size=HIDDEN_SIZE,
     )

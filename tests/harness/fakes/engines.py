@@ -68,7 +68,17 @@ class ArithmeticRunner:
                 drawn[item.request_id] = SequenceOutput((SampledToken(token),), item.num_scheduled)
         scores = {s.request_id: tuple(self._score(s, p) for p in s.scored_positions) for s in plan.scheduled}
         found = {name: made for name, made in scores.items() if made}
-        return StepResult(drawn, postponed=frozenset(postponed), scores=found)
+        pooled = {s.request_id: self._pool(s) for s in plan.scheduled if s.pooled_positions}
+        return StepResult(drawn, postponed=frozenset(postponed), scores=found, pooled=pooled)
+
+    def _pool(self, item: ScheduledSequence) -> npt.NDArray[np.float64]:
+        """Sum [token, position] over the pooled rows, as the KV has them."""
+        rows = [
+            (self.pages[item.block_ids[p // self.block_tokens]][p % self.block_tokens], p)
+            for p in item.pooled_positions
+        ]
+        total: npt.NDArray[np.float64] = np.array(rows, dtype=np.float64).sum(axis=0)
+        return total
 
     def _score(self, item: ScheduledSequence, position: int) -> ScoredToken:
         """Score the token after a position by the KV up to it, so that a score from a wrong page differs."""

@@ -5,8 +5,13 @@ import asyncio
 import zlib
 from collections.abc import AsyncGenerator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from harness.fakes.byte_model import HIDDEN_SIZE
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
-from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest
+from kvferry.model.requests.pooling import Pooling, PoolingParams
+from kvferry.rpc.text.token_source import Timing, TokenEvent, TokenRequest, Vector
 
 
 def next_token(tokens: Sequence[int], sampling: SamplingParams, sample_index: int) -> SampledToken:
@@ -35,6 +40,14 @@ def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, count: int,
     return tokens[len(prompt) :]
 
 
+def vector_of(tokens: Sequence[int], params: PoolingParams) -> npt.NDArray[np.float32]:
+    """Return a vector of a prompt, by a rule: counts of its tokens by their remainder, and its length."""
+    counts = np.bincount([token % (HIDDEN_SIZE - 1) for token in tokens], minlength=HIDDEN_SIZE).astype(np.float64)
+    counts[-1] = len(tokens) / 7 + {Pooling.LAST: 0, Pooling.MEAN: 1, Pooling.CLS: 2}[params.pooling]
+    kept = counts[: params.dimensions]
+    return (kept / (np.linalg.norm(kept) or 1.0) if params.normalize else kept).astype(np.float32)
+
+
 class ScriptedSource:
     """An in-process `TokenSource` that generates tokens by the rule."""
 
@@ -46,6 +59,14 @@ class ScriptedSource:
         self._text = text
         self.open_streams = 0
         self.num_yielded = 0
+
+    async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
+        self.open_streams += 1
+        try:
+            await asyncio.sleep(0)
+            return Vector(vector_of(request.token_ids, params), len(request.token_ids))
+        finally:
+            self.open_streams -= 1
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         self.open_streams += 1

@@ -13,13 +13,14 @@ from typing import Any
 import grpc
 
 from harness.fakes.byte_model import NAME
-from harness.fakes.scripted_tokens import next_token, scores_of
+from harness.fakes.scripted_tokens import next_token, scores_of, vector_of
 from kvferry.core.errors import KvferryError, TicketRejected, Unavailable
 from kvferry.core.ids import new_incarnation
 from kvferry.core.sampling import FinishReason
 from kvferry.rpc import wire
 from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.rpc.server import RpcServer, Service, start_server
+from kvferry.rpc.text.vector_wire import pooling_from_wire
 from kvferry.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_admin_pb2
 from kvferry.v1 import worker_admin_pb2_grpc as admin_grpc
 
@@ -101,12 +102,13 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         """Number of tokens per message of Decode."""
         self.keeps_offers = True
         """Whether Prefill returns a ticket if requested."""
-        self.faults: dict[str, deque[Fault | None]] = {"prefill": deque(), "decode": deque()}
+        self.faults: dict[str, deque[Fault | None]] = {"prefill": deque(), "decode": deque(), "pool": deque()}
         self.fault_reached = asyncio.Event()
         self.prefills: list[prefill_pb2.PrefillRequest] = []
+        self.pools: list[prefill_pb2.PoolRequest] = []
         self.decodes: list[decode_pb2.DecodeRequest] = []
         self.step: Callable[[], Any] = lambda: asyncio.sleep(0)
-        """Awaited before every message of Decode; a test can block a stream here."""
+        """Awaited before every message of Decode and of Pool; a test can block a stream here."""
         self.address = "127.0.0.1:0"
         self._server: RpcServer | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -177,6 +179,15 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         self.offers.released.append((request.ticket_id, request.reason))
         self.offers.take(request.ticket_id)
         return prefill_pb2.ReleaseResponse()
+
+    async def Pool(self, request: prefill_pb2.PoolRequest, context: Any) -> prefill_pb2.PoolResponse:
+        self.pools.append(request)
+        fault = self._next_fault("pool")
+        if fault is not None:
+            await self._misbehave(fault, context)
+        await self.step()
+        values = vector_of(request.token_ids, pooling_from_wire(request.pooling))
+        return prefill_pb2.PoolResponse(values=values.tolist(), num_cached_tokens=1, prefill_seconds=0.5)
 
     async def run_prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> prefill_pb2.PrefillResponse:
         """Handle `Prefill.Run`: return the first token, and a ticket if requested."""

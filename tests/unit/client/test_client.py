@@ -5,15 +5,20 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
+import grpc
+import numpy as np
 import pytest
 from harness.fakes.byte_model import BOS
 from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
-from harness.fakes.scripted_tokens import expected_tokens
+from harness.fakes.scripted_tokens import expected_tokens, vector_of
 from harness.fakes.scripted_worker import Act, Fault
 
-from kvferry.client import AsyncClient, Client, FinishReason, SamplingParams
+from kvferry.client import AsyncClient, Client, FinishReason, SamplingParams, Vector
 from kvferry.core.errors import DeadlinePassed, InvalidRequest, Unauthenticated, Unavailable, UnknownModel
+from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.gateway.config import HttpConfig
+from kvferry.model.requests.pooling import Pooling, PoolingParams
+from kvferry.v1 import common_pb2, inference_pb2
 
 _WISHES = SamplingParams(max_tokens=8, seed=3)
 _TEXT = bytes(expected_tokens([BOS, *b"hello"], _WISHES, 8)).decode()
@@ -119,4 +124,66 @@ async def test_the_blocking_client_does_the_same(gateway):
             chunks.close()
 
     await asyncio.to_thread(use, gateway.gateway.listening.grpc)
+    await gateway.idle()
+
+
+async def test_vectors_of_texts_and_token_ids(client, gateway):
+    first, second = await client.embed(["hello", [5, 6]], pooling="mean", dimensions=4, request_id="mine", priority=2)
+    params = PoolingParams(Pooling.MEAN, dimensions=4)
+    assert np.array_equal(first.values, vector_of([BOS, *b"hello"], params))
+    assert np.array_equal(second.values, vector_of([5, 6], params))
+    assert (first.num_prompt_tokens, second.num_prompt_tokens) == (6, 2)
+    asked = gateway.workers.prefill[0].pools
+    assert {(each.request_id, each.priority) for each in asked} == {("mine", 2)}
+
+    def blocking() -> list[Vector]:
+        with Client(gateway.gateway.listening.grpc, timeout=20) as opened:
+            return opened.embed(["hello"], normalize=False)
+
+    (raw,) = await asyncio.to_thread(blocking)
+    assert np.array_equal(raw.values, vector_of([BOS, *b"hello"], PoolingParams(normalize=False)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "field"),
+    [
+        ([], {}, "inputs"),
+        (["a"] * 1025, {}, "inputs"),
+        (["a", []], {}, "inputs.1"),
+        ([[1], [258]], {}, "inputs.1"),
+        ([[1] * 513], {}, "inputs.0"),
+        (["a"], {"dimensions": 9}, "dimensions"),
+        (["a"], {"dimensions": 0}, "dimensions"),
+        (["a"], {"pooling": "max"}, "pooling"),
+        (["a"], {"priority": 5000}, "priority"),
+        (["a"], {"cache_salt": "x" * (MAX_CACHE_SALT_CHARS + 1)}, "cache_salt"),
+    ],
+)
+async def test_refused_vectors_name_the_field(client, inputs, options, field):
+    with pytest.raises(InvalidRequest) as caught:
+        await client.embed(inputs, **options)
+    assert caught.value.field == field
+
+
+async def test_hostile_messages_for_vectors(client, gateway):
+    for message in (
+        inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedRequest.Input()]),
+        inference_pb2.EmbedRequest(
+            inputs=[inference_pb2.EmbedRequest.Input(text="a")], pooling=common_pb2.PoolingParams(pooling=77)
+        ),
+        inference_pb2.EmbedRequest(
+            inputs=[inference_pb2.EmbedRequest.Input(text="a")], pooling=common_pb2.PoolingParams(dimensions=1 << 31)
+        ),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client._stub.Embed(message, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert gateway.workers.prefill[0].pools == []
+
+
+async def test_a_cancelled_call_for_vectors_ends_the_worker_s(client, gateway):
+    worker = gateway.workers.prefill[0]
+    worker.faults["pool"] += [Fault(Act.HANG)] * 3
+    with pytest.raises(DeadlinePassed):
+        await client.embed(["a", "b", "c"], timeout=0.2)
     await gateway.idle()

@@ -1,5 +1,6 @@
 """The offline API: parameters for each prompt, conversations, progress; nothing is left in the engine."""
 
+import numpy as np
 import pytest
 
 from kvferry.core.errors import InvalidRequest
@@ -54,3 +55,44 @@ def test_progress_is_shown_only_if_asked(llm: LLM, capsys: pytest.CaptureFixture
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "completions" in shown.err
+
+
+def test_vectors_of_prompts(llm: LLM) -> None:
+    both = llm.encode(["hello", [5, 6, 7]], pooling="mean", dimensions=10, progress=False)
+    assert [out.embedding.shape for out in both] == [(10,), (10,)]
+    assert both[1].prompt_token_ids == (5, 6, 7)
+    assert float(np.linalg.norm(both[0].embedding)) == pytest.approx(1.0)
+    assert LLM.embed is LLM.encode
+    for prompts, options, field in (
+        ([""], {"dimensions": 0}, "dimensions"),
+        (["a"], {"dimensions": 49}, "dimensions"),
+        (["a"], {"pooling": "max"}, "pooling"),
+        (["a", []], {}, "prompt"),
+        ([[1] * 100_000], {}, "prompt"),
+        ([[10**6]], {}, "token_ids"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            llm.encode(prompts, **options)  # type: ignore[arg-type]
+        assert caught.value.field == field
+        assert llm.engine.is_idle
+
+
+def test_scores_of_pairs(llm: LLM) -> None:
+    same, other = llm.score("hello", ["hello", "something else"])
+    assert same == pytest.approx(1.0)
+    assert -1.0 <= other < 0.999
+    assert llm.score(["hello", "x"], ["something else", "x"]) == pytest.approx([other, 1.0])
+    assert llm.score([5, 6], [5, 6]) == pytest.approx([1.0])
+    for a, b in ((["a", "b"], ["a"]), ("a", []), ([], ["a"])):
+        with pytest.raises(InvalidRequest, match="cannot be compared"):
+            llm.score(a, b)
+
+
+def test_more_prompts_than_the_engine_s_queue_holds(llm: LLM) -> None:
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    prompts = [[number % 200] for number in range(1100)]
+    assert [out.prompt_token_ids for out in llm.generate(prompts, one)] == [tuple(prompt) for prompt in prompts]
+    assert len(llm.encode(prompts)) == 1100
+    with pytest.raises(InvalidRequest):
+        llm.generate([*prompts, []], one)
+    assert llm.engine.is_idle

@@ -228,7 +228,7 @@ async def test_bad_completions_are_refused_by_name(client, change, param, words)
     ("method", "path", "status", "code"),
     [
         ("GET", "/", 404, "not_found"),
-        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("POST", "/v1/images/generations", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
         ("GET", "/v1/models/other/model", 404, "model_not_found"),

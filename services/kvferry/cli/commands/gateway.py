@@ -45,8 +45,9 @@ def command(values: Values) -> None:
     from kvferry.gateway.fleet.worker_keys import WorkerKeys
     from kvferry.gateway.gateway import Listening
     from kvferry.gateway.serve import run_gateway
+    from kvferry.model.requests.answer_forms import AnswerParsers
     from kvferry.rpc.text.constraint_check import ConstraintCheck
-    from kvferry.rpc.text.model_text import AnswerParsers, open_text_model
+    from kvferry.rpc.text.model_text import open_text_model
     from kvferry.rpc.text.text_process import TextProcess
 
     def endpoints(role: str) -> tuple[Endpoint, ...]:

@@ -24,6 +24,7 @@ from kvferry.engine.models.transformer import Transformer, logits_of
 from kvferry.engine.plan.batch_slots import BatchSlots
 from kvferry.engine.plan.sampling_plan import SamplingPath, needs_host, none_left, not_finite, sampling_path
 from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, drawn_rows, sampled_rows
+from kvferry.engine.run.pooler import with_pooled
 from kvferry.engine.run.runner import Runner
 from kvferry.engine.run.sampler import sample
 from kvferry.engine.run.scorer import Scores, score
@@ -46,10 +47,17 @@ class LaunchedStep:
     """Results that were sampled on the host, by row."""
     scores: Scores = field(default_factory=dict)
     """Scored tokens of prompts, by request."""
+    hidden: torch.Tensor | None = None
+    """[H, hidden] float32: hidden states of the pooled rows, on the device; `None` without such rows."""
 
     def result(self) -> StepResult:
-        """Wait for the step's tokens. A non-finite logit, or a row without a token to sample, fails only its own
-        sequence."""
+        """Wait for the step's results. A non-finite logit or hidden state, or a row without a token to sample, fails
+        only its own sequence."""
+        if self.hidden is None:
+            return self._sampled()
+        return with_pooled(self._sampled(), self.hidden.cpu().numpy(), self.scheduled)
+
+    def _sampled(self) -> StepResult:
         if not self.sampling:
             return StepResult.of(self.scheduled, (), self.scores)
         sampled: list[Sampled] = []
@@ -175,12 +183,13 @@ class DeviceRunner(Runner):
             self.copy_pages(plan.copies)
         numbers = self._places.assign(plan.scheduled)
         scores: Scores = {}
+        hidden: torch.Tensor | None = None
         size = self._captured.size_for(plan.scheduled) if self._captured is not None and self.replays else None
         if self._captured is not None and size is not None:
             logits, best = self._captured.run(size, plan.scheduled, numbers, self._places)
             rows = [row for row, s in enumerate(plan.scheduled) if s.num_sampled]
         else:
-            logits, best = self._uncaptured(plan)
+            logits, best, hidden = self._uncaptured(plan)
             if any(s.num_scored for s in plan.scheduled):
                 scores = score(logits_of(logits), plan.scheduled)
                 drawing = self._sent([sampled_rows(plan.scheduled)])[0]
@@ -191,15 +200,16 @@ class DeviceRunner(Runner):
                 self._places.drew(s, on_device=False)
         sampling = drawn_rows(plan.scheduled)
         if not sampling:
-            return LaunchedStep(plan.scheduled, (), list, {}, scores)
+            return LaunchedStep(plan.scheduled, (), list, {}, scores, hidden)
         own: list[int] = []
         for number, s in zip(numbers, plan.scheduled, strict=True):
             own += [number] if s.num_sampled == 1 else [self._places.spare] * s.num_sampled
         by_host, read = self._drawn(logits, best, sampling, rows, own, keeps=size is not None)
-        return LaunchedStep(plan.scheduled, sampling, read, by_host, scores)
+        return LaunchedStep(plan.scheduled, sampling, read, by_host, scores, hidden)
 
-    def _uncaptured(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a step eagerly or piecewise; return the logits of the sampled rows and the argmax of each."""
+    def _uncaptured(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Run a step eagerly or piecewise; return the logits of the sampled rows, the argmax of each, and the hidden
+        states of the pooled rows."""
         plain = build_batch(plan, block_tokens=self.kv.layout.block_tokens)
         batch = DeviceBatch.of(plain, self._transformer.torch_device)
         size = self._pieces.size_for(len(batch.token_ids)) if self._pieces is not None and self.replays else None
@@ -207,10 +217,11 @@ class DeviceRunner(Runner):
             hidden = self._pieces.run(size, batch)
         else:
             hidden = self._transformer.forward(batch.token_ids, batch.positions, self.kv.pages, batch.attention)
+        shown = None if batch.hidden_rows is None else self._transformer.hidden_states(hidden, batch.hidden_rows)
         if not len(batch.sample_rows):
-            return hidden[:0], batch.sample_rows
+            return hidden[:0], batch.sample_rows, shown
         logits = self._transformer.logits(hidden, batch.sample_rows)
-        return logits, most_likely(logits)
+        return logits, most_likely(logits), shown
 
     def _drawn(
         self,

@@ -143,7 +143,7 @@ class CapturedSteps:
 
     def size_for(self, scheduled: Sequence[ScheduledSequence]) -> int | None:
         """Return the captured batch size for a step; `None` if the step must run eagerly."""
-        if any(s.num_scheduled != 1 or s.num_scored for s in scheduled):
+        if any(s.num_scheduled != 1 or s.num_scored or s.pooled_positions for s in scheduled):
             return None
         if not any(
             s.num_sampled for s in scheduled

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvferry.kernels._cpu import Matrix
 
 _PANEL = 16
+_NO_HIDDEN = np.empty((0, 0), np.float32)
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Parts = dict[str, "Matrix | Floats"]
@@ -98,6 +99,8 @@ class CompiledTransformer:
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
         """See `model.Model.compute`."""
         room = self._room_for(len(batch.sample_rows))
+        num_hidden = len(batch.hidden_rows)
+        hidden = np.empty((num_hidden, self.config.hidden_size), np.float32) if num_hidden else _NO_HIDDEN
         self._runner.step(
             batch.token_ids,
             batch.positions,
@@ -113,8 +116,11 @@ class CompiledTransformer:
             room.values,
             room.greedy,
             room.finite,
+            batch.hidden_rows,
+            hidden,
         )
-        return Logits(room.values, room.greedy.tolist(), room.finite.view(bool).tolist())
+        finite = room.finite.view(bool).tolist()
+        return Logits(room.values, room.greedy.tolist(), finite, hidden if num_hidden else None)
 
     def _room_for(self, rows: int) -> "_Scratch":
         """Return scratch memory for `rows` rows. Each thread reuses its memory in all steps, since new memory would

@@ -29,6 +29,9 @@ class Logits:
     """[R]: argmax of each row, the lowest id on a tie."""
     finite: list[bool]
     """[R]: whether all logits of the row are finite."""
+    hidden: npt.NDArray[np.float32] | None = None
+    """[H, hidden]: hidden states after the final norm of the rows that the batch names (`StepBatch.hidden_rows`), in
+    order; `None` without such rows."""
 
     def of_rows(self, rows: Sequence[int]) -> "Logits":
         """Return the logits of some rows; they share the memory of all."""
@@ -83,9 +86,10 @@ class Model(Protocol):
         ...
 
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
-        """Compute one step: write keys and values of every row to its page, and return the logits of the sampled rows.
+        """Compute one step: write keys and values of every row to its page, and return the logits of the sampled
+        rows and the hidden states of the pooled rows.
 
-        The logits are valid until the next call from the same thread, which may reuse their memory.
+        They are valid until the next call from the same thread, which may reuse their memory.
 
         Args:
             batch: rows, positions, rows per sequence and block tables.

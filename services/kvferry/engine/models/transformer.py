@@ -7,7 +7,7 @@ Per layer, with T rows of one step's ragged batch:
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -115,7 +115,10 @@ class Transformer:
         """See `model.Model.compute`."""
         there = DeviceBatch.of(batch, self.torch_device)
         hidden = self.forward(there.token_ids, there.positions, kv.pages, there.attention)
-        return logits_of(self.logits(hidden, there.sample_rows))
+        logits = logits_of(self.logits(hidden, there.sample_rows))
+        if there.hidden_rows is None:
+            return logits
+        return replace(logits, hidden=self.hidden_states(hidden, there.hidden_rows).cpu().numpy())
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, batch: AttentionBatch
@@ -177,6 +180,16 @@ class Transformer:
             rows: [R] int64.
         """
         return self._head(self.ops.gather_rows(hidden, rows)).float()
+
+    def hidden_states(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Compute float32 hidden states after the final norm [H, hidden] of the given rows.
+
+        Args:
+            hidden: result of `forward`.
+            rows: [H] int64.
+        """
+        chosen = self.ops.gather_rows(hidden, rows)
+        return self.ops.rms_norm(chosen, self._weights.final_norm, self.config.rms_norm_eps).float()
 
     def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
         """Write the logits of all rows to `out`, [T, vocabulary] float32."""

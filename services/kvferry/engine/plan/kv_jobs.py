@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
@@ -62,7 +65,7 @@ class SequenceUpdate(NamedTuple):
 
     request_id: RequestId
     tokens: tuple[SampledToken, ...]
-    """Sampled tokens in order of position; empty only if `error` is set."""
+    """Sampled tokens in order of position; empty only if `error` or `embedding` is set."""
     finish_reason: FinishReason | None
     num_cached: int
     export: Export | None = None
@@ -74,3 +77,5 @@ class SequenceUpdate(NamedTuple):
     """Set if the sequence failed; it has then ended without a finish reason."""
     scores: tuple[ScoredToken, ...] | None = None
     """The scored tokens of the prompt, from the second one on; only in the first update, if they were requested."""
+    embedding: npt.NDArray[np.float32] | None = None
+    """The pooled vector of a pooling request, which has then ended."""

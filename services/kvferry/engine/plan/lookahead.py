@@ -16,10 +16,12 @@ from kvferry.core.ids import RequestId
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+from kvferry.engine.pooling.prompt_pooling import NO_ROWS
 
 
 def share(sequence: Sequence, count: int) -> ScheduledSequence:
     """Schedule the next `count` tokens of a sequence."""
+    pooling = sequence.pooling
     return ScheduledSequence(
         request_id=sequence.request_id,
         token_ids=sequence.tokens,
@@ -27,13 +29,14 @@ def share(sequence: Sequence, count: int) -> ScheduledSequence:
         num_computed=sequence.num_computed,
         num_scheduled=count,
         block_ids=sequence.table.blocks,
-        num_sampled=1 if sequence.num_computed + count == len(sequence.tokens) else 0,
+        num_sampled=1 if pooling is None and sequence.num_computed + count == len(sequence.tokens) else 0,
         sampling=sequence.sampling,
         sample_index=sequence.sample_index,
         banned_token_ids=sequence.banned_now(),
         table_version=sequence.table.version,
         mask=sequence.mask,
         num_scored=sequence.scored_in(sequence.num_computed, count) if sequence.is_scoring else 0,
+        pooled_positions=NO_ROWS if pooling is None else pooling.positions(sequence.num_computed, count),
     )
 
 

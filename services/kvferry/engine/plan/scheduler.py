@@ -35,6 +35,7 @@ from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits, StepBudget
 from kvferry.engine.policies.deadlines import Deadlines, is_overdue, overdue
 from kvferry.engine.policies.policy import policy_of
+from kvferry.engine.pooling.prompt_pooling import PromptPooling
 
 Planned = list[ScheduledSequence]
 
@@ -177,7 +178,7 @@ class Scheduler:
         """Return the waiting sequences that were preempted since the last call, for tier lookups. Their admission does
         not wait for the lookup (`answered`)."""
         preempted, self._preempted = self._preempted, []
-        return [s for s in preempted if s.state is SequenceState.WAITING]
+        return [s for s in preempted if s.state is SequenceState.WAITING and s.may_load]
 
     def take_started(self) -> list[RequestId]:
         """Return the requests that were admitted or loaded since the last call; the next step is their first."""
@@ -201,6 +202,8 @@ class Scheduler:
                 continue
             if item.num_scored:
                 sequence.add_scores(result.scores.get(item.request_id, ()), item.num_scored)
+            if sequence.pooling is not None and item.pooled_positions:
+                sequence.pooling.add(result.pooled.get(item.request_id), item.pooled_positions)
             output = result.outputs.get(item.request_id)
             sequence.is_postponed = item.request_id in result.postponed
             if sequence.is_postponed:
@@ -209,6 +212,8 @@ class Scheduler:
             elif output is None and not item.num_sampled:
                 sequence.num_computed += item.num_scheduled
                 self.blocks.list_full(sequence)
+                if sequence.pooling is not None and sequence.num_computed == sequence.num_tokens:
+                    updates.append(self._pooled(sequence, sequence.pooling))
             else:
                 updates.append(self._append(sequence, item, output))
         return updates
@@ -335,17 +340,26 @@ class Scheduler:
             self.blocks.list_full(sequence)
         if reason is None and not sequence.exports:
             return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, scores=scores)
-        self._running.remove(sequence)
-        del self._known[sequence.request_id]
-        self._may_admit = True
-        sequence.move(SequenceEvent.FINISH)
-        sequence.finish_reason = reason
+        self._finish(sequence, reason)
         if reason is None:  # the sequence continues on another worker: its pages go to the export and are not freed
             export = self.blocks.export(sequence, exported_tokens)
             return SequenceUpdate(sequence.request_id, drawn, None, sequence.num_cached, export, scores=scores)
         kept = self.blocks.export_full(sequence) if sequence.keeps else None
         self.allocator.free(sequence.table)
         return SequenceUpdate(sequence.request_id, drawn, reason, sequence.num_cached, kept=kept, scores=scores)
+
+    def _pooled(self, sequence: Sequence, pooling: PromptPooling) -> SequenceUpdate:
+        self._finish(sequence, FinishReason.STOP)
+        self.allocator.free(sequence.table)
+        cached, vector = sequence.num_cached, pooling.vector()
+        return SequenceUpdate(sequence.request_id, (), FinishReason.STOP, cached, embedding=vector)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        self._running.remove(sequence)
+        del self._known[sequence.request_id]
+        self._may_admit = True
+        sequence.move(SequenceEvent.FINISH)
+        sequence.finish_reason = reason
 
     def _fail(self, sequence: Sequence, error: KvferryError) -> SequenceUpdate:
         """End a failed sequence and remove its blocks from the prefix cache, since one of them may be damaged."""

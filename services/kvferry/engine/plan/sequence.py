@@ -18,6 +18,7 @@ from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, Sc
 from kvferry.core.states import Machine
 from kvferry.engine.blocks.allocation import BlockTable
 from kvferry.engine.plan.token_mask import TokenMask
+from kvferry.engine.pooling.prompt_pooling import PromptPooling
 
 
 class SequenceState(StrEnum):
@@ -125,6 +126,8 @@ class Sequence:
     scores: list[ScoredToken] = field(default_factory=list)
     """Scored tokens of the prompt that have not been reported."""
     has_told_scores: bool = False
+    pooling: PromptPooling | None = None
+    """Pooled vector of a pooling request, which samples no token."""
     num_preemptions: int = 0
     mask: TokenMask | None = None
     """Mask of the next token, of a sequence with a constraint."""
@@ -151,8 +154,15 @@ class Sequence:
     @property
     def num_reusable(self) -> int:
         """Maximum number of leading tokens whose KV may be taken from a cache: all but the last one, and only those
-        whose rows need not be scored."""
+        whose rows need not be scored or pooled."""
+        if self.pooling is not None:
+            return self.pooling.num_reusable
         return self.num_scored if self.is_scoring else self.num_tokens - 1
+
+    @property
+    def may_load(self) -> bool:
+        """Whether KV of peers and tiers can be loaded; the rows of loaded KV have neither logits nor hidden states."""
+        return not self.is_scoring if self.pooling is None else self.pooling.may_load
 
     def scored_in(self, start: int, count: int) -> int:
         """Return how many rows are scored if the tokens `start` .. `start` + `count` - 1 are computed."""

@@ -6,6 +6,7 @@ positions     0  1  2  3    4  5
               [=======)                   this step computes positions C .. C+num_scheduled-1
 num_sampled   of the last scheduled rows are sampled; 0 unless C + num_scheduled >= N
 num_scored    of the scheduled rows of the prompt give the log-probability of the prompt's next token
+pooled        rows of the prompt of a pooling request give their hidden states; such a request samples no row
 
 One token per step needs one sampled row. With speculative decoding, each draft token is a scheduled token and each row
 from the last known token on is sampled; the result has the number of accepted tokens (Leviathan et al., Fast Inference
@@ -21,6 +22,7 @@ from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
 from kvferry.engine.blocks.allocation import PageCopy
 from kvferry.engine.plan.token_mask import TokenMask
+from kvferry.engine.pooling.prompt_pooling import Sums
 
 
 def is_decode(num_uncomputed: int) -> bool:
@@ -60,6 +62,8 @@ class ScheduledSequence:
     num_scored: int = 0
     """Number of rows whose logits score the prompt's next token: the last scheduled rows before the prompt's last
     token."""
+    pooled_positions: range = range(0)
+    """Positions of the scheduled rows whose hidden states are pooled."""
 
     @property
     def is_decode(self) -> bool:
@@ -137,6 +141,8 @@ class StepResult:
     """Sequences whose token was not sampled because their masks were not ready; they must be scheduled again."""
     scores: Mapping[RequestId, tuple[ScoredToken, ...]] = field(default_factory=dict)
     """The scored tokens of each sequence with scored rows, in order of position."""
+    pooled: Mapping[RequestId, Sums] = field(default_factory=dict)
+    """The sum of the hidden states of each sequence with pooled rows."""
 
     @classmethod
     def of(

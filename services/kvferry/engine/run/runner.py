@@ -3,11 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.sampling import SampledToken
 from kvferry.engine.blocks.allocation import PageCopy
 from kvferry.engine.models.model import Logits, Model
 from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, drawn_rows, sampled_rows
+from kvferry.engine.run.pooler import with_pooled
 from kvferry.engine.run.sampler import is_greedy, sample
 from kvferry.engine.run.scorer import Scores, score
 from kvferry.engine.tensors.batch import StepBatch, build_batch
@@ -43,7 +47,7 @@ class Runner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute one step: page copies, then the KV of every scheduled token and a token for each sampled row.
-        Non-finite logits fail only their own sequence (`StepResult.failures`).
+        Non-finite logits or hidden states fail only their own sequence (`StepResult.failures`).
 
         Raises:
             InvariantBroken: the plan does not match its sequences.
@@ -71,11 +75,13 @@ class Runner:
         if plan.copies:
             self.copy_pages(plan.copies)
         logits = self.model.compute(step.batch, self.kv)
+        hidden = logits.hidden
         scores: Scores | None = None
         if step.is_scoring:
             scores = score(logits, plan.scheduled)
             logits = logits.of_rows(sampled_rows(plan.scheduled))
-        return ComputedStep(step, logits, None if step.is_greedy else sample(logits, step.sampling), scores)
+        sampled = None if step.is_greedy else sample(logits, step.sampling)
+        return ComputedStep(step, logits, sampled, scores, hidden)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +108,8 @@ class ComputedStep:
     sampled: Sequence[Sampled] | None
     """Results of the sampled rows; `None` if they are the argmax of the logits."""
     scores: Scores | None
+    hidden: npt.NDArray[np.float32] | None = None
+    """Hidden states of the pooled rows; `None` without such rows."""
 
     @property
     def tokens(self) -> list[int]:
@@ -114,4 +122,5 @@ class ComputedStep:
         """Build the result of the step."""
         step = self.prepared
         sampled = sample(self.logits, step.sampling) if self.sampled is None else self.sampled
-        return StepResult.of(step.plan.scheduled, sampled, self.scores)
+        result = StepResult.of(step.plan.scheduled, sampled, self.scores)
+        return result if self.hidden is None else with_pooled(result, self.hidden, step.plan.scheduled)

@@ -6,7 +6,7 @@ Positions restart in each sequence; only the block tables are padded.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 
 Ints = npt.NDArray[np.int64]
+_NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +37,8 @@ class StepBatch:
     sample_rows: Ints
     """[R]: indices of the rows whose logits are needed, in the order of the plan: the scored rows of each sequence,
     then its sampled rows, which are its last `num_sampled` rows."""
+    hidden_rows: Ints = field(default_factory=lambda: _NO_ROWS)
+    """[H]: indices of the rows whose hidden states are needed, in the order of the plan; empty in most steps."""
 
 
 def build_batch(plan: StepPlan, *, block_tokens: int) -> StepBatch:
@@ -68,6 +71,7 @@ def build_batch(plan: StepPlan, *, block_tokens: int) -> StepBatch:
         sample_rows=_with_scored(scheduled, ends)
         if any(s.num_scored for s in scheduled)
         else _last_rows(ends, sampled),
+        hidden_rows=_pooled(scheduled, ends.tolist()),
     )
 
 
@@ -78,6 +82,17 @@ def _with_scored(scheduled: tuple[ScheduledSequence, ...], ends: Ints) -> Ints:
         first = end - s.num_scheduled - s.num_computed
         rows += [first + position for position in s.scored_positions]
         rows += range(end - s.num_sampled, end)
+    return np.array(rows, dtype=np.int64)
+
+
+def _pooled(scheduled: tuple[ScheduledSequence, ...], ends: Sequence[int]) -> Ints:
+    """Return the indices of the pooled rows of each sequence, whose last row is the one before its end in `ends`."""
+    if not any(s.pooled_positions for s in scheduled):
+        return _NO_ROWS
+    rows: list[int] = []
+    for s, end in zip(scheduled, ends, strict=True):
+        first = end - s.num_scheduled - s.num_computed
+        rows += [first + position for position in s.pooled_positions]
     return np.array(rows, dtype=np.int64)
 
 
@@ -105,6 +120,7 @@ def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int) -
         contexts=rows[1] + 1,
         block_tables=table,
         sample_rows=np.array(samples, dtype=np.int64),
+        hidden_rows=_pooled(scheduled, range(1, len(scheduled) + 1)),
     )
 
 

@@ -23,6 +23,8 @@ class DeviceBatch:
     attention: AttentionBatch
     sample_rows: torch.Tensor
     """[R] int64: indices of the sampled rows."""
+    hidden_rows: torch.Tensor | None
+    """[H] int64: indices of the rows whose hidden states are needed; `None` without such rows."""
 
     @classmethod
     def of(cls, batch: StepBatch, device: torch.device) -> "DeviceBatch":
@@ -32,7 +34,8 @@ class DeviceBatch:
             return to_device(torch.from_numpy(values), device)
 
         attention = AttentionBatch(batch.queries, batch.contexts, batch.block_tables, moved(batch.slots))
-        return cls(moved(batch.token_ids), moved(batch.positions), attention, moved(batch.sample_rows))
+        hidden_rows = moved(batch.hidden_rows) if len(batch.hidden_rows) else None
+        return cls(moved(batch.token_ids), moved(batch.positions), attention, moved(batch.sample_rows), hidden_rows)
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

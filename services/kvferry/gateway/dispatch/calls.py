@@ -4,7 +4,9 @@ from dataclasses import replace
 
 from kvferry.core.ids import new_ticket_id
 from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc import wire
+from kvferry.rpc.text.vector_wire import pooling_to_wire
 from kvferry.v1 import decode_pb2, prefill_pb2
 
 
@@ -26,6 +28,19 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
         ticket_id=new_ticket_id(),
         prior_turn_ticket=prior_turn_ticket,
         priority=asked.priority,
+    )
+
+
+def pool_request(run: SampleRun, params: PoolingParams) -> prefill_pb2.PoolRequest:
+    """Build the `Prefill.Pool` request: compute the prompt and its vector."""
+    asked = run.request
+    return prefill_pb2.PoolRequest(
+        request_id=asked.request_id,
+        token_ids=asked.token_ids,
+        pooling=pooling_to_wire(params),
+        tenant=asked.scope,
+        priority=asked.priority,
+        input_index=asked.sample_index,
     )
 
 

@@ -9,8 +9,8 @@ depends only on seed and position, so the output is the same. `obligations.DUTIE
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Never
 
@@ -40,7 +40,8 @@ from kvferry.gateway.fleet.waiting_room import WaitingRoom
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.lifecycle.sample_run import SampleRun, Verdict, judge
-from kvferry.rpc.text.token_source import TokenEvent, TokenRequest
+from kvferry.model.requests.pooling import PoolingParams
+from kvferry.rpc.text.token_source import TokenEvent, TokenRequest, Vector
 
 _MAX_TICKET_LOSSES = 2
 """Number of decode workers lost with the same ticket after which the ticket is dropped and the prompt recomputed,
@@ -48,7 +49,7 @@ since the ticket may be the cause."""
 
 
 class Dispatcher:
-    """Implements `TokenSource` on a fleet of workers."""
+    """Implements `TokenSource` and `VectorSource` on a fleet of workers."""
 
     def __init__(
         self,
@@ -98,19 +99,37 @@ class Dispatcher:
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         """Generate one sample's tokens; see `rpc.text.token_source.TokenSource.stream`."""
+        run = SampleRun(request)
+        with self._open(run):
+            async with aclosing(self._serve(run)) as events:
+                async for event in events:
+                    yield event
+
+    async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
+        """Compute the vector of a prompt; see `rpc.text.token_source.VectorSource.pool`. A call that lost its worker is
+        repeated on another one."""
+        run = SampleRun(request, pooling=params)
+        with self._open(run):
+            while True:
+                try:
+                    route = self._routes.select(run, self._ending.drop_ticket)
+                    return await self._calls.pool(run, params, route.decode, self._remaining(run))
+                except WorkerLost as lost:
+                    await self._recover(run, lost)
+
+    @contextmanager
+    def _open(self, run: SampleRun) -> Iterator[None]:
+        """Count a sample as open during the `with` block, and end it at the end of the block."""
         if self.open_streams >= self._max_streams:
             raise Overloaded(
                 f"{self.open_streams} streams are open; max_streams is {self._max_streams}",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        run = SampleRun(request)
         self.open_streams += 1
         self._no_streams.clear()
         self._instruments.streams_open.inc()
         try:
-            async with aclosing(self._serve(run)) as events:
-                async for event in events:
-                    yield event
+            yield
         except KvferryError:
             self._ending.end(run, Event.FAIL)
             raise
@@ -150,13 +169,21 @@ class Dispatcher:
                         last_event_at = now
                         yield event
             except WorkerLost as lost:
-                if lost.address is None and not run.failures and not run.emitted:
-                    await self._first_worker(run, lost.error)
-                else:
-                    self._take_loss(run, lost)
-                    await self._pause(run)
+                await self._recover(run, lost)
 
     # -- failures --------------------------------------------------------------------------------------------------
+
+    async def _recover(self, run: SampleRun, lost: WorkerLost) -> None:
+        """Wait until the next attempt may start.
+
+        Raises:
+            KvferryError: there is none; see `_take_loss` and `_first_worker`.
+        """
+        if lost.address is None and not run.failures and not run.emitted:
+            await self._first_worker(run, lost.error)
+        else:
+            self._take_loss(run, lost)
+            await self._pause(run)
 
     def _take_loss(self, run: SampleRun, lost: WorkerLost) -> None:
         """Set the sample to a state from which the next attempt can start.
@@ -234,6 +261,8 @@ class Dispatcher:
         return remaining
 
     def _deadline_passed(self, run: SampleRun) -> DeadlinePassed:
+        if run.pooling is not None:
+            return DeadlinePassed("the deadline passed before the vector was computed")
         return DeadlinePassed(
             f"the deadline passed after {len(run.emitted)} of {run.request.sampling.max_tokens} tokens"
         )

@@ -9,7 +9,7 @@ from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.gateway.routing.prompt_names import prefix_key
-from kvferry.gateway.routing.replica_choice import Candidates, Route, RouteReason, choose, readers
+from kvferry.gateway.routing.replica_choice import Candidates, Route, RouteReason, choose, choose_pooling, readers
 from kvferry.gateway.routing.route_notes import route_notes
 
 RETRY_AFTER_SECONDS = 1.0
@@ -82,4 +82,6 @@ class RouteSelection:
         elif len(asked.token_ids) < self._config.skip_prefill_below_tokens:
             skip = RouteReason.SHORT_PROMPT
         key = prefix_key(self._namers, asked.scope, asked.token_ids, self._config.prefix_blocks)
+        if run.pooling is not None:
+            return choose_pooling(key, candidates, load_factor=self._config.load_factor)
         return choose(key, candidates, load_factor=self._config.load_factor, skip_prefill=skip)

@@ -20,8 +20,10 @@ from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.lifecycle.sample_run import SampleRun, SealedTicket
 from kvferry.gateway.routing.replica_choice import Pick, Route
+from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc import wire
-from kvferry.rpc.text.token_source import TokenEvent
+from kvferry.rpc.text.token_source import TokenEvent, Vector
+from kvferry.rpc.text.vector_wire import vector_from_wire
 from kvferry.v1 import decode_pb2, prefill_pb2
 
 
@@ -84,6 +86,28 @@ class WorkerCalls:
             self._ending.drop_ticket(run, "finished")
             self._ending.end(run, Event.FINISH)
         yield event
+
+    async def pool(self, run: SampleRun, params: PoolingParams, pick: Pick, remaining: float) -> Vector:
+        """Compute the vector of the sample's prompt on `pick`; the sample ends in state DONE."""
+        address = pick.replica.address
+        run.time(prefill_worker=pick.replica.worker_id)
+        with self._fleet.hold(address) as held:
+            run.on(Event.CALL_PREFILL)
+            call = held.watch(self._fleet.prefill(address).Pool(calls.pool_request(run, params), timeout=remaining))
+            try:
+                answer = await call
+            except grpc.aio.AioRpcError as error:
+                raise await worker_lost(call, error, address) from error
+            except asyncio.CancelledError:
+                raise_if_lost(held, address)
+                raise
+            finally:
+                call.cancel()
+        run.num_cached_tokens = answer.num_cached_tokens
+        run.time(prefill_seconds=answer.prefill_seconds)
+        run.report_kv(wire.kv_reports_from_wire(answer.kv))
+        self._ending.end(run, Event.FINISH)
+        return vector_from_wire(answer, len(run.request.token_ids))
 
     async def decode(self, run: SampleRun, pick: Pick, remaining: float) -> AsyncGenerator[TokenEvent, None]:
         """Generate on `pick`, with the sample's ticket if it has one; the sample ends in state DONE."""

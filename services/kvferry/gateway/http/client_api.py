@@ -1,11 +1,10 @@
 """The HTTP API for clients: OpenAI's routes and error bodies; a request is cancelled when its client disconnects."""
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,16 +27,16 @@ from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http import openai_api, openai_reply
 from kvferry.gateway.http.openai_api import Caller, Generation
 from kvferry.gateway.http.request_body import JSON, BodyBudget, BufferedBody, check_media, read_body
+from kvferry.gateway.http.unary.routes import ANSWERS, UnaryRoute, while_connected
 from kvferry.gateway.instruments import Instruments
 from kvferry.rpc.text.text_service import LARGE_CHARS, TextService
 from kvferry.rpc.wire import check_request_id
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 _DEBUG_HEADER = "x-kvferry-kv"
 """Request header, any value. The same header of the response describes the source of the prompt's KV and the estimated
 cost of loading and computing it."""
-_KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"})
+_KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", *ANSWERS})
 
 
 class NoSuchRoute(InvalidRequest):
@@ -74,6 +73,7 @@ class ClientApi:
         routes = [
             Route("/v1/chat/completions", _Generate(self, is_chat=True), methods=["POST"]),
             Route("/v1/completions", _Generate(self, is_chat=False), methods=["POST"]),
+            *(Route(path, UnaryRoute(self, answer), methods=["POST"]) for path, answer in ANSWERS.items()),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{model:path}", self._model, methods=["GET"]),
             Route("/v1/requests/{request_id}", self._explain, methods=["GET"]),
@@ -164,11 +164,11 @@ class _Generate:
             else:
                 reading = openai_api.prepare_completion(service, caller, body, limit)
             large = len(body) >= LARGE_CHARS  # waits for the text process, so that the client may disconnect meanwhile
-            generation = await (_while_connected(receive, reading) if large else reading)
+            generation = await (while_connected(receive, reading) if large else reading)
         if generation.stream:
-            await _while_connected(receive, _stream(generation, send))
+            await while_connected(receive, _stream(generation, send))
         else:
-            whole, timing = await _while_connected(receive, openai_api.answer(generation))
+            whole, timing = await while_connected(receive, openai_api.answer(generation))
             headers = {_DEBUG_HEADER: openai_reply.kv_line(timing)} if _DEBUG_HEADER in request.headers else None
             await Response(whole, headers=headers, media_type=JSON)(scope, receive, send)
 
@@ -193,30 +193,6 @@ async def _rest(events: AsyncGenerator[bytes, None], send: Send) -> bytes:
         # The status was already sent: the error is the last event, without [DONE].
         return b"data: " + openai_reply.error_body(error) + b"\n\n"
     return b"data: [DONE]\n\n"
-
-
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, and cancel it if the client disconnects.
-
-    Raises:
-        RequestCancelled: the client disconnected.
-    """
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise RequestCancelled("the client disconnected")
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class _Edge:
@@ -295,7 +271,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     kind = MethodNotAllowed if error.status_code == 405 else NoSuchRoute
     what = (
         f"{request.method} {shortened(request.url.path)} is not served here; see /v1/models, /v1/chat/completions, "
-        "/v1/completions"
+        "/v1/completions, /v1/embeddings"
     )
     response = error_response(kind(what))
     for name, value in (error.headers or {}).items():

@@ -19,6 +19,7 @@ from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.config import RetryConfig
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.routing.route_notes import RouteNote
+from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc.text.token_source import KvReport, Timing, TokenEvent, TokenRequest
 
 _MAX_REPORTS = 16
@@ -90,6 +91,8 @@ class SampleRun:
     timing: Timing = field(default_factory=Timing)
     routes: list[RouteNote] = field(default_factory=list)
     """Routing decisions, in order."""
+    pooling: PoolingParams | None = None
+    """Set if a vector of the prompt is computed instead of tokens."""
 
     def on(self, event: Event) -> None:
         """Apply `event`: change the state according to `obligations.MACHINE`.

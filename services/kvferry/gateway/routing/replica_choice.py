@@ -82,6 +82,8 @@ class RouteReason(StrEnum):
     """A resumed stream; only a decode worker is needed."""
     BOTH = "both"
     """No pair exists, not even with conversion; a worker of role `both` serves the whole request."""
+    POOLING = "pooling"
+    """A vector of the prompt is computed, by a prefill worker or one of role `both`."""
     NO_PREFILL = "no_prefill"
     """No pair and no worker of role `both` exist; the decode worker computes the prompt."""
 
@@ -93,6 +95,7 @@ class Route:
     prefill: Pick | None
     """The prefill worker; `None` if the decode worker computes the prompt."""
     decode: Pick
+    """The worker that generates; with reason `POOLING`, the one that computes the vector."""
     reason: RouteReason
 
 
@@ -143,6 +146,13 @@ def choose(
         return Route(None, whole, RouteReason.BOTH)
     alone = pick(key, candidates.decode, load_factor)
     return None if alone is None else Route(None, alone, RouteReason.NO_PREFILL)
+
+
+def choose_pooling(key: PrefixKey, candidates: Candidates, *, load_factor: float) -> Route | None:
+    """Choose the worker that computes a vector: one that computes prompts; `None` if there is none. Workers of role
+    `both` are used only without prefill workers, as for generation."""
+    found = pick(key, candidates.prefill, load_factor) or pick(key, candidates.both, load_factor)
+    return None if found is None else Route(None, found, RouteReason.POOLING)
 
 
 def readers(decode: Sequence[Replica], fingerprint: bytes, family: bytes) -> tuple[Replica, ...]:

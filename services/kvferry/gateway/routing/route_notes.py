@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvferry.gateway.routing.replica_choice import Pick, Route
+from kvferry.gateway.routing.replica_choice import Pick, Route, RouteReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RouteNote:
 
 def route_notes(route: Route) -> list[RouteNote]:
     """Convert a route to journal entries, one per worker."""
-    picks: list[tuple[str, Pick]] = [("decode", route.decode)]
+    picks: list[tuple[str, Pick]] = [("prefill" if route.reason is RouteReason.POOLING else "decode", route.decode)]
     if route.prefill is not None:
         picks.insert(0, ("prefill", route.prefill))
     return [

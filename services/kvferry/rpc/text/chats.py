@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import SamplingParams
+from kvferry.model.requests.answer_forms import opens_reasoning
 from kvferry.model.text.answers import reasoning
 from kvferry.model.text.answers.answer import SplitOptions
 from kvferry.model.text.tools.definitions import Choice, ToolUse
@@ -13,9 +14,6 @@ from kvferry.model.text.tools.grammars import calls_grammar, thought_rules
 from kvferry.model.text.tools.history import check_calls, with_names
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import ChatMessages, TextModel
-
-_TAIL_TOKENS = 32
-"""Tokens at the end of a prompt in which the beginning of the reasoning is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ def prepare_chat(model: TextModel, messages: ChatMessages, use: ToolUse, samplin
     """
     ids = encode_chat(model, messages, use)
     form = model.answer_form
-    is_open = form.has_reasoning and _opens_reasoning(model, ids)
+    is_open = opens_reasoning(form, ids, model.new_detokenizer(False, form.marks.by_token))
     names = tuple(tool.name for tool in use.callable_tools)
     split = SplitOptions(names, use.max_calls, is_open) if names or form.has_reasoning else None
     constraint = sampling.constraint
@@ -72,11 +70,3 @@ def _constraint(model: TextModel, use: ToolUse, sampling: SamplingParams, *, is_
         form.call_format, use.callable_tools, form.marks, is_single=use.max_calls == 1, thought=thought
     )
     return Constraint(ConstraintKind.GRAMMAR, grammar)
-
-
-def _opens_reasoning(model: TextModel, token_ids: Sequence[int]) -> bool:
-    """Return whether the prompt ends with the beginning of the reasoning."""
-    marks = model.answer_form.marks
-    detokenizer = model.new_detokenizer(False, marks.by_token)
-    tail = detokenizer.feed(token_ids[-_TAIL_TOKENS:]) + detokenizer.finish()
-    return tail.rstrip().endswith(marks.written(reasoning.OPENER))

@@ -12,12 +12,14 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.rpc import wire
 from kvferry.rpc.calls import request_id_of
 from kvferry.rpc.server import Service
-from kvferry.rpc.text import chats, prompts
+from kvferry.rpc.text import chats, embedding, prompts
 from kvferry.rpc.text.chats import PreparedChat
+from kvferry.rpc.text.embedding import VectorRequest
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.text_stream import TextRequest
 from kvferry.rpc.text.text_wire import chunk_to_wire, messages_from_wire, tool_use_from_wire
+from kvferry.rpc.text.vector_wire import pooling_from_wire, vectors_to_wire
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 _MESSAGE_CHARS = 64
@@ -93,6 +95,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             eos_token_ids=model.eos_token_ids,
         )
 
+    async def Embed(  # noqa: N802
+        self, request: inference_pb2.EmbedRequest, context: Context
+    ) -> inference_pb2.EmbedResponse:
+        arrived = self._text.clock.monotonic()
+        tenant = self._admit(request.model, context)
+        named = request_id_of(request, context)
+        remaining = context.time_remaining()
+        request_id = RequestId(wire.check_request_id(named)) if named else new_request_id()
+        params = pooling_from_wire(request.pooling)
+        embedding.check_vectors(self._text, params, len(request.inputs), "inputs")
+        names = [f"inputs.{number}" for number in range(len(request.inputs))]
+        given = [_input(item, name) for item, name in zip(request.inputs, names, strict=True)]
+        asked = VectorRequest(
+            request_id=request_id,
+            inputs=await embedding.read_inputs(self._text, given, names),
+            params=params,
+            tenant=tenant,
+            cache_salt=wire.check_cache_salt(request.cache_salt),
+            priority=wire.check_priority(request.priority),
+            arrived=arrived,
+            deadline=None if remaining is None else arrived + remaining,
+        )
+        return vectors_to_wire(request_id, await embedding.embed(self._text, asked))
+
     def _admit(self, model: str, context: Context) -> str:
         """Check the API key and the model name, and return the caller's tenant."""
         header: str | None = None
@@ -128,6 +154,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         # A template processes each message and each function, even if it is short.
         size = chat.ByteSize() + _MESSAGE_CHARS * (len(chat.messages) + len(chat.tools))
         return await self._text.read(job, size, chat.SerializeToString(), *args, **kwargs)
+
+
+def _input(item: inference_pb2.EmbedRequest.Input, name: str) -> embedding.Input:
+    kind = item.WhichOneof("input")
+    if kind is None:
+        raise InvalidRequest(f"{name} has neither text nor tokens; set one of them", field=name)
+    return item.text if kind == "text" else wire.token_ids_from_wire(item.tokens.ids, name)
 
 
 def _encode_chat(model: TextModel, chat: bytes) -> list[int]:

@@ -58,3 +58,5 @@ class TextModel:
     workers cannot compile. A hostile constraint takes minutes; use `constraint_check`."""
     answer_form: AnswerForm = field(default_factory=AnswerForm)
     """How reasoning and tool calls are written in the model's answers."""
+    hidden_size: int = 0
+    """Number of values of a pooled vector; 0 if vectors are not served."""

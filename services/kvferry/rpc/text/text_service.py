@@ -13,7 +13,7 @@ from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
 from kvferry.rpc.text.text_stream import TextChunk, TextRequest, generate_text
-from kvferry.rpc.text.token_source import TokenSource
+from kvferry.rpc.text.token_source import TokenSource, VectorSource
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +45,8 @@ class TextService:
     """Process in which large requests are read; `None` uses a thread."""
     constraints: ConstraintCheck | None = None
     """Checks the constraints of requests; `None` checks them in a thread, without limits of time and memory."""
+    vectors: VectorSource | None = None
+    """Computes pooled vectors; `None` if they are not served."""
 
     async def read(
         self, job: Callable[Concatenate[TextModel, P], R], size: int, *args: P.args, **kwargs: P.kwargs

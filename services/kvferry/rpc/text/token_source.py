@@ -8,9 +8,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
+from kvferry.model.requests.pooling import PoolingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,32 @@ class TokenEvent:
     """Timing so far; `total_seconds` is set on the last event."""
     prompt_logprobs: tuple[ScoredToken, ...] | None = None
     """Log-probabilities of the prompt's tokens from the second one on; on the first event, if they were requested."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vector:
+    """Pooled vector of one prompt."""
+
+    values: npt.NDArray[np.float32]
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    """Number of prompt tokens whose KV was cached."""
+
+
+class VectorSource(Protocol):
+    """Computes pooled vectors; supports concurrent calls."""
+
+    async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
+        """Compute the vector of a prompt. Cancelling the calling task releases all resources of the call.
+
+        Args:
+            request: the prompt; its sampling parameters have no effect.
+            params: parameters of the vector.
+
+        Raises:
+            KvferryError: see `TokenSource.stream`.
+        """
+        ...
 
 
 class TokenSource(Protocol):

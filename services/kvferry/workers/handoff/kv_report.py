@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 
 from kvferry.core.ids import WorkerId
+from kvferry.engine.engine_loop import StreamItem
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pricing.price import Decision
 from kvferry.rpc.text.token_source import KvReport
-from kvferry.workers.engine_loop import StreamItem
 
 PEER = "peer"
 

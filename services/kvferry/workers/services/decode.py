@@ -10,6 +10,7 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, KvferryError, TicketRejected
 from kvferry.core.ids import new_ticket_id
+from kvferry.engine.engine_loop import EngineStream, StreamItem
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import Export
 from kvferry.engine.plan.sequence import RemoteKv
@@ -20,7 +21,6 @@ from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
 from kvferry.workers.context import WorkerContext, sequence_id
-from kvferry.workers.engine_loop import EngineStream, StreamItem
 from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
 from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
 from kvferry.workers.handoff.page_digester import PageDigester

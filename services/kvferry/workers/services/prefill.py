@@ -8,19 +8,21 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable
 from kvferry.core.ids import TicketId
+from kvferry.engine.engine_loop import StreamItem
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.kv.handoff.ticket import Keyring, check_ticket
 from kvferry.kv.interface.connector import FetchSource
 from kvferry.rpc import wire
 from kvferry.rpc.calls import STARTED_METADATA
+from kvferry.rpc.text.vector_wire import pooling_from_wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.context import WorkerContext, sequence_id
-from kvferry.workers.engine_loop import StreamItem
 from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_digester import PageDigester
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
+from kvferry.workers.services.pooling import compute_vector, pooling_request
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +84,29 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     answer.kv.extend(wire.kv_reports_to_wire(kv_report.take_reports()))
                     return answer
         raise Unavailable("the engine ended without sampling a token")
+
+    async def Pool(self, request: prefill_pb2.PoolRequest, context: Context) -> prefill_pb2.PoolResponse:
+        self._context.admit(request.model, request.tenant)
+        asked = pooling_request(
+            sequence_id(request.request_id, request.input_index),
+            wire.token_ids_from_wire(request.token_ids, "token_ids"),
+            pooling_from_wire(request.pooling),
+            tenant=request.tenant,
+            priority=wire.check_priority(request.priority),
+            deadline=self._context.deadline_in(context.time_remaining()),
+        )
+        begun = self._context.clock.monotonic()
+        kv_report = KvReportBuilder(self._context.worker_id)
+        update = await compute_vector(
+            self._context, asked, kv_report, lambda: context.send_initial_metadata(STARTED_METADATA)
+        )
+        assert update.embedding is not None
+        return prefill_pb2.PoolResponse(
+            values=update.embedding.tolist(),
+            num_cached_tokens=update.num_cached,
+            prefill_seconds=self._context.clock.monotonic() - begun,
+            kv=wire.kv_reports_to_wire(kv_report.take_reports()),
+        )
 
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:
         self._desk.release(TicketId(request.ticket_id))

@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.ids import BlockId, RequestId
+from kvferry.engine.embedding import pooling_request
 from kvferry.engine.engine import Engine
 from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 from kvferry.kv.interface.tiering import ObjectKey, TierAnswer, TierSource
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
+from kvferry.model.requests.pooling import Pooling, PoolingParams
 
 OLD, YOUNG = list(range(20)), list(range(40, 60))
 OLD_TOKENS, YOUNG_TOKENS = 28, 8
@@ -232,3 +234,25 @@ def test_any_mix_of_preemptions_and_answers_gives_each_its_own_tokens(
     assert engine.is_idle
     for (name, prompt), (_, most) in zip(prompts.items(), requests, strict=True):
         assert tokens[name] == expected_tokens(prompt, min(most, num_blocks * 4 - len(prompt)))
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_rows_that_are_pooled_are_not_loaded_after_a_preemption(pooling: Pooling) -> None:
+    engine, _ = an_engine(num_blocks=12, limits=small_limits(max_chunk_tokens=6))
+    engine._prices = PriceBook(LoadPolicy.ALWAYS)
+    tiers = DictTiers(engine, engine._pipeline._runner)  # type: ignore[arg-type]
+    prompt = list(range(30, 62))
+    engine.add(a_request("store", prompt, max_tokens=1))
+    for name in ("old", "older"):
+        engine.add(a_request(name, OLD[:4], max_tokens=24))
+    while len(tiers.kept) < 3:
+        engine.step()
+    params = PoolingParams(pooling, normalize=False)
+    engine.add(pooling_request(RequestId("pooled"), prompt, params))
+    found = [u for _ in range(300) if engine.has_work for u in engine.step().updates if u.embedding is not None]
+    assert engine.is_idle
+    (update,) = found
+    assert update.embedding is not None
+    expected = {Pooling.LAST: [61, 31], Pooling.MEAN: [45.5, 15.5], Pooling.CLS: [30, 0]}[pooling]
+    assert update.embedding.tolist() == expected
+    assert (not [name for name, *_ in tiers.started if name == "pooled"]) or pooling is not Pooling.MEAN

@@ -14,6 +14,7 @@ from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest, UsageError
 from kvferry.core.sampling import FinishReason, SamplingParams
 from kvferry.model import tiny
+from kvferry.model.requests.answer_forms import AnswerParsers
 from kvferry.model.source import ModelSource
 from kvferry.model.text.answers.formats import CallFormat
 from kvferry.model.text.chat_template import ChatTemplate
@@ -21,7 +22,7 @@ from kvferry.model.text.tools.definitions import Choice, ToolUse
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.text.chats import encode_chat, prepare_chat
-from kvferry.rpc.text.model_text import AnswerParsers, text_model_of
+from kvferry.rpc.text.model_text import text_model_of
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.v1 import inference_pb2, inference_pb2_grpc
 

@@ -8,13 +8,13 @@ from harness.fakes.engines import an_engine
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import BlockId, Incarnation, TicketId, WorkerId, new_incarnation, new_ticket_id
+from kvferry.engine.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.plan.kv_jobs import Export
 from kvferry.kv.handoff.offers import OfferState, OfferTimes
 from kvferry.kv.handoff.ticket import Keyring, digest_tokens
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.registry import open_transport
 from kvferry.workers.context import WorkerContext
-from kvferry.workers.engine_loop import CommandQueue, EngineLoop
 from kvferry.workers.handoff import offer_desk
 from kvferry.workers.handoff.offer_desk import OfferDesk
 

@@ -13,6 +13,7 @@ from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable
 from kvferry.core.ids import new_incarnation
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
+from kvferry.engine.engine_loop import CommandQueue, EngineLoop
 from kvferry.kv.handoff.offers import OfferState, OfferTimes
 from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.pages.layout import KvLayout
@@ -23,7 +24,6 @@ from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.server import Service, start_server
 from kvferry.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.context import WorkerContext
-from kvferry.workers.engine_loop import CommandQueue, EngineLoop
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_digester import PageDigester
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
@@ -119,6 +119,46 @@ async def test_an_id_already_taken_gets_a_fresh_one_and_takes_nothing_from_its_h
     await worker.release(second.ticket_id)
     assert worker.desk.claim(KEYRING.open(first.ticket).id, 1), "the first offer is untouched"
     worker.desk.finish(KEYRING.open(first.ticket).id, 1, done=True)
+
+
+async def test_a_vector_of_a_prompt(worker: Worker) -> None:
+    pooling = common_pb2.PoolingParams(pooling=common_pb2.POOLING_MEAN, normalize=False)
+    request = prefill_pb2.PoolRequest(request_id="r", token_ids=[3, 4, 8], pooling=pooling)
+    answer = await worker.stub.Pool(request, timeout=30)
+    assert list(answer.values) == [5.0, 1.0]
+    assert answer.prefill_seconds > 0
+    request.pooling.Clear()
+    assert list((await worker.stub.Pool(request, timeout=30)).values) == pytest.approx([0.970, 0.243], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"token_ids": []}, "prompt"),
+        ({"token_ids": [97]}, "token_ids"),
+        ({"token_ids": [1] * 129}, "prompt"),
+        ({"token_ids": [1], "pooling": common_pb2.PoolingParams(pooling=9)}, "pooling"),  # type: ignore[arg-type]
+        ({"token_ids": [1], "priority": 5000}, "priority"),
+        ({"token_ids": [1], "tenant": "x" * 2000}, "tenant"),
+    ],
+)
+async def test_a_refused_vector_names_the_field(worker: Worker, fields: dict[str, object], field: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.stub.Pool(prefill_pb2.PoolRequest(**fields), timeout=30)  # type: ignore[arg-type]
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == field
+
+
+async def test_a_cancelled_vector_leaves_nothing(worker: Worker) -> None:
+    calls = [
+        worker.stub.Pool(prefill_pb2.PoolRequest(request_id=f"r{i}", token_ids=[5] * 100), timeout=30)
+        for i in range(20)
+    ]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def test_without_a_wish_the_worker_names_its_offers(worker: Worker) -> None:

@@ -162,6 +162,11 @@ class EngineLoop:
             await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
         self._fail_streams(ending)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def submit(self, request: EngineRequest) -> EngineStream:
         """Submit a request. The stream raises if the engine rejects it (`InvalidRequest`, `Overloaded`).
 

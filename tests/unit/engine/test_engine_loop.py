@@ -13,8 +13,8 @@ from kvferry.core.errors import STEP_FAILED, InvalidRequest, InvariantBroken, Kv
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
+from kvferry.engine.engine_loop import CommandQueue, EngineLoop, EngineStream, StreamItem
 from kvferry.engine.plan.step import StepPlan, StepResult
-from kvferry.workers.engine_loop import CommandQueue, EngineLoop, EngineStream, StreamItem
 
 SECONDS = 30.0
 

@@ -1,0 +1,191 @@
+"""Asynchronous offline API: the class `AsyncLLM` serves concurrent prompts with one engine on a thread of its own."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Self
+
+from kvferry.core.errors import DeadlinePassed, InvariantBroken, Unavailable, UsageError
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.build import build_engine, load_model, runner_for
+from kvferry.engine.completion import CompletionPart, CompletionStream
+from kvferry.engine.embedding import Embedding, Prompt, embedding_of, pooling_params
+from kvferry.engine.engine_loop import CommandQueue, EngineLoop, EngineStream
+from kvferry.engine.messages import EngineRequest, MaskReady
+from kvferry.engine.plan.kv_jobs import SequenceUpdate
+from kvferry.engine.request_builder import RequestBuilder
+from kvferry.engine.settings import EngineSettings
+from kvferry.model.text.chat_template import Message
+from kvferry.model.text.tools.definitions import Tool
+
+
+class AsyncLLM:
+    """A loaded model with an engine, for programs with an event loop.
+
+        async with await AsyncLLM.open("smollm2-135m-instruct") as llm:
+            async for part in llm.generate("The capital of France is", SamplingParams(max_tokens=16)):
+                print(part.text, end="")
+
+    Supports concurrent calls on one event loop. Close an iterator that is not read to its end (`contextlib.aclosing`),
+    or cancel the task that reads it; both abort its request.
+    """
+
+    def __init__(self, model: str, *, wait_seconds: float = 600.0, **settings: Any) -> None:
+        """Load a model, which takes seconds; on an event loop, use `open`.
+
+        Args:
+            model: see `LLM`.
+            wait_seconds: seconds without an output after which a request fails.
+            settings: fields of `EngineSettings`.
+
+        Raises:
+            KvferryError: the model is unknown or damaged, or a setting does not fit it.
+        """
+        loaded = load_model(EngineSettings(model, **settings))
+        self.config = loaded.config
+        """Configuration of the model."""
+        commands = CommandQueue()
+        self.engine = build_engine(
+            loaded,
+            runner_for(loaded),
+            namers=BlockNamers(b"offline"),
+            on_mask=lambda: commands.put(MaskReady()),
+        )
+        """The engine; only its thread may use it before `aclose`."""
+        self._requests = RequestBuilder(loaded, max_model_tokens=self.engine.max_model_tokens)
+        self._owner = EngineLoop(self.engine, commands, name="engine", on_failure=lambda _: None)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: set[EngineStream] = set()
+        self._wait_seconds = wait_seconds
+        self._is_closed = False
+
+    @classmethod
+    async def open(cls, model: str, *, wait_seconds: float = 600.0, **settings: Any) -> Self:
+        """Load a model on another thread; see `AsyncLLM`."""
+        return await asyncio.to_thread(cls, model, wait_seconds=wait_seconds, **settings)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Stop the engine after its step in progress, which takes at most 10 s; open iterators raise `Unavailable`.
+        Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._loop is not None:
+            await self._owner.stop()
+            if self._owner.is_running:
+                raise Unavailable("the engine's step did not end in time; its thread ends with the process")
+        for stream in self._open:  # the thread has ended, so that their aborts are not executed there
+            self.engine.abort(stream.request_id)
+        if self.engine.has_work:  # a step that was launched ahead
+            await asyncio.to_thread(self.engine.step)
+
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams | None = None
+    ) -> AsyncGenerator[CompletionPart, None]:
+        """Complete a prompt; yield what each step adds. The last part has the whole completion.
+
+        Args:
+            prompt: a text or its token ids.
+            sampling: parameters of the prompt.
+
+        Raises:
+            InvalidRequest: see `LLM.generate`.
+            GenerationFailed: a logit is not finite.
+            Overloaded: too many requests are waiting.
+            DeadlinePassed: there was no output for `wait_seconds`.
+            Unavailable: the engine has stopped.
+        """
+        made = await asyncio.to_thread(self._requests.start, prompt, sampling or SamplingParams())
+        async with aclosing(self._parts(made)) as parts:
+            async for part in parts:
+                yield part
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        tools: Sequence[Tool] = (),
+    ) -> AsyncGenerator[CompletionPart, None]:
+        """Answer a conversation; yield what each step adds to text, reasoning and calls. See `generate`.
+
+        Args:
+            messages: messages with `role` and `content`.
+            sampling: parameters of the answer.
+            tools: functions that the model may call.
+
+        Raises:
+            KvferryError: see `generate` and `LLM.chat`.
+        """
+        made = await asyncio.to_thread(self._requests.start_chat, messages, sampling or SamplingParams(), tools)
+        async with aclosing(self._parts(made)) as parts:
+            async for part in parts:
+                yield part
+
+    async def encode(
+        self, prompt: Prompt, *, pooling: str = "last", normalize: bool = True, dimensions: int | None = None
+    ) -> Embedding:
+        """Compute the vector of a prompt; see `LLM.encode`. Cancelling the calling task aborts the request.
+
+        Raises:
+            KvferryError: see `generate` and `LLM.encode`.
+        """
+        params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
+        request = await asyncio.to_thread(self._requests.start_pooling, prompt, params)
+        async with aclosing(self._updates(request)) as updates:
+            async for update in updates:
+                if update.embedding is not None:
+                    return embedding_of(request, update)
+        raise InvariantBroken(f"request {request.request_id} ended without a vector")
+
+    async def _parts(self, made: CompletionStream) -> AsyncGenerator[CompletionPart, None]:
+        async with aclosing(self._updates(made.request)) as updates:
+            async for update in updates:
+                part = made.add(update)
+                yield part
+                if part.completion is not None:
+                    return
+
+    async def _updates(self, request: EngineRequest) -> AsyncGenerator[SequenceUpdate, None]:
+        self._start()
+        stream = self._owner.submit(request)
+        self._open.add(stream)
+        try:
+            with stream:
+                while (update := await self._next(stream)) is not None:
+                    yield update
+        finally:
+            if not self._is_closed:
+                self._open.discard(stream)
+
+    async def _next(self, stream: EngineStream) -> SequenceUpdate | None:
+        """Return the next update; `None` after the last one."""
+        try:
+            async with asyncio.timeout(self._wait_seconds):
+                async for item in stream:
+                    if item.update is not None:
+                        return item.update
+        except TimeoutError:
+            raise DeadlinePassed(f"there was no output for {self._wait_seconds:g} s") from None
+        return None
+
+    def _start(self) -> None:
+        """Start the engine's thread with the first request."""
+        running = asyncio.get_running_loop()
+        if self._is_closed:
+            raise Unavailable("this AsyncLLM is closed")
+        if self._loop is None:
+            self._loop = running
+            self._owner.start()
+        elif self._loop is not running:
+            raise UsageError("an AsyncLLM serves one event loop; make another one for this loop")

@@ -1,0 +1,77 @@
+"""Pooled vectors of the offline API: outputs, requests to the engine, and similarities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.kv_jobs import SequenceUpdate
+from kvferry.model.requests.pooling import PoolingParams, check_dimensions, pooling_named
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """Pooled vector of one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    embedding: npt.NDArray[np.float32]
+    """[dimensions] values of the vector."""
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache."""
+
+
+def pooling_params(pooling: str, normalize: bool, dimensions: int | None, hidden_size: int) -> PoolingParams:
+    """Check the parameters of a vector.
+
+    Raises:
+        InvalidRequest: the pooling is unknown, or there are too many or too few dimensions.
+    """
+    check_dimensions(dimensions, hidden_size)
+    return PoolingParams(pooling_named(pooling), normalize, dimensions)
+
+
+def pooling_request(request_id: RequestId, token_ids: Sequence[int], params: PoolingParams) -> EngineRequest:
+    """Create a pooling request; it samples no token, so its sampling parameters have no effect."""
+    return EngineRequest(request_id, list(token_ids), SamplingParams(temperature=0.0, max_tokens=1), pooling=params)
+
+
+def embedding_of(request: EngineRequest, update: SequenceUpdate) -> Embedding:
+    """Return the output of a pooling request that has ended."""
+    assert update.embedding is not None, "a pooling request ended without a vector"
+    return Embedding(tuple(request.token_ids), update.embedding, update.num_cached)
+
+
+def prompt_key(prompt: Prompt) -> str | tuple[int, ...]:
+    """Return a prompt as a key, so that equal prompts are computed once."""
+    return prompt if isinstance(prompt, str) else tuple(prompt)
+
+
+def pairs(a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt]) -> list[tuple[Prompt, Prompt]]:
+    """Return the pairs to compare: one with one, one with each of several, or the items of two equally long lists.
+
+    Raises:
+        InvalidRequest: the numbers do not fit, or a list is empty.
+    """
+    left, right = _listed(a), _listed(b)
+    if len(left) == 1:
+        left = left * len(right)
+    if not right or len(left) != len(right):
+        raise InvalidRequest(
+            f"{len(left)} and {len(right)} prompts cannot be compared; give one and one, one and several, or equally "
+            "many",
+            field="prompts",
+        )
+    return list(zip(left, right, strict=True))
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]  # a sequence whose items are token ids
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,142 @@
+"""Requests of the offline API: prompts as tokens, completed sampling parameters, and the output of each request."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvferry.core.errors import InvalidRequest, UsageError
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.build import LoadedModel
+from kvferry.engine.completion import CompletionStream
+from kvferry.engine.embedding import Prompt, pooling_request
+from kvferry.engine.messages import EngineRequest
+from kvferry.model.requests.answer_forms import AnswerParsers, answer_form, opens_reasoning
+from kvferry.model.requests.output_text import OutputText
+from kvferry.model.requests.pooling import PoolingParams
+from kvferry.model.requests.prompt_parameters import (
+    check_output_length,
+    kept_prompt,
+    token_fields,
+    with_bad_word_tokens,
+)
+from kvferry.model.text.answers.answer import AnswerForm, AnswerSplitter, SplitOptions
+from kvferry.model.text.chat_template import ChatTemplate, Message
+from kvferry.model.text.detokenizer import Detokenizer
+from kvferry.model.text.stop_strings import StopMatcher
+from kvferry.model.text.tokenizer import Tokenizer
+from kvferry.model.text.tools.definitions import Tool, ToolUse
+from kvferry.model.text.tools.prompt import encode_conversation
+
+
+class RequestBuilder:
+    """Builds the requests of one model."""
+
+    def __init__(self, loaded: LoadedModel, *, max_model_tokens: int) -> None:
+        """
+        Args:
+            loaded: the model.
+            max_model_tokens: context length of the engine in tokens.
+        """
+        self._source = loaded.source
+        self._config = loaded.config
+        self._seed = loaded.settings.seed
+        self._max_model_tokens = max_model_tokens
+        self._numbers = itertools.count(1)
+        self._form: AnswerForm | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model. Raises:
+        UsageError: the weights are random.
+        """
+        if self._source is None:
+            raise UsageError(
+                "random weights (--load-format dummy) have no tokenizer; give token ids instead of text",
+                field="load_format",
+            )
+        return self._source.tokenizer
+
+    def start(self, prompt: Prompt, sampling: SamplingParams) -> CompletionStream:
+        """Build the request of a prompt, with its output, which is empty.
+
+        Raises:
+            InvalidRequest: a parameter does not fit the model or another one.
+            UsageError: the weights are random, but the prompt is a text, or stop strings or bad words are set.
+        """
+        return self._start(self._tokens(prompt), sampling)
+
+    def start_chat(
+        self, messages: Sequence[Message], sampling: SamplingParams, tools: Sequence[Tool]
+    ) -> CompletionStream:
+        """Build the request for the answer of a conversation; see `start`.
+
+        Raises:
+            InvalidRequest: the chat template rejects the conversation, or the functions exceed a limit.
+            UsageError: the model has no chat template.
+        """
+        template, tokenizer = self._template(), self.tokenizer
+        use = ToolUse(tuple(tools))
+        ids = encode_conversation(template, tokenizer, messages, use.offered)
+        if self._form is None:
+            self._form = answer_form(template, tokenizer, AnswerParsers())
+        form = self._form
+        names = tuple(tool.name for tool in use.callable_tools)
+        if not names and not form.has_reasoning:
+            return self._start(ids, sampling)
+        is_open = opens_reasoning(form, ids, Detokenizer(tokenizer, shows_control=False, marks=form.marks.by_token))
+        return self._start(ids, sampling, form, SplitOptions(names, use.max_calls, is_open))
+
+    def start_pooling(self, prompt: Prompt, params: PoolingParams) -> EngineRequest:
+        """Build a pooling request.
+
+        Raises:
+            UsageError: the weights are random, but the prompt is a text.
+        """
+        return pooling_request(self._next_id(), self._tokens(prompt), params)
+
+    def _start(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        form: AnswerForm | None = None,
+        split: SplitOptions | None = None,
+    ) -> CompletionStream:
+        number = next(self._numbers)
+        params = sampling if sampling.seed is not None else replace(sampling, seed=self._seed + number)
+        if params.bad_words:
+            params = with_bad_word_tokens(params, self.tokenizer)
+        self._check(params)
+        kept = list(kept_prompt(token_ids, params, self._max_model_tokens))
+        request = EngineRequest(RequestId(f"offline-{number}"), kept, params)
+        if self._source is None and not params.stop:
+            return CompletionStream(request, None)
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            shows_control=not params.skip_special_tokens,
+            marks={} if form is None else form.marks.by_token,
+        )
+        writer = OutputText(params, detokenizer, StopMatcher(params.stop) if params.stop else None)
+        splitter = None if form is None or split is None else AnswerSplitter(form, split)
+        return CompletionStream(request, writer, splitter)
+
+    def _template(self) -> ChatTemplate:
+        template = None if self._source is None else self._source.chat_template
+        if template is None:
+            raise UsageError("this model has no chat template; use generate", field="model")
+        return template
+
+    def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+
+    def _next_id(self) -> RequestId:
+        return RequestId(f"offline-{next(self._numbers)}")
+
+    def _check(self, params: SamplingParams) -> None:
+        check_output_length(params)
+        for field, ids in token_fields(params).items():
+            if ids and max(ids) >= self._config.vocab_size:
+                raise InvalidRequest(
+                    f"{field} has token id {max(ids)}; the vocabulary has ids 0 to {self._config.vocab_size - 1}",
+                    field=field,
+                )

@@ -1,0 +1,191 @@
+"""Similarity of texts: scores of pairs in vLLM's form, and documents in order of relevance in that of Jina and Cohere.
+
+A score is the cosine similarity of two vectors of the served model, from -1 to 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PlainValidator
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.gateway.http.openai_api import Caller
+from kvferry.gateway.http.openai_bounds import shown
+from kvferry.gateway.http.openai_reply import encode
+from kvferry.gateway.http.unary.bodies import VectorBody, check_count, check_texts, parse
+from kvferry.gateway.http.unary.embeddings import usage_of
+from kvferry.model.requests.pooling import PoolingParams, cosine
+from kvferry.rpc.text import embedding
+from kvferry.rpc.text.embedding import MAX_INPUTS, VectorRequest
+from kvferry.rpc.text.text_model import TextModel
+from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.text.token_source import Vector
+
+_MAX_TEXTS = MAX_INPUTS // 2
+_MAX_DOCUMENTS = MAX_INPUTS - 1
+_NOT_TRUNCATED: Mapping[str, tuple[object, ...]] = {"truncate_prompt_tokens": (None,), "truncation": (None, False)}
+
+
+def _check_documents(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"documents must be a list; it is {shown(value)}", field="documents")
+    check_count("documents", value, _MAX_DOCUMENTS)
+    texts: list[str] = []
+    for number, document in enumerate(value):
+        text = document["text"] if isinstance(document, dict) and document.keys() == {"text"} else document
+        if not isinstance(text, str):
+            where = f"documents.{number}"
+            raise InvalidRequest(f"{where} must be a string or an object with only a text", field=where)
+        texts.append(text)
+    return texts
+
+
+class ScoreBody(VectorBody):
+    """Body of POST /v1/score."""
+
+    NO_OPS: ClassVar[Mapping[str, tuple[object, ...]]] = _NOT_TRUNCATED
+
+    text_1: Annotated[list[str], PlainValidator(lambda value: check_texts("text_1", value, _MAX_TEXTS))]
+    text_2: Annotated[list[str], PlainValidator(lambda value: check_texts("text_2", value, _MAX_DOCUMENTS))]
+
+
+class RerankBody(VectorBody):
+    """Body of POST /v1/rerank."""
+
+    NO_OPS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **_NOT_TRUNCATED,
+        "max_tokens_per_doc": (None,),
+        "max_chunks_per_doc": (None,),
+        "rank_fields": (None,),
+        "return_embeddings": (None, False),
+    }
+
+    query: str
+    documents: Annotated[list[str], PlainValidator(_check_documents)]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """Number of documents to return; `None` and 0 return all."""
+    return_documents: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTexts:
+    """A valid body with its texts as token ids."""
+
+    inputs: list[list[int]]
+    pairs: list[tuple[int, int]]
+    """Indices of the texts to compare."""
+    params: PoolingParams
+    priority: int
+    cache_salt: str
+    documents: Sequence[str] = ()
+    """Texts to return with their scores; empty for none."""
+    top_n: int = 0
+
+
+def read_score(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
+    """Parse the body of a score request and tokenize its texts.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
+    asked = parse(ScoreBody, model, body)
+    left, right = len(asked.text_1), len(asked.text_2)
+    if left not in (1, right):
+        raise InvalidRequest(
+            f"text_1 has {left} texts and text_2 {right}; send one text in text_1, or as many as in text_2",
+            field="text_1",
+        )
+    names = [*_names("text_1", left), *_names("text_2", right)]
+    return ReadTexts(
+        embedding.encode_inputs(model, [*asked.text_1, *asked.text_2], names, context_tokens),
+        [(index if left > 1 else 0, left + index) for index in range(right)],
+        asked.params(),
+        asked.priority,
+        asked.cache_salt or "",
+    )
+
+
+def read_rerank(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
+    """Parse the body of a rerank request and tokenize its texts.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
+    asked = parse(RerankBody, model, body)
+    names = ["query", *(f"documents.{number}" for number in range(len(asked.documents)))]
+    return ReadTexts(
+        embedding.encode_inputs(model, [asked.query, *asked.documents], names, context_tokens),
+        [(0, 1 + index) for index in range(len(asked.documents))],
+        asked.params(),
+        asked.priority,
+        asked.cache_salt or "",
+        asked.documents if asked.return_documents else (),
+        asked.top_n or 0,
+    )
+
+
+async def answer_score(service: TextService, caller: Caller, body: bytes) -> bytes:
+    """Answer POST /v1/score.
+
+    Raises:
+        KvferryError: the request is invalid, or could not be computed.
+    """
+    asked = await service.read(read_score, len(body), body, service.served_tokens)
+    vectors, scores = await _compare(service, caller, asked, "text_2")
+    return encode(
+        {
+            "id": f"score-{caller.request_id}",
+            "object": "list",
+            "created": int(service.clock.wall()),
+            "model": service.model.name,
+            "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+            "usage": usage_of(vectors),
+        }
+    )
+
+
+async def answer_rerank(service: TextService, caller: Caller, body: bytes) -> bytes:
+    """Answer POST /v1/rerank: documents in descending order of relevance, equally relevant ones in the given order.
+
+    Raises:
+        KvferryError: the request is invalid, or could not be computed.
+    """
+    asked = await service.read(read_rerank, len(body), body, service.served_tokens)
+    vectors, scores = await _compare(service, caller, asked, "documents")
+    ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
+    results: list[dict[str, Any]] = []
+    for index in ranked[: asked.top_n or None]:
+        document = {"document": {"text": asked.documents[index]}} if asked.documents else {}
+        results.append({"index": index, **document, "relevance_score": scores[index]})
+    return encode(
+        {
+            "id": f"rerank-{caller.request_id}",
+            "model": service.model.name,
+            "usage": usage_of(vectors),
+            "results": results,
+        }
+    )
+
+
+async def _compare(
+    service: TextService, caller: Caller, asked: ReadTexts, field: str
+) -> tuple[list[Vector], list[float]]:
+    embedding.check_vectors(service, asked.params, len(asked.inputs), field)
+    vectors = await embedding.embed(
+        service,
+        VectorRequest(
+            request_id=caller.request_id,
+            inputs=asked.inputs,
+            params=asked.params,
+            tenant=caller.tenant,
+            cache_salt=asked.cache_salt,
+            priority=asked.priority,
+            arrived=caller.arrived,
+        ),
+    )
+    return vectors, [cosine(vectors[left].values, vectors[right].values) for left, right in asked.pairs]
+
+
+def _names(field: str, count: int) -> list[str]:
+    return [field] if count == 1 else [f"{field}.{number}" for number in range(count)]

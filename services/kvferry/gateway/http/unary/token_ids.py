@@ -1,0 +1,117 @@
+"""Token ids of texts and conversations, and texts of token ids, in vLLM's form."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import PlainValidator
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.gateway.http.openai_api import Caller
+from kvferry.gateway.http.openai_bounds import shown
+from kvferry.gateway.http.openai_reply import encode
+from kvferry.gateway.http.openai_schema import ChatRequest
+from kvferry.gateway.http.openai_schema import parse as parse_chat
+from kvferry.gateway.http.unary.bodies import Body, Ids, is_ids, parse
+from kvferry.rpc.text import chats, prompts
+from kvferry.rpc.text.text_model import TextModel
+from kvferry.rpc.text.text_service import TextService
+
+
+def _check_ids(value: object) -> Ids:
+    if not isinstance(value, list) or not is_ids(value):
+        raise InvalidRequest(f"tokens must be a list of token ids; it is {shown(value)}", field="tokens")
+    return value
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+class TokenizeBody(Body):
+    """Body of POST /tokenize: a text or a conversation."""
+
+    NO_OPS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "add_generation_prompt": (None, True),
+        "continue_final_message": (None, False),
+        "chat_template": (None,),
+        "chat_template_kwargs": (None, {}),
+        "mm_processor_kwargs": (None, {}),
+    }
+
+    prompt: str | None = None
+    messages: Annotated[Any, PlainValidator(_anything)] = None
+    """Checked by the schema of chat requests."""
+    tools: Annotated[Any, PlainValidator(_anything)] = None
+    """Checked by the schema of chat requests."""
+    add_special_tokens: bool | None = None
+    """Whether the begin-of-sequence token is added to a text, true by default; a conversation has the special tokens of
+    its template."""
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """Body of POST /detokenize."""
+
+    tokens: Annotated[Ids, PlainValidator(_check_ids)]
+
+
+def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
+    """Parse a body and tokenize its text or conversation; return the ids, and whether their texts are wanted.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
+    asked = parse(TokenizeBody, model, body)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("send either prompt or messages", field="prompt")
+    if asked.prompt is not None:
+        if asked.tools is not None:
+            raise InvalidRequest("tools need messages; leave them out", field="tools")
+        prompts.check_num_chars(model, len(asked.prompt))
+        special = asked.add_special_tokens is not False
+        return model.tokenizer.encode(asked.prompt, add_special=special), asked.return_token_strs
+    if asked.add_special_tokens:
+        raise InvalidRequest(
+            "add_special_tokens has no effect on messages, whose template adds them; leave it out",
+            field="add_special_tokens",
+        )
+    fields = {"messages": asked.messages} | ({} if asked.tools is None else {"tools": asked.tools})
+    chat = parse_chat(ChatRequest, json.dumps(fields).encode())
+    ids = chats.encode_chat(model, chat.template_inputs(), chat.to_tool_use())
+    return ids, asked.return_token_strs
+
+
+def read_detokenize(model: TextModel, body: bytes) -> str:
+    """Parse a body and return the text of its token ids.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
+    asked = parse(DetokenizeBody, model, body)
+    prompts.check_num_tokens(model, len(asked.tokens) - 1)  # a whole context may be detokenized
+    prompts.check_token_ids(model, asked.tokens, "tokens")
+    return model.tokenizer.decode(asked.tokens)
+
+
+async def answer_tokenize(service: TextService, _caller: Caller, body: bytes) -> bytes:
+    """Answer POST /tokenize.
+
+    Raises:
+        KvferryError: the request is invalid.
+    """
+    ids, wants_texts = await service.read(read_tokenize, len(body), body)
+    spell = service.model.tokenizer.token_bytes
+    texts = [spell(token).decode("utf-8", "replace") for token in ids] if wants_texts else None
+    return encode(
+        {"count": len(ids), "max_model_len": service.served_tokens, "tokens": ids, "token_strs": texts},
+    )
+
+
+async def answer_detokenize(service: TextService, _caller: Caller, body: bytes) -> bytes:
+    """Answer POST /detokenize.
+
+    Raises:
+        KvferryError: the request is invalid.
+    """
+    return encode({"prompt": await service.read(read_detokenize, len(body), body)})

@@ -1,0 +1,64 @@
+"""What a model's answers look like: recognized from its chat template and tokens, or set by parsers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.core.errors import UsageError
+from kvferry.model.requests.output_text import Detokenizer
+from kvferry.model.text.answers import reasoning
+from kvferry.model.text.answers.answer import AnswerForm
+from kvferry.model.text.answers.formats import AUTO, CallFormat, recognized
+from kvferry.model.text.answers.marks import Marks
+from kvferry.model.text.chat_template import ChatTemplate
+from kvferry.model.text.tokenizer import Tokenizer
+
+TAIL_TOKENS = 32
+"""Tokens at the end of a prompt in which the beginning of the reasoning is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerParsers:
+    """How answers are parsed: values of the settings `tool_call_parser` and `reasoning_parser`."""
+
+    tool_calls: str = AUTO
+    reasoning: str = AUTO
+
+
+def answer_form(template: ChatTemplate | None, tokenizer: Tokenizer, parsers: AnswerParsers) -> AnswerForm:
+    """Return what a model's answers look like.
+
+    Raises:
+        UsageError: the chat template does not fit `parsers`.
+    """
+
+    def has_token(text: str) -> bool:
+        return tokenizer.token_id(text) is not None
+
+    text = template.source if template is not None else ""
+    call_format = recognized(text, has_token) if parsers.tool_calls == AUTO else CallFormat(parsers.tool_calls)
+    if template is not None and not template.uses_tools:
+        if parsers.tool_calls not in (AUTO, CallFormat.HERMES):
+            raise UsageError(
+                f"tool_call_parser {parsers.tool_calls!r} does not fit this model: its chat template has no tools, so "
+                "that they are written in the format hermes; use auto",
+                field="tool_call_parser",
+            )
+        call_format = CallFormat.HERMES
+    opener = reasoning.OPENER
+    has_reasoning = opener in text or has_token(opener) if parsers.reasoning == AUTO else parsers.reasoning == "think"
+    control = {text: token.token_id for text, token in tokenizer.control_tokens.items()}
+    return AnswerForm(call_format, has_reasoning, Marks.of(control))
+
+
+def opens_reasoning(form: AnswerForm, token_ids: Sequence[int], detokenizer: Detokenizer) -> bool:
+    """Return whether a prompt ends with the beginning of the reasoning.
+
+    Args:
+        form: what the model's answers look like.
+        token_ids: the prompt.
+        detokenizer: a new detokenizer, which writes the marks of answers.
+    """
+    if not form.has_reasoning:
+        return False
+    tail = detokenizer.feed(token_ids[-TAIL_TOKENS:]) + detokenizer.finish()
+    return tail.rstrip().endswith(form.marks.written(reasoning.OPENER))

@@ -1,0 +1,68 @@
+"""Parameters of a pooled vector: how the hidden states of a prompt become one vector."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import InvalidRequest
+
+
+class Pooling(StrEnum):
+    """Which hidden states of a prompt a vector is made of (Reimers and Gurevych, Sentence-BERT, 2019, section 3)."""
+
+    LAST = "last"
+    """That of the last token, the only one that depends on all tokens of a causal model."""
+    MEAN = "mean"
+    """The mean of all tokens."""
+    CLS = "cls"
+    """That of the first token; of a causal model it depends on that token alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingParams:
+    """Parameters of one pooled vector."""
+
+    pooling: Pooling = Pooling.LAST
+    normalize: bool = True
+    """Whether the vector is divided by its L2 norm; a vector of zeros stays one."""
+    dimensions: int | None = None
+    """Number of leading values to keep, before the vector is normalized; `None` for all. Only of models trained for it
+    are they a good vector (Kusupati et al., Matryoshka Representation Learning, 2022)."""
+
+
+def pooling_named(name: str, field: str = "pooling") -> Pooling:
+    """Return the pooling of this name.
+
+    Raises:
+        InvalidRequest: the name is unknown.
+    """
+    try:
+        return Pooling(name)
+    except ValueError:
+        names = ", ".join(Pooling)
+        raise InvalidRequest(f"{field} has an unknown value; expected one of {names}", field=field) from None
+
+
+def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
+    """
+    Args:
+        dimensions: number of values to keep.
+        hidden_size: number of values of a hidden state.
+
+    Raises:
+        InvalidRequest: the number is not between 1 and the hidden size.
+    """
+    if dimensions is not None and not 1 <= dimensions <= hidden_size:
+        raise InvalidRequest(
+            f"dimensions is {dimensions}; the model's vectors have {hidden_size} values, so give 1 to {hidden_size}",
+            field="dimensions",
+        )
+
+
+def cosine(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
+    """Return the cosine similarity of two vectors, from -1 to 1; 0 if one of them has no direction."""
+    left, right = a.astype(np.float64), b.astype(np.float64)
+    norms = float(np.linalg.norm(left) * np.linalg.norm(right))
+    return float(np.clip(np.dot(left, right) / norms, -1.0, 1.0)) if norms else 0.0

@@ -1,0 +1,151 @@
+"""Pooled vectors of a request's inputs: bounds, tokenization, and a few computations at a time."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.model.requests.pooling import PoolingParams, check_dimensions
+from kvferry.rpc.channel import MAX_MESSAGE_BYTES
+from kvferry.rpc.text import prompts
+from kvferry.rpc.text.text_model import TextModel
+from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.text.token_source import TokenRequest, Vector
+from kvferry.rpc.wire import MAX_TOKEN_IDS
+
+MAX_INPUTS = 1024
+"""Maximum number of inputs of one request."""
+MAX_RUNNING_INPUTS = 16
+"""Maximum number of inputs of one request that are computed at a time, so that it does not delay other requests."""
+_VALUE_BYTES = 4
+_RESPONSE_ROOM_BYTES = 1 << 20
+_NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+
+Input = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class VectorRequest:
+    """A validated request for the vectors of several inputs; see `TokenRequest` for the fields that are not named."""
+
+    request_id: RequestId
+    inputs: Sequence[Sequence[int]]
+    """Token ids of each input, from `read_inputs`."""
+    params: PoolingParams
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    arrived: float = 0.0
+    deadline: float | None = None
+
+
+def check_num_inputs(count: int, field: str) -> None:
+    """
+    Raises:
+        InvalidRequest: there are no inputs, or more than `MAX_INPUTS`.
+    """
+    if not 1 <= count <= MAX_INPUTS:
+        raise InvalidRequest(f"{field} has {count} inputs; send 1 to {MAX_INPUTS}", field=field)
+
+
+def check_vectors(service: TextService, params: PoolingParams, count: int, field: str) -> None:
+    """Check the parameters of vectors, and that all of them fit into one response.
+
+    Args:
+        count: number of inputs.
+        field: name of the request's field with the inputs.
+
+    Raises:
+        InvalidRequest: this server computes no vectors, or `dimensions` or the number of inputs is out of range.
+    """
+    size = service.model.hidden_size
+    if service.vectors is None or not size:
+        raise InvalidRequest(f"model {service.model.name!r} is not served for embeddings here", field="model")
+    check_num_inputs(count, field)
+    check_dimensions(params.dimensions, size)
+    most = (MAX_MESSAGE_BYTES - _RESPONSE_ROOM_BYTES) // (_VALUE_BYTES * (params.dimensions or size))
+    if count > most:
+        raise InvalidRequest(
+            f"{field} has {count} inputs with vectors of {params.dimensions or size} values; at most {most} fit into "
+            "one response: send fewer, or set dimensions",
+            field=field,
+        )
+
+
+async def read_inputs(service: TextService, inputs: Sequence[Input], names: Sequence[str]) -> list[list[int]]:
+    """Tokenize the inputs and check their tokens.
+
+    Args:
+        inputs: each a text or its token ids.
+        names: name of each input in the request, for errors.
+
+    Raises:
+        InvalidRequest: an input is empty, too long or not text, or all together have too many tokens.
+    """
+    size = sum(len(text) for text in inputs if isinstance(text, str))
+    return await service.read(encode_inputs, size, inputs, names, service.served_tokens)
+
+
+def encode_inputs(
+    model: TextModel, inputs: Sequence[Input], names: Sequence[str], context_tokens: int
+) -> list[list[int]]:
+    """Tokenize the inputs of one request; see `read_inputs`."""
+    found: list[list[int]] = []
+    left = MAX_TOKEN_IDS
+    for given, name in zip(inputs, names, strict=True):
+        try:
+            ids = prompts.encode_text(model, given) if isinstance(given, str) else list(given)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{name}: {error.message}", field=name, reason=error.reason) from None
+        if not ids:
+            raise InvalidRequest(f"{name} is empty; give at least one token", field=name)
+        if len(ids) > context_tokens:
+            raise InvalidRequest(
+                f"{name} has {len(ids)} tokens, and the context length is {context_tokens}; shorten it",
+                field=name,
+                reason="CONTEXT_LENGTH_EXCEEDED",
+            )
+        prompts.check_token_ids(model, ids, name)
+        left -= len(ids)
+        if left < 0:
+            raise InvalidRequest(
+                f"the inputs up to {name} have more than {MAX_TOKEN_IDS} tokens; send fewer in one request", field=name
+            )
+        found.append(ids)
+    return found
+
+
+async def embed(service: TextService, request: VectorRequest) -> list[Vector]:
+    """Compute the vectors of all inputs, `MAX_RUNNING_INPUTS` at a time. If one fails, the others are cancelled.
+
+    Raises:
+        KvferryError: the error of the first input that failed.
+    """
+    source = service.vectors
+    assert source is not None, "`check_vectors` was called"
+    turns = asyncio.Semaphore(MAX_RUNNING_INPUTS)
+
+    async def one(index: int, ids: Sequence[int]) -> Vector:
+        async with turns:
+            asked = TokenRequest(
+                request_id=request.request_id,
+                token_ids=ids,
+                sampling=_NO_SAMPLING,
+                sample_index=index,
+                tenant=request.tenant,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
+                arrived=request.arrived,
+                deadline=request.deadline,
+            )
+            return await source.pool(asked, request.params)
+
+    tasks = [asyncio.create_task(one(index, ids)) for index, ids in enumerate(request.inputs)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

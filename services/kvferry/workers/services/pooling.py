@@ -1,0 +1,65 @@
+"""Computes pooled vectors with this process's engine."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvferry.core.errors import Unavailable
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.kv_jobs import SequenceUpdate
+from kvferry.model.requests.pooling import PoolingParams
+from kvferry.workers.context import WorkerContext
+from kvferry.workers.handoff.kv_report import KvReportBuilder
+
+_NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+def pooling_request(
+    request_id: RequestId,
+    token_ids: Sequence[int],
+    params: PoolingParams,
+    *,
+    tenant: str,
+    priority: int,
+    deadline: float | None,
+) -> EngineRequest:
+    """Create a pooling request; it samples no token, so its sampling parameters have no effect."""
+    return EngineRequest(
+        request_id=request_id,
+        token_ids=list(token_ids),
+        sampling=_NO_SAMPLING,
+        priority=priority,
+        deadline=deadline,
+        tenant=tenant,
+        pooling=params,
+    )
+
+
+async def compute_vector(
+    context: WorkerContext,
+    request: EngineRequest,
+    kv_report: KvReportBuilder,
+    on_started: Callable[[], Awaitable[None]] | None = None,
+) -> SequenceUpdate:
+    """Run a pooling request and return its last update. Cancelling the calling task aborts the request.
+
+    Args:
+        context: the worker.
+        request: the request, from `pooling_request`.
+        kv_report: collects the sources of the prompt's KV.
+        on_started: called before the first step that computes the request.
+
+    Raises:
+        KvferryError: the engine rejected or failed the request.
+    """
+    is_started = False
+    with context.loop.submit(request) as stream:
+        async for item in stream:
+            kv_report.add(item)
+            if item.is_started and not is_started:
+                is_started = True
+                if on_started is not None:
+                    await on_started()
+            if item.update is not None and item.update.embedding is not None:
+                return item.update
+    raise Unavailable("the engine ended without a vector")
