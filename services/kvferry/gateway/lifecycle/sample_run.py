@@ -18,6 +18,7 @@ from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.config import RetryConfig
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
+from kvferry.gateway.routing.prompt_names import PromptNames
 from kvferry.gateway.routing.route_notes import RouteNote
 from kvferry.rpc.text.token_source import KvReport, Timing, TokenEvent, TokenRequest
 
@@ -90,6 +91,8 @@ class SampleRun:
     timing: Timing = field(default_factory=Timing)
     routes: list[RouteNote] = field(default_factory=list)
     """Routing decisions, in order."""
+    names: PromptNames = field(default_factory=PromptNames)
+    """Hashes of the blocks of `token_ids`."""
 
     def on(self, event: Event) -> None:
         """Apply `event`: change the state according to `obligations.MACHINE`.
