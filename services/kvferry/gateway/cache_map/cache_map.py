@@ -170,7 +170,8 @@ class CacheMap:
         if num_blocks > self._max_blocks:
             largest = max(self._replicas, key=lambda address: self._replicas[address].num_indexed)
             why = f"the limit of {self._max_blocks} blocks was reached, and this replica has the most blocks"
-            if self._replicas[largest] is replica:
+            own = max(event.digest.count, replica.num_indexed + len(added))
+            if own >= self._replicas[largest].num_indexed:
                 raise FeedBroken(MapEvent.FULL, why)
             self.lost(largest, MapEvent.FULL, why)
         if num_blocks + self._index.num_dead > 2 * self._max_blocks:
