@@ -7,7 +7,7 @@ A set of replicas is an integer with a bit per slot; equal integers are shared b
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvferry.gateway.cache_map.feed_events import KEY_BITS
 
@@ -30,6 +30,10 @@ class BlockIndex:
         """Additional names of a slot with equal leading bits, by (key, bit)."""
         self._free = list(range(MAX_SLOTS - 1, -1, -1))
         self._dead = 0
+        self.exact = 0
+        """The slots whose maps are exact."""
+        self.num_blocks = 0
+        """Number of blocks of all slots in use, counted once for each slot."""
         self.num_dead = 0
         """Number of blocks of dropped slots that have not been swept; an upper bound."""
         self.num_collisions = 0
@@ -42,9 +46,11 @@ class BlockIndex:
     def drop_slot(self, bit: int, num_blocks: int) -> None:
         """Drop all blocks of a slot; the slot is free again after the next complete sweep."""
         self._dead |= bit
+        self.exact &= ~bit
+        self.num_blocks -= num_blocks
         self.num_dead += num_blocks
 
-    def add(self, keys: Iterable[int], bit: int) -> int:
+    def add(self, keys: Sequence[int], bit: int) -> int:
         """Add blocks to a slot; return how many of them the slot already had."""
         shards, shared, repeated = self._shards, self._shared, 0
         for key in keys:
@@ -58,9 +64,10 @@ class BlockIndex:
             else:
                 shard[key] = shared(held | bit)
         self.num_collisions += repeated
+        self.num_blocks += len(keys)
         return repeated
 
-    def remove(self, keys: Iterable[int], bit: int) -> int:
+    def remove(self, keys: Sequence[int], bit: int) -> int:
         """Remove blocks from a slot; return how many of them the slot did not have."""
         shards, extra, unknown = self._shards, self._extra, 0
         for key in keys:
@@ -76,6 +83,7 @@ class BlockIndex:
                 del shard[key]
             else:
                 shard[key] = self._shared(held ^ bit)
+        self.num_blocks -= len(keys) - unknown
         return unknown
 
     def holds(self, key: int, bit: int) -> bool:
@@ -88,11 +96,12 @@ class BlockIndex:
         shards, found = self._shards, dict[int, int]()
         for depth, key in enumerate(keys):
             left = slots & shards[key >> _SHIFT].get(key, 0)
-            if depth:
-                _note(found, slots ^ left, depth)
-            slots = left
-            if not slots:
-                return found
+            if left != slots:
+                if depth:
+                    _note(found, slots ^ left, depth)
+                slots = left
+                if not slots:
+                    return found
         _note(found, slots, len(keys))
         return found
 

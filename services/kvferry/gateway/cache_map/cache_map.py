@@ -12,7 +12,7 @@ from enum import StrEnum
 from kvferry.core.clock import Clock
 from kvferry.gateway.cache_map.audit import Audit, AuditAnswer, AuditOutcome, begin_audit, compare
 from kvferry.gateway.cache_map.block_index import BlockIndex
-from kvferry.gateway.cache_map.feed_events import Delta, Names, SnapshotPart
+from kvferry.gateway.cache_map.feed_events import Delta, SnapshotPart, keys_of
 from kvferry.gateway.cache_map.map_states import LOSSES, MapEvent, MapState
 from kvferry.gateway.cache_map.replica_map import FeedBroken, ReplicaMap
 
@@ -124,7 +124,7 @@ class CacheMap:
         """
         replica = self._replicas[address]
         self.lost(address, MapEvent.FEED_LOST, "subscribed again")
-        bit = self._index.take_slot() if self._num_blocks + self._index.num_dead < 2 * self._max_blocks else None
+        bit = self._index.take_slot() if self._index.num_blocks + self._index.num_dead < 2 * self._max_blocks else None
         if bit is None:
             replica.why = "the map is full; a dropped map is still being removed"
             raise FeedBroken(MapEvent.FULL, replica.why)
@@ -166,7 +166,7 @@ class CacheMap:
             raise FeedBroken(
                 MapEvent.FULL, f"the worker has {event.digest.count} blocks; the limit is {self._max_blocks}"
             )
-        num_blocks = self._num_blocks + len(added)
+        num_blocks = self._index.num_blocks + len(added)
         if num_blocks > self._max_blocks:
             largest = max(self._replicas, key=lambda address: self._replicas[address].num_indexed)
             why = f"the limit of {self._max_blocks} blocks was reached, and this replica has the most blocks"
@@ -176,10 +176,6 @@ class CacheMap:
             self.lost(largest, MapEvent.FULL, why)
         if num_blocks + self._index.num_dead > 2 * self._max_blocks:
             raise FeedBroken(MapEvent.FULL, "dropped maps are still being removed")
-
-    @property
-    def _num_blocks(self) -> int:
-        return sum(replica.num_indexed for replica in self._replicas.values())
 
     def sweep(self) -> Iterator[None]:
         """Remove the blocks of dropped maps, in up to 1,024 short steps."""
@@ -218,7 +214,7 @@ class CacheMap:
         Args:
             names: names of the prompt's blocks, from the first on.
         """
-        return Lookup(self, Names.read(names).keys, names)
+        return Lookup(self, keys_of(names), names)
 
     def state(self, address: str) -> MapState:
         """Return the state of a replica's map; `BLIND` if the replica is unknown."""
@@ -244,11 +240,8 @@ class Lookup:
     def __init__(self, cache_map: CacheMap, keys: list[int], names: Sequence[bytes]) -> None:
         self._map, self._keys, self._names = cache_map, keys, names
         self._now = cache_map._clock.monotonic()
-        exact = 0
-        for replica in cache_map._replicas.values():
-            if replica.state is MapState.EXACT:
-                exact |= replica.bit
-        self._found = cache_map._index.prefix_blocks(keys, exact)
+        index = cache_map._index
+        self._found = index.prefix_blocks(keys, index.exact)
 
     def of(self, address: str) -> Prediction:
         """Return the prediction for a replica."""

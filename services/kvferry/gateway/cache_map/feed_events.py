@@ -63,8 +63,17 @@ class Names:
         joined = b"".join(names)
         if len(joined) != NAME_BYTES * len(names):
             raise ValueError(f"{len(names)} names have {len(joined)} bytes; a name has {NAME_BYTES} bytes")
-        shift = 64 - KEY_BITS
-        return cls([leading >> shift for (leading,) in _LEADING.iter_unpack(joined)], xor_of(joined))
+        return cls(_keys(joined), xor_of(joined))
+
+
+def keys_of(names: Sequence[bytes]) -> list[int]:
+    """Return the keys of names of 32 bytes each."""
+    return _keys(b"".join(names))
+
+
+def _keys(joined: bytes) -> list[int]:
+    shift = 64 - KEY_BITS
+    return [leading >> shift for (leading,) in _LEADING.iter_unpack(joined)]
 
 
 def slices(names: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:

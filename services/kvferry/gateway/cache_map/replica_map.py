@@ -63,6 +63,10 @@ class ReplicaMap:
             InvariantBroken: `event` is illegal in the current state.
         """
         self.state = MAP_MACHINE.next(self.state, event)
+        if self.state is MapState.EXACT:
+            self._index.exact |= self.bit
+        else:
+            self._index.exact &= ~self.bit
 
     def begin(self, bit: int, check_name: bytes) -> None:
         """Start with an empty map in a new slot."""

@@ -105,10 +105,13 @@ class Rig:
         replica = self.map.replicas[ADDRESS]
         if replica.state is MapState.EXACT:
             assert self.present() == self.truth[replica.incarnation, replica.sequence]
-            assert replica.num_indexed == replica.count == len(self.present())
+            assert replica.num_indexed == replica.count == len(self.present()) == self.map.index.num_blocks
+            assert self.map.index.exact == replica.bit
             assert replica.why == ""
         else:
             assert replica.why
+            assert self.map.index.exact == 0
+            assert self.map.index.num_blocks == replica.num_indexed
             lookup = self.map.look_up(POOL[:1])
             assert lookup.of(ADDRESS).num_blocks == 0, "nothing is predicted from a map that is not exact"
 
