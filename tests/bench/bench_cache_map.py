@@ -6,7 +6,7 @@
 Times are processor time of the thread, since other processes share the machine. Events come as they do from gRPC, as
 serialized `KvEvent` messages, and are parsed; the time to receive them is not included.
 
-intake     snapshots of 64 replicas with distinct blocks, in parts of 10,000, and deltas of 8 blocks
+intake     snapshots of 64 replicas with distinct blocks, in parts of 2,000, and deltas of 8 blocks
 memory     growth of the process's resident memory
 lookup     64 replicas that all have a prompt of 64 blocks (`hit`), or none of them (`miss`); with hashing of the prompt
            and with a prediction for each replica (`all`)
@@ -37,7 +37,7 @@ from kvferry.v1 import kv_events_pb2
 
 RESULTS = Path(__file__).parent / "results" / "cache_map.csv"
 REPLICAS = 64
-PART = 10_000
+PART = 2000
 DELTA = 8
 PROMPT_BLOCKS = 64
 
@@ -124,7 +124,7 @@ def measure(num_blocks: int) -> list[tuple[str, float, str]]:
     before = resident_bytes()
     digests: dict[str, tuple[int, int]] = {}
     for number, address in enumerate(addresses):
-        seeds = range(number * 1000, number * 1000 + max(1, rest // PART))
+        seeds = range(number * 100_000, number * 100_000 + max(1, rest // PART))
         size = min(PART, rest)
         xor = xor_of(b"".join(shared))
         for seed in seeds:

@@ -12,8 +12,8 @@ from kvferry.gateway.cache_map.dispatched_blocks import DispatchedBlocks
 from kvferry.gateway.cache_map.feed_events import Delta, Digest, Names, SnapshotPart, slices
 from kvferry.gateway.cache_map.map_states import MAP_MACHINE, MapEvent, MapState
 
-SLICE_NAMES = 2048
-"""Number of names that are applied at once; about 2 ms."""
+SLICE_NAMES = 512
+"""Number of names that are applied at once, in about 0.5 ms."""
 _MAX_REPEATED = 1000
 """Repeated names after which a feed counts as malformed; truncated names collide practically never."""
 _NUM_DIGESTS = 256

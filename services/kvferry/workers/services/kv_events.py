@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 MAX_SUBSCRIBERS = 256
 MAX_PROBED_NAMES = 256
 _MAX_WAITING_EVENTS = 1024
-_SNAPSHOT_PART = 10_000
+_SNAPSHOT_PART = 2000
 _NAME_BYTES = 32
 _SAMPLED_BLOCKS = 100_000
 """Number of oldest blocks from which samples are drawn: a dictionary has no random access."""
