@@ -53,6 +53,7 @@ def requests(dialed: str) -> dict[str, Any]:
         "/kvferry.v1.KvTransfer/Finish": kv_transfer_pb2.FinishRequest(ticket_id="0" * 32),
         "/kvferry.v1.KvTransfer/WatchBlocks": kv_transfer_pb2.WatchBlocksRequest(ticket_id="0" * 32),
         "/kvferry.v1.KvEvents/Subscribe": kv_events_pb2.SubscribeRequest(),
+        "/kvferry.v1.KvEvents/Probe": kv_events_pb2.ProbeRequest(),
         "/kvferry.v1.WorkerAdmin/Status": worker_admin_pb2.StatusRequest(),
         "/kvferry.v1.WorkerAdmin/Drain": worker_admin_pb2.DrainRequest(timeout_seconds=0.1),
     }

@@ -68,8 +68,11 @@ class KvSnapshot(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    CHECK_NAME_FIELD_NUMBER: _builtins.int
     last: _builtins.bool
     """more parts follow while false; all have the same sequence"""
+    check_name: _builtins.bytes
+    """name of a known block; a subscriber with another tenant key has another"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedBlock]: ...
     def __init__(
@@ -77,10 +80,11 @@ class KvSnapshot(_message.Message):
         *,
         blocks: _abc.Iterable[Global___CachedBlock] | None = ...,
         last: _builtins.bool = ...,
+        check_name: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "last", b"last"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "check_name", b"check_name", "last", b"last"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -174,3 +178,68 @@ class KvEvent(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
+
+@_typing.final
+class ProbeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    num_samples: _builtins.int
+    """at most 256"""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """at most 256"""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.bytes] | None = ...,
+        num_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
+
+@_typing.final
+class ProbeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    sequence: _builtins.int
+    """of the last delta; the other fields are of the same moment"""
+    @_builtins.property
+    def digest(self) -> Global___KvDigest: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
+        """for each name of the request, whether the cache has it"""
+
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """some names that the cache has"""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        digest: Global___KvDigest | None = ...,
+        held: _abc.Iterable[_builtins.bool] | None = ...,
+        samples: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "held", b"held", "incarnation", b"incarnation", "samples", b"samples", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeResponse: _TypeAlias = ProbeResponse  # noqa: Y015

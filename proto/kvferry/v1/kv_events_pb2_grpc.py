@@ -39,6 +39,11 @@ class KvEventsStub:
                 request_serializer=kvferry_dot_v1_dot_kv__events__pb2.SubscribeRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_kv__events__pb2.KvEvent.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/kvferry.v1.KvEvents/Probe',
+                request_serializer=kvferry_dot_v1_dot_kv__events__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_kv__events__pb2.ProbeResponse.FromString,
+                _registered_method=True)
 
 
 class KvEventsServicer:
@@ -52,6 +57,13 @@ class KvEventsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """Compares a subscriber's copy with the cache: sequence, digest and membership of some names, all at one moment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvEventsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_KvEventsServicer_to_server(servicer, server):
                     servicer.Subscribe,
                     request_deserializer=kvferry_dot_v1_dot_kv__events__pb2.SubscribeRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_kv__events__pb2.KvEvent.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=kvferry_dot_v1_dot_kv__events__pb2.ProbeRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_kv__events__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +105,33 @@ class KvEvents:
             '/kvferry.v1.KvEvents/Subscribe',
             kvferry_dot_v1_dot_kv__events__pb2.SubscribeRequest.SerializeToString,
             kvferry_dot_v1_dot_kv__events__pb2.KvEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.KvEvents/Probe',
+            kvferry_dot_v1_dot_kv__events__pb2.ProbeRequest.SerializeToString,
+            kvferry_dot_v1_dot_kv__events__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,

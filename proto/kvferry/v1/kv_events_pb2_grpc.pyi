@@ -35,6 +35,8 @@ class KvEventsStub:
     """A subscriber that falls too far behind is cut off with UNAVAILABLE (reason RESUBSCRIBE) and subscribes
     again, which begins with a new snapshot.
     """
+    Probe: _grpc.UnaryUnaryMultiCallable[_kv_events_pb2.ProbeRequest, _kv_events_pb2.ProbeResponse]
+    """Compares a subscriber's copy with the cache: sequence, digest and membership of some names, all at one moment."""
 
 @_typing.type_check_only
 class KvEventsAsyncStub(KvEventsStub):
@@ -43,6 +45,8 @@ class KvEventsAsyncStub(KvEventsStub):
     """A subscriber that falls too far behind is cut off with UNAVAILABLE (reason RESUBSCRIBE) and subscribes
     again, which begins with a new snapshot.
     """
+    Probe: _aio.UnaryUnaryMultiCallable[_kv_events_pb2.ProbeRequest, _kv_events_pb2.ProbeResponse]  # type: ignore[assignment]
+    """Compares a subscriber's copy with the cache: sequence, digest and membership of some names, all at one moment."""
 
 class KvEventsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -54,5 +58,13 @@ class KvEventsServicer(metaclass=_abc_1.ABCMeta):
         """A subscriber that falls too far behind is cut off with UNAVAILABLE (reason RESUBSCRIBE) and subscribes
         again, which begins with a new snapshot.
         """
+
+    @_abc_1.abstractmethod
+    def Probe(
+        self,
+        request: _kv_events_pb2.ProbeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_events_pb2.ProbeResponse, _abc.Awaitable[_kv_events_pb2.ProbeResponse]]:
+        """Compares a subscriber's copy with the cache: sequence, digest and membership of some names, all at one moment."""
 
 def add_KvEventsServicer_to_server(servicer: KvEventsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

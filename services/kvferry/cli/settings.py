@@ -262,7 +262,16 @@ GATEWAY = (
         "prefix_blocks", 4, "Number of leading blocks of a prompt that determine its replica.", parse=whole(1, 1024)
     ),
     Setting(
-        "skip_prefill_below", 0, "Prompts with fewer tokens are computed by the decode worker.", parse=whole(0, 1 << 20)
+        "skip_prefill_below",
+        0,
+        "Prompts with fewer tokens, not counting those in the decode worker's cache, are computed by that worker.",
+        parse=whole(0, 1 << 20),
+    ),
+    Setting(
+        "cache_map_blocks",
+        1 << 22,
+        "Maximum KV blocks in the map of the workers' caches, about 100 bytes each; 0: route by routing history.",
+        parse=whole(0, 1 << 28),
     ),
     KV_PREFETCH,
     Setting("max_streams", 1024, "Maximum samples in flight; more are rejected with 429.", parse=whole(1, 1 << 20)),

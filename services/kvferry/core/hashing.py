@@ -28,6 +28,7 @@ _CONTEXT = "kvferry 2026-11 block names"
 _NO_PARENT = bytes(32)
 _MAX_EXTRA_BYTES = 0xFFFF
 _MAX_NAMERS = 1024
+_CHECK_TENANT = "\x1fcheck"
 MAX_CACHE_SALT_CHARS = 1024
 SALT_DIGEST_CHARS = 33
 """Number of characters that a salt adds to a tenant: a separator and a digest."""
@@ -117,6 +118,17 @@ class BlockNamers:
         else:
             self._namers.move_to_end(key)
         return namer
+
+
+def check_name(namers: BlockNamers, *, fingerprint: bytes, block_tokens: int) -> BlockHash:
+    """Return the name of one fixed block, which no request uses. Processes with different tenant keys get different
+    names, and can compare them without exchanging the keys.
+
+    Raises:
+        ValueError: `block_tokens` is not positive.
+    """
+    namer = namers.of(_CHECK_TENANT, fingerprint=fingerprint, block_tokens=block_tokens)
+    return namer.name(None, range(block_tokens))
 
 
 def _pack_u32(tokens: Iterable[int]) -> bytes:

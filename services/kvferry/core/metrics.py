@@ -85,6 +85,65 @@ GATEWAY_WORKERS = Metric(
     "kvferry_gateway_workers", Kind.GAUGE, "Workers of the fleet, by role and readiness.", ("role", "state")
 )
 
+_BASIS = ("basis",)
+GATEWAY_CACHE_PREDICTIONS = Metric(
+    "kvferry_gateway_cache_predictions_total",
+    Kind.COUNTER,
+    "Predictions of cached tokens by basis (exact, pending, history) and outcome (equal, over, under).",
+    ("basis", "outcome"),
+)
+GATEWAY_CACHE_PREDICTED = Metric(
+    "kvferry_gateway_cache_predicted_tokens_total",
+    Kind.COUNTER,
+    "Prompt tokens predicted to be cached on the worker that computes the prompt.",
+    _BASIS,
+)
+GATEWAY_CACHE_OVERPREDICTED = Metric(
+    "kvferry_gateway_cache_overpredicted_tokens_total",
+    Kind.COUNTER,
+    "Prompt tokens predicted to be cached that were not.",
+    _BASIS,
+)
+GATEWAY_CACHE_UNDERPREDICTED = Metric(
+    "kvferry_gateway_cache_underpredicted_tokens_total",
+    Kind.COUNTER,
+    "Prompt tokens that were cached beyond the prediction.",
+    _BASIS,
+)
+GATEWAY_MAP_STATE = Metric(
+    "kvferry_gateway_cache_map_state",
+    Kind.GAUGE,
+    "1 for the state of a worker's cache map (exact, catching_up, blind).",
+    ("worker", "state"),
+)
+GATEWAY_MAP_BLOCKS = Metric(
+    "kvferry_gateway_cache_map_blocks", Kind.GAUGE, "Blocks in a worker's cache map.", ("worker",)
+)
+GATEWAY_MAP_BYTES = Metric("kvferry_gateway_cache_map_bytes", Kind.GAUGE, "Approximate memory of the cache map.")
+GATEWAY_MAP_EVENTS = Metric(
+    "kvferry_gateway_cache_map_events_total",
+    Kind.COUNTER,
+    "Blocks in events of cache feeds, by kind (snapshot, stored, removed).",
+    ("kind",),
+)
+GATEWAY_MAP_LOSSES = Metric(
+    "kvferry_gateway_cache_map_losses_total",
+    Kind.COUNTER,
+    "Cache maps dropped, by reason (gap, mismatch, other_incarnation, feed_lost, ...).",
+    ("reason",),
+)
+GATEWAY_MAP_COLLISIONS = Metric(
+    "kvferry_gateway_cache_map_collisions_total",
+    Kind.COUNTER,
+    "Block names of a worker with equal leading 60 bits.",
+)
+GATEWAY_MAP_AUDITS = Metric(
+    "kvferry_gateway_cache_map_audits_total",
+    Kind.COUNTER,
+    "Comparisons of a cache map with its worker, by outcome (match, mismatch, stalled, skipped, failed).",
+    ("outcome",),
+)
+
 GATEWAY_STALE = Metric(
     "kvferry_gateway_fleet_stale",
     Kind.GAUGE,

@@ -73,8 +73,21 @@ class RoutingConfig:
     """Minimum prompt length in tokens for prefetching KV while the prompt is still being computed; 0 disables it. The
     default is about two prefill chunks: the last chunk is always transferred after the computation."""
     skip_prefill_below_tokens: int = 0
-    """Prompts shorter than this number of tokens are computed by the decode worker, without a prefill worker; 0
-    disables this."""
+    """Prompts with fewer tokens to compute are computed by the decode worker, without a prefill worker; 0 disables
+    this. Tokens that an exact map shows in the decode worker's cache do not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMapConfig:
+    """Settings of the map of the workers' caches."""
+
+    max_blocks: int = 1 << 22
+    """Maximum number of blocks in the map, over all workers; a block takes 60 to 110 bytes. 0 disables subscriptions,
+    and the gateway predicts from its own routing history."""
+    audit_seconds: float = 30.0
+    """Mean interval in seconds between two audits of a worker's map."""
+    poll_seconds: float = 0.2
+    """Interval in seconds at which workers that join or leave the fleet are noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +194,7 @@ class GatewayConfig:
     retry: RetryConfig = field(default_factory=RetryConfig)
     max_streams: int = 1024
     """Maximum number of samples in flight; further samples are rejected with HTTP status 429 and `retry-after`."""
+    cache_map: CacheMapConfig = field(default_factory=CacheMapConfig)
     tenant_key: bytes = b""
     """Key of the workers' block hashes; see `DispatchConfig.tenant_key`."""
     hold: HoldConfig = field(default_factory=HoldConfig)

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from kvferry.core.clock import Clock
 from kvferry.core.ids import new_incarnation
 from kvferry.core.process.open_files import max_connections
+from kvferry.gateway.cache_feeds.cache_feeds import CacheFeeds
+from kvferry.gateway.cache_feeds.map_metrics import CacheMapCollector
+from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import DispatchConfig, GatewayConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.cache_reset import CacheReset
@@ -75,6 +78,9 @@ class Gateway:
         self.fleet = Fleet(config.fleet, model.name, keys)
         FleetCollector(self.fleet, model.name, self.instruments.registry)
         self.membership = Membership(self.fleet, None if pool is None else EndpointSlices(pool, clock))
+        self.cache_map = CacheMap(clock, config.cache_map.max_blocks)
+        self.cache_feeds = CacheFeeds(self.fleet, self.cache_map, config.cache_map, clock, config.tenant_key)
+        CacheMapCollector(self.cache_map, self.cache_feeds, self.instruments.registry)
         self._holding = Holding(config.hold, str(config.fleet.pool))
         self._waker = None if pool is None else Waker(pool, self._holding, clock)
         PoolCollector(self.membership, self._holding, self._waker, self.instruments.registry)
@@ -84,6 +90,7 @@ class Gateway:
             DispatchConfig(config.routing, config.retry, config.max_streams, config.tenant_key),
             instruments=self.instruments,
             room=None if pool is None else WaitingRoom(self.fleet, self._holding, self._waker),
+            cache_map=self.cache_map,
         )
         api_keys = ApiKeys.load(config.http.api_keys_file, clock)
         self.service = TextService(
@@ -162,7 +169,10 @@ class Gateway:
         if text_process is not None:
             text_process.start()
         gateway.fleet.start()
-        gateway._following = [asyncio.create_task(gateway.membership.run(), name="membership")]
+        gateway._following = [
+            asyncio.create_task(gateway.membership.run(), name="membership"),
+            asyncio.create_task(gateway.cache_feeds.run(), name="cache feeds"),
+        ]
         if gateway._waker is not None:
             gateway._following.append(asyncio.create_task(gateway._waker.run(), name="waker"))
         if certificate is not None:
@@ -231,6 +241,7 @@ class Gateway:
             wake_failure="" if self._waker is None else self._waker.failure,
             handoffs=self.instruments.handoff_counts(),
             model_tokens=self.service.model.max_model_tokens,
+            cache_map=self.cache_map,
         )
 
     async def _follow_readiness(self) -> None:

@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.core import metrics
 from kvferry.core.metrics import Metric
+from kvferry.gateway.routing.replica_choice import CachedPrefix
 from kvferry.rpc.text.text_stream import Usage
 from kvferry.rpc.text.token_source import Timing
 
@@ -25,6 +26,10 @@ class Instruments:
         self.handoffs = self._counter(metrics.GATEWAY_HANDOFFS)
         self.kv_decisions = self._counter(metrics.GATEWAY_KV_DECISIONS)
         self.peer_loads = self._counter(metrics.GATEWAY_PEER_LOADS)
+        self.predictions = self._counter(metrics.GATEWAY_CACHE_PREDICTIONS)
+        self.predicted_tokens = self._counter(metrics.GATEWAY_CACHE_PREDICTED)
+        self.overpredicted_tokens = self._counter(metrics.GATEWAY_CACHE_OVERPREDICTED)
+        self.underpredicted_tokens = self._counter(metrics.GATEWAY_CACHE_UNDERPREDICTED)
         self.prompt_tokens = self._counter(metrics.GATEWAY_PROMPT_TOKENS)
         self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
         self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
@@ -46,6 +51,15 @@ class Instruments:
                 self.peer_loads.labels("failed" if report.failure else "fetched").inc()
         if usage.output_tokens:
             self.first_token_seconds.observe(timing.first_token_seconds)
+
+    def prefix_predicted(self, predicted: CachedPrefix, actual_tokens: int) -> None:
+        """Compare the prediction of a prompt's cached tokens with the number that the worker reports."""
+        error = predicted.tokens - actual_tokens
+        outcome = "equal" if not error else "over" if error > 0 else "under"
+        self.predictions.labels(predicted.basis.value, outcome).inc()
+        self.predicted_tokens.labels(predicted.basis.value).inc(predicted.tokens)
+        self.overpredicted_tokens.labels(predicted.basis.value).inc(max(0, error))
+        self.underpredicted_tokens.labels(predicted.basis.value).inc(max(0, -error))
 
     def handoff_counts(self) -> dict[str, int]:
         """Return the number of KV fetches from peers by outcome: `fetched`; `failed`; `key_unknown` and `rejected`,

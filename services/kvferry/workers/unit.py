@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable
-from kvferry.core.hashing import BlockNamer, BlockNamers
+from kvferry.core.hashing import BlockNamer, BlockNamers, check_name
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import LoadedModel, build_engine, runner_for
@@ -120,6 +120,9 @@ class WorkerUnit:
         self._signer = CallSigner(CallerRole.WORKER, role_key(config.ticket_secrets[0], CallerRole.WORKER))
         self._namers = BlockNamers(config.tenant_key)
         self._cache = CacheFeed(incarnation)
+        self._cache.check_name = check_name(
+            self._namers, fingerprint=model.layout.fingerprint, block_tokens=model.layout.block_tokens
+        )
         self._worker_id = WorkerId("")
         self._running: _Running | None = None
         open_text = functools.partial(open_text_model, config.engine.model, config.engine.served_name)

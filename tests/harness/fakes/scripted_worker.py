@@ -21,7 +21,7 @@ from kvferry.rpc import wire
 from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.rpc.server import RpcServer, Service, start_server
 from kvferry.rpc.text.vector_wire import pooling_from_wire
-from kvferry.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_admin_pb2
+from kvferry.v1 import decode_pb2, decode_pb2_grpc, kv_events_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_admin_pb2
 from kvferry.v1 import worker_admin_pb2_grpc as admin_grpc
 
 Handoff = decode_pb2.Handoff
@@ -109,6 +109,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         self.decodes: list[decode_pb2.DecodeRequest] = []
         self.step: Callable[[], Any] = lambda: asyncio.sleep(0)
         """Awaited before every message of Decode and of Pool; a test can block a stream here."""
+        self.events: kv_events_pb2_grpc.KvEventsServicer | None = None
+        """Served as the worker's cache feed from the next start on."""
         self.address = "127.0.0.1:0"
         self._server: RpcServer | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -121,6 +123,11 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
             Service("kvferry.v1.Decode", lambda s: _add_decode(self, s)),
             Service("kvferry.v1.WorkerAdmin", lambda s: admin_grpc.add_WorkerAdminServicer_to_server(self, s)),
         ]
+        events = self.events
+        if events is not None:
+            services.append(
+                Service("kvferry.v1.KvEvents", lambda s: kv_events_pb2_grpc.add_KvEventsServicer_to_server(events, s))
+            )
         self._server = await start_server(self.address, services)
         self.address = self._server.address
 

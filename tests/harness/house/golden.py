@@ -20,6 +20,7 @@ from kvferry.core.ids import BlockHash
 from kvferry.core.philox import uniform
 from kvferry.core.states import Machine
 from kvferry.engine.plan.sequence import SEQUENCE_MACHINE
+from kvferry.gateway.cache_map.map_states import MAP_MACHINE
 from kvferry.gateway.lifecycle.obligations import MACHINE as RELEASE_MACHINE
 from kvferry.kv.handoff.offers import OFFER_MACHINE
 from kvferry.kv.handoff.seals import AddressSeal, BlocksSeal, sealed_bytes
@@ -34,7 +35,14 @@ from kvferry.rpc.access.table import CallerRole
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "golden"
-MACHINES: tuple[Machine, ...] = (SEQUENCE_MACHINE, OFFER_MACHINE, TRANSFER_MACHINE, RELEASE_MACHINE, BREAKER_MACHINE)  # type: ignore[type-arg]
+MACHINES: tuple[Machine, ...] = (  # type: ignore[type-arg]
+    SEQUENCE_MACHINE,
+    OFFER_MACHINE,
+    TRANSFER_MACHINE,
+    RELEASE_MACHINE,
+    BREAKER_MACHINE,
+    MAP_MACHINE,
+)
 _MARK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -45,11 +45,15 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
     counts = f"{sample['prompt_tokens']} prompt ({sample['cached_tokens']} cached), {sample['output_tokens']} generated"
     lines.append(f"  tokens     {counts}")
     for note in sample["routes"]:
-        home = "its prefix's own" if note["worker"] == note["preferred"] else f"{note['preferred']} was full"
+        home = "ranks first" if note["worker"] == note["preferred"] else f"{note['preferred']} was full"
         lines.append(
             f"  {note['role']:<9}  {note['worker']}: {note['reason']}, {home}; "
             f"load {note['load']} of {note['capacity']}, {note['num_candidates']} candidates"
         )
+        lines += [
+            f"             {one['worker']}: {one['cached_tokens']} tokens cached ({_basis(one)}), load {one['load']}"
+            for one in note["candidates"]
+        ]
     for kv in timing["kv"]:
         way = "loaded" if kv["num_chosen"] else "computed"
         why = "by policy or to measure" if kv["is_forced"] else "cheaper"
@@ -69,6 +73,15 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
         f"all {1e3 * timing['total_seconds']:.1f} ms, moved {timing['resumed']} times"
     )
     return lines
+
+
+def _basis(candidate: dict[str, Any]) -> str:
+    state = f"its map is {candidate['map_state']}"
+    if candidate["basis"] == "exact":
+        return state
+    if candidate["basis"] == "pending":
+        return f"{candidate['confirmed_tokens']} of them reported, the others just sent there; {state}"
+    return f"by requests sent there; {state}"
 
 
 def _ask(http: str, request_id: str, api_key: str) -> Any:

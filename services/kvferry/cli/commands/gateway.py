@@ -33,6 +33,7 @@ def command(values: Values) -> None:
     return_freed_memory()
     follow_parent()
     from kvferry.gateway.config import (
+        CacheMapConfig,
         Endpoint,
         FleetConfig,
         GatewayConfig,
@@ -81,6 +82,7 @@ def command(values: Values) -> None:
             skip_prefill_below_tokens=values["skip_prefill_below"],
             kv_prefetch_tokens=values["kv_prefetch_tokens"],
         ),
+        cache_map=CacheMapConfig(max_blocks=values["cache_map_blocks"]),
         retry=RetryConfig(request_timeout_seconds=values["request_timeout"]),
         max_streams=values["max_streams"],
         drain_seconds=values["drain_seconds"],

@@ -26,6 +26,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import FinishReason
+from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import DispatchConfig
 from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.journal import Journal
@@ -59,6 +60,7 @@ class Dispatcher:
         *,
         instruments: Instruments | None = None,
         room: WaitingRoom | None = None,
+        cache_map: CacheMap | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         """
@@ -69,6 +71,7 @@ class Dispatcher:
             instruments: metrics; `None` creates them in a new registry.
             room: holds samples until a pool has its first worker; `None` if samples wait only for a worker that may
                 recover.
+            cache_map: predicts what the workers have cached; `None` predicts from the dispatcher's own history.
             sleep: called to wait between attempts.
         """
         self._fleet = fleet
@@ -82,7 +85,9 @@ class Dispatcher:
         namers = BlockNamers(config.tenant_key)
         self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
         self._ending = Ending(self._releases, clock, self._instruments)
-        self._routes = RouteSelection(fleet, config.routing, namers, self._instruments)
+        self._routes = RouteSelection(
+            fleet, config.routing, namers, cache_map or CacheMap(clock, max_blocks=0), self._instruments
+        )
         self.turns = Turns(fleet, namers)
         self._calls = WorkerCalls(
             fleet,

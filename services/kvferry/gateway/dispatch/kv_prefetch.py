@@ -24,8 +24,8 @@ class KvPrefetches:
     def __init__(self, fleet: Fleet, least_tokens: int) -> None:
         """
         Args:
-            least_tokens: minimum prompt length for a prefetch; a shorter prompt is computed in one chunk, so no block
-                is available early. 0 disables prefetching.
+            least_tokens: minimum number of a prompt's tokens that the decode worker lacks for a prefetch; a shorter
+                prompt is computed in one chunk, so no block is available early. 0 disables prefetching.
         """
         self._fleet = fleet
         self._least_tokens = least_tokens
@@ -50,7 +50,9 @@ class KvPrefetches:
         asked = run.request
         if route.reason is not RouteReason.PAIR:  # a prefetch finds blocks by hash, and hashes depend on the layout
             return None
-        if route.prefill is None or not self._least_tokens or len(asked.token_ids) < self._least_tokens:
+        if route.prefill is None or not self._least_tokens:
+            return None
+        if len(asked.token_ids) - route.decode.cached.confirmed_tokens < self._least_tokens:
             return None
         view = self._fleet.view(route.prefill.replica.address)
         if view is None or view.incarnation is None or view.worker_id is None:

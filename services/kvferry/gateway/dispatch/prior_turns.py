@@ -57,7 +57,9 @@ class Turns:
         there is no such turn."""
         if not self._turns:
             return b""
-        for name in reversed(block_names(self._namers, run.request.scope, pick.replica, run.request.token_ids[:-1])):
+        asked = run.request
+        names = run.names.of(self._namers, asked.scope, pick.replica, asked.token_ids[:-1], len(asked.token_ids))
+        for name in reversed(names):
             turn = self._turns.get(name)
             if turn is None:
                 continue

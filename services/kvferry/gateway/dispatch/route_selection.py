@@ -2,14 +2,25 @@
 
 from kvferry.core.errors import Overloaded, Unavailable
 from kvferry.core.hashing import BlockNamers
+from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import RoutingConfig
 from kvferry.gateway.dispatch.releases import TicketDrop
 from kvferry.gateway.dispatch.worker_loss import WorkerLost
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.gateway.routing.cached_prefix import PromptCaches
 from kvferry.gateway.routing.prompt_names import prefix_key
-from kvferry.gateway.routing.replica_choice import Candidates, Route, RouteReason, choose, choose_pooling, readers
+from kvferry.gateway.routing.replica_choice import (
+    CachedTokens,
+    Candidates,
+    Route,
+    RouteReason,
+    choose,
+    choose_pooling,
+    nothing_cached,
+    readers,
+)
 from kvferry.gateway.routing.route_notes import route_notes
 
 RETRY_AFTER_SECONDS = 1.0
@@ -19,8 +30,16 @@ _MAX_ROUTES = 16
 class RouteSelection:
     """Chooses routes for the samples of one gateway. Used on the event loop's thread only."""
 
-    def __init__(self, fleet: Fleet, config: RoutingConfig, namers: BlockNamers, instruments: Instruments) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RoutingConfig,
+        namers: BlockNamers,
+        cache_map: CacheMap,
+        instruments: Instruments,
+    ) -> None:
         self._fleet = fleet
+        self._map = cache_map
         self._config = config
         self._namers = namers
         self._instruments = instruments
@@ -38,14 +57,17 @@ class RouteSelection:
             Overloaded: every worker is at capacity, and no token has been generated yet.
             WorkerLost: no worker accepts requests.
         """
-        route = self._choose(run, frozenset(run.excluded))
+        caches = PromptCaches(
+            self._map, self._namers, run.names, run.request.scope, run.token_ids, self._config.prefix_blocks
+        )
+        route = self._choose(run, frozenset(run.excluded), caches)
         if route is None and isinstance(run.last_error, Overloaded) and not run.emitted:
             raise run.last_error
         if route is None and run.excluded:
-            route = self._choose(run, frozenset())
+            route = self._choose(run, frozenset(), caches)
         if route is None and run.ticket is not None:
             drop_ticket(run, "no_reader")
-            route = self._choose(run, frozenset())
+            route = self._choose(run, frozenset(), caches)
         if route is None:
             raise WorkerLost(
                 Unavailable(
@@ -56,6 +78,9 @@ class RouteSelection:
         spilled = route.decode.spilled or (route.prefill is not None and route.prefill.spilled)
         if run.ticket is None:  # if there is a ticket, this decision was counted before prefill
             self._instruments.routes.labels(route.reason.value, str(spilled).lower()).inc()
+        for chosen in (route.prefill, route.decode):
+            if chosen is not None:
+                caches.chose(chosen)
         run.routes = [*run.routes, *route_notes(route)][-_MAX_ROUTES:]
         return route
 
@@ -68,10 +93,11 @@ class RouteSelection:
         token."""
         return self._choose(run, frozenset(run.excluded)) is not None
 
-    def _choose(self, run: SampleRun, excluded: frozenset[str]) -> Route | None:
+    def _choose(self, run: SampleRun, excluded: frozenset[str], cached: CachedTokens = nothing_cached) -> Route | None:
         candidates = self._fleet.candidates(excluded)
         asked = run.request
         skip: RouteReason | None = None
+        enough_tokens: int | None = None
         if run.ticket is not None:
             fitting = readers(candidates.decode, run.ticket.fingerprint, run.ticket.family)
             candidates, skip = Candidates(decode=fitting), RouteReason.PAIR
@@ -81,7 +107,16 @@ class RouteSelection:
             skip = RouteReason.RESUME
         elif len(asked.token_ids) < self._config.skip_prefill_below_tokens:
             skip = RouteReason.SHORT_PROMPT
+        elif self._config.skip_prefill_below_tokens:
+            enough_tokens = len(asked.token_ids) - self._config.skip_prefill_below_tokens + 1
         key = prefix_key(self._namers, asked.scope, asked.token_ids, self._config.prefix_blocks)
         if run.pooling is not None:
             return choose_pooling(key, candidates, load_factor=self._config.load_factor)
-        return choose(key, candidates, load_factor=self._config.load_factor, skip_prefill=skip)
+        return choose(
+            key,
+            candidates,
+            load_factor=self._config.load_factor,
+            skip_prefill=skip,
+            cached=cached,
+            enough_tokens=enough_tokens,
+        )

@@ -73,6 +73,7 @@ class WorkerCalls:
                 raise
         finish = wire.finish_from_wire(answer.finish_reason)
         run.num_cached_tokens = answer.num_cached_tokens
+        self._instruments.prefix_predicted(pick.cached, answer.num_cached_tokens)
         run.time(queue_seconds=answer.queue_seconds, prefill_seconds=answer.prefill_seconds)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         if answer.ticket_id:
@@ -123,6 +124,8 @@ class WorkerCalls:
             try:
                 async for answer in call:
                     held.note_answer()
+                    if answer.HasField("handoff") and run.state is State.DECODING:  # computed, or resumed
+                        self._instruments.prefix_predicted(pick.cached, answer.handoff.num_cached_tokens)
                     self._note_handoff(run, answer)
                     finish = wire.finish_from_wire(answer.finish_reason)
                     tokens, scores = wire.tokens_from_wire(answer.tokens), _scores(run, answer)

@@ -19,7 +19,7 @@ from kvferry.gateway.fleet.member import Hold, Member, WorkerView
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.routing.discovery import Listing
 from kvferry.gateway.routing.replica_choice import Candidates
-from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2_grpc
+from kvferry.v1 import decode_pb2_grpc, kv_events_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2_grpc
 
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.1
@@ -133,6 +133,14 @@ class Fleet:
             KeyError: the worker was removed.
         """
         return self._by_address[address].admin
+
+    def events(self, address: str) -> "kv_events_pb2_grpc.KvEventsAsyncStub":
+        """Return the stub of the KvEvents service at `address`.
+
+        Raises:
+            KeyError: the worker was removed.
+        """
+        return self._by_address[address].events
 
     @contextmanager
     def hold(self, address: str) -> Iterator[Hold]:

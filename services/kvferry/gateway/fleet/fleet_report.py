@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.fleet.member import WorkerView
 from kvferry.gateway.fleet.membership import SourceState
 
@@ -21,8 +22,13 @@ def fleet_report(
     wake_failure: str,
     handoffs: Mapping[str, int],
     model_tokens: int,
+    cache_map: CacheMap | None = None,
 ) -> dict[str, Any]:
-    """Build the JSON object that `GET /fleet` returns."""
+    """Build the JSON object that `GET /fleet` returns.
+
+    Args:
+        cache_map: adds the state of each worker's map.
+    """
     return {
         "gateway": gateway,
         "pool": pool,
@@ -31,7 +37,20 @@ def fleet_report(
         "waking": {"detail": wake_failure},
         "handoffs": dict(handoffs),
         "model_tokens": model_tokens,
-        "workers": [_worker(view) for view in views],
+        "workers": [_worker(view) | _map(view.endpoint.address, cache_map) for view in views],
+    }
+
+
+def _map(address: str, cache_map: CacheMap | None) -> dict[str, Any]:
+    if cache_map is None:
+        return {}
+    replica = cache_map.replicas.get(address)
+    return {
+        "cache_map": {
+            "state": cache_map.state(address).value,
+            "why": "not subscribed yet" if replica is None else replica.why,
+            "blocks": 0 if replica is None else replica.num_indexed,
+        }
     }
 
 

@@ -25,7 +25,13 @@ from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.wire import load_from_wire
-from kvferry.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2, worker_admin_pb2_grpc
+from kvferry.v1 import (
+    decode_pb2_grpc,
+    kv_events_pb2_grpc,
+    prefill_pb2_grpc,
+    worker_admin_pb2,
+    worker_admin_pb2_grpc,
+)
 
 _log = logging.getLogger(__name__)
 _CLOSE_SECONDS = 5.0
@@ -154,6 +160,7 @@ class Member:
             admin = signed(admin, signer, self.listing.endpoint.admin_address)
         self.prefill = prefill_pb2_grpc.PrefillStub(work)
         self.decode = decode_pb2_grpc.DecodeStub(work)
+        self.events = kv_events_pb2_grpc.KvEventsStub(work)
         self.admin = worker_admin_pb2_grpc.WorkerAdminStub(admin)
 
     async def close(self, *, politely: bool) -> None:

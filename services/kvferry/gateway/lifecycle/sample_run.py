@@ -18,6 +18,7 @@ from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.config import RetryConfig
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
+from kvferry.gateway.routing.prompt_names import PromptNames
 from kvferry.gateway.routing.route_notes import RouteNote
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc.text.token_source import KvReport, Timing, TokenEvent, TokenRequest
@@ -93,6 +94,8 @@ class SampleRun:
     """Routing decisions, in order."""
     pooling: PoolingParams | None = None
     """Set if a vector of the prompt is computed instead of tokens."""
+    names: PromptNames = field(default_factory=PromptNames)
+    """Hashes of the blocks of `token_ids`."""
 
     def on(self, event: Event) -> None:
         """Apply `event`: change the state according to `obligations.MACHINE`.

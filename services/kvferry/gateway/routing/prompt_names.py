@@ -17,6 +17,30 @@ def block_names(namers: BlockNamers, tenant: str, replica: Replica, token_ids: S
     return namer.chain(token_ids)
 
 
+class PromptNames:
+    """Hashes of one prompt's blocks in each layout, computed once. More tokens may be appended to the prompt."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[bytes, int], list[BlockHash]] = {}
+
+    def of(
+        self, namers: BlockNamers, tenant: str, replica: Replica, token_ids: Sequence[int], max_blocks: int
+    ) -> list[BlockHash]:
+        """Return the hashes of the first full blocks of `token_ids` in the layout of `replica`, at most `max_blocks`.
+
+        Args:
+            token_ids: the prompt; begins with the tokens of earlier calls, or is a prefix of them.
+        """
+        size = replica.block_tokens
+        names = self._names.setdefault((replica.layout_fingerprint, size), [])
+        num_blocks = min(len(token_ids) // size, max_blocks)
+        if len(names) < num_blocks:
+            namer = namers.of(tenant, fingerprint=replica.layout_fingerprint, block_tokens=size)
+            for start in range(len(names) * size, num_blocks * size, size):
+                names.append(namer.name(names[-1] if names else None, token_ids[start : start + size]))
+        return names[:num_blocks]
+
+
 def prefix_key(namers: BlockNamers, tenant: str, token_ids: Sequence[int], prefix_blocks: int) -> PrefixKey:
     """Return the key by which a request is routed to a replica.
 

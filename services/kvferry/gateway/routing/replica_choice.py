@@ -1,9 +1,11 @@
-"""Chooses the replicas for a request: equal prefixes go to the same replica, within a bound on its load.
+"""Chooses the replicas for a request: where most of its prompt is cached, within a bound on the replica's load.
 
-Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN 1998)
-orders the replicas for a prefix; a request takes the first whose load stays within
-ceil(c * (total + 1) / n), the bound of Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded
-loads", SODA 2018. Removing a replica moves only its own requests, and one popular prefix cannot overload a replica.
+Replicas are ranked by the cached tokens of the prompt, as far as the gateway knows them (`gateway.cache_map`). Among
+equals, and if no replica has enough of the prompt, equal prefixes go to the same replica: rendezvous hashing (Thaler
+and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM ToN 1998) orders the replicas for a prefix.
+A request takes the first replica whose load stays within ceil(c * (total + 1) / n), the bound of Mirrokni, Thorup and
+Zadimoghaddam, "Consistent hashing with bounded loads", SODA 2018. Removing a replica moves only its own requests, and
+one popular prefix cannot overload a replica.
 """
 
 import math
@@ -14,6 +16,11 @@ from enum import StrEnum
 from blake3 import blake3
 
 from kvferry.core.ids import WorkerId
+from kvferry.gateway.cache_map.cache_map import Basis
+from kvferry.gateway.cache_map.map_states import MapState
+
+_MAX_RANKED = 8
+"""Number of candidates that a decision keeps for its explanation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,44 @@ class Replica:
     """Tokens per block in the worker's KV layout."""
 
 
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """The part of a prompt that a replica is predicted to have in its cache."""
+
+    tokens: int = 0
+    confirmed_tokens: int = 0
+    """Number of tokens that the replica itself has reported; at most `tokens`."""
+    decides: bool = False
+    """Whether the prefix is long enough to prefer the replica over others with less."""
+    state: MapState = MapState.BLIND
+    """State of the replica's map."""
+    basis: Basis = Basis.HISTORY
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica with the terms of its rank."""
+
+    replica: Replica
+    cached: CachedPrefix
+    weight: bytes
+    """Rendezvous weight for the prefix."""
+
+    @property
+    def rank(self) -> tuple[int, int, bytes, str]:
+        """Sort key; the highest is preferred."""
+        decides = self.cached.decides
+        return (
+            self.cached.tokens if decides else 0,
+            self.cached.confirmed_tokens if decides else 0,
+            self.weight,
+            self.replica.address,
+        )
+
+
+CachedTokens = Callable[[Replica], CachedPrefix]
+"""Function from a replica to the prompt's cached prefix; see `cached_prefix.PromptCaches`."""
+
 PrefixKey = Callable[[Replica], bytes]
 """Function from a replica to the request's routing key in its layout; see `prompt_names.prefix_key`."""
 
@@ -57,10 +102,14 @@ class Pick:
 
     replica: Replica
     preferred: WorkerId
-    """Name of the replica that rendezvous hashing ranks first for the prefix."""
+    """Name of the replica that ranks first."""
     capacity: int
     """Upper bound on a replica's load, in requests."""
     num_candidates: int
+    cached: CachedPrefix = CachedPrefix()
+    """The prompt's cached prefix on the replica."""
+    ranked: tuple[Candidate, ...] = ()
+    """The candidates that rank highest, in order."""
 
     @property
     def spilled(self) -> bool:
@@ -78,6 +127,8 @@ class RouteReason(StrEnum):
     blocks."""
     SHORT_PROMPT = "short_prompt"
     """The prompt is short enough for the decode worker to compute it."""
+    SHORT_TAIL = "short_tail"
+    """The decode worker has so much of the prompt in its cache that it computes the rest."""
     RESUME = "resume"
     """A resumed stream; only a decode worker is needed."""
     BOTH = "both"
@@ -99,25 +150,38 @@ class Route:
     reason: RouteReason
 
 
-def pick(key: PrefixKey, replicas: Sequence[Replica], load_factor: float) -> Pick | None:
+def nothing_cached(_: Replica) -> CachedPrefix:
+    """Return an empty prefix, for choices without knowledge of caches."""
+    return CachedPrefix()
+
+
+def pick(
+    key: PrefixKey, replicas: Sequence[Replica], load_factor: float, cached: CachedTokens = nothing_cached
+) -> Pick | None:
     """Choose the replica for `key`; `None` if `replicas` is empty.
 
     Deterministic; the order of `replicas` does not matter.
     """
     if not replicas:
         return None
-    ranked = sorted(
-        replicas, key=lambda replica: (_weight(key(replica), replica.worker_id), replica.address), reverse=True
-    )
+    candidates = (Candidate(one, cached(one), _weight(key(one), one.worker_id)) for one in replicas)
+    ranked = sorted(candidates, key=lambda candidate: candidate.rank, reverse=True)
     total = sum(replica.load for replica in replicas)
     capacity = math.ceil(load_factor * (total + 1) / len(replicas))
     # At least one replica is below capacity: otherwise the loads would sum to n * capacity > total.
-    chosen = next(replica for replica in ranked if replica.load < capacity)
-    return Pick(chosen, ranked[0].worker_id, capacity, len(replicas))
+    chosen = next(candidate for candidate in ranked if candidate.replica.load < capacity)
+    preferred = ranked[0].replica.worker_id
+    return Pick(chosen.replica, preferred, capacity, len(replicas), chosen.cached, tuple(ranked[:_MAX_RANKED]))
 
 
 def choose(
-    key: PrefixKey, candidates: Candidates, *, load_factor: float, skip_prefill: RouteReason | None = None
+    key: PrefixKey,
+    candidates: Candidates,
+    *,
+    load_factor: float,
+    skip_prefill: RouteReason | None = None,
+    cached: CachedTokens = nothing_cached,
+    enough_tokens: int | None = None,
 ) -> Route | None:
     """Choose the route of a request; `None` if no replica can serve it.
 
@@ -126,25 +190,36 @@ def choose(
         candidates: replicas that accept requests.
         load_factor: c of the load bound; greater than 1.
         skip_prefill: reason why no prefill worker is needed; `None` if a prefill worker is needed.
+        cached: the prompt's cached prefix on each replica.
+        enough_tokens: number of tokens which, if a decode worker has reported them as cached, make a prefill worker
+            unnecessary; `None` if a prefill worker is needed in any case.
     """
+
+    def best(replicas: Sequence[Replica]) -> Pick | None:
+        return pick(key, replicas, load_factor, cached)
+
     if skip_prefill is not None:
-        alone = pick(key, candidates.decode, load_factor) or pick(key, candidates.both, load_factor)
+        alone = best(candidates.decode) or best(candidates.both)
         return None if alone is None else Route(None, alone, skip_prefill)
+    if enough_tokens is not None:
+        warm = best(candidates.decode)
+        if warm is not None and warm.cached.confirmed_tokens >= enough_tokens:
+            return Route(None, warm, RouteReason.SHORT_TAIL)
     decodable = {replica.fingerprint for replica in candidates.decode}
-    prefill = pick(key, [p for p in candidates.prefill if p.fingerprint in decodable], load_factor)
+    prefill = best([p for p in candidates.prefill if p.fingerprint in decodable])
     if prefill is None:
         convertible = [p for p in candidates.prefill if readers(candidates.decode, p.fingerprint, p.family)]
-        prefill = pick(key, convertible, load_factor)
+        prefill = best(convertible)
     if prefill is not None:
         partner = prefill.replica
-        decode = pick(key, readers(candidates.decode, partner.fingerprint, partner.family), load_factor)
+        decode = best(readers(candidates.decode, partner.fingerprint, partner.family))
         assert decode is not None  # only prefill workers whose blocks a decode worker can read were candidates
         equal = decode.replica.fingerprint == partner.fingerprint
         return Route(prefill, decode, RouteReason.PAIR if equal else RouteReason.CONVERTED)
-    whole = pick(key, candidates.both, load_factor)
+    whole = best(candidates.both)
     if whole is not None:
         return Route(None, whole, RouteReason.BOTH)
-    alone = pick(key, candidates.decode, load_factor)
+    alone = best(candidates.decode)
     return None if alone is None else Route(None, alone, RouteReason.NO_PREFILL)
 
 

@@ -37,6 +37,7 @@ ALLOWED: Mapping[str, frozenset[CallerRole]] = {
     "/kvferry.v1.KvTransfer/Finish": _WORKER,
     "/kvferry.v1.KvTransfer/WatchBlocks": _WORKER,
     "/kvferry.v1.KvEvents/Subscribe": _GATEWAY | _OPERATOR,
+    "/kvferry.v1.KvEvents/Probe": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/Status": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/Drain": _OPERATOR,
     "/kvferry.v1.WorkerAdmin/ResetPrefixCache": _GATEWAY | _OPERATOR,

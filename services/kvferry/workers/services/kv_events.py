@@ -1,17 +1,20 @@
 """`KvEvents` service: streams a snapshot and deltas of this worker's prefix cache to subscribers.
 
 The feed has a copy of the cache's block names, updated after each engine step, so that a snapshot does not access the
-engine. Each subscriber has a bounded queue of deltas; a subscriber that falls behind is disconnected.
+engine. Each subscriber has a bounded queue of deltas; a subscriber that falls behind is disconnected. The parts of a
+snapshot are built when they are sent, so that a large cache does not block the event loop.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import itertools
+import random
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 
-from kvferry.core.errors import Overloaded, Unavailable
+from kvferry.core.errors import InvalidRequest, Overloaded, Unavailable
 from kvferry.core.ids import BlockHash, Incarnation
 from kvferry.engine.blocks.prefix_index import CacheChange, CachedBlock
 from kvferry.v1 import kv_events_pb2, kv_events_pb2_grpc
@@ -19,9 +22,68 @@ from kvferry.v1 import kv_events_pb2, kv_events_pb2_grpc
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_SUBSCRIBERS = 256
+MAX_PROBED_NAMES = 256
 _MAX_WAITING_EVENTS = 1024
-_SNAPSHOT_PART = 10_000
+_SNAPSHOT_PART = 2000
 _NAME_BYTES = 32
+_SAMPLED_BLOCKS = 100_000
+"""Number of oldest blocks from which samples are drawn: a dictionary has no random access."""
+
+
+class FeedLine:
+    """The events of one subscriber: the parts of a snapshot, built on demand, then the queued deltas."""
+
+    def __init__(self, head: kv_events_pb2.KvEvent, blocks: Sequence[CachedBlock]) -> None:
+        """
+        Args:
+            head: incarnation, sequence and digest of all parts.
+            blocks: the snapshot.
+        """
+        self._head = head
+        self._blocks = blocks
+        self._num_parts = max(1, -(-len(blocks) // _SNAPSHOT_PART))
+        self._next_part = 0
+        self._queue: asyncio.Queue[kv_events_pb2.KvEvent | None] = asyncio.Queue()
+
+    def put_nowait(self, event: kv_events_pb2.KvEvent | None) -> None:
+        """Queue a delta; `None` ends the subscription."""
+        self._queue.put_nowait(event)
+
+    def get_nowait(self) -> kv_events_pb2.KvEvent | None:
+        """Return the next event.
+
+        Raises:
+            asyncio.QueueEmpty: there is none yet.
+        """
+        return self._part() if self._next_part < self._num_parts else self._queue.get_nowait()
+
+    async def get(self) -> kv_events_pb2.KvEvent | None:
+        """Wait for the next event and return it; `None` at the end of the subscription."""
+        return self._part() if self._next_part < self._num_parts else await self._queue.get()
+
+    def qsize(self) -> int:
+        """Return the number of events that can be read without waiting."""
+        return self._num_parts - self._next_part + self._queue.qsize()
+
+    def empty(self) -> bool:
+        """Return whether no event can be read without waiting."""
+        return self.qsize() == 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of waiting events, where an unfinished snapshot counts as one event."""
+        return min(1, self._num_parts - self._next_part) + self._queue.qsize()
+
+    def _part(self) -> kv_events_pb2.KvEvent:
+        start = self._next_part * _SNAPSHOT_PART
+        self._next_part += 1
+        event = kv_events_pb2.KvEvent()
+        event.CopyFrom(self._head)
+        event.snapshot.blocks.extend(map(_to_wire, self._blocks[start : start + _SNAPSHOT_PART]))
+        event.snapshot.last = self._next_part == self._num_parts
+        if event.snapshot.last:
+            self._blocks = ()
+        return event
 
 
 class CacheFeed:
@@ -32,7 +94,9 @@ class CacheFeed:
         self._blocks: dict[BlockHash, CachedBlock] = {}
         self._xor = 0
         self._sequence = 0
-        self._lines: set[asyncio.Queue[kv_events_pb2.KvEvent | None]] = set()
+        self._lines: set[FeedLine] = set()
+        self.check_name = b""
+        """Name of a known block under the worker's tenant key, sent with snapshots; see `core.hashing.check_name`."""
 
     def apply(self, changes: list[CacheChange]) -> None:
         """Apply the changes of a step and send them to every subscriber as one delta."""
@@ -51,14 +115,14 @@ class CacheFeed:
         event.delta.removed.extend(removed)
         event.delta.stored.extend(map(_to_wire, stored.values()))
         for line in list(self._lines):
-            if line.qsize() >= _MAX_WAITING_EVENTS:
+            if line.num_waiting >= _MAX_WAITING_EVENTS:
                 self._lines.discard(line)
                 line.put_nowait(None)
             else:
                 line.put_nowait(event)
 
     @contextmanager
-    def subscription(self) -> Iterator["asyncio.Queue[kv_events_pb2.KvEvent | None]"]:
+    def subscription(self) -> Iterator[FeedLine]:
         """Yield a queue of events that begins with a snapshot; `None` in the queue ends the subscription.
 
         Raises:
@@ -66,9 +130,9 @@ class CacheFeed:
         """
         if len(self._lines) >= MAX_SUBSCRIBERS:
             raise Overloaded(f"there are {MAX_SUBSCRIBERS} subscribers already; retry later", retry_after_seconds=1.0)
-        line: asyncio.Queue[kv_events_pb2.KvEvent | None] = asyncio.Queue()
-        for part in self._snapshot():
-            line.put_nowait(part)
+        head = self._event()
+        head.snapshot.check_name = self.check_name
+        line = FeedLine(head, list(self._blocks.values()))
         self._lines.add(line)
         try:
             yield line
@@ -81,13 +145,17 @@ class CacheFeed:
             line.put_nowait(None)
         self._lines.clear()
 
-    def _snapshot(self) -> Iterator[kv_events_pb2.KvEvent]:
-        blocks = list(self._blocks.values())
-        for start in range(0, max(1, len(blocks)), _SNAPSHOT_PART):
-            event = self._event()
-            event.snapshot.blocks.extend(map(_to_wire, blocks[start : start + _SNAPSHOT_PART]))
-            event.snapshot.last = start + _SNAPSHOT_PART >= len(blocks)
-            yield event
+    def probe(self, names: Sequence[bytes], num_samples: int) -> kv_events_pb2.ProbeResponse:
+        """Return the state of the cache, which of `names` it has, and a sample of its blocks."""
+        event = self._event()
+        first = random.randrange(max(1, min(len(self._blocks), _SAMPLED_BLOCKS) - num_samples + 1))  # noqa: S311
+        return kv_events_pb2.ProbeResponse(
+            incarnation=event.incarnation,
+            sequence=event.sequence,
+            digest=event.digest,
+            held=[name in self._blocks for name in names],
+            samples=itertools.islice(self._blocks, first, first + num_samples),
+        )
 
     def _event(self) -> kv_events_pb2.KvEvent:
         digest = kv_events_pb2.KvDigest(count=len(self._blocks), xor=self._xor.to_bytes(_NAME_BYTES, "big"))
@@ -107,6 +175,12 @@ class KvEventsService(kv_events_pb2_grpc.KvEventsServicer):
             while (event := await line.get()) is not None:
                 yield event
         raise Unavailable("the event stream ended; resubscribe for a new snapshot", reason="RESUBSCRIBE")
+
+    async def Probe(self, request: kv_events_pb2.ProbeRequest, context: Context) -> kv_events_pb2.ProbeResponse:
+        for field, number in (("names", len(request.names)), ("num_samples", request.num_samples)):
+            if number > MAX_PROBED_NAMES:
+                raise InvalidRequest(f"{field} is {number}; the limit is {MAX_PROBED_NAMES}", field=field)
+        return self._feed.probe(request.names, request.num_samples)
 
 
 def _to_wire(block: CachedBlock) -> kv_events_pb2.CachedBlock:

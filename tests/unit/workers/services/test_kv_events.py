@@ -7,7 +7,7 @@ from harness.fakes.engines import a_request, an_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.errors import Overloaded
+from kvferry.core.errors import InvalidRequest, Overloaded
 from kvferry.core.ids import Incarnation
 from kvferry.v1 import kv_events_pb2
 from kvferry.workers.services import kv_events
@@ -110,3 +110,27 @@ def test_subscribers_are_bounded_and_closing_ends_them(monkeypatch: pytest.Monke
         assert line.get_nowait() is None
         with pytest.raises(asyncio.QueueEmpty):
             line.get_nowait()
+
+
+def test_a_probe_is_of_one_moment_and_bounded() -> None:
+    engine, _ = an_engine()
+    feed = CacheFeed(Incarnation("i"))
+    engine.add(a_request("a", list(range(20)), max_tokens=1))
+    feed.apply(engine.step().cache_changes)
+    held = sorted(name for name, _ in engine.allocator.index._content_of.values())
+    answer = feed.probe([held[0], b"x" * 32, b""], 3)
+    assert (answer.incarnation, answer.sequence, answer.digest.count) == ("i", 1, 5)
+    assert list(answer.held) == [True, False, False]
+    assert len(set(answer.samples)) == 3
+    assert set(answer.samples) <= set(held)
+    assert set(feed.probe([], 256).samples) == set(held)
+    assert list(CacheFeed(Incarnation("j")).probe([], 5).samples) == []
+
+
+async def test_a_probe_of_too_many_names_is_refused() -> None:
+    service = kv_events.KvEventsService(CacheFeed(Incarnation("i")))
+    names = [b"x" * 32] * (kv_events.MAX_PROBED_NAMES + 1)
+    with pytest.raises(InvalidRequest, match="names is 257"):
+        await service.Probe(kv_events_pb2.ProbeRequest(names=names), None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="num_samples is 1000"):
+        await service.Probe(kv_events_pb2.ProbeRequest(num_samples=1000), None)  # type: ignore[arg-type]

@@ -1,0 +1,62 @@
+"""The cached prefix of one prompt on each replica, as predicted by the cache map."""
+
+from collections.abc import Sequence
+
+from kvferry.core.hashing import BlockNamers
+from kvferry.gateway.cache_map.cache_map import CacheMap, Lookup
+from kvferry.gateway.routing.prompt_names import PromptNames
+from kvferry.gateway.routing.replica_choice import CachedPrefix, Pick, Replica
+
+MAX_BLOCKS = 4096
+"""Maximum number of a prompt's blocks that are looked up; hashing them takes about 5 ms."""
+
+
+class PromptCaches:
+    """Predictions for one prompt, one lookup for each KV layout. A function from a replica to its cached prefix."""
+
+    def __init__(
+        self,
+        cache_map: CacheMap,
+        namers: BlockNamers,
+        names: PromptNames,
+        tenant: str,
+        token_ids: Sequence[int],
+        least_blocks: int,
+    ) -> None:
+        """
+        Args:
+            names: hashes of the prompt that were computed before.
+            least_blocks: number of blocks from which on a cached prefix decides the choice of a replica; for a shorter
+                prompt, all of its blocks.
+        """
+        self._map = cache_map
+        self._namers = namers
+        self._names = names
+        self._tenant = tenant
+        # A worker computes at least the last token of a prompt, so that a cached block that ends there is not used.
+        self._token_ids = token_ids[:-1]
+        self._least_blocks = least_blocks
+        self._lookups: dict[tuple[bytes, int], tuple[Lookup, int]] = {}
+
+    def __call__(self, replica: Replica) -> CachedPrefix:
+        lookup, num_blocks = self._lookup(replica)
+        found = lookup.of(replica.address)
+        return CachedPrefix(
+            tokens=found.num_blocks * replica.block_tokens,
+            confirmed_tokens=found.num_confirmed * replica.block_tokens,
+            decides=found.num_blocks >= min(self._least_blocks, num_blocks) > 0,
+            state=found.state,
+            basis=found.basis,
+        )
+
+    def chose(self, pick: Pick) -> None:
+        """Note that the prompt is sent to a replica, which will have all of its blocks."""
+        self._lookup(pick.replica)[0].chose(pick.replica.address)
+
+    def _lookup(self, replica: Replica) -> tuple[Lookup, int]:
+        layout = (replica.layout_fingerprint, replica.block_tokens)
+        found = self._lookups.get(layout)
+        if found is None:
+            names = self._names.of(self._namers, self._tenant, replica, self._token_ids, MAX_BLOCKS)
+            found = self._lookups[layout] = (self._map.look_up(names), len(names))
+        return found
