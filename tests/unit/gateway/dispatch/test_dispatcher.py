@@ -515,7 +515,20 @@ async def test_leaving_before_decode_took_the_ticket_releases_the_offer(pair):
 async def test_leaving_in_the_middle_of_decode_cancels_it(pair):
     worker = pair.workers.decode[0]
     worker.faults["decode"].append(Fault(Act.HANG, after_tokens=4))
-    await leave_when(pair, worker.fault_reached)
+    arrived = asyncio.Event()
+
+    async def read() -> None:
+        count = 0
+        async for event in pair.dispatcher.stream(ask()):
+            count += len(event.tokens)
+            if count >= 5:  # the first token, and all that the worker sends: the hand-off is settled
+                arrived.set()
+
+    task = asyncio.create_task(read())
+    await asyncio.wait_for(arrived.wait(), 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     await pair.idle()
     assert pair.workers.offers.released == []
 
