@@ -38,12 +38,16 @@ def requests(dialed: str) -> dict[str, Any]:
     """Return a plausible request of each method; `dialed` is an address that no worker must ever dial."""
     return {
         "/kvferry.v1.Prefill/Run": prefill_pb2.PrefillRequest(request_id="r", token_ids=[1, 2, 3], offer=True),
+        "/kvferry.v1.Prefill/Pool": prefill_pb2.PoolRequest(request_id="r", token_ids=[1, 2, 3]),
         "/kvferry.v1.Prefill/Release": prefill_pb2.ReleaseRequest(ticket_id="0" * 32),
         "/kvferry.v1.Decode/Run": decode_pb2.DecodeRequest(request_id="r", token_ids=[1, 2, 3]),
         "/kvferry.v1.Decode/PrefetchKv": decode_pb2.PrefetchKvRequest(
             request_id="r", token_ids=[5] * 100, ticket_id="0" * 32, prefill=WORKER, prefill_address=dialed
         ),
         "/kvferry.v1.Inference/Generate": inference_pb2.GenerateRequest(text="Hello"),
+        "/kvferry.v1.Inference/Embed": inference_pb2.EmbedRequest(
+            inputs=[inference_pb2.EmbedRequest.Input(text="Hello")]
+        ),
         "/kvferry.v1.Inference/Tokenize": inference_pb2.TokenizeRequest(text="Hello"),
         "/kvferry.v1.Inference/Detokenize": inference_pb2.DetokenizeRequest(token_ids=[1]),
         "/kvferry.v1.Inference/GetModelInfo": inference_pb2.GetModelInfoRequest(),
@@ -55,6 +59,7 @@ def requests(dialed: str) -> dict[str, Any]:
         "/kvferry.v1.KvEvents/Subscribe": kv_events_pb2.SubscribeRequest(),
         "/kvferry.v1.KvEvents/Probe": kv_events_pb2.ProbeRequest(),
         "/kvferry.v1.WorkerAdmin/Status": worker_admin_pb2.StatusRequest(),
+        "/kvferry.v1.WorkerAdmin/ResetPrefixCache": worker_admin_pb2.ResetPrefixCacheRequest(),
         "/kvferry.v1.WorkerAdmin/Drain": worker_admin_pb2.DrainRequest(timeout_seconds=0.1),
     }
 

@@ -104,7 +104,7 @@ class Bench:
     def __init__(self, *tiers: Tier, num_blocks: int = 32) -> None:
         self.engine, self.runner = an_engine(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
         self.pages = memoryview(bytearray(num_blocks * BLOCK_BYTES))
-        self.engine._pipeline = Pipeline(BytesRunner(self.runner, self.pages))
+        self.engine._pipeline = Pipeline(BytesRunner(self.runner, self.pages), self.engine.allocator)
         self.heard: list[object] = []
         self._arrived = threading.Condition()
         self.stack = TierStack(
