@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.world import DEFINITIONS, World, operator
 from harness.kube import assets, box, cluster, host_image
 from harness.kube.cluster import Cluster, NodeWish
 from harness.kube.fake_kubelet import kubelet
 from harness.pools import on_node
 from kubernetes import client, config
-from tests.cluster.world import DEFINITIONS, World, operator
 
 from kvferry.core.clock import SystemClock
 from kvferry.operator.api import KubeApi

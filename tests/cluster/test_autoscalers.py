@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from cluster.neighbours import definition
+from cluster.operators import API, Kube, a_cluster, a_pool, an_operator, eventually, fake_pods, stays
 from harness.kube.certificates import Authority
-from tests.cluster.neighbours import definition
-from tests.cluster.operators import API, Kube, a_cluster, a_pool, an_operator, eventually, fake_pods, stays
 
 pytestmark = pytest.mark.cluster
 

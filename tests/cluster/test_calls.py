@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.cluster.operators import CLOCK, AnOperator, Kube, a_cluster, a_pool, an_operator, eventually, fake_pods
+from cluster.operators import CLOCK, AnOperator, Kube, a_cluster, a_pool, an_operator, eventually, fake_pods
 
 pytestmark = pytest.mark.cluster
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.cluster.operators import CHART, Kube, a_cluster, a_pool, eventually, helm
+from cluster.operators import CHART, Kube, a_cluster, a_pool, eventually, helm
 
 from kvferry.core.errors import Unavailable
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.cluster.operators import (
+from cluster.operators import (
     CLOCK,
     Kube,
     a_cluster,

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from cluster.operators import an_operator
 from harness.pools.load import CLOCK, Load, Outcome, Question, questions
 from harness.pools.on_node import MODEL, PoolOnNode
-from tests.cluster.operators import an_operator
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.process.config import environment

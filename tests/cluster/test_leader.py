@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.kube.children import wait_gone
-from harness.kube.control_plane import PlaneWish
-from tests.cluster.operators import (
+from cluster.operators import (
     API,
     CLOCK,
     Kube,
@@ -23,7 +21,9 @@ from tests.cluster.operators import (
     eventually,
     fake_pods,
 )
-from tests.cluster.watch_relay import a_watch_relay
+from cluster.watch_relay import a_watch_relay
+from harness.kube.children import wait_gone
+from harness.kube.control_plane import PlaneWish
 
 from kvferry.core.errors import KvferryError
 from kvferry.operator.process.watches import WATCHED

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.cluster.neighbours import definition
-from tests.cluster.operators import Kube, a_cluster, a_pool, an_operator, eventually, rendered
+from cluster.neighbours import definition
+from cluster.operators import Kube, a_cluster, a_pool, an_operator, eventually, rendered
 
 pytestmark = pytest.mark.cluster
 

@@ -6,9 +6,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from cluster.operators import eventually
 from harness.kube import host_image
 from kubernetes import client
-from tests.cluster.operators import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.node]
 

@@ -4,9 +4,9 @@ import copy
 from contextlib import ExitStack
 
 import pytest
+from cluster.world import World, operator, spec
 from harness.kube.fake_kubelet import kubelet
 from harness.servers.processes import running
-from tests.cluster.world import World, operator, spec
 
 pytestmark = pytest.mark.cluster
 

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from cluster.world import spec
 from harness.kube.fake_kubelet import waiting
-from tests.cluster.world import spec
 
 pytestmark = pytest.mark.cluster
 

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from cluster.world import COLLECTED, spec
 from harness.kube.fake_kubelet import ready
-from tests.cluster.world import COLLECTED, spec
 
 pytestmark = pytest.mark.cluster
 

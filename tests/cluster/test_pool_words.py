@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.world import COLLECTED
 from harness.house.documents import fences
-from tests.cluster.world import COLLECTED
 
 from kvferry.bench.commit import ROOT
 from kvferry.core.process.config import child_environment

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness.kube.control_plane import PlaneWish
-from tests.cluster.operators import (
+from cluster.operators import (
     API,
     FakePods,
     Kube,
@@ -23,6 +22,7 @@ from tests.cluster.operators import (
     minimal_definition,
     rendered,
 )
+from harness.kube.control_plane import PlaneWish
 
 from kvferry.core.errors import Unavailable
 from kvferry.gateway.config import PoolName

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.neighbours import downloaded
+from cluster.operators import API, CLOCK, AnOperator, Kube, a_cluster, a_pool, an_operator, eventually
 from harness.kube import assets, recipes
-from tests.cluster.neighbours import downloaded
-from tests.cluster.operators import API, CLOCK, AnOperator, Kube, a_cluster, a_pool, an_operator, eventually
 
 pytestmark = [pytest.mark.scale, pytest.mark.timeout(1800)]
 

@@ -1,11 +1,13 @@
 """Names and wire forms are promises: these files change only together with a version."""
 
+from pathlib import Path
+
 import pytest
 from harness.house import golden
 
 
 @pytest.mark.parametrize("path", golden.vectors(), ids=lambda p: p.name)
-def test_vectors_are_what_was_promised(path: golden.Path) -> None:
+def test_vectors_are_what_was_promised(path: Path) -> None:
     assert path.read_text("utf-8") == golden.vectors()[path]
 
 

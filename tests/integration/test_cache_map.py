@@ -117,7 +117,7 @@ async def test_a_prompt_goes_where_it_is_cached_also_after_a_restart() -> None:
             await eventually(gateway, lambda: gateway.cache_feeds.audits["match"] > 2)
             assert gateway.cache_feeds.audits["mismatch"] == gateway.cache_feeds.audits["stalled"] == 0
 
-            # The second worker starts anew at the same address, with an empty cache.
+            # The second worker starts again at the same address, with an empty cache.
             workers[1].process.kill()
             workers[1].process.wait(SECONDS)
             await eventually(gateway, lambda: cache_map.state(addresses[1]) is MapState.BLIND)

@@ -55,9 +55,9 @@ def test_after_a_reset_of_the_caches_nothing_is_read_back(stack: RunningProcess,
         prompt += [*a_turn(client, one_engine, prompt, FIRST).token_ids, 7, 8, 9]
         reset = httpx.post(f"http://{stack.events['ready']['admin']}/reset_prefix_cache", timeout=SECONDS)
         assert [worker["num_blocks"] > 0 for worker in reset.json()["workers"]] == [True, True]
-        anew = a_turn(client, one_engine, prompt, NEXT)
-        assert anew.usage.cached_tokens == 0
-        assert [report.blocks_loaded for report in anew.timing.kv if report.worker_id.startswith("prefill")] == []
+        again = a_turn(client, one_engine, prompt, NEXT)
+        assert again.usage.cached_tokens == 0
+        assert [report.blocks_loaded for report in again.timing.kv if report.worker_id.startswith("prefill")] == []
 
 
 def test_the_answer_of_the_last_turn_is_read_back(stack: RunningProcess, one_engine: LLM) -> None:

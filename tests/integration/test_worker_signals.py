@@ -44,7 +44,7 @@ class Asked:
         asked = health_pb2.HealthCheckRequest(service=service)
         return int(health_pb2_grpc.HealthStub(channel).Check(asked, timeout=SECONDS).status)
 
-    def stream(self, tokens: int) -> "grpc.CallIterator[decode_pb2.DecodeResponse]":
+    def stream(self, tokens: int) -> Iterator[decode_pb2.DecodeResponse]:
         """A stream that has begun."""
         wishes = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         request = decode_pb2.DecodeRequest(request_id="r", token_ids=PROMPT, sampling=sampling_to_wire(wishes))

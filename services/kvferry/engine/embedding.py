@@ -13,6 +13,8 @@ from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.model.requests.pooling import PoolingParams, check_dimensions, pooling_named
 
+_NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
+
 Prompt = str | Sequence[int]
 
 
@@ -37,9 +39,25 @@ def pooling_params(pooling: str, normalize: bool, dimensions: int | None, hidden
     return PoolingParams(pooling_named(pooling), normalize, dimensions)
 
 
-def pooling_request(request_id: RequestId, token_ids: Sequence[int], params: PoolingParams) -> EngineRequest:
+def pooling_request(
+    request_id: RequestId,
+    token_ids: Sequence[int],
+    params: PoolingParams,
+    *,
+    tenant: str = "",
+    priority: int = 0,
+    deadline: float | None = None,
+) -> EngineRequest:
     """Create a pooling request; it samples no token, so its sampling parameters have no effect."""
-    return EngineRequest(request_id, list(token_ids), SamplingParams(temperature=0.0, max_tokens=1), pooling=params)
+    return EngineRequest(
+        request_id,
+        list(token_ids),
+        _NO_SAMPLING,
+        priority=priority,
+        deadline=deadline,
+        tenant=tenant,
+        pooling=params,
+    )
 
 
 def embedding_of(request: EngineRequest, update: SequenceUpdate) -> Embedding:

@@ -36,7 +36,11 @@ _JOIN_SECONDS = 10.0
 
 
 def _step_failed() -> InvariantBroken:
-    return InvariantBroken("the step that computed this request failed; the worker is restarting", reason=STEP_FAILED)
+    return InvariantBroken("the step that computed this request failed; its engine stops", reason=STEP_FAILED)
+
+
+def _stopped() -> Unavailable:
+    return Unavailable("the engine has stopped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +177,7 @@ class EngineLoop:
         Raises:
             Unavailable: the engine has stopped.
         """
-        if self._failure is not None:
-            raise Unavailable("the engine has stopped; the worker is restarting")
+        self._check_runs()
         stream = EngineStream(self, request.request_id)
         self._streams[request.request_id] = stream
         self._commands.put(request)
@@ -195,8 +198,7 @@ class EngineLoop:
         Raises:
             Unavailable: the engine has stopped.
         """
-        if self._failure is not None:
-            raise Unavailable("the engine has stopped; the worker is restarting")
+        self._check_runs()
         outcome: asyncio.Future[LoadOutcome] = asyncio.get_running_loop().create_future()
         self._prefetches[request.request_id] = outcome
         self._commands.put(request)
@@ -214,8 +216,7 @@ class EngineLoop:
         Raises:
             Unavailable: the engine has stopped.
         """
-        if self._failure is not None:
-            raise Unavailable("the engine has stopped; the worker is restarting")
+        self._check_runs()
         reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._resets.add(reply)
 
@@ -232,6 +233,10 @@ class EngineLoop:
     def release_export(self, number: int) -> None:
         """Free the pages of export `number`."""
         self._commands.put(ReleaseExport(number))
+
+    def _check_runs(self) -> None:
+        if self._failure is not None:
+            raise _stopped()
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -333,7 +338,7 @@ class EngineLoop:
         self._failure = error
         for request_id in failed_step:
             self._deliver_error(request_id, _step_failed())
-        self._fail_streams(Unavailable("the engine has stopped; the worker is restarting"))
+        self._fail_streams(_stopped())
         self._on_failure(error)
 
     def _fail_streams(self, error: KvferryError) -> None:

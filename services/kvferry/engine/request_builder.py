@@ -93,7 +93,7 @@ class RequestBuilder:
         Raises:
             UsageError: the weights are random, but the prompt is a text.
         """
-        return pooling_request(self._next_id(), self._tokens(prompt), params)
+        return pooling_request(_request_id(next(self._numbers)), self._tokens(prompt), params)
 
     def _start(
         self,
@@ -108,7 +108,7 @@ class RequestBuilder:
             params = with_bad_word_tokens(params, self.tokenizer)
         self._check(params)
         kept = list(kept_prompt(token_ids, params, self._max_model_tokens))
-        request = EngineRequest(RequestId(f"offline-{number}"), kept, params)
+        request = EngineRequest(_request_id(number), kept, params)
         if self._source is None and not params.stop:
             return CompletionStream(request, None)
         detokenizer = Detokenizer(
@@ -129,9 +129,6 @@ class RequestBuilder:
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
         return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
 
-    def _next_id(self) -> RequestId:
-        return RequestId(f"offline-{next(self._numbers)}")
-
     def _check(self, params: SamplingParams) -> None:
         check_output_length(params)
         for field, ids in token_fields(params).items():
@@ -140,3 +137,7 @@ class RequestBuilder:
                     f"{field} has token id {max(ids)}; the vocabulary has ids 0 to {self._config.vocab_size - 1}",
                     field=field,
                 )
+
+
+def _request_id(number: int) -> RequestId:
+    return RequestId(f"offline-{number}")

@@ -110,8 +110,8 @@ class World:
             positions.append(at)
             slots.append(self.tables[s][at // BLOCK] * BLOCK + at % BLOCK)
             tokens.append(self.tokens[s][at])
-        flat = [np.concatenate(part).astype(np.int64) for part in (tokens, positions, slots)]
-        return StepBatch(*flat, queries, contexts, table, np.arange(len(flat[0])))
+        ids, at, to = (np.concatenate(part).astype(np.int64) for part in (tokens, positions, slots))
+        return StepBatch(ids, at, to, queries, contexts, table, np.arange(len(ids)))
 
     def alone(self, model: Model) -> list[npt.NDArray[np.float32]]:
         """Logits of every position, each sequence by itself in one piece."""

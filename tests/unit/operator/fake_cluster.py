@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.unit.operator.pools import IMAGE, body
+from unit.operator.pools import IMAGE, body
 
 from kvferry.core.errors import Unavailable
 from kvferry.operator.api import ApiRefusal, Conflict, FieldConflict

@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.operator.definitions import leaves, schema, with_defaults
-from tests.unit.operator.pools import body, made_of, pool
+from unit.operator.definitions import leaves, schema, with_defaults
+from unit.operator.pools import body, made_of, pool
 
 from kvferry.core.load import WorkerLoad
 from kvferry.operator.plan.autoscale import History, decide

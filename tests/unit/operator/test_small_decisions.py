@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from tests.unit.operator.pools import IMAGE, body, pool
+from unit.operator.pools import IMAGE, body, pool
 
 from kvferry.core.errors import UsageError
 from kvferry.core.load import WorkerLoad

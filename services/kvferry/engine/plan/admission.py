@@ -123,9 +123,8 @@ class Admission:
             return
         skipped: list[Sequence] = []
         num_followers = 0
-        admitted = (*self._running, *self._loading.sequences)
-        pages = Headroom(self._allocator, admitted, reserve=self._reserve)
-        pending = {next_block(s) for s in admitted}
+        pages = self._headroom()
+        pending = {next_block(s) for s in self._admitted}
         while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
             if sequence.is_asking:
                 self._waiting.remove(sequence)
@@ -154,9 +153,8 @@ class Admission:
 
     def has_place_for(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence fits now."""
-        admitted = (*self._running, *self._loading.sequences)
-        pages = Headroom(self._allocator, admitted, reserve=self._reserve)
-        return self._has_place and pages.fits(cached_prefix(self._allocator, sequence), sequence.num_tokens)
+        hit = cached_prefix(self._allocator, sequence)
+        return self._has_place and self._headroom().fits(hit, sequence.num_tokens)
 
     def start(self, sequence: Sequence) -> None:
         """Add a sequence whose KV was loaded to the running ones."""
@@ -168,6 +166,13 @@ class Admission:
         """Return the requests that were admitted or loaded since the last call."""
         started, self._started = self._started, []
         return started
+
+    @property
+    def _admitted(self) -> tuple[Sequence, ...]:
+        return (*self._running, *self._loading.sequences)
+
+    def _headroom(self) -> Headroom:
+        return Headroom(self._allocator, self._admitted, reserve=self._reserve)
 
     @property
     def _has_place(self) -> bool:

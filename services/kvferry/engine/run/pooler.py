@@ -1,6 +1,6 @@
 """Sums of hidden states over the pooled rows of each sequence, in float64."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -32,12 +32,12 @@ def pool(hidden: npt.NDArray[np.float32], scheduled: Sequence[ScheduledSequence]
 def with_pooled(result: StepResult, hidden: npt.NDArray[np.float32], plan: Sequence[ScheduledSequence]) -> StepResult:
     """Add the pooled rows of a step to its result. A sequence whose hidden states are not finite fails."""
     sums: dict[RequestId, Sums] = {}
-    failures: Mapping[RequestId, KvferryError] = result.failures
+    failures: dict[RequestId, KvferryError] = dict(result.failures)
     for request_id, total in pool(hidden, plan).items():
         if np.isfinite(total).all():
             sums[request_id] = total
         else:
-            failures = {**failures, request_id: _not_finite(request_id)}
+            failures[request_id] = _not_finite(request_id)
     return replace(result, pooled=sums, failures=failures)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from kvferry.core.clock import Clock
 from kvferry.core.hashing import BlockNamers, check_name
-from kvferry.gateway.cache_feeds.replica_feed import ReplicaFeed, Turns
+from kvferry.gateway.cache_feeds.replica_feed import FeedLimits, ReplicaFeed
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.cache_map.map_states import MapState
 from kvferry.gateway.config import CacheMapConfig
@@ -34,7 +34,7 @@ class CacheFeeds:
         self._config = config
         self._clock = clock
         self._namers = BlockNamers(tenant_key)
-        self._turns = Turns()
+        self._limits = FeedLimits()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._incarnations: dict[str, str] = {}
         self.audits: Counter[str] = Counter()
@@ -78,7 +78,7 @@ class CacheFeeds:
             address,
             partial(self._stub, address),
             self._map,
-            self._turns,
+            self._limits,
             self._clock,
             check_name=partial(self._check_name, address),
             audit_seconds=self._config.audit_seconds,

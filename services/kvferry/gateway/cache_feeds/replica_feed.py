@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 30.0
 _STEADY_SECONDS = 30.0
-"""Time in seconds for which a subscription must last for the backoff to start anew."""
+"""Time in seconds for which a subscription must last after which the backoff is reset."""
 _PART_SECONDS = 10.0
 """Time limit in seconds for the next part of a snapshot."""
 _SNAPSHOT_SECONDS = 120.0
@@ -36,7 +36,7 @@ _PERSISTENT = frozenset({MapEvent.OTHER_NAMES, MapEvent.FULL, MapEvent.MALFORMED
 
 
 @dataclass(slots=True)
-class Turns:
+class FeedLimits:
     """Limits what all feeds of a gateway do at the same time, so that snapshots do not block the event loop."""
 
     catching_up: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CATCHING_UP))
@@ -53,7 +53,7 @@ class ReplicaFeed:
         address: str,
         stub: Callable[[], "kv_events_pb2_grpc.KvEventsAsyncStub"],
         cache_map: CacheMap,
-        turns: Turns,
+        limits: FeedLimits,
         clock: Clock,
         *,
         check_name: Callable[[], bytes],
@@ -70,7 +70,7 @@ class ReplicaFeed:
         self._address = address
         self._stub = stub
         self._map = cache_map
-        self._turns = turns
+        self._limits = limits
         self._clock = clock
         self._check_name = check_name
         self._audit_seconds = audit_seconds
@@ -98,7 +98,7 @@ class ReplicaFeed:
         call: grpc.aio.UnaryStreamCall[kv_events_pb2.SubscribeRequest, kv_events_pb2.KvEvent] | None = None
         auditing: asyncio.Task[None] | None = None
         try:
-            async with self._turns.catching_up, asyncio.timeout(_SNAPSHOT_SECONDS):
+            async with self._limits.catching_up, asyncio.timeout(_SNAPSHOT_SECONDS):
                 self._map.subscribed(self._address, self._check_name())
                 call = self._stub().Subscribe(kv_events_pb2.SubscribeRequest())
                 while self._map.state(self._address) is not MapState.EXACT:
@@ -141,7 +141,7 @@ class ReplicaFeed:
         """
         if not isinstance(event, kv_events_pb2.KvEvent):
             raise FeedBroken(MapEvent.FEED_LOST, "the worker ended the stream")
-        async with self._turns.slice:
+        async with self._limits.slice:
             is_first = True
             for _ in self._map.apply(self._address, event_from_wire(event)):
                 if not is_first:

@@ -111,7 +111,7 @@ class RouteSelection:
             enough_tokens = len(asked.token_ids) - self._config.skip_prefill_below_tokens + 1
         key = prefix_key(self._namers, asked.scope, asked.token_ids, self._config.prefix_blocks)
         if run.pooling is not None:
-            return choose_pooling(key, candidates, load_factor=self._config.load_factor)
+            return choose_pooling(key, candidates, load_factor=self._config.load_factor, cached=cached)
         return choose(
             key,
             candidates,

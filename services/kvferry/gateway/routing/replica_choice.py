@@ -223,10 +223,12 @@ def choose(
     return None if alone is None else Route(None, alone, RouteReason.NO_PREFILL)
 
 
-def choose_pooling(key: PrefixKey, candidates: Candidates, *, load_factor: float) -> Route | None:
+def choose_pooling(
+    key: PrefixKey, candidates: Candidates, *, load_factor: float, cached: CachedTokens = nothing_cached
+) -> Route | None:
     """Choose the worker that computes a vector: one that computes prompts; `None` if there is none. Workers of role
     `both` are used only without prefill workers, as for generation."""
-    found = pick(key, candidates.prefill, load_factor) or pick(key, candidates.both, load_factor)
+    found = pick(key, candidates.prefill, load_factor, cached) or pick(key, candidates.both, load_factor, cached)
     return None if found is None else Route(None, found, RouteReason.POOLING)
 
 

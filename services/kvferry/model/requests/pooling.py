@@ -46,9 +46,10 @@ def pooling_named(name: str, field: str = "pooling") -> Pooling:
 
 
 def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
-    """
+    """Check the number of values to keep.
+
     Args:
-        dimensions: number of values to keep.
+        dimensions: number of values to keep; `None` for all.
         hidden_size: number of values of a hidden state.
 
     Raises:

@@ -42,7 +42,8 @@ class VectorRequest:
 
 
 def check_num_inputs(count: int, field: str) -> None:
-    """
+    """Check the number of inputs.
+
     Raises:
         InvalidRequest: there are no inputs, or more than `MAX_INPUTS`.
     """

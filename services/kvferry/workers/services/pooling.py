@@ -1,38 +1,12 @@
 """Computes pooled vectors with this process's engine."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from kvferry.core.errors import Unavailable
-from kvferry.core.ids import RequestId
-from kvferry.core.sampling import SamplingParams
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
-from kvferry.model.requests.pooling import PoolingParams
 from kvferry.workers.context import WorkerContext
 from kvferry.workers.handoff.kv_report import KvReportBuilder
-
-_NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0)
-
-
-def pooling_request(
-    request_id: RequestId,
-    token_ids: Sequence[int],
-    params: PoolingParams,
-    *,
-    tenant: str,
-    priority: int,
-    deadline: float | None,
-) -> EngineRequest:
-    """Create a pooling request; it samples no token, so its sampling parameters have no effect."""
-    return EngineRequest(
-        request_id=request_id,
-        token_ids=list(token_ids),
-        sampling=_NO_SAMPLING,
-        priority=priority,
-        deadline=deadline,
-        tenant=tenant,
-        pooling=params,
-    )
 
 
 async def compute_vector(
@@ -45,7 +19,7 @@ async def compute_vector(
 
     Args:
         context: the worker.
-        request: the request, from `pooling_request`.
+        request: the request, from `embedding.pooling_request`.
         kv_report: collects the sources of the prompt's KV.
         on_started: called before the first step that computes the request.
 

@@ -8,6 +8,7 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable
 from kvferry.core.ids import TicketId
+from kvferry.engine.embedding import pooling_request
 from kvferry.engine.engine_loop import StreamItem
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.sequence import RemoteKv
@@ -22,7 +23,7 @@ from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
 from kvferry.workers.handoff.offer_desk import OfferDesk
 from kvferry.workers.handoff.page_digester import PageDigester
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
-from kvferry.workers.services.pooling import compute_vector, pooling_request
+from kvferry.workers.services.pooling import compute_vector
 
 _log = logging.getLogger(__name__)
 

@@ -121,8 +121,8 @@ def test_a_stop_makes_one_step_superfluous_and_nothing_is_left_of_it() -> None:
     assert engine.is_idle
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_an_abort_between_two_steps_and_its_name_used_again(anew: bool) -> None:
+@pytest.mark.parametrize("reused", [False, True])
+def test_an_abort_between_two_steps_and_its_name_used_again(reused: bool) -> None:
     engine, runner = ahead_engine()
     engine.add(asked("a", [1, 2, 3]))
     engine.add(asked("b", [7, 7]))
@@ -130,11 +130,11 @@ def test_an_abort_between_two_steps_and_its_name_used_again(anew: bool) -> None:
         engine.step()
     assert runner.unread == 1
     assert engine.abort(RequestId("a"))
-    if anew:
+    if reused:
         engine.add(asked("a", [8, 8, 8, 8, 8], max_tokens=4))
     tokens = run(engine)
     assert tokens["b"] == expected_tokens([7, 7], 12)[4:]
-    assert tokens.get("a") == (expected_tokens([8] * 5, 4) if anew else None)
+    assert tokens.get("a") == (expected_tokens([8] * 5, 4) if reused else None)
     assert (engine.is_idle, runner.unread) == (True, 0)
 
 

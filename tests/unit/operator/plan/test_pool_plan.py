@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.operator.fake_cluster import KEY, Cluster
-from tests.unit.operator.pools import IMAGE, body, made_of, pool
+from unit.operator.fake_cluster import KEY, Cluster
+from unit.operator.pools import IMAGE, body, made_of, pool
 
 from kvferry.core.errors import Unavailable
 from kvferry.core.load import WorkerLoad

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tests.unit.operator.pools import pool
+from unit.operator.pools import pool
 
 from kvferry.operator.plan.actions import Problem
 from kvferry.operator.plan.rollout import Count, RoleState

@@ -108,7 +108,8 @@ def check_texts(name: str, value: object, limit: int) -> list[str]:
 
 
 def check_count(name: str, items: Sequence[object], limit: int) -> None:
-    """
+    """Check the number of items of a list.
+
     Raises:
         InvalidRequest: there are no items, or more than `limit`.
     """

@@ -14,10 +14,9 @@ from kvferry.gateway.http.openai_api import Caller
 from kvferry.gateway.http.openai_bounds import shown
 from kvferry.gateway.http.openai_reply import encode
 from kvferry.gateway.http.unary.bodies import VectorBody, check_count, check_texts, parse
-from kvferry.gateway.http.unary.embeddings import usage_of
-from kvferry.model.requests.pooling import PoolingParams, cosine
-from kvferry.rpc.text import embedding
-from kvferry.rpc.text.embedding import MAX_INPUTS, VectorRequest
+from kvferry.gateway.http.unary.vectors import VectorInputs, compute_vectors, names_of, read_inputs, usage_of
+from kvferry.model.requests.pooling import cosine
+from kvferry.rpc.text.embedding import MAX_INPUTS
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.token_source import Vector
@@ -70,14 +69,11 @@ class RerankBody(VectorBody):
 
 @dataclass(frozen=True, slots=True)
 class ReadTexts:
-    """A valid body with its texts as token ids."""
+    """The texts of a valid body."""
 
-    inputs: list[list[int]]
+    inputs: VectorInputs
     pairs: list[tuple[int, int]]
     """Indices of the texts to compare."""
-    params: PoolingParams
-    priority: int
-    cache_salt: str
     documents: Sequence[str] = ()
     """Texts to return with their scores; empty for none."""
     top_n: int = 0
@@ -96,13 +92,10 @@ def read_score(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts:
             f"text_1 has {left} texts and text_2 {right}; send one text in text_1, or as many as in text_2",
             field="text_1",
         )
-    names = [*_names("text_1", left), *_names("text_2", right)]
+    names = [*names_of("text_1", left), *names_of("text_2", right)]
     return ReadTexts(
-        embedding.encode_inputs(model, [*asked.text_1, *asked.text_2], names, context_tokens),
+        read_inputs(model, asked, [*asked.text_1, *asked.text_2], names, context_tokens),
         [(index if left > 1 else 0, left + index) for index in range(right)],
-        asked.params(),
-        asked.priority,
-        asked.cache_salt or "",
     )
 
 
@@ -115,11 +108,8 @@ def read_rerank(model: TextModel, body: bytes, context_tokens: int) -> ReadTexts
     asked = parse(RerankBody, model, body)
     names = ["query", *(f"documents.{number}" for number in range(len(asked.documents)))]
     return ReadTexts(
-        embedding.encode_inputs(model, [asked.query, *asked.documents], names, context_tokens),
+        read_inputs(model, asked, [asked.query, *asked.documents], names, context_tokens),
         [(0, 1 + index) for index in range(len(asked.documents))],
-        asked.params(),
-        asked.priority,
-        asked.cache_salt or "",
         asked.documents if asked.return_documents else (),
         asked.top_n or 0,
     )
@@ -171,21 +161,5 @@ async def answer_rerank(service: TextService, caller: Caller, body: bytes) -> by
 async def _compare(
     service: TextService, caller: Caller, asked: ReadTexts, field: str
 ) -> tuple[list[Vector], list[float]]:
-    embedding.check_vectors(service, asked.params, len(asked.inputs), field)
-    vectors = await embedding.embed(
-        service,
-        VectorRequest(
-            request_id=caller.request_id,
-            inputs=asked.inputs,
-            params=asked.params,
-            tenant=caller.tenant,
-            cache_salt=asked.cache_salt,
-            priority=asked.priority,
-            arrived=caller.arrived,
-        ),
-    )
+    vectors = await compute_vectors(service, caller, asked.inputs, field)
     return vectors, [cosine(vectors[left].values, vectors[right].values) for left, right in asked.pairs]
-
-
-def _names(field: str, count: int) -> list[str]:
-    return [field] if count == 1 else [f"{field}.{number}" for number in range(count)]

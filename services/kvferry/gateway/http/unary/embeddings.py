@@ -2,12 +2,10 @@
 
 import asyncio
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
-from msgspec import Raw, Struct
+from msgspec import Raw
 from pydantic import PlainValidator
 
 from kvferry.core.errors import InvalidRequest
@@ -15,28 +13,14 @@ from kvferry.gateway.http.openai_api import Caller
 from kvferry.gateway.http.openai_bounds import shown
 from kvferry.gateway.http.openai_reply import encode
 from kvferry.gateway.http.unary.bodies import VectorBody, check_count, check_texts, is_ids, parse
-from kvferry.model.requests.pooling import PoolingParams
-from kvferry.rpc.text import embedding
-from kvferry.rpc.text.embedding import MAX_INPUTS, Input, VectorRequest
+from kvferry.gateway.http.unary.vectors import VectorInputs, compute_vectors, names_of, read_inputs, usage_of
+from kvferry.rpc.text.embedding import MAX_INPUTS, Input
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.token_source import Vector
 
 _VECTORS_AT_ONCE = 32
 """Number of vectors that are written as JSON before other tasks have a turn."""
-
-
-class VectorUsage(Struct):
-    """Token counts of a request without output."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-def usage_of(vectors: Sequence[Vector]) -> VectorUsage:
-    """Return the token counts of all inputs together."""
-    count = sum(vector.num_prompt_tokens for vector in vectors)
-    return VectorUsage(count, count)
 
 
 def check_input(value: object) -> list[Input]:
@@ -69,32 +53,18 @@ class EmbeddingsBody(VectorBody):
     """Extension: whether vectors have an L2 norm of 1."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEmbeddings:
-    """A valid body with its inputs as token ids."""
-
-    inputs: list[list[int]]
-    params: PoolingParams
-    priority: int
-    cache_salt: str
-    is_base64: bool
-
-
-def read_embeddings(model: TextModel, body: bytes, context_tokens: int) -> ReadEmbeddings:
-    """Parse a body and tokenize its inputs.
+def read_embeddings(model: TextModel, body: bytes, context_tokens: int) -> tuple[VectorInputs, bool]:
+    """Parse a body and tokenize its inputs; return them, and whether vectors are wanted as base64.
 
     Raises:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
     asked = parse(EmbeddingsBody, model, body)
-    names = [f"input.{number}" for number in range(len(asked.input))] if len(asked.input) > 1 else ["input"]
-    return ReadEmbeddings(
-        embedding.encode_inputs(model, asked.input, names, context_tokens),
-        asked.params(normalize=asked.normalize, dimensions=asked.dimensions),
-        asked.priority,
-        asked.cache_salt or "",
-        asked.encoding_format == "base64",
+    names = names_of("input", len(asked.input))
+    inputs = read_inputs(
+        model, asked, asked.input, names, context_tokens, normalize=asked.normalize, dimensions=asked.dimensions
     )
+    return inputs, asked.encoding_format == "base64"
 
 
 async def answer_embeddings(service: TextService, caller: Caller, body: bytes) -> bytes:
@@ -103,25 +73,13 @@ async def answer_embeddings(service: TextService, caller: Caller, body: bytes) -
     Raises:
         KvferryError: the request is invalid, or could not be computed.
     """
-    asked = await service.read(read_embeddings, len(body), body, service.served_tokens)
-    embedding.check_vectors(service, asked.params, len(asked.inputs), "input")
-    vectors = await embedding.embed(
-        service,
-        VectorRequest(
-            request_id=caller.request_id,
-            inputs=asked.inputs,
-            params=asked.params,
-            tenant=caller.tenant,
-            cache_salt=asked.cache_salt,
-            priority=asked.priority,
-            arrived=caller.arrived,
-        ),
-    )
+    inputs, is_base64 = await service.read(read_embeddings, len(body), body, service.served_tokens)
+    vectors = await compute_vectors(service, caller, inputs, "input")
     data: list[Raw] = []
     for index, vector in enumerate(vectors):
         if index % _VECTORS_AT_ONCE == _VECTORS_AT_ONCE - 1:
             await asyncio.sleep(0)
-        value = _as_base64(vector) if asked.is_base64 else vector.values.tolist()
+        value = _as_base64(vector) if is_base64 else vector.values.tolist()
         data.append(Raw(encode({"object": "embedding", "index": index, "embedding": value})))
     usage = usage_of(vectors)
     return encode({"object": "list", "data": data, "model": service.model.name, "usage": usage})

@@ -1,0 +1,92 @@
+"""Vectors of the inputs of one HTTP request, for embeddings and for comparisons."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from kvferry.gateway.http.openai_api import Caller
+from kvferry.gateway.http.unary.bodies import VectorBody
+from kvferry.model.requests.pooling import PoolingParams
+from kvferry.rpc.text import embedding
+from kvferry.rpc.text.embedding import Input, VectorRequest
+from kvferry.rpc.text.text_model import TextModel
+from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.text.token_source import Vector
+
+
+class VectorUsage(Struct):
+    """Token counts of a request without output."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VectorInputs:
+    """Inputs of a valid body as token ids, and the parameters of their vectors."""
+
+    token_ids: list[list[int]]
+    params: PoolingParams
+    priority: int
+    cache_salt: str
+
+
+def read_inputs(
+    model: TextModel,
+    body: VectorBody,
+    inputs: Sequence[Input],
+    names: Sequence[str],
+    context_tokens: int,
+    *,
+    normalize: bool = True,
+    dimensions: int | None = None,
+) -> VectorInputs:
+    """Tokenize the inputs of a body.
+
+    Args:
+        names: name of each input in the body, for errors.
+        context_tokens: maximum number of tokens of one input.
+
+    Raises:
+        InvalidRequest: an input or the pooling is invalid.
+    """
+    return VectorInputs(
+        embedding.encode_inputs(model, inputs, names, context_tokens),
+        body.params(normalize=normalize, dimensions=dimensions),
+        body.priority,
+        body.cache_salt or "",
+    )
+
+
+async def compute_vectors(service: TextService, caller: Caller, inputs: VectorInputs, field: str) -> list[Vector]:
+    """Compute the vectors of all inputs.
+
+    Args:
+        field: name of the body's field with the inputs, for errors.
+
+    Raises:
+        KvferryError: a parameter or the number of inputs is out of range, or a vector could not be computed.
+    """
+    embedding.check_vectors(service, inputs.params, len(inputs.token_ids), field)
+    request = VectorRequest(
+        request_id=caller.request_id,
+        inputs=inputs.token_ids,
+        params=inputs.params,
+        tenant=caller.tenant,
+        cache_salt=inputs.cache_salt,
+        priority=inputs.priority,
+        arrived=caller.arrived,
+    )
+    return await embedding.embed(service, request)
+
+
+def names_of(field: str, count: int) -> list[str]:
+    """Return the name of each input of a field in a body: one text, or the items of a list."""
+    return [field] if count == 1 else [f"{field}.{number}" for number in range(count)]
+
+
+def usage_of(vectors: Sequence[Vector]) -> VectorUsage:
+    """Return the token counts of all inputs together."""
+    count = sum(vector.num_prompt_tokens for vector in vectors)
+    return VectorUsage(count, count)
