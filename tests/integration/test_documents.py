@@ -36,10 +36,10 @@ def run(fence: Fence, addresses: dict[str, str]) -> None:
     for written, real in addresses.items():
         code = code.replace(written, real)
     command = [sys.executable, "-c", code] if fence.language == "python" else ["bash", "-euo", "pipefail", "-c", code]
-    path = f"{Path(sys.executable).parent}:{os.defpath}"
-    done = subprocess.run(
-        command, cwd=ROOT, env=child_environment({"PATH": path}), capture_output=True, text=True, timeout=SECONDS
-    )
+    environment = child_environment({"PATH": f"{Path(sys.executable).parent}:{os.defpath}"})
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS"):  # what the suite's own `make test` was given
+        environment.pop(name, None)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, f"{fence.document}:{fence.line}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     assert '"error"' not in done.stdout, done.stdout
