@@ -28,7 +28,7 @@ from kvferry.kv.interface.tiering import KvTiers
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pricing.price import PriceBook
 from kvferry.model.config import ModelConfig
-from kvferry.model.features import features_digest
+from kvferry.model.features import model_digest
 from kvferry.model.grammar.vocabulary import GrammarVocabulary
 from kvferry.model.shapes import shape_of
 from kvferry.model.source import ModelSource, open_model
@@ -66,8 +66,7 @@ class LoadedModel:
         ]
         digest = ""
         if self.source is not None:
-            features = features_digest(self.source.config, self.config.max_model_tokens)
-            digest = "-".join((self.source.digest, *changes, *([f"features-{features}"] if features else [])))
+            digest = model_digest(self.source.digest, self.source.config, self.config.max_model_tokens, changes)
         return KvLayout.of(self.config, block_tokens=settings.block_tokens, dtype=self.dtype, model_digest=digest)
 
     @property

@@ -4,6 +4,7 @@ The digest of a model's files covers the fields, but not their meaning: a worker
 same files and other KV.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields
 from enum import Enum
 
@@ -44,3 +45,16 @@ def features_digest(config: ModelConfig, served_tokens: int) -> str:
         used["served_tokens"] = max(served_tokens, config.rope_scaling.original_max_position)
     text = "; ".join(f"{name}={v.value if isinstance(v, Enum) else v!r}" for name, v in sorted(used.items()))
     return blake3(f"kvferry-features v{VERSION} {text}".encode()).hexdigest(length=8)
+
+
+def model_digest(files: str, config: ModelConfig, served_tokens: int, changes: Sequence[str] = ()) -> str:
+    """Return the model digest of KV layouts: of the files, of what changes their weights, and of the features.
+
+    Args:
+        files: digest of the model's files.
+        config: see `features_digest`.
+        served_tokens: see `features_digest`.
+        changes: settings that change the weights or the numerics.
+    """
+    features = features_digest(config, served_tokens)
+    return "-".join((files, *changes, *([f"features-{features}"] if features else [])))

@@ -1,7 +1,7 @@
 """Small random checkpoints of each model family, written by transformers with the family's own features switched on."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,13 @@ import torch
 import transformers
 
 from kvferry.model import tiny
+from kvferry.model.config import Activation, NormPlacement
 
 CONTEXT = 512
 WINDOW = 8
 _SIZES: dict[str, object] = {
     "vocab_size": 259,
-    "hidden_size": 48,
+    "hidden_size": 64,
     "intermediate_size": 80,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -107,7 +108,7 @@ CHECKPOINTS = {
     ),
     "phi3": Checkpoint(
         "Phi3",
-        {"hidden_size": 64, "rope_parameters": LONG, "original_max_position_embeddings": 64, "pad_token_id": 0},
+        {"rope_parameters": LONG, "original_max_position_embeddings": 64, "pad_token_id": 0},
     ),
     "phi3-window": Checkpoint("Phi3", {"sliding_window": WINDOW, "pad_token_id": 0}),
     "olmo2": Checkpoint("Olmo2"),
@@ -118,7 +119,6 @@ CHECKPOINTS = {
             "residual_multiplier": 0.4,
             "attention_multiplier": 0.15,
             "logits_scaling": 2.5,
-            "hidden_size": 64,
         },
     ),
     "smollm3": Checkpoint("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
@@ -143,3 +143,32 @@ def edit_config(folder: Path, **values: object) -> None:
     """Change fields of a checkpoint's config.json; `None` is written as null."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+FEATURED = {
+    "window, caps, norms around": replace(
+        tiny.config(qk_norm=True),
+        windows=(WINDOW, None),
+        local_rope_theta=100.0,
+        attention_scale=0.3,
+        attention_soft_cap=2.0,
+        logit_soft_cap=3.0,
+        embedding_scale=7.0,
+        norm_placement=NormPlacement.BOTH,
+        norm_offset=0.5,
+        activation=Activation.GELU_TANH,
+    ),
+    "norms after, whole projections": replace(
+        tiny.config(qk_norm=True), norm_placement=NormPlacement.AFTER, qk_norm_spans_heads=True
+    ),
+    "multipliers, part rotated, part not": replace(
+        tiny.config(qkv_bias=True),
+        residual_scale=0.4,
+        logit_scale=0.5,
+        embedding_scale=3.0,
+        rotary_dim=12,
+        unrotated_layers=(1,),
+        windows=(None, 40),
+    ),
+}
+"""Configurations of the tiny model which together have all features."""

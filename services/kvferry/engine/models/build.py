@@ -24,7 +24,13 @@ KERNELS = (
 )
 """Valid values of `kernels`: the fastest available, the best compiled level, a given compiled level, or a torch
 family."""
-COMPILED_FEATURES = frozenset({"rope_scaling", "rotary_dim"})
+COMPILED_FEATURES = frozenset(
+    {
+        "rope_scaling", "rotary_dim", "local_rope_theta", "unrotated_layers", "windows", "attention_scale",
+        "attention_soft_cap", "logit_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "norm_placement",
+        "norm_offset", "qk_norm_spans_heads", "activation",
+    }
+)  # fmt: skip
 """Features of `ModelConfig` that the compiled kernels implement."""
 SHIPPED = "shipped"
 WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
