@@ -117,9 +117,25 @@ struct World {
     model.layers = layers.data();
     model.num_layers = 2;
     model.embedding = model.head = matrix(model.vocabulary, model.hidden);
-    model.final_norm = norm(model.hidden);
-    model.cos = vectors.emplace_back(floats(size_t(model.max_tokens) * model.head_dim, 0.7f)).data();
-    model.sin = vectors.emplace_back(floats(size_t(model.max_tokens) * model.head_dim, 0.7f)).data();
+    model.final_norm = model.head_norm = norm(model.hidden);
+    const float* cos = vectors.emplace_back(floats(size_t(model.max_tokens) * model.head_dim, 0.7f)).data();
+    const float* sin = vectors.emplace_back(floats(size_t(model.max_tokens) * model.head_dim, 0.7f)).data();
+    model.attention_soft_cap = draw(0, 2) ? 0.0f : 2.0f;
+    model.logit_soft_cap = draw(0, 2) ? 0.0f : 3.0f;
+    model.residual_scale = draw(0, 2) ? 1.0f : 0.5f;
+    model.embedding_scale = draw(0, 2) ? 1.0f : 3.0f;
+    model.is_gelu = !draw(0, 2);
+    const int placement = draw(0, 3);  // norms on the inputs, on the outputs, or on both
+    for (Layer& layer : layers) {
+      if (draw(0, 2)) layer.cos = cos, layer.sin = sin;
+      layer.window = draw(0, 2) ? 0 : one_of({1, 7, 16, 100, 256, 300});
+      if (placement > 1) layer.attention_output_norm = layer.mlp_output_norm = norm(model.hidden);
+      if (placement == 2) layer.attention_norm = layer.mlp_norm = nullptr;
+      if (!draw(0, 3)) {
+        layer.q_norm_whole = norm(width);
+        layer.k_norm_whole = norm(model.kv_heads * model.head_dim);
+      }
+    }
   }
 };
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 from harness.idle import assert_workers_idle
+from harness.kernels.family_checkpoints import CHECKPOINTS, WINDOW
 from harness.servers.processes import a_worker
 from harness.servers.worker_channel import worker_channel
 from safetensors.numpy import save_file
@@ -235,3 +236,30 @@ def test_a_pair_of_different_models_is_refused_by_name(other_model: str) -> None
         with pytest.raises(grpc.RpcError) as caught:
             pair.transfer.Describe(request, timeout=CALL_SECONDS)
         assert "sent no description of it" in str(caught.value.details())
+
+
+def test_a_model_with_sliding_windows_is_handed_over(tmp_path: Path) -> None:
+    """Prompts are several times longer than the window, so that layers with a window have passed most of their KV."""
+    folder = tmp_path / "gemma"
+    CHECKPOINTS["gemma3"].write(folder)
+    one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
+    with a_pair("shm", *(["--dtype", "float32"],) * 2, models=(str(folder),) * 2) as pair:
+        for length in (5 * WINDOW, 290):
+            prompt = [(7 * i + length) % 200 for i in range(length)]
+            tokens, handoff = pair.hand_over(prompt)
+            assert handoff.outcome == Fetched, handoff.reason
+            assert tokens == list(one.generate([prompt], GREEDY)[0].token_ids)
+        assert_workers_idle(pair.admin)
+
+
+def test_workers_with_other_rotary_frequencies_refuse_each_other(tmp_path: Path) -> None:
+    folder = tmp_path / "phi"
+    CHECKPOINTS["phi3"].write(folder)
+    short = ["--dtype", "float32", "--max-model-tokens", "64"]
+    with a_pair("shm", short, ["--dtype", "float32"], (str(folder),) * 2) as pair:
+        prompt = [5] * 20
+        answer = pair.compute(prompt)
+        with pytest.raises(grpc.RpcError, match="KV layouts differ in model_digest"):
+            pair.generate(prompt, answer.first_token.id, answer.ticket)
+        pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=answer.ticket_id), timeout=CALL_SECONDS)
+        assert_workers_idle(pair.admin)

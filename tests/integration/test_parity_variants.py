@@ -14,7 +14,8 @@ from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
-from kvferry.model.config import Llama3RopeScaling, ModelConfig
+from kvferry.model.config import ModelConfig
+from kvferry.model.rope import Llama3RopeScaling
 
 SCALED = replace(
     tiny.config(),

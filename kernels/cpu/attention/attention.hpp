@@ -156,29 +156,44 @@ static inline bool uses_amx(int head_dim) {
   return KVFERRY_AMX && packing_of(K) == Packing::pairs && head_dim % 32 == 0;
 }
 
+// Replaces the first `count` scores.
+static inline void hide_first(float* scores, int count, float by) {
+  int i = 0;
+  for (; i + 16 <= count; i += 16) v_store(scores + i, v_set(by));
+  for (; i < count; ++i) scores[i] = by;
+}
+
 // Converts a row's scores to softmax weights in place, for `panels` groups of 16 tokens; the row attends to the first
-// `seen` tokens. `step` is the scale of an int16 query. Returns the scale of the weights, which is 1 unless they are
-// int16. int16 weights are multiplied by the value scales and then quantized with the largest product as maximum: with
-// the largest value scale alone, a token with negligible weight would reduce the precision of all other tokens.
+// `seen` tokens without the first `hidden`. If all are hidden, the weights have no meaning, and the maximum score is
+// that of a mask, so that a later partition, which has the row's own token, takes their place entirely. `step` is the
+// scale of an int16 query. Returns the scale of the weights, which is 1 unless they are int16. int16 weights are
+// multiplied by the value scales and then quantized with the largest product as maximum: with the largest value scale
+// alone, a token with negligible weight would reduce the precision of all other tokens.
 template <KvType K>
-static inline float softmax_weights(const AttentionScratch& s, float* scores, uint16_t* narrow, int seen, int panels,
-                                    float scale, float step, float& max_score, float& sum) {
+static inline float softmax_weights(const AttentionScratch& s, float* scores, uint16_t* narrow, int hidden, int seen,
+                                    int panels, float scale, float soft_cap, float step, float& max_score, float& sum) {
   constexpr Packing packing = packing_of(K);
   constexpr bool is_coded = K == KvType::int8;
   const int full = seen / 16, used = (seen + 15) / 16;
   if constexpr (is_coded)
     for (int p = 0; p < used; ++p)
       v_store(scores + p * 16, v_mul(v_load(scores + p * 16), v_mul(v_load(s.key_scales + p * 16), v_set(step))));
+  if (soft_cap > 0.0f)
+    for (int p = 0; p < used; ++p)
+      v_store(scores + p * 16,
+              v_mul(v_soft_cap(v_mul(v_load(scores + p * 16), v_set(scale)), soft_cap), v_set(1.0f / scale)));
+  const bool is_hidden = hidden > 0 && hidden >= seen;
+  if (hidden > 0) hide_first(scores, hidden, is_hidden ? 0.0f : kMaskedScore);
   if (used > full)
     v_store(scores + full * 16, v_add(v_load(scores + full * 16), v_load(kTailMask + 16 - (seen - full * 16))));
   V top = v_load(scores);
   for (int p = 1; p < used; ++p) top = v_max(top, v_load(scores + p * 16));
   const float most = v_reduce_max(top);
-  max_score = most * scale;
+  max_score = is_hidden ? kMaskedScore : most * scale;
   V all = v_zero();
   constexpr bool is_rough = KVFERRY_PAIRS && packing != Packing::floats;
   const float in_octaves = scale * kLog2E;
-  const V by = v_set(is_rough ? in_octaves : scale), least = v_set(is_rough ? -most * in_octaves : -max_score);
+  const V by = v_set(is_rough ? in_octaves : scale), least = v_set(is_rough ? -most * in_octaves : -most * scale);
   const auto weight = [&](int at) {
     V x = v_fma(v_load(scores + at * 16), by, least);
     if constexpr (is_rough) {
@@ -232,6 +247,10 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
     const int seen = first_position + (row + r) / g.group + 1 - start;
     return seen < 0 ? 0 : seen < kPartition ? seen : kPartition;
   };
+  const auto hidden_from = [&](int r) {
+    const int hidden = g.window ? first_position + (row + r) / g.group + 1 - g.window - start : 0;
+    return hidden < 0 ? 0 : hidden < seen_by(r) ? hidden : seen_by(r);
+  };
   const int most = seen_by(rows - 1);
   if (most == 0) return;
   const int panels = (most + 15) / 16;
@@ -249,8 +268,9 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   for (int r = 0; r < rows; ++r) {
     before.max_score[r] = s.max_score[row + r];
     before.sums[r] = s.sums[row + r];
-    counts[r] = softmax_weights<K>(s, scores + r * kPartition, narrow + r * kPartition, seen_by(r), weight_panels,
-                                   g.scale, s.query_scales[row + r], here.max_score[r], here.sums[r]);
+    counts[r] = softmax_weights<K>(s, scores + r * kPartition, narrow + r * kPartition, hidden_from(r), seen_by(r),
+                                   weight_panels, g.scale, g.soft_cap, s.query_scales[row + r], here.max_score[r],
+                                   here.sums[r]);
   }
   if constexpr (OnAmx) {
 #if KVFERRY_AMX
@@ -329,6 +349,7 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
   TokenGroupCopy copy;
   for (int part = item.begin; part < item.end; ++part) {
     const int start = part * kPartition, end = last < start + kPartition ? last : start + kPartition;
+    if (g.window && g.can_skip && start + kPartition <= first_position + 1 - g.window) continue;
     for (int t = start; t < end; t += 16) {
       const int p = (t - start) / 16;
       const TokenGroup group = token_group_at<K>(batch, g, sequence, kv_head, t, end, copy);

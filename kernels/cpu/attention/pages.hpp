@@ -15,6 +15,9 @@ namespace kvferry::KVFERRY_LEVEL {
 struct AttentionGeometry {
   int layer, num_layers, kv_heads, group, head_dim, block_tokens;
   float scale;
+  int window;      // tokens that a row attends to, including its own; 0 for all
+  float soft_cap;  // 0 for none
+  bool can_skip;   // whether partitions before all windows may be left out, which partial results may not
 };
 
 template <KvType K>

@@ -4,26 +4,37 @@
 
 namespace kvferry {
 
+// Norm weights are null where a layer has no such norm.
 struct Layer {
   const float* attention_norm = nullptr;  // [hidden]
   Matrix qkv;                             // rows: query heads, key heads, value heads
   const float* q_norm = nullptr;          // [head_dim] or null
   const float* k_norm = nullptr;
+  const float* q_norm_whole = nullptr;  // [heads * head_dim] or null: all heads together
+  const float* k_norm_whole = nullptr;
+  const float* cos = nullptr;  // [max_tokens, head_dim]; null if the layer is not rotated
+  const float* sin = nullptr;  // [max_tokens, head_dim]; the first half is negated
+  int window = 0;              // tokens that a token attends to, including its own; 0 for all
   Matrix output;
+  const float* attention_output_norm = nullptr;  // [hidden]
   const float* mlp_norm = nullptr;
   Matrix gate_up;  // panels alternate: 16 gate outputs, then the 16 corresponding up outputs
   Matrix down;
+  const float* mlp_output_norm = nullptr;
 };
 
 struct Model {
   int hidden = 0, intermediate = 0, heads = 0, kv_heads = 0, head_dim = 0, vocabulary = 0, max_tokens = 0;
   float epsilon = 0.0f;
-  float scale = 0.0f;  // factor of attention scores
-  Matrix embedding;    // [vocabulary, hidden]; one row is dequantized per token
-  Matrix head;         // shares its data with `embedding` if the weights are tied
+  float scale = 0.0f;                                      // factor of attention scores
+  float attention_soft_cap = 0.0f, logit_soft_cap = 0.0f;  // s becomes cap * tanh(s / cap); 0 for none
+  float embedding_scale = 1.0f;
+  float residual_scale = 1.0f;  // factor of what is added to the residual
+  bool is_gelu = false;         // GELU (tanh approximation) instead of SiLU
+  Matrix embedding;             // [vocabulary, hidden]; one row is dequantized per token
+  Matrix head;                  // shares its data with `embedding` if the weights are tied
   const float* final_norm = nullptr;
-  const float* cos = nullptr;  // [max_tokens, head_dim]
-  const float* sin = nullptr;  // [max_tokens, head_dim]; the first half is negated
+  const float* head_norm = nullptr;  // final norm times the factor of the logits
   const Layer* layers = nullptr;
   int num_layers = 0;
   int input_bits = 16;  // input precision for quantized matrices: 8, 16 (bfloat16 on levels with bf16 dot products), 32

@@ -10,8 +10,8 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// to = x / rms(x) * weight (Zhang and Sennrich, RMSNorm, 2019).
-static inline void rms_norm(const float* x, const float* weight, int n, float epsilon, float* to) {
+// 1 / rms(x), with epsilon added to the mean of squares.
+static inline float inverse_rms(const float* x, int n, float epsilon) {
   V squares = v_zero();
   int i = 0;
   for (; i + 16 <= n; i += 16) {
@@ -20,9 +20,15 @@ static inline void rms_norm(const float* x, const float* weight, int n, float ep
   }
   float sum = v_reduce_add(squares);
   for (; i < n; ++i) sum += x[i] * x[i];
-  const float scale = 1.0f / __builtin_sqrtf(sum / float(n) + epsilon);
+  return 1.0f / __builtin_sqrtf(sum / float(n) + epsilon);
+}
+
+// to = x / rms(x) * weight (Zhang and Sennrich, RMSNorm, 2019).
+static inline void rms_norm(const float* x, const float* weight, int n, float epsilon, float* to) {
+  const float scale = inverse_rms(x, n, epsilon);
   const V s = v_set(scale);
-  for (i = 0; i + 16 <= n; i += 16) v_store(to + i, v_mul(v_mul(v_load(x + i), s), v_load(weight + i)));
+  int i = 0;
+  for (; i + 16 <= n; i += 16) v_store(to + i, v_mul(v_mul(v_load(x + i), s), v_load(weight + i)));
   for (; i < n; ++i) to[i] = x[i] * scale * weight[i];
 }
 
@@ -94,6 +100,22 @@ static inline V silu(V x, bool rough) {
   if (rough) return v_div_approx(x, v_add(v_set(1.0f), v_exp2_approx(v_mul(x, v_set(-kLog2E)))));
 #endif
   return v_div(x, v_add(v_set(1.0f), v_exp(v_sub(v_zero(), x))));
+}
+
+// GELU in its tanh approximation (Hendrycks and Gimpel, 2016): x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+static inline V gelu_tanh(V x) {
+  const V inner = v_fma(v_mul(v_mul(x, x), v_set(0.044715f)), x, x);
+  return v_div(x, v_add(v_set(1.0f), v_exp(v_mul(inner, v_set(-1.5957691216f)))));
+}
+
+// sum = x + by * y / rms(y) * weight; `sum` may be x.
+static inline void add_normed(const float* x, const float* y, const float* weight, int n, float epsilon, float by,
+                              float* sum) {
+  const float scale = by * inverse_rms(y, n, epsilon);
+  const V s = v_set(scale);
+  int i = 0;
+  for (; i + 16 <= n; i += 16) v_store(sum + i, v_fma(v_mul(v_load(y + i), s), v_load(weight + i), v_load(x + i)));
+  for (; i < n; ++i) sum[i] = x[i] + y[i] * scale * weight[i];
 }
 
 }  // namespace kvferry::KVFERRY_LEVEL

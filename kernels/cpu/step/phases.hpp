@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "data/batch.hpp"
 #include "data/kv_type.hpp"
@@ -23,35 +24,68 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
+static inline void norm_or_copy(const Model& m, const float* from, const float* weight, float* to) {
+  if (weight) {
+    rms_norm(from, weight, m.hidden, m.epsilon, to);
+  } else {
+    std::memcpy(to, from, size_t(m.hidden) * 4);
+  }
+}
+
 static inline void embed_rows(Step& step, int chunk) {
   const Model& m = step.model;
   const int end = step.batch.rows < (chunk + 1) * step.row_chunk ? step.batch.rows : (chunk + 1) * step.row_chunk;
   for (int row = chunk * step.row_chunk; row < end; ++row) {
     float* residual = step.residual + size_t(row) * step.x.stride;
     dequantize_matrix_row(m.embedding, int(step.batch.tokens[row]), residual);
+    if (m.embedding_scale != 1.0f)
+      for (int i = 0; i < m.hidden; ++i) residual[i] *= m.embedding_scale;
     float* wide = step.x.f32 + size_t(row) * step.x.stride;
-    rms_norm(residual, m.layers[0].attention_norm, m.hidden, m.epsilon, wide);
+    norm_or_copy(m, residual, m.layers[0].attention_norm, wide);
     write_input(step.x, row, m.hidden, wide);
   }
 }
 
-// RMSNorm of rows [first, end) from the residual into x; `from(i)` is the residual row of row i.
-template <class From>
-static inline void norm_rows(Step& step, const float* weight, int first, int end, From&& from) {
+// Returns a row of the residual. If the last product has an output norm, the product is in `projected` and has not been
+// added yet: `to` then receives the sum of the residual and the normalized product.
+static inline const float* residual_row(Step& step, const float* output_norm, int row, float* to) {
+  const Model& m = step.model;
+  const float* residual = step.residual + size_t(row) * step.x.stride;
+  if (!output_norm) return residual;
+  add_normed(residual, step.projected + size_t(row) * step.x.stride, output_norm, m.hidden, m.epsilon, m.residual_scale,
+             to);
+  return to;
+}
+
+// RMSNorm of rows [first, end) from the residual into x. With an output norm of the product before, the rows of the
+// residual are updated first.
+static inline void norm_rows(Step& step, const float* output_norm, const float* weight, int first, int end) {
+  for (int i = first; i < end; ++i) {
+    float* wide = step.x.f32 + size_t(i) * step.x.stride;
+    norm_or_copy(step.model, residual_row(step, output_norm, i, step.residual + size_t(i) * step.x.stride), weight,
+                 wide);
+    write_input(step.x, i, step.model.hidden, wide);
+  }
+}
+
+// The norm before the head, of the sampled rows [first, end). The residual is not written, since a row may be sampled
+// and shown.
+static inline void norm_sampled_rows(Step& step, const float* output_norm, int first, int end) {
   const Model& m = step.model;
   for (int i = first; i < end; ++i) {
     float* wide = step.x.f32 + size_t(i) * step.x.stride;
-    rms_norm(step.residual + size_t(from(i)) * step.x.stride, weight, m.hidden, m.epsilon, wide);
+    rms_norm(residual_row(step, output_norm, int(step.batch.sampled[i]), wide), m.head_norm, m.hidden, m.epsilon, wide);
     write_input(step.x, i, m.hidden, wide);
   }
 }
 
 // Writes the hidden states of the shown rows [first, end), after the final norm.
-static inline void show_rows(Step& step, int first, int end) {
+static inline void show_rows(Step& step, const float* output_norm, int first, int end) {
   const Model& m = step.model;
-  for (int i = first < 0 ? 0 : first; i < end; ++i)
-    rms_norm(step.residual + size_t(step.batch.shown[i]) * step.x.stride, m.final_norm, m.hidden, m.epsilon,
-             step.batch.hidden + size_t(i) * m.hidden);
+  for (int i = first < 0 ? 0 : first; i < end; ++i) {
+    float* to = step.batch.hidden + size_t(i) * m.hidden;
+    rms_norm(residual_row(step, output_norm, int(step.batch.shown[i]), to), m.final_norm, m.hidden, m.epsilon, to);
+  }
 }
 
 static inline void rope_rows(Step& step, const Layer& layer, int layer_index, int chunk) {
@@ -61,12 +95,16 @@ static inline void rope_rows(Step& step, const Layer& layer, int layer_index, in
   const int end = b.rows < (chunk + 1) * step.row_chunk ? b.rows : (chunk + 1) * step.row_chunk;
   for (int row = chunk * step.row_chunk; row < end; ++row) {
     float* qkv = step.qkv + size_t(row) * width;
-    const float* cos = m.cos + size_t(b.positions[row]) * D;
-    const float* sin = m.sin + size_t(b.positions[row]) * D;
+    if (layer.q_norm_whole) {
+      float* keys = qkv + m.heads * D;
+      rms_norm(qkv, layer.q_norm_whole, m.heads * D, m.epsilon, qkv);
+      rms_norm(keys, layer.k_norm_whole, m.kv_heads * D, m.epsilon, keys);
+    }
+    const size_t angles = size_t(b.positions[row]) * D;
     for (int h = 0; h < m.heads + m.kv_heads; ++h) {
       const float* norm = h < m.heads ? layer.q_norm : layer.k_norm;
       if (norm) rms_norm(qkv + h * D, norm, D, m.epsilon, qkv + h * D);
-      apply_rope(qkv + h * D, cos, sin, D);
+      if (layer.cos) apply_rope(qkv + h * D, layer.cos + angles, layer.sin + angles, D);
     }
     const size_t page = size_t(b.slots[row] / b.block_tokens), place = size_t(b.slots[row] % b.block_tokens);
     for (int half = 0; half < 2; ++half)
@@ -81,8 +119,16 @@ static inline void rope_rows(Step& step, const Layer& layer, int layer_index, in
 static inline void attend_item(Step& step, const Layer& layer, int layer_index, int chunk, int thread) {
   const Model& m = step.model;
   const AttentionItem& item = step.items[size_t(chunk)];
-  const AttentionGeometry g{
-      layer_index, m.num_layers, m.kv_heads, m.heads / m.kv_heads, m.head_dim, step.batch.block_tokens, m.scale};
+  const AttentionGeometry g{layer_index,
+                            m.num_layers,
+                            m.kv_heads,
+                            m.heads / m.kv_heads,
+                            m.head_dim,
+                            step.batch.block_tokens,
+                            m.scale,
+                            layer.window,
+                            m.attention_soft_cap,
+                            step.first_partial[size_t(item.sequence)] < 0};
   const AttentionScratch s = lay_out_scratch(step.scratch(thread), g.group, g.head_dim);
   const int width = layer.qkv.panels * kPanel;
   const size_t follower = size_t(chunk) + size_t(step.threads());
@@ -162,6 +208,7 @@ static inline void merge_partials(Step& step, int chunk) {
   }
 }
 
+template <bool IsGelu>
 static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thread) {
   const Rows to = step.hidden_up;
   const bool rough = !to.forms.f32 || to.forms.bytes;
@@ -169,7 +216,7 @@ static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thr
     const size_t at = size_t(row) * to.stride + size_t(pair) * kPanel;
     if (to.forms.f32) prefetch_for_write(to.f32 + at, size_t(to.stride));
     if (to.forms.bf16) prefetch_for_write(to.bf16 + at, size_t(to.stride));
-    store_input(to, row, pair * kPanel, v_mul(silu(gate, rough), up));
+    store_input(to, row, pair * kPanel, v_mul(IsGelu ? gelu_tanh(gate) : silu(gate, rough), up));
     // Padding inputs are multiplied by zero weights, but stale memory there may contain non-finite values, so it is
     // zeroed.
     for (int i = (pair + 1) * kPanel; 2 * pair + 2 == m.panels && i < to.stride; i += kPanel)
@@ -190,16 +237,22 @@ static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thr
   });
 }
 
-static inline void accumulate_chunk(Step& step, const Matrix& m, const Rows& from, const Blocking& blocking, int chunk,
-                                    int thread) {
+// Adds a product to the residual, or stores it if it has a norm, which needs whole rows.
+static inline void accumulate_chunk(Step& step, const Matrix& m, const float* output_norm, const Rows& from,
+                                    const Blocking& blocking, int chunk, int thread) {
   const size_t stride = size_t(step.x.stride);
+  if (output_norm) {
+    product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread),
+                  [to = step.projected, stride](const Tile& tile) { store_tile(tile, to, stride, int(stride)); });
+    return;
+  }
   product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread),
-                [residual = step.residual, stride](const Tile& tile) {
+                [residual = step.residual, stride, by = step.model.residual_scale](const Tile& tile) {
                   float* to = residual + size_t(tile.row) * stride + size_t(tile.panel) * kPanel;
                   for (int r = 0; r < tile.rows; ++r, to += stride)
                     for (int c = 0; c < tile.columns; ++c) {
                       prefetch_for_write(to + c * kPanel, stride);
-                      v_store(to + c * kPanel, v_add(v_load(to + c * kPanel), tile.at(r, c)));
+                      v_store(to + c * kPanel, v_fma(tile.at(r, c), v_set(by), v_load(to + c * kPanel)));
                     }
                 });
 }
@@ -210,10 +263,20 @@ static inline void head_chunk(Step& step, int chunk, int thread) {
       [to = step.batch.logits, n = step.model.vocabulary](const Tile& tile) { store_tile(tile, to, size_t(n), n); });
 }
 
+static inline void cap_logits(float* logits, int n, float cap) {
+  int i = 0;
+  for (; i + 16 <= n; i += 16) v_store(logits + i, v_soft_cap(v_load(logits + i), cap));
+  alignas(64) float last[16] = {};
+  std::memcpy(last, logits + i, size_t(n - i) * 4);
+  v_store(last, v_soft_cap(v_load(last), cap));
+  std::memcpy(logits + i, last, size_t(n - i) * 4);
+}
+
 // Computes the argmax of a row's logits (lowest index on ties), and whether all logits are finite.
 static inline void argmax_row(Step& step, int row) {
   const int n = step.model.vocabulary;
-  const float* logits = step.batch.logits + size_t(row) * n;
+  float* logits = step.batch.logits + size_t(row) * n;
+  if (step.model.logit_soft_cap > 0.0f) cap_logits(logits, n, step.model.logit_soft_cap);
   V top = v_set(-__builtin_inff()), poison = v_zero();
   int i = 0;
   for (; i + 16 <= n; i += 16) {
@@ -249,20 +312,26 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     case Phase::rotate: rope_rows(step, layer, layer_index, chunk); break;
     case Phase::attend: attend_item(step, layer, layer_index, chunk, thread); break;
     case Phase::merge: merge_partials(step, chunk); break;
-    case Phase::output: accumulate_chunk(step, layer.output, step.attended, step.output_blocking, chunk, thread); break;
-    case Phase::mlp_norm:
-      norm_rows(step, layer.mlp_norm, first, until(step.batch.rows), [](int i) { return i; });
+    case Phase::output:
+      accumulate_chunk(step, layer.output, layer.attention_output_norm, step.attended, step.output_blocking, chunk,
+                       thread);
       break;
-    case Phase::gate_up: gate_up_chunk(step, layer.gate_up, chunk, thread); break;
-    case Phase::down: accumulate_chunk(step, layer.down, step.hidden_up, step.down_blocking, chunk, thread); break;
+    case Phase::mlp_norm:
+      norm_rows(step, layer.attention_output_norm, layer.mlp_norm, first, until(step.batch.rows));
+      break;
+    case Phase::gate_up:
+      m.is_gelu ? gate_up_chunk<true>(step, layer.gate_up, chunk, thread)
+                : gate_up_chunk<false>(step, layer.gate_up, chunk, thread);
+      break;
+    case Phase::down:
+      accumulate_chunk(step, layer.down, layer.mlp_output_norm, step.hidden_up, step.down_blocking, chunk, thread);
+      break;
     case Phase::next_norm:
       if (layer_index + 1 < m.num_layers) {
-        norm_rows(step, m.layers[layer_index + 1].attention_norm, first, until(step.batch.rows),
-                  [](int i) { return i; });
+        norm_rows(step, layer.mlp_output_norm, m.layers[layer_index + 1].attention_norm, first, until(step.batch.rows));
       } else {
-        norm_rows(step, m.final_norm, first, until(step.batch.num_sampled),
-                  [&](int i) { return int(step.batch.sampled[i]); });
-        show_rows(step, first - step.batch.num_sampled,
+        norm_sampled_rows(step, layer.mlp_output_norm, first, until(step.batch.num_sampled));
+        show_rows(step, layer.mlp_output_norm, first - step.batch.num_sampled,
                   until(step.batch.num_sampled + step.batch.num_shown) - step.batch.num_sampled);
       }
       break;

@@ -49,6 +49,8 @@ Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), th
     x_forms_ = x_forms_ | forms_of(layer.qkv) | forms_of(layer.gate_up);
     attended_forms_ = attended_forms_ | forms_of(layer.output);
     up_forms_ = up_forms_ | forms_of(layer.down);
+    has_windows_ = has_windows_ || layer.window > 0;
+    has_output_norms_ = has_output_norms_ || layer.attention_output_norm || layer.mlp_output_norm;
   }
 }
 
@@ -94,6 +96,7 @@ void Step::prepare(const Batch& b) {
   attended = allocate_rows(attended_, capacity, model.heads * model.head_dim, attended_forms_);
   hidden_up = allocate_rows(up_, capacity, round_up(model.intermediate, kPanel), up_forms_);
   residual = static_cast<float*>(residual_.reserve(size_t(capacity) * x.stride * 4));
+  if (has_output_norms_) projected = static_cast<float*>(projected_.reserve(size_t(capacity) * x.stride * 4));
   qkv = static_cast<float*>(qkv_.reserve(size_t(capacity) * model.layers[0].qkv.panels * kPanel * 4));
   qkv_blocking = choose_blocking(level, model.layers[0].qkv, batch.rows, threads_);
   output_blocking = choose_blocking(level, model.layers[0].output, batch.rows, threads_);
@@ -175,7 +178,8 @@ void Step::plan_partition(int partition, int heads_at_once, int most_sharers) {
   for (int s = 0; s < batch.num_sequences; ++s) {
     const Sequence& q = batch.sequences[s];
     if (first_partial[size_t(s)] < 0 || partition * kPartition >= q.context) continue;
-    if (q.queries > 1 || q.context < (partition + 1) * kPartition) {
+    // Sequences that share a partition see all of it, which is not the case with windows.
+    if (q.queries > 1 || q.context < (partition + 1) * kPartition || has_windows_) {
       add(s, q.queries, heads_at_once, -1);
       continue;
     }

@@ -36,6 +36,7 @@ class Step final : public Job {
   Batch batch;
   Rows x, attended, hidden_up;  // inputs of qkv, gate_up and head; of output; of down
   float* residual = nullptr;    // [rows][stride of x]
+  float* projected = nullptr;   // [rows][stride of x]: products that are normalized before they are added
   float* qkv = nullptr;         // [rows][panels * 16]
   float* partials = nullptr;    // for split sequences: [head_dim values, max score, sum] per row, partition and head
   Blocking qkv_blocking, output_blocking, gate_up_blocking, down_blocking, head_blocking;
@@ -66,6 +67,7 @@ class Step final : public Job {
   };
 
   int threads_;
+  bool has_windows_ = false, has_output_norms_ = false;
   InputForms x_forms_, attended_forms_, up_forms_;
   // Number of chunks claimed from a thread's rows; each counter has its own cache line.
   struct alignas(64) Cursor {
@@ -75,7 +77,7 @@ class Step final : public Job {
   std::vector<Cursor> cursors_;  // [phases][threads] under row affinity
   std::vector<SharedPartition> shared_partitions_;
   std::vector<int> next_sharer_;  // per sequence: the next sequence in its SharedPartition
-  Buffer x_, attended_, up_, residual_, qkv_, partials_;
+  Buffer x_, attended_, up_, residual_, projected_, qkv_, partials_;
   std::vector<Buffer> scratches_;
 };
 

@@ -32,7 +32,7 @@ class Runner:
         self,
         shape: dict[str, int | float],
         parts: dict[str, Matrix | Floats],
-        layers: list[dict[str, Matrix | Floats | None]],
+        layers: list[dict[str, Matrix | Floats | int | None]],
         level: str,
         pool: Pool,
     ) -> None: ...

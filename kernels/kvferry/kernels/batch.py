@@ -37,12 +37,13 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:
-    """Parameters of the RMSNorm that is applied to query and key heads before rotation (Qwen 3)."""
+    """Parameters of the RMSNorm that is applied to queries and keys before rotation: to each head (Qwen 3), or to all
+    heads of a row together (OLMo 2)."""
 
     query: torch.Tensor
-    """Weight of the query norm, [head dim]."""
+    """Weight of the query norm, [head dim] or [heads * head dim]."""
     key: torch.Tensor
-    """Weight of the key norm, [head dim]."""
+    """Weight of the key norm, likewise."""
     epsilon: float
 
 
@@ -59,6 +60,11 @@ class AttentionRules:
     sinks: torch.Tensor | None = None
     """[H] float32: learned attention sinks, which are scores that count in the denominator of the softmax and have no
     value (Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2024, in the learned form)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is only a scale, as for `Ops.paged_attention`."""
+        return self.window is None and self.soft_cap is None and self.sinks is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -80,8 +80,15 @@ class Ops:
     * D]. Keys and values of this step are included and must have been written. Slots beyond a sequence's context have
     no effect, even if they contain NaN. Query head h reads KV head h // (H / K)."""
 
+    attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
+    """Like `paged_attention`, but with sliding window and soft cap."""
+
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     """Multiply silu of the first half of each row by the second half: ([T, 2 n]) -> [T, n] (Shazeer, SwiGLU, 2020)."""
+
+    gelu_mul: Callable[[torch.Tensor], torch.Tensor]
+    """Multiply GELU of the first half of each row, in its tanh approximation, by the second half: ([T, 2 n]) -> [T, n]
+    (Hendrycks and Gimpel, GELU, 2016; Shazeer, GeGLU, 2020)."""
 
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Gather rows by index: (x [T, n], row indices [R] int64) -> [R, n]."""
@@ -95,7 +102,7 @@ class DeviceOps:
     """Operations for a runner without host synchronization between steps."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
-    """Like `Ops.paged_attention`, but with sliding window, soft cap and attention sinks."""
+    """`Ops.attend`, also with plans of `plan_cascade` and `plan_rows`, and with attention sinks."""
 
     plan_cascade: Callable[[AttentionBatch, torch.Tensor, int, Sequence[SharedPrefix]], AttentionPlan]
     """Like `Ops.plan_attention`, but common prefixes of pages are read only once. The results are equal."""

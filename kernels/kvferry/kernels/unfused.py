@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from kvferry.kernels.batch import HeadNorms
 
@@ -36,3 +37,9 @@ def place_qkv_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> _Pl
         write_kv(qkv[:, heads:].view(len(qkv), 2, kv_heads, qkv.shape[2]), pages, layer, slots)
 
     return place_qkv
+
+
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `Ops.gelu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

@@ -28,6 +28,7 @@ from kvferry.kv.interface.tiering import KvTiers
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pricing.price import PriceBook
 from kvferry.model.config import ModelConfig
+from kvferry.model.features import model_digest
 from kvferry.model.grammar.vocabulary import GrammarVocabulary
 from kvferry.model.shapes import shape_of
 from kvferry.model.source import ModelSource, open_model
@@ -54,8 +55,8 @@ class LoadedModel:
 
     @property
     def layout(self) -> KvLayout:
-        """Layout of the model's KV pages. Its model digest covers weight format and numerics, since both change the
-        KV."""
+        """Layout of the model's KV pages. Its model digest covers weight format, numerics and the features of the
+        model's family, since all of them change the KV."""
         defaults = EngineSettings("")
         settings = self.settings
         changes = [
@@ -63,7 +64,9 @@ class LoadedModel:
             for value, default in ((settings.weights, defaults.weights), (settings.numerics, defaults.numerics))
             if value != default
         ]
-        digest = "" if self.source is None else "-".join((self.source.digest, *changes))
+        digest = ""
+        if self.source is not None:
+            digest = model_digest(self.source.digest, self.source.config, self.config.max_model_tokens, changes)
         return KvLayout.of(self.config, block_tokens=settings.block_tokens, dtype=self.dtype, model_digest=digest)
 
     @property
@@ -132,6 +135,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
     where = choose_device(device or settings.device, kernels=settings.kernels)
     source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)
     config = shape_of(settings.model) if source is None else source.config
+    config = config.served(settings.max_model_tokens)
     dtype = _dtype(settings, config, where)
     tensors = _random_tensors(config, dtype, where, settings.seed) if source is None else source.tensors
     model = build_model(

@@ -1,26 +1,44 @@
 """The model configuration, read from the model's files: all parameters of the computation and of the KV layout."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from kvferry.model.rope import DynamicNtkRope, LongRope, RopeScaling
 
 
-@dataclass(frozen=True, slots=True)
-class Llama3RopeScaling:
-    """RoPE frequency scaling of Llama 3.1 and later; the values of `rope_scaling` in config.json."""
+class NormPlacement(Enum):
+    """Where the norms of a layer are: on the inputs of attention and MLP, on their outputs, or on both."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
+    BEFORE = "before"
+    AFTER = "after"
+    BOTH = "both"
+
+
+class Activation(Enum):
+    """Function of the gate values of the MLP: SiLU, or GELU in its tanh approximation."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+class LayerRope(Enum):
+    """Rotary embedding of a layer: the model's, that of layers with a sliding window, or none."""
+
+    FULL = "full"
+    LOCAL = "local"
+    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Configuration of a decoder-only transformer of the Llama family (Llama, SmolLM, Qwen 2 and 3)."""
+    """Configuration of a dense decoder-only transformer. The defaults are Llama's; `model/families` sets what differs
+    in other families."""
 
     name: str
     """Model name for clients."""
     architecture: str
-    """Model family: `llama`, `qwen2` or `qwen3`."""
+    """Name of the model family, one of `families.registry.FAMILIES`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -32,7 +50,7 @@ class ModelConfig:
     rope_theta: float
     max_model_tokens: int
     """Context length for which the model was trained, in tokens, prompt and output."""
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     """Whether the output head shares the embedding matrix."""
     qkv_bias: bool = False
@@ -43,3 +61,65 @@ class ModelConfig:
     bos_token_id: int | None = None
     """Begin-of-sequence token, prepended to plain-text prompts if the tokenizer's configuration requires it; `None` if
     the model has no such token."""
+    rotary_dim: int | None = None
+    """Number of values of each head that are rotated; `None` for all."""
+    local_rope_theta: float | None = None
+    """RoPE base, without scaling, of layers with a sliding window (Gemma 3); `None` if all layers rotate alike."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Indices of the layers whose queries and keys are not rotated (SmolLM 3)."""
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer: number of positions that a token attends to, including its own; `None` for full
+    attention. Empty if all layers have full attention."""
+    attention_scale: float | None = None
+    """Factor of attention scores; `None` for 1 / sqrt(head_dim)."""
+    attention_soft_cap: float | None = None
+    """Cap of scaled attention scores: s becomes cap * tanh(s / cap) (Gemma 2)."""
+    logit_soft_cap: float | None = None
+    """Cap of logits, in the same form (Gemma 2)."""
+    embedding_scale: float = 1.0
+    """Factor of embeddings."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and MLP before they are added to the residual (Granite)."""
+    logit_scale: float = 1.0
+    """Factor of logits (Granite)."""
+    norm_placement: NormPlacement = NormPlacement.BEFORE
+    norm_offset: float = 0.0
+    """Value added to all norm weights (Gemma stores weight - 1)."""
+    qk_norm_spans_heads: bool = False
+    """Whether `qk_norm` normalizes a whole projection instead of each head (OLMo 2)."""
+    activation: Activation = Activation.SILU
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores."""
+        return 1.0 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
+
+    def window_of(self, layer: int) -> int | None:
+        """Return the sliding window of a layer in tokens; `None` for full attention."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> LayerRope:
+        """Return which rotary embedding a layer uses."""
+        if layer in self.unrotated_layers:
+            return LayerRope.NONE
+        return LayerRope.LOCAL if self.local_rope_theta is not None and self.window_of(layer) else LayerRope.FULL
+
+    @property
+    def rope_depends_on_length(self) -> bool:
+        """Whether the rotary frequencies depend on the served context length."""
+        return isinstance(self.rope_scaling, DynamicNtkRope | LongRope)
+
+    def served(self, tokens: int | None) -> "ModelConfig":
+        """Return the configuration for a served context of `tokens` tokens, if the context changes the computation:
+        frequencies that depend on the length are those of this context, and windows at least as long as the context are
+        left out. Otherwise the configuration is unchanged; so it is for `None` or 0."""
+        if not tokens or tokens >= self.max_model_tokens:
+            return self._without_idle_windows(self.max_model_tokens)
+        short = self._without_idle_windows(tokens)
+        return replace(short, max_model_tokens=tokens) if self.rope_depends_on_length or short != self else self
+
+    def _without_idle_windows(self, tokens: int) -> "ModelConfig":
+        if self.local_rope_theta is not None or not self.windows:
+            return self
+        windows = tuple(w if w is not None and w < tokens else None for w in self.windows)
+        return replace(self, windows=windows if any(windows) else ())

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.config import ModelConfig
+from kvferry.model.config import ModelConfig, NormPlacement
 
 Shape = tuple[int, ...]
 EMBEDDING = "model.embed_tokens.weight"
@@ -73,25 +73,60 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Names of the norms of a layer, after its prefix; `None` where the layer has no norm."""
+
+    attention: str | None
+    """Norm of the input of attention."""
+    attention_output: str | None
+    mlp: str | None
+    """Norm of the input of the MLP."""
+    mlp_output: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The norms that the layer has."""
+        found = (self.attention, self.attention_output, self.mlp, self.mlp_output)
+        return tuple(name for name in found if name is not None)
+
+
+_INPUT, _AFTER_ATTENTION = "input_layernorm.weight", "post_attention_layernorm.weight"
+_BEFORE_MLP, _AFTER_MLP = "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight"
+_LAYER_NORMS = {
+    NormPlacement.BEFORE: LayerNorms(_INPUT, None, _AFTER_ATTENTION, None),
+    NormPlacement.AFTER: LayerNorms(None, _AFTER_ATTENTION, None, _AFTER_MLP),
+    NormPlacement.BOTH: LayerNorms(_INPUT, _AFTER_ATTENTION, _BEFORE_MLP, _AFTER_MLP),
+}
+
+
+def layer_norms(config: ModelConfig) -> LayerNorms:
+    """Return the names of the norms of a layer. Llama's `post_attention_layernorm` is on the input of the MLP."""
+    return _LAYER_NORMS[config.norm_placement]
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return the names and shapes of all tensors of a model with this configuration."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer: dict[str, Shape] = {
-        "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (q, hidden),
         "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, q),
-        "post_attention_layernorm.weight": (hidden,),
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
+    layer |= dict.fromkeys(layer_norms(config).names, (hidden,))
     if config.qkv_bias:
         layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
     if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+        spans = config.qk_norm_spans_heads
+        layer |= {
+            "self_attn.q_norm.weight": (q if spans else config.head_dim,),
+            "self_attn.k_norm.weight": (kv if spans else config.head_dim,),
+        }
     shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)

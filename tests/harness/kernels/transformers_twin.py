@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from kvferry.model.config import ModelConfig
+from kvferry.model.rope import Llama3RopeScaling
 from kvferry.model.tensors import HEAD, TensorSource
 
 _CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -20,8 +21,8 @@ def twin_of(config: ModelConfig, source: TensorSource) -> Any:
     """
     name = _CLASSES[config.architecture]
     rope: dict[str, object] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        scaling = config.rope_scaling
+    scaling = config.rope_scaling
+    if isinstance(scaling, Llama3RopeScaling):
         rope |= {
             "rope_type": "llama3",
             "factor": scaling.factor,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness.fakes.forking import check_forks
 from harness.fakes.stepping import generate
+from harness.kernels.family_checkpoints import FEATURED
 
 from kvferry.core.errors import UsageError
 from kvferry.engine.models.build import build_model, resolve_kernels
@@ -19,7 +20,7 @@ from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
 
 PROMPTS = [[5], list(range(100, 117)), [257, *b"user\nhello", 258], list(b"a longer prompt " * 3)]
-VARIANTS = [tiny.config(), tiny.config(qk_norm=True), tiny.config(qkv_bias=True)]
+VARIANTS = [tiny.config(), tiny.config(qk_norm=True), tiny.config(qkv_bias=True), *FEATURED.values()]
 
 
 def tokens(config: ModelConfig, kernels: str, device: torch.device | str, chunks: Sequence[int]) -> list[list[int]]:

@@ -243,7 +243,10 @@ def test_what_is_wrong_is_said(data: bytes, message: str) -> None:
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ({"architecture": "mamba"}, "architecture 'mamba' is not one of"),
+        (
+            {"architecture": "mamba"},
+            "general.architecture = 'mamba' is not one of llama, qwen2, qwen3; other families are read",
+        ),
         ({"llama.block_count": 3}, "9 tensors are missing"),
         ({"llama.block_count": 1 << 30}, "cannot be, with"),
         ({"llama.block_count": None}, "llama.block_count must be a positive whole number, not None"),

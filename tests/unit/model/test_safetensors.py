@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from kvferry.core.errors import ModelFileError
 from kvferry.model import tiny
-from kvferry.model.config import Llama3RopeScaling
 from kvferry.model.files.safetensors_dir import SafetensorsModel
+from kvferry.model.rope import Llama3RopeScaling
 from kvferry.model.source import open_model
 
 CONFIG = tiny.config()
@@ -137,27 +137,28 @@ def test_qwen_variants_are_recognised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM' is not supported"),
-        ({"architectures": None}, "architecture None"),
-        ({"architectures": [[]]}, "architecture .. is not supported"),
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM', which is not supported"),
+        ({"architectures": None}, "architectures names None"),
+        ({"architectures": [[]]}, "architectures names .., which is not supported"),
         ({"layer_types": 5}, "layer_types = 5"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"sliding_window": 128}, "sliding_window = 128"),
-        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"use_sliding_window": True}, "use_sliding_window = True is not supported: this feature is not implemented"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"quantization_config": {}}, "quantization_config"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "xpos"}}, "type 'xpos' is not supported; supported are default, linear"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor must be a positive number"),
         ({"rope_scaling": "llama3"}, "must be an object"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"num_hidden_layers": 3}, "9 tensors are missing"),
-        ({"num_hidden_layers": 10**9}, "cannot be"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 4096"),
+        ({"num_hidden_layers": 4000}, "cannot be"),
         ({"num_hidden_layers": "2"}, "must be a positive whole number, not '2'"),
         ({"hidden_size": True}, "must be a positive whole number, not True"),
         ({"rms_norm_eps": -1}, "must be a positive number, not -1"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
-        ({"max_position_embeddings": 50_000_000}, "max_position_embeddings is 50000000; at most 4194304"),
+        ({"max_position_embeddings": 50_000_000}, "max_position_embeddings is 50000000, .* at most 4194304"),
         ({"vocab_size": 260}, r"is \[259, 48\] instead of \[260, 48\]"),
         ({"tie_word_embeddings": False, "eos_token_id": [999]}, "end token 999"),
     ],

@@ -5,6 +5,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from kvferry.kernels.gpu import attend, blocks, device, digest, draw, heads, logits, norms, plan, rows
 from kvferry.kernels.ops import DeviceOps, Linear, Ops
+from kvferry.kernels.unfused import gelu_mul
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -23,7 +24,9 @@ OPS = Ops(
     place_qkv=heads.place_qkv,
     plan_attention=plan.plan_attention,
     paged_attention=attend.paged_attention,
+    attend=attend.attend,
     silu_mul=rows.silu_mul,
+    gelu_mul=gelu_mul,
     gather_rows=rows.take_rows,
     why_not=device.why_not,
 )

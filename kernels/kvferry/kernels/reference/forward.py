@@ -4,6 +4,7 @@ Each operation computes in the precision of its inputs, so the difference betwee
 error tolerance of tests. The modules `sampling` and `blocks` contain the other operations of `DeviceOps`.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -114,6 +115,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(gate) * up
 
 
+def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + torch.tanh(inner)) * up
+
+
 def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x[rows]
 
@@ -129,7 +136,9 @@ OPS = Ops(
     place_qkv=place_qkv_of(rms_norm, rotate, write_kv),
     plan_attention=plan_attention,
     paged_attention=paged_attention,
+    attend=attend,
     silu_mul=silu_mul,
+    gelu_mul=gelu_mul,
     gather_rows=gather_rows,
 )
 

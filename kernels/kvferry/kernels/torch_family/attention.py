@@ -7,18 +7,19 @@ Sequences with one row (decode) and similar lengths share a call. Their pages,
 are gathered by one `index_select` over rows of B * D values, so that keys and values are contiguous. The H / K query
 heads that share a KV head are rows of one small matrix, without repeating keys. Shorter members of a group are masked,
 and gathered values beyond their contexts are first set to zero, because a weight of zero times NaN is NaN. Sequences
-with more rows (prefill) have separate calls.
+with more rows (prefill) have separate calls. Sliding windows are masks, planned once per window. Torch's fused
+attention has no soft cap, so that attention with one is computed in single operations.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.batch import AttentionBatch, AttentionRules
 from kvferry.kernels.ops import AttentionPlan
 
 _MAX_STRETCH = 2
@@ -41,6 +42,21 @@ class _Group:
     """[sequences, 1, 1, blocks * B]: 0, or minus infinity beyond a context."""
     beyond: torch.Tensor | None
     """Indices of the gathered rows of D values that are beyond the contexts."""
+    contexts: npt.NDArray[np.int64]
+    """[sequences]: context lengths."""
+    windowed: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Masks by sliding window, computed at first use."""
+
+    def mask_for(self, window: int | None) -> torch.Tensor | None:
+        """Return the mask for a sliding window; `None` if the gathered tokens are exactly those seen, or are cut to
+        them because all lengths are equal."""
+        if self.mask is None or window is None:
+            return self.mask
+        if window not in self.windowed:
+            before = np.arange(self.mask.shape[-1]) < self.contexts[:, None] - window
+            there = torch.from_numpy(before)[:, None, None, :].to(self.mask.device)
+            self.windowed[window] = self.mask.masked_fill(there, -math.inf)
+        return self.windowed[window]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +69,19 @@ class _Chunk:
     page_rows: torch.Tensor
     mask: torch.Tensor | None
     """[queries, context]; `None` if the rows are the whole context, so that a plain causal mask suffices."""
+    windowed: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Masks by sliding window, computed at first use."""
+
+    def mask_for(self, rules: AttentionRules, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the mask [queries, context] for a layer; `None` if a plain causal mask suffices."""
+        window = self.context if rules.window is None else min(rules.window, self.context)
+        if window == self.context and (self.mask is not None or rules.soft_cap is None):
+            return self.mask
+        if window not in self.windowed:
+            seen = torch.ones(self.queries, self.context, dtype=torch.bool).tril_(self.context - self.queries)
+            seen.triu_(self.context - self.queries - window + 1)
+            self.windowed[window] = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+        return self.windowed[window]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,12 +132,12 @@ def _plan_group(
     where = None if is_all else torch.from_numpy(firsts[members])
     shape = (len(members), longest)
     if int(contexts.min()) == int(contexts.max()):
-        return _Group(where, rows, shape, int(contexts[0]), None, None)
+        return _Group(where, rows, shape, int(contexts[0]), None, None, contexts)
     outside = np.arange(longest * block_tokens) >= contexts[:, None]  # [sequences, blocks * B]
     mask = torch.zeros(outside.shape, dtype=pages.dtype).masked_fill_(torch.from_numpy(outside), -math.inf)
     gathered = np.broadcast_to(outside[None, :, None, :], (2, len(members), heads, outside.shape[1]))
     beyond = torch.from_numpy(np.flatnonzero(gathered))
-    return _Group(where, rows, shape, None, mask[:, None, None, :], beyond)
+    return _Group(where, rows, shape, None, mask[:, None, None, :], beyond, contexts)
 
 
 def _plan_chunk(batch: AttentionBatch, pages: torch.Tensor, index: int, first: int, blocks: int) -> _Chunk:
@@ -133,29 +162,42 @@ def paged_attention(
     q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
     """See `Ops.paged_attention`."""
+    return attend(q, pages, layer, plan, AttentionRules(scale))
+
+
+def attend(
+    q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, rules: AttentionRules
+) -> torch.Tensor:
+    """See `Ops.attend`."""
     assert isinstance(plan, _Plan)
     num_rows, num_heads, head_dim = q.shape
     _, _, _, kv_heads, block_tokens, _ = pages.shape
     # The view starts at `layer`, so that row indices for layer 0 select rows of this layer.
     stretch = pages.view(-1, block_tokens * head_dim)[layer * 2 * kv_heads :]
     if len(plan.groups) == 1 and plan.groups[0].rows is None:
-        return _attend_group(q, stretch, plan.groups[0], kv_heads, scale)
+        return _attend_group(q, stretch, plan.groups[0], kv_heads, rules)
     out = q.new_empty(num_rows, num_heads * head_dim)
     for group in plan.groups:
         assert group.rows is not None
-        out[group.rows] = _attend_group(q.index_select(0, group.rows), stretch, group, kv_heads, scale)
+        out[group.rows] = _attend_group(q.index_select(0, group.rows), stretch, group, kv_heads, rules)
     for chunk in plan.chunks:
         span = slice(chunk.first, chunk.first + chunk.queries)
         kv = stretch.index_select(0, chunk.page_rows).view(2, 1, kv_heads, -1, head_dim)[:, :, :, : chunk.context]
         rows = q[span].transpose(0, 1).unsqueeze(0)  # [1, H, queries, D]
-        seen = F.scaled_dot_product_attention(
-            rows, kv[0], kv[1], attn_mask=chunk.mask, is_causal=chunk.mask is None, scale=scale, enable_gqa=True
-        )
+        mask = chunk.mask_for(rules, pages.dtype)
+        if rules.soft_cap is not None:
+            seen = _capped(rows, kv[0], kv[1], mask, rules)
+        else:
+            seen = F.scaled_dot_product_attention(
+                rows, kv[0], kv[1], attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
+            )
         out[span] = seen.squeeze(0).transpose(0, 1).flatten(1)
     return out
 
 
-def _attend_group(q: torch.Tensor, stretch: torch.Tensor, group: _Group, kv_heads: int, scale: float) -> torch.Tensor:
+def _attend_group(
+    q: torch.Tensor, stretch: torch.Tensor, group: _Group, kv_heads: int, rules: AttentionRules
+) -> torch.Tensor:
     """Compute the attention of a group: q [sequences, H, D] -> [sequences, H * D]."""
     sequences, num_heads, head_dim = q.shape
     gathered = stretch.index_select(0, group.page_rows)
@@ -163,7 +205,28 @@ def _attend_group(q: torch.Tensor, stretch: torch.Tensor, group: _Group, kv_head
         gathered.view(-1, head_dim).index_fill_(0, group.beyond, 0)
     kv = gathered.view(2, sequences, kv_heads, -1, head_dim)
     if group.context is not None:
-        kv = kv[:, :, :, : group.context]
+        first = 0 if rules.window is None else max(0, group.context - rules.window)
+        kv = kv[:, :, :, first : group.context]
     rows = q.reshape(sequences, kv_heads, num_heads // kv_heads, head_dim)
-    seen = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=group.mask, scale=scale)
+    mask = group.mask_for(rules.window)
+    if rules.soft_cap is not None:
+        seen = _capped(rows, kv[0], kv[1], mask, rules)
+    else:
+        seen = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=mask, scale=rules.scale)
     return seen.reshape(sequences, num_heads * head_dim)
+
+
+def _capped(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, rules: AttentionRules
+) -> torch.Tensor:
+    """Compute attention with capped scores: q [S, heads, rows, D], keys and values [S, K, tokens, D], of which each
+    serves heads / K heads."""
+    assert rules.soft_cap is not None
+    repeats = q.shape[1] // keys.shape[1]
+    if repeats > 1:
+        keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    scores = (q @ keys.transpose(-1, -2)).float() * rules.scale
+    scores = torch.tanh(scores / rules.soft_cap) * rules.soft_cap
+    if mask is not None:
+        scores = scores + mask
+    return torch.softmax(scores, dim=-1).to(values.dtype) @ values

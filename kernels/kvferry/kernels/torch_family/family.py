@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from kvferry.kernels.ops import Linear, Ops
 from kvferry.kernels.torch_family import attention
-from kvferry.kernels.unfused import place_qkv_of
+from kvferry.kernels.unfused import gelu_mul, place_qkv_of
 
 _PACKED_FOR_ROWS = 64  # oneDNN selects the layout by this value; others from 1 to 512 were measured equally fast
 
@@ -83,6 +83,8 @@ OPS = Ops(
     place_qkv=place_qkv_of(rms_norm, rotate, write_kv),
     plan_attention=attention.plan_attention,
     paged_attention=attention.paged_attention,
+    attend=attention.attend,
     silu_mul=silu_mul,
+    gelu_mul=gelu_mul,
     gather_rows=gather_rows,
 )

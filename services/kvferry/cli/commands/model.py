@@ -9,6 +9,7 @@ import click
 from kvferry.cli.options import print_json, reported
 from kvferry.core.dtypes import DTYPES
 from kvferry.kv.pages.layout import KvLayout
+from kvferry.model.features import model_digest
 from kvferry.model.files.catalog import CATALOG, DEFAULT_MODEL
 from kvferry.model.source import ModelSource, open_model
 
@@ -70,7 +71,7 @@ def describe(source: ModelSource, dtype: str, block_tokens: int) -> dict[str, ob
     """Return the values that `kvferry model inspect` prints, by field name."""
     config = source.config
     layout = KvLayout(
-        model_digest=source.digest,
+        model_digest=model_digest(source.digest, config, config.max_model_tokens),
         dtype=dtype,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

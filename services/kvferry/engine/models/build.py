@@ -10,6 +10,7 @@ from kvferry.engine.models.model import Model
 from kvferry.kernels import compiled
 from kvferry.kernels.families import FAMILIES, device_kind, family_for
 from kvferry.model.config import ModelConfig
+from kvferry.model.features import features_in_use
 from kvferry.model.tensors import TensorSource
 
 _log = logging.getLogger(__name__)
@@ -23,6 +24,14 @@ KERNELS = (
 )
 """Valid values of `kernels`: the fastest available, the best compiled level, a given compiled level, or a torch
 family."""
+COMPILED_FEATURES = frozenset(
+    {
+        "rope_scaling", "rotary_dim", "local_rope_theta", "unrotated_layers", "windows", "attention_scale",
+        "attention_soft_cap", "logit_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "norm_placement",
+        "norm_offset", "qk_norm_spans_heads", "activation",
+    }
+)  # fmt: skip
+"""Features of `ModelConfig` that the compiled kernels implement."""
 SHIPPED = "shipped"
 WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Weight formats, each with its name in the compiled kernels."""
@@ -129,4 +138,7 @@ def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> st
         return f"their KV is float32, bfloat16 or int8, not {dtype}"
     if config.head_dim % 16 or config.head_dim > 256:
         return f"heads of {config.head_dim} values are not a multiple of 16 up to 256"
+    lacking = [name for name in features_in_use(config) if name not in COMPILED_FEATURES]
+    if lacking:
+        return f"they do not implement {', '.join(lacking)} of the family {config.architecture}"
     return None

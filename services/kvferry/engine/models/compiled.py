@@ -1,11 +1,9 @@
-"""Llama-family decoder on the compiled CPU kernels, one native call per step; computes the same function as
-`transformer`.
+"""Dense decoder on the compiled CPU kernels, one native call per step; computes the same function as `transformer`.
 
 Gate and up rows are interleaved in panels of 16, so that the thread that computes a gate value also has the
 corresponding up value.
 """
 
-import math
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,8 +20,17 @@ from kvferry.engine.tensors.device import CPU
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
 from kvferry.kernels.compiled import Arena
-from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, Stored, TensorSource, check_shapes, layer_prefix
+from kvferry.model.config import Activation, LayerRope, ModelConfig
+from kvferry.model.tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    Stored,
+    TensorSource,
+    check_shapes,
+    layer_norms,
+    layer_prefix,
+)
 
 if TYPE_CHECKING:
     from kvferry.kernels._cpu import Matrix
@@ -33,7 +40,7 @@ _NO_HIDDEN = np.empty((0, 0), np.float32)
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Parts = dict[str, "Matrix | Floats"]
-LayerParts = dict[str, "Matrix | Floats | None"]
+LayerParts = dict[str, "Matrix | Floats | int | None"]
 
 
 class CompiledTransformer:
@@ -76,7 +83,6 @@ class CompiledTransformer:
             raise UsageError(
                 "fast numerics need quantized weights (4 to 8 bits); this model has none", field="numerics"
             )
-        cos, sin = rotary_table(config)
         shape: dict[str, int | float] = {
             "hidden": config.hidden_size,
             "intermediate": config.intermediate_size,
@@ -86,10 +92,14 @@ class CompiledTransformer:
             "vocabulary": config.vocab_size,
             "max_tokens": config.max_model_tokens,
             "epsilon": config.rms_norm_eps,
-            "scale": 1.0 / math.sqrt(config.head_dim),
+            "scale": config.score_scale,
+            "attention_soft_cap": config.attention_soft_cap or 0.0,
+            "logit_soft_cap": config.logit_soft_cap or 0.0,
+            "embedding_scale": config.embedding_scale,
+            "residual_scale": config.residual_scale,
+            "is_gelu": int(config.activation is Activation.GELU_TANH),
             "input_bits": 8 if rounds_inputs else 32 if dtype == FLOAT32 else 16,
         }
-        parts |= {"cos": cos, "sin": sin}
         self.weight_bytes = loader.num_bytes
         """Total bytes of all packed matrices, nearly all of which a step reads."""
         self.rounds_inputs = rounds_inputs
@@ -175,6 +185,8 @@ class _Loader:
         self._tensors = tensors
         self._form = form
         self._waiting: list[_Pending] = []
+        kinds = {config.rope_of(layer) for layer in range(config.num_layers)} - {LayerRope.NONE}
+        self._angles = {kind: rotary_table(config, kind) for kind in kinds}
         self.num_bytes = 0
         self.has_codes = False
 
@@ -183,7 +195,9 @@ class _Loader:
         embedding = self._matrix((EMBEDDING,), config.hidden_size)
         head = embedding if config.tie_word_embeddings else self._matrix((HEAD,), config.hidden_size)
         layers = [self._layer(index) for index in range(config.num_layers)]
-        parts: Parts = {"embedding": embedding, "head": head, "final_norm": self._vector(FINAL_NORM)}
+        norm = self._norm(FINAL_NORM)
+        head_norm = norm * np.float32(config.logit_scale)
+        parts: Parts = {"embedding": embedding, "head": head, "final_norm": norm, "head_norm": head_norm}
         self.num_bytes = sum(compiled.aligned(pending.matrix.num_bytes) for pending in self._waiting)
         self.has_codes = any(pending.matrix.format.startswith("codes") for pending in self._waiting)
         arena = Arena(self.num_bytes)
@@ -203,18 +217,37 @@ class _Loader:
         config, at = self._config, layer_prefix(index)
         attention, mlp, hidden = at + "self_attn.", at + "mlp.", config.hidden_size
         bias = tuple(f"{attention}{x}_proj.bias" for x in "qkv") if config.qkv_bias else ()
+        cos, sin = self._angles.get(config.rope_of(index), (None, None))
+        query_norm, key_norm = (self._norm(f"{attention}{x}_norm.weight") if config.qk_norm else None for x in "qk")
+        of_heads = not config.qk_norm_spans_heads
+        norms = layer_norms(config)
+
+        def norm(name: str | None) -> Floats | None:
+            return None if name is None else self._norm(at + name)
+
         return {
-            "attention_norm": self._vector(at + "input_layernorm.weight"),
+            "attention_norm": norm(norms.attention),
             "qkv": self._matrix(tuple(f"{attention}{x}_proj.weight" for x in "qkv"), hidden, bias=bias),
-            "q_norm": self._vector(attention + "q_norm.weight") if config.qk_norm else None,
-            "k_norm": self._vector(attention + "k_norm.weight") if config.qk_norm else None,
+            "q_norm": query_norm if of_heads else None,
+            "k_norm": key_norm if of_heads else None,
+            "q_norm_whole": None if of_heads else query_norm,
+            "k_norm_whole": None if of_heads else key_norm,
+            "cos": cos,
+            "sin": sin,
+            "window": config.window_of(index) or 0,
             "output": self._matrix((attention + "o_proj.weight",), config.num_heads * config.head_dim),
-            "mlp_norm": self._vector(at + "post_attention_layernorm.weight"),
+            "attention_output_norm": norm(norms.attention_output),
+            "mlp_norm": norm(norms.mlp),
             "gate_up": self._matrix(
                 (mlp + "gate_proj.weight", mlp + "up_proj.weight"), hidden, order=_alternate(config.intermediate_size)
             ),
             "down": self._matrix((mlp + "down_proj.weight",), config.intermediate_size),
+            "mlp_output_norm": norm(norms.mlp_output),
         }
+
+    def _norm(self, name: str) -> Floats:
+        """Read the weight of a norm, with the family's offset."""
+        return self._vector(name) + np.float32(self._config.norm_offset)
 
     def _vector(self, *names: str) -> Floats:
         values = np.concatenate([self._tensors.read(name).astype(np.float32, copy=True) for name in names])

@@ -1,4 +1,4 @@
-"""Rotary position tables (Su et al., RoFormer, 2021), with Llama 3.1's frequency scaling.
+"""Rotary position tables (Su et al., RoFormer, 2021), with the frequency scalings of `model/rope.py`.
 
 Frequencies are rounded to float32, and angles are float32 products, as in other implementations; sines and cosines are
 computed in float64 and rounded once, so that numpy gives bitwise equal results with all instruction sets.
@@ -9,34 +9,86 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.model.config import Llama3RopeScaling, ModelConfig
+from kvferry.model.config import LayerRope, ModelConfig
+from kvferry.model.rope import DynamicNtkRope, LinearRope, Llama3RopeScaling, LongRope, YarnRope
 
 Floats = npt.NDArray[np.float32]
 
 
-def inverse_frequencies(config: ModelConfig) -> Floats:
-    """Return the rotary frequencies, [head_dim / 2], in radians per position."""
-    exponents = (i / config.head_dim for i in range(0, config.head_dim, 2))
-    plain = np.array([config.rope_theta**-exponent for exponent in exponents], np.float32)
-    return plain if config.rope_scaling is None else _scaled(plain, config.rope_scaling)
+def inverse_frequencies(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -> Floats:
+    """Return the rotary frequencies, [rotary_dim / 2], in radians per position."""
+    size = config.rotary_dim or config.head_dim
+    scaling, theta = config.rope_scaling, config.rope_theta
+    if kind is LayerRope.LOCAL and config.local_rope_theta is not None:
+        scaling, theta = None, config.local_rope_theta
+    if isinstance(scaling, DynamicNtkRope):
+        served = max(config.max_model_tokens, scaling.original_max_position)
+        stretch = scaling.factor * served / scaling.original_max_position - (scaling.factor - 1)
+        theta *= stretch ** (size / (size - 2))
+    plain = np.array([theta ** -(i / size) for i in range(0, size, 2)], np.float32)
+    if isinstance(scaling, LinearRope):
+        return (plain / np.float32(scaling.factor)).astype(np.float32)
+    if isinstance(scaling, Llama3RopeScaling):
+        return _llama3(plain, scaling)
+    if isinstance(scaling, YarnRope):
+        return _yarn(plain, scaling, theta)
+    if isinstance(scaling, LongRope):
+        is_long = config.max_model_tokens > scaling.original_max_position
+        factors = np.array(scaling.long_factors if is_long else scaling.short_factors, np.float32)
+        return (plain / factors).astype(np.float32)
+    return plain
 
 
-def rotary_table(config: ModelConfig) -> tuple[Floats, Floats]:
+def rotary_table(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -> tuple[Floats, Floats]:
     """Return the cosines and signed sines of every position, each [max_model_tokens, head_dim].
 
-    Both halves of a row hold the same angles; the first half of the sines is negated, as `Ops.rotate` expects.
+    Both halves of a row hold the same angles; the first half of the sines is negated, as `Ops.rotate` expects. Values
+    that are not rotated have angle zero: with a `rotary_dim` those at the end of each half, without rotary embedding
+    all of them, in a view of one row.
+
+    Args:
+        config: the model's configuration.
+        kind: which of the model's rotary embeddings.
     """
+    shape = (config.max_model_tokens, config.head_dim)
+    if kind is LayerRope.NONE:
+        return np.broadcast_to(np.float32(1), shape), np.broadcast_to(np.float32(0), shape)
     positions = np.arange(config.max_model_tokens, dtype=np.float32)
-    angles = np.outer(positions, inverse_frequencies(config)).astype(np.float64)
-    sin, cos = np.sin(angles).astype(np.float32), np.cos(angles).astype(np.float32)
+    angles = np.outer(positions, inverse_frequencies(config, kind)).astype(np.float64)
+    sin, cos = np.sin(angles), np.cos(angles)
+    if isinstance(config.rope_scaling, YarnRope | LongRope) and kind is LayerRope.FULL:
+        sin, cos = sin * config.rope_scaling.attention_factor, cos * config.rope_scaling.attention_factor
+    sin, cos = sin.astype(np.float32), cos.astype(np.float32)
+    if config.rotary_dim is not None:
+        still = ((0, 0), (0, config.head_dim // 2 - cos.shape[1]))
+        sin, cos = np.pad(sin, still), np.pad(cos, still, constant_values=1)
     return np.concatenate((cos, cos), axis=1), np.concatenate((-sin, sin), axis=1)
 
 
-def _scaled(plain: Floats, scaling: Llama3RopeScaling) -> Floats:
+def _llama3(plain: Floats, scaling: Llama3RopeScaling) -> Floats:
     """Apply Llama 3.1 scaling: divide low frequencies by `factor`, keep high frequencies, interpolate in between."""
     wavelength = np.float32(2 * math.pi) / plain
     turns = np.float32(scaling.original_max_position) / wavelength
     low, high, factor = (np.float32(x) for x in (scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor))
     share = np.clip((turns - low) / (high - low), 0.0, 1.0).astype(np.float32)
     blended: Floats = (1 - share) * plain / factor + share * plain
+    return blended
+
+
+def _yarn(plain: Floats, scaling: YarnRope, theta: float) -> Floats:
+    """Apply YaRN (Peng et al., 2023, section 3.2): a ramp over the dimensions, from kept to divided frequencies."""
+    size = 2 * len(plain)
+
+    def dimension(turns: float) -> float:
+        """Return the dimension whose frequency makes `turns` turns within the original length."""
+        return size * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    width = high - low or 0.001
+    ramp = np.clip((np.arange(len(plain), dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
+    kept = (1 - ramp).astype(np.float32)
+    blended: Floats = (plain / np.float32(scaling.factor) * (1 - kept) + plain * kept).astype(np.float32)
     return blended

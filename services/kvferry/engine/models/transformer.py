@@ -1,12 +1,12 @@
-"""Llama-family decoder over torch tensors: Llama, SmolLM, Qwen 2 (projections with bias) and Qwen 3 (normalized heads).
+"""Dense decoder over torch tensors, for all families; their features are fields of `ModelConfig`.
 
-Per layer, with T rows of one step's ragged batch:
+Per layer, with T rows of one step's ragged batch (norms on the outputs only in some families, then also without norms
+on the inputs):
 
-    hidden -> norm -> q, k, v -> (norm) rotate q, k, write k, v to pages -> attention -> output  ┐ added to the
-    hidden -> norm -> gate, up -> silu * -> down                                                  ┘ residual
+    hidden -> norm -> q, k, v -> (norm) rotate q, k, write k, v to pages -> attention -> output -> (norm)  ┐ added to
+    hidden -> norm -> gate, up -> silu * -> down -> (norm)                                                  ┘ residual
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,9 +19,9 @@ from kvferry.engine.models.weights import Weights, load_weights
 from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.device_batch import DeviceBatch
 from kvferry.engine.tensors.paged_kv import PagedKv
-from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms
 from kvferry.kernels.ops import AttentionPlan, Ops, ops_for
-from kvferry.model.config import ModelConfig
+from kvferry.model.config import Activation, LayerRope, ModelConfig
 from kvferry.model.tensors import TensorSource, linear_weights
 
 
@@ -86,8 +86,8 @@ class ForwardState:
     """State shared by the separately launched pieces of a step's forward pass."""
 
     pages: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    angles: dict[LayerRope, tuple[torch.Tensor, torch.Tensor]]
+    """Cosines and sines of the rows' positions, each [T, D], by kind of rotary embedding."""
     slots: torch.Tensor
     residual: torch.Tensor
     """[T, hidden]: residual stream, accumulated in place; after the last layer, the result of the forward pass."""
@@ -107,8 +107,10 @@ class Transformer:
         self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)
         """Total bytes of all weight matrices, which a step reads."""
         self._weights = weights
-        self._cos, self._sin = (torch.from_numpy(table).to(self.device) for table in rotary_table(config))
-        self._scale = 1.0 / math.sqrt(config.head_dim)
+        self._ropes = tuple(config.rope_of(layer) for layer in range(config.num_layers))
+        self._angles = {kind: _angles(config, kind, self.torch_device) for kind in dict.fromkeys(self._ropes)}
+        self._rules = tuple(_rules(config, layer) for layer in range(config.num_layers))
+        self._multiply_gate = ops.silu_mul if config.activation is Activation.SILU else ops.gelu_mul
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
@@ -147,30 +149,52 @@ class Transformer:
     def enter(self, rows: Rows, pages: torch.Tensor) -> tuple[ForwardState, torch.Tensor]:
         """Launch everything before the first attention; return the forward state and qkv [T, H + 2 K, D]."""
         residual = self.ops.embedding(rows.token_ids, self._weights.embedding)
+        if self.config.embedding_scale != 1.0:
+            residual = residual * self.config.embedding_scale
         passage = ForwardState(
             pages=pages,
-            cos=self._cos.index_select(0, rows.positions),
-            sin=self._sin.index_select(0, rows.positions),
+            angles={
+                kind: (cos.index_select(0, rows.positions), sin.index_select(0, rows.positions))
+                for kind, (cos, sin) in self._angles.items()
+            },
             slots=rows.slots,
             residual=residual,
         )
-        normed = self.ops.rms_norm(residual, self._weights.layers[0].attention_norm, self.config.rms_norm_eps)
+        norm = self._weights.layers[0].attention_norm
+        normed = residual if norm is None else self.ops.rms_norm(residual, norm, self.config.rms_norm_eps)
         return passage, self._project(0, normed, passage)
 
     def attend(self, index: int, qkv: torch.Tensor, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Launch one layer's attention on the qkv returned by `enter` or `leave`; return [T, H * D]."""
-        return self.ops.paged_attention(qkv[:, : self.config.num_heads], pages, index, plan, self._scale)
+        queries, rules = qkv[:, : self.config.num_heads], self._rules[index]
+        if rules.is_plain:
+            return self.ops.paged_attention(queries, pages, index, plan, rules.scale)
+        return self.ops.attend(queries, pages, index, plan, rules)
 
     def leave(self, index: int, seen: torch.Tensor, passage: ForwardState) -> torch.Tensor:
         """Launch everything between a layer's attention and the next layer's attention; return qkv [T, H + 2 K, D] of
         the next layer, or, after the last layer, the residual."""
-        ops, eps, layers = self.ops, self.config.rms_norm_eps, self._weights.layers
-        layer, residual = layers[index], passage.residual
-        x = ops.add_rms_norm(layer.output(seen), residual, layer.mlp_norm, eps)
-        x = layer.down(ops.silu_mul(layer.gate_up(x)))
+        layers, residual = self._weights.layers, passage.residual
+        layer = layers[index]
+        x = self._add(layer.output(seen), layer.attention_output_norm, residual, layer.mlp_norm)
+        x = layer.down(self._multiply_gate(layer.gate_up(x)))
         if index + 1 == len(layers):
+            return self._add(x, layer.mlp_output_norm, residual, None)
+        x = self._add(x, layer.mlp_output_norm, residual, layers[index + 1].attention_norm)
+        return self._project(index + 1, x, passage)
+
+    def _add(
+        self, x: torch.Tensor, norm: torch.Tensor | None, residual: torch.Tensor, next_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add an output to the residual IN PLACE, after its norm and scale if the family has them; return the residual
+        after `next_norm`, or the residual itself without one."""
+        if norm is not None:
+            x = self.ops.rms_norm(x, norm, self.config.rms_norm_eps)
+        if self.config.residual_scale != 1.0:
+            x = x * self.config.residual_scale
+        if next_norm is None:
             return residual.add_(x)
-        return self._project(index + 1, ops.add_rms_norm(x, residual, layers[index + 1].attention_norm, eps), passage)
+        return self.ops.add_rms_norm(x, residual, next_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Compute float32 logits [R, vocabulary] of the given rows.
@@ -196,10 +220,44 @@ class Transformer:
         out.copy_(self._head(hidden))
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._weights.head(self.ops.rms_norm(hidden, self._weights.final_norm, self.config.rms_norm_eps))
+        config = self.config
+        logits = self._weights.head(self.ops.rms_norm(hidden, self._weights.final_norm, config.rms_norm_eps))
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        if config.logit_soft_cap is not None:
+            logits = torch.tanh(logits.float() / config.logit_soft_cap) * config.logit_soft_cap
+        return logits
 
     def _project(self, index: int, x: torch.Tensor, passage: ForwardState) -> torch.Tensor:
         config, layer = self.config, self._weights.layers[index]
-        qkv = layer.qkv(x).view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        self.ops.place_qkv(qkv, layer.head_norms, passage.cos, passage.sin, passage.pages, index, passage.slots)
+        flat = layer.qkv(x)
+        if layer.whole_norms is not None:
+            self._norm_projections(flat, layer.whole_norms)
+        qkv = flat.view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        cos, sin = passage.angles[self._ropes[index]]
+        self.ops.place_qkv(qkv, layer.head_norms, cos, sin, passage.pages, index, passage.slots)
         return qkv
+
+    def _norm_projections(self, qkv: torch.Tensor, norms: HeadNorms) -> None:
+        """Normalize all query heads of a row together, and all key heads, IN PLACE: qkv [T, (H + 2 K) * D]."""
+        config = self.config
+        middle = config.num_heads * config.head_dim
+        for part, weight in (
+            (qkv[:, :middle], norms.query),
+            (qkv[:, middle : middle + config.num_kv_heads * config.head_dim], norms.key),
+        ):
+            part.copy_(self.ops.rms_norm(part, weight, norms.epsilon))
+
+
+def _angles(config: ModelConfig, kind: LayerRope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = rotary_table(config, kind)
+    if kind is LayerRope.NONE:  # one row for all positions
+        return (
+            torch.tensor(cos[:1], device=device).expand(cos.shape),
+            torch.tensor(sin[:1], device=device).expand(sin.shape),
+        )
+    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
+
+
+def _rules(config: ModelConfig, layer: int) -> AttentionRules:
+    return AttentionRules(config.score_scale, config.window_of(layer), config.attention_soft_cap)

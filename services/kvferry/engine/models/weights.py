@@ -9,22 +9,28 @@ from kvferry.engine.models.random_tensors import RandomTensors
 from kvferry.kernels.batch import HeadNorms
 from kvferry.kernels.ops import Linear, Ops
 from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, TensorSource, check_shapes, layer_prefix
+from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, TensorSource, check_shapes, layer_norms, layer_prefix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """Parameters of one layer. Norm weights are [hidden]; inputs of projections are [T, in]."""
+    """Parameters of one layer. Norm weights are [hidden], or `None` where the layer has no norm; inputs of projections
+    are [T, in]."""
 
-    attention_norm: torch.Tensor
+    attention_norm: torch.Tensor | None
     qkv: Linear
     """[T, hidden] to [T, (H + 2 K) * D]: queries, keys, values."""
     head_norms: HeadNorms | None
+    """Norms of each query and key head."""
+    whole_norms: HeadNorms | None
+    """Norms of all query heads together and of all key heads together."""
     output: Linear
-    mlp_norm: torch.Tensor
+    attention_output_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
     gate_up: Linear
     """[T, hidden] to [T, 2 * intermediate]."""
     down: Linear
+    mlp_output_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,27 +58,36 @@ def load_weights(
     embedding = reader.tensor(EMBEDDING)
     head = ops.pack_linear(embedding, None) if config.tie_word_embeddings else reader.linear(HEAD)
     layers = tuple(_layer(reader, config, index) for index in range(config.num_layers))
-    return Weights(embedding, layers, reader.tensor(FINAL_NORM), head)
+    return Weights(embedding, layers, reader.norm(FINAL_NORM, config), head)
 
 
 def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
     at = layer_prefix(index)
     attention, mlp = at + "self_attn.", at + "mlp."
     bias = tuple(f"{attention}{x}_proj.bias" for x in "qkv") if config.qkv_bias else ()
+    norms = layer_norms(config)
+    pair = _head_norms(reader, attention, config) if config.qk_norm else None
+
+    def norm(name: str | None) -> torch.Tensor | None:
+        return None if name is None else reader.norm(at + name, config)
+
     return LayerWeights(
-        attention_norm=reader.tensor(at + "input_layernorm.weight"),
+        attention_norm=norm(norms.attention),
         qkv=reader.linear(*(f"{attention}{x}_proj.weight" for x in "qkv"), bias=bias),
-        head_norms=_head_norms(reader, attention, config.rms_norm_eps) if config.qk_norm else None,
+        head_norms=None if config.qk_norm_spans_heads else pair,
+        whole_norms=pair if config.qk_norm_spans_heads else None,
         output=reader.linear(attention + "o_proj.weight"),
-        mlp_norm=reader.tensor(at + "post_attention_layernorm.weight"),
+        attention_output_norm=norm(norms.attention_output),
+        mlp_norm=norm(norms.mlp),
         gate_up=reader.linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
         down=reader.linear(mlp + "down_proj.weight"),
+        mlp_output_norm=norm(norms.mlp_output),
     )
 
 
-def _head_norms(reader: "_Reader", attention: str, epsilon: float) -> HeadNorms:
-    query, key = (reader.tensor(f"{attention}{x}_norm.weight") for x in "qk")
-    return HeadNorms(query, key, epsilon)
+def _head_norms(reader: "_Reader", attention: str, config: ModelConfig) -> HeadNorms:
+    query, key = (reader.norm(f"{attention}{x}_norm.weight", config) for x in "qk")
+    return HeadNorms(query, key, config.rms_norm_eps)
 
 
 class _Reader:
@@ -103,6 +118,11 @@ class _Reader:
                 raise ModelFileError(f"tensor {name!r} holds values that are not finite in {self._dtype}")
             at += array.shape[0]
         return joined.to(self._device)
+
+    def norm(self, name: str, config: ModelConfig) -> torch.Tensor:
+        """Read the weight of a norm, with the family's offset."""
+        weight = self.tensor(name)
+        return weight + config.norm_offset if config.norm_offset else weight
 
     def linear(self, *names: str, bias: tuple[str, ...] = ()) -> Linear:
         """Read and fuse projections that have the same input."""

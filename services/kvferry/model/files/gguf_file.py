@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
 from kvferry.model.config import ModelConfig
+from kvferry.model.families.registry import GGUF_ARCHITECTURES
 from kvferry.model.files.dequantize import dequantize
 from kvferry.model.files.gguf_header import Array, Header, TensorInfo, Value, read_header
 from kvferry.model.files.regular_file import map_file
 from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, Shape, Stored, check_shapes
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TOP = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -128,9 +128,11 @@ class _Fields:
 
     def config(self, name: str) -> ModelConfig:
         architecture = self._pairs.get("general.architecture")
-        if architecture not in ARCHITECTURES:
-            supported = ", ".join(ARCHITECTURES)
-            raise ModelFileError(f"{self._path}: architecture {architecture!r} is not one of {supported}")
+        if architecture not in GGUF_ARCHITECTURES:
+            raise ModelFileError(
+                f"{self._path}: general.architecture = {repr(architecture)[:40]} is not one of"
+                f" {', '.join(GGUF_ARCHITECTURES)}; other families are read from safetensors folders"
+            )
         a = str(architecture)
         self._refuse_unsupported(a)
         hidden, heads = self._whole(f"{a}.embedding_length"), self._whole(f"{a}.attention.head_count")

@@ -7,8 +7,9 @@ end) in the data. The header is checked completely before data is used. Files ar
 import json
 import math
 import mmap
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -16,20 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.config import Llama3RopeScaling, ModelConfig
+from kvferry.model.config import ModelConfig
+from kvferry.model.families.config_fields import Json
+from kvferry.model.families.registry import family_of, read_config
 from kvferry.model.files.regular_file import map_file, read_file
 from kvferry.model.tensors import BF16, F16, F32, HEAD, Shape, Stored, check_shapes
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
 _MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 _MAX_DIMENSIONS = 8
-_MAX_MODEL_TOKENS = 4 << 20
-"""Longest context; tables of rotary angles have a row for each position."""
-_MAX_REAL = 1e30
-
-Json = Mapping[str, object]
+_ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.(?:weight|bias)|norm\.weight)$")
+"""Tensors whose rows are values of queries or keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,15 @@ class SafetensorsModel:
                 if tensor in self._tensors:
                     raise ModelFileError(f"{path}: tensor {tensor!r} is in more than one file of the folder")
                 self._tensors[tensor] = stored
-        self.config = read_config(raw, name or folder.resolve().name, folder)
+        generation = folder / "generation_config.json"
+        self.config = read_config(
+            raw,
+            name or folder.resolve().name,
+            folder / "config.json",
+            read_json(generation) if generation.is_file() else None,
+        )
+        if family_of(raw, folder / "config.json").has_fused_tensors:
+            self._tensors = _split(self._tensors, self.config)
         if self.config.tie_word_embeddings:
             self._tensors.pop(HEAD, None)  # some checkpoints duplicate the tied matrix
         # Old Llama checkpoints store the rotary frequencies, which are derived from the configuration.
@@ -72,6 +79,10 @@ class SafetensorsModel:
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """Read a tensor as float32; return a read-only view of the file if the tensor is stored as F32."""
+        order = self._order(name)
+        return self._in_stored_order(name) if order is None else self._in_stored_order(name)[order]
+
+    def _in_stored_order(self, name: str) -> npt.NDArray[np.float32]:
         stored = self._tensors[name]
         count = math.prod(stored.shape)
         if stored.dtype == "BF16":
@@ -81,11 +92,18 @@ class SafetensorsModel:
         values = np.frombuffer(stored.data, dtype=kind, count=count, offset=stored.start).reshape(stored.shape)
         return values.astype(np.float32, copy=False)
 
+    def _order(self, name: str) -> npt.NDArray[np.int64] | None:
+        """Return the stored row of each row of a tensor; `None` if the rows are stored in order."""
+        return rotated_first(self.config, self._tensors[name].shape[0]) if _ROTATED.search(name) else None
+
     def stored(self, name: str) -> Stored:
         """Return the rows of a matrix, as stored in the file."""
         stored = self._tensors[name]
         count = math.prod(stored.shape) * _BYTES[stored.dtype]
         data = np.frombuffer(stored.data, dtype=np.uint8, count=count, offset=stored.start)
+        order = self._order(name)
+        if order is not None:
+            return Stored(_TYPE_IDS[stored.dtype], data, order)
         return Stored.plain(_TYPE_IDS[stored.dtype], data, stored.shape[0])
 
     def release(self) -> None:
@@ -94,128 +112,45 @@ class SafetensorsModel:
             data.madvise(mmap.MADV_DONTNEED)
 
 
-def read_config(raw: Json, name: str, where: Path) -> ModelConfig:
-    """Convert the content of a `config.json` to a `ModelConfig`.
+def _split(tensors: dict[str, _Stored], config: ModelConfig) -> dict[str, _Stored]:
+    """Return the tensors with fused projections as separate tensors, which are ranges of rows of the fused ones.
+    Tensors whose shape does not fit are left for the shape check."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    fused = {
+        "qkv_proj.weight": (("q_proj", q), ("k_proj", kv), ("v_proj", kv)),
+        "gate_up_proj.weight": (("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)),
+    }
+    found: dict[str, _Stored] = {}
+    for name, stored in tensors.items():
+        room, _, last = name.rpartition(".weight")[0].rpartition(".")
+        parts = fused.get(f"{last}.weight", ()) if name.endswith(".weight") else ()
+        if not parts or len(stored.shape) != 2 or stored.shape[0] != sum(rows for _, rows in parts):
+            found[name] = stored
+            continue
+        start = stored.start
+        for part, rows in parts:
+            found[f"{room}.{part}.weight"] = replace(stored, shape=(rows, stored.shape[1]), start=start)
+            start += rows * stored.shape[1] * _BYTES[stored.dtype]
+    return found
 
-    Raises:
-        ModelFileError: the architecture or a feature is not supported, or a field is missing; the message contains the
-            field.
+
+def rotated_first(config: ModelConfig, rows: int) -> npt.NDArray[np.int64] | None:
+    """Return the stored row of each row of a query or key projection, so that rotary pairs are half a head apart.
+
+    A partly rotated head stores the halves of its rotated values first: r0 .. r(n/2 - 1), r(n/2) .. r(n - 1), p0 ..
+    p(m - 1). The engine rotates pairs (i, i + head_dim/2) of all heads, and its table has angle zero for pairs of plain
+    values: r0 .. r(n/2 - 1), p0 .. p(m/2 - 1) | r(n/2) .. r(n - 1), p(m/2) .. p(m - 1). Scores do not depend on the
+    order, as queries and keys share it.
     """
-    fields = _Fields(raw, where / "config.json")
-    architecture = fields.architecture()
-    fields.refuse_unsupported(architecture)
-    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    if raw.get("head_dim") is None and hidden % heads:
-        raise ModelFileError(f"{where}: hidden_size {hidden} is not divisible by {heads} heads")
-    theta, scaling = fields.rope()
-    return ModelConfig(
-        name=name,
-        architecture=architecture,
-        vocab_size=fields.whole("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=fields.whole("intermediate_size"),
-        num_layers=fields.whole("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=fields.whole("num_key_value_heads", heads),
-        head_dim=fields.whole("head_dim", hidden // heads),
-        rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        max_model_tokens=fields.context_tokens(),
-        rope_scaling=scaling,
-        tie_word_embeddings=raw.get("tie_word_embeddings", False) is True,
-        qkv_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
-        eos_token_ids=fields.end_tokens(where),
-        bos_token_id=fields.optional_token("bos_token_id"),
+    if config.rotary_dim is None:
+        return None
+    half, turned = config.head_dim // 2, config.rotary_dim // 2
+    plain = np.arange(config.rotary_dim, config.head_dim)
+    head = np.concatenate(
+        (np.arange(turned), plain[: half - turned], np.arange(turned, 2 * turned), plain[half - turned :])
     )
-
-
-class _Fields:
-    """Reads and checks the fields of a config.json."""
-
-    def __init__(self, raw: Json, where: Path) -> None:
-        self._raw = raw
-        self._where = where
-
-    def architecture(self) -> str:
-        named = self._raw.get("architectures")
-        first = named[0] if isinstance(named, list) and named else None
-        if not isinstance(first, str) or first not in ARCHITECTURES:
-            supported = ", ".join(ARCHITECTURES)
-            raise ModelFileError(f"{self._where}: architecture {first!r} is not supported; supported are {supported}")
-        return ARCHITECTURES[first]
-
-    def refuse_unsupported(self, architecture: str) -> None:
-        raw = self._raw
-        problems = {
-            "attention_bias": architecture != "qwen2" and raw.get("attention_bias"),
-            "mlp_bias": raw.get("mlp_bias"),
-            "use_sliding_window": raw.get("use_sliding_window"),
-            "sliding_window": architecture == "llama" and raw.get("sliding_window"),
-            "hidden_act": raw.get("hidden_act", "silu") != "silu",
-            "quantization_config": raw.get("quantization_config") is not None,
-            "layer_types": set(map(str, _listed(raw.get("layer_types")))) - {"full_attention"},
-        }
-        for key, present in problems.items():
-            if present:
-                raise ModelFileError(f"{self._where}: {key} = {raw.get(key)!r} is not supported")
-
-    def rope(self) -> tuple[float, Llama3RopeScaling | None]:
-        """Return RoPE base and scaling. transformers 5 stores both in `rope_parameters`, earlier versions in two
-        fields."""
-        given = self._raw.get("rope_parameters") or self._raw.get("rope_scaling") or {}
-        if not isinstance(given, dict):
-            raise ModelFileError(f"{self._where}: rope_scaling must be an object, not {given!r}")
-        inner = _Fields(given, self._where)
-        theta = inner.real("rope_theta", self.real("rope_theta", 10000.0))
-        kind = given.get("rope_type", given.get("type", "default"))
-        if kind == "default":
-            return theta, None
-        if kind != "llama3":
-            raise ModelFileError(f"{self._where}: rope_scaling type {kind!r} is not supported (llama3 is)")
-        return theta, Llama3RopeScaling(
-            factor=inner.real("factor"),
-            low_freq_factor=inner.real("low_freq_factor"),
-            high_freq_factor=inner.real("high_freq_factor"),
-            original_max_position=inner.whole("original_max_position_embeddings"),
-        )
-
-    def context_tokens(self) -> int:
-        key = "max_position_embeddings"
-        value = self.whole(key)
-        if value > _MAX_MODEL_TOKENS:
-            raise ModelFileError(f"{self._where}: {key} is {value}; at most {_MAX_MODEL_TOKENS} is supported")
-        return value
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise ModelFileError(f"{self._where}: {key} must be a positive whole number, not {value!r}")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_REAL:
-            raise ModelFileError(f"{self._where}: {key} must be a positive number, not {repr(value)[:40]}")
-        return float(value)
-
-    def optional_token(self, key: str) -> int | None:
-        value = self._raw.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-    def end_tokens(self, folder: Path) -> tuple[int, ...]:
-        """Return the end-of-sequence tokens in config.json and generation_config.json; the latter has additional ones
-        for chat."""
-        found: set[int] = set()
-        generation = folder / "generation_config.json"
-        for raw in (self._raw, read_json(generation) if generation.is_file() else {}):
-            value = raw.get("eos_token_id")
-            for token in _listed(value):
-                if isinstance(token, int) and not isinstance(token, bool):
-                    found.add(token)
-        return tuple(sorted(found))
+    order: npt.NDArray[np.int64] = (np.arange(0, rows, config.head_dim)[:, None] + head).reshape(-1)
+    return order
 
 
 def read_json(path: Path) -> Json:
@@ -298,11 +233,6 @@ def _entry(name: str, entry: object, damaged: Callable[[str], ModelFileError]) -
     if math.prod(shape) * _BYTES[dtype] != span[1] - span[0]:
         raise damaged(f"tensor {name!r} of shape {shape} and type {dtype} does not fill {span}")
     return dtype, tuple(shape), span[0], span[1]
-
-
-def _listed(value: object) -> list[object]:
-    """Convert a value to a list: a list is unchanged, `None` becomes empty, any other value becomes one item."""
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:

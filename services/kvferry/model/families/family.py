@@ -1,0 +1,57 @@
+"""Declaration of a model family: its class in config.json, and how it differs from Llama."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvferry.model.config import ModelConfig
+from kvferry.model.families.config_fields import ConfigFields
+
+Adapt = Callable[[ConfigFields, ModelConfig], ModelConfig]
+"""Function that reads a family's own fields: (fields, configuration as of Llama) -> configuration."""
+
+
+def as_llama(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
+    """Return the configuration unchanged."""
+    return llama
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models. What it does not state is as in Llama."""
+
+    name: str
+    title: str
+    """Names of its models, for the documentation."""
+    architecture: str
+    """Name of the class in the field `architectures` of config.json."""
+    adapt: Adapt = as_llama
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Values of absent fields, where those of the class in transformers differ from Llama's."""
+    ignores: tuple[str, ...] = ()
+    """Fields that have no effect in the family's class, although they have in others."""
+    has_fused_tensors: bool = False
+    """Whether the files have `qkv_proj` and `gate_up_proj` instead of separate projections."""
+    reads_gguf: bool = False
+    """Whether GGUF files of the family are read; the family's name is then that of the architecture in GGUF."""
+
+
+def windows_of(
+    fields: ConfigFields, llama: ModelConfig, window: int | None, by_default: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """Return the window of each layer.
+
+    Args:
+        fields: fields of the model; `layer_types` is read if present.
+        llama: the configuration so far.
+        window: sliding window in tokens; `None` if the model has none.
+        by_default: whether a layer has a window, without `layer_types`.
+
+    Raises:
+        ModelFileError: `layer_types` is not valid, or has windows while the model has none.
+    """
+    slides = fields.slides(llama.num_layers) or tuple(by_default(index) for index in range(llama.num_layers))
+    if window is None:
+        if any(slides) and fields.value("layer_types") is not None:
+            fields.refuse("layer_types", "layers have a sliding window, whose length sliding_window does not give")
+        return ()
+    return tuple(window if slide else None for slide in slides) if any(slides) else ()

@@ -1,0 +1,21 @@
+"""Mistral: every layer has a sliding window, unless `sliding_window` is null (Jiang et al., Mistral 7B, 2023)."""
+
+from dataclasses import replace
+
+from kvferry.model.config import ModelConfig
+from kvferry.model.families.config_fields import ConfigFields
+from kvferry.model.families.family import Family, windows_of
+
+
+def _adapt(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
+    window = fields.optional_whole("sliding_window")
+    return replace(llama, windows=windows_of(fields, llama, window, lambda _: True))
+
+
+MISTRAL = Family(
+    name="mistral",
+    title="Mistral, Mistral Nemo and Small (text)",
+    architecture="MistralForCausalLM",
+    adapt=_adapt,
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+)

@@ -1,0 +1,25 @@
+"""Phi-3, Phi-3.5 and Phi-4: fused projections, LongRoPE, a partly rotated head, and a window in Phi-3 mini with 4k.
+
+Source: Abdin et al., Phi-3 Technical Report, 2024.
+"""
+
+from dataclasses import replace
+
+from kvferry.model.config import ModelConfig
+from kvferry.model.families.config_fields import ConfigFields
+from kvferry.model.families.family import Family, windows_of
+
+
+def _adapt(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
+    window = fields.optional_whole("sliding_window")
+    return replace(llama, windows=windows_of(fields, llama, window, lambda _: True))
+
+
+PHI3 = Family(
+    name="phi3",
+    title="Phi-3, Phi-3.5 (text), Phi-4, Phi-4-mini",
+    architecture="Phi3ForCausalLM",
+    adapt=_adapt,
+    defaults={"rms_norm_eps": 1e-5},
+    has_fused_tensors=True,
+)

@@ -1,0 +1,103 @@
+"""The families that can be served, by their class in config.json, and the reader of config.json for all of them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from kvferry.core.errors import ModelFileError
+from kvferry.model.config import ModelConfig
+from kvferry.model.families.config_fields import ConfigFields, Json, listed
+from kvferry.model.families.family import Family
+from kvferry.model.families.gemma import GEMMA2, GEMMA3
+from kvferry.model.families.granite import GRANITE
+from kvferry.model.families.llama import LLAMA
+from kvferry.model.families.mistral import MISTRAL
+from kvferry.model.families.olmo2 import OLMO2
+from kvferry.model.families.phi3 import PHI3
+from kvferry.model.families.qwen import QWEN2, QWEN3
+from kvferry.model.families.rope_fields import read_rope
+from kvferry.model.families.smollm3 import SMOLLM3
+
+_MAX_MODEL_TOKENS = 4 << 20
+"""Longest context; tables of rotary angles have a row for each position."""
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GRANITE, SMOLLM3, GEMMA2, GEMMA3)}
+)
+"""The families by name."""
+_BY_CLASS = {family.architecture: family for family in FAMILIES.values()}
+_MAX_LAYERS = 4096
+GGUF_ARCHITECTURES = tuple(family.name for family in FAMILIES.values() if family.reads_gguf)
+
+
+def family_of(raw: Json, where: Path) -> Family:
+    """Return the family of a config.json.
+
+    Raises:
+        ModelFileError: its class is not supported; the message lists all classes.
+    """
+    named = listed(raw.get("architectures"))
+    first = named[0] if named else None
+    if not isinstance(first, str) or first not in _BY_CLASS:
+        raise ModelFileError(
+            f"{where}: architectures names {repr(first)[:80]}, which is not supported; supported are"
+            f" {', '.join(_BY_CLASS)}. Use a model of one of these classes"
+        )
+    return _BY_CLASS[first]
+
+
+def read_config(raw: Json, name: str, where: Path, ends: Json | None = None) -> ModelConfig:
+    """Convert the content of a config.json to a `ModelConfig`.
+
+    Args:
+        raw: the content.
+        name: model name for clients.
+        where: the file, for messages.
+        ends: content of generation_config.json, which has additional end tokens for chat.
+
+    Raises:
+        ModelFileError: the class or a feature is not supported, or a field is missing; the message contains the field.
+    """
+    family = family_of(raw, where)
+    fields = ConfigFields(raw, where, family.defaults)
+    fields.ignore(*family.ignores)
+    config = family.adapt(fields, _as_llama(fields, family, name, ends or {}))
+    fields.refuse_unread()
+    return config
+
+
+def _as_llama(fields: ConfigFields, family: Family, name: str, ends: Json) -> ModelConfig:
+    """Read the fields that all families have."""
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    if fields.value("head_dim") is None and hidden % heads:
+        raise ModelFileError(f"{fields.where}: hidden_size {hidden} is not divisible by {heads} heads")
+    head_dim = fields.whole("head_dim", hidden // heads)
+    rope = read_rope(fields, head_dim, default_theta=10000.0, inner="full_attention")
+    if rope.context_tokens > _MAX_MODEL_TOKENS:
+        raise ModelFileError(
+            f"{fields.where}: max_position_embeddings is {fields.whole('max_position_embeddings')}, a context of"
+            f" {rope.context_tokens} tokens with its scaling; at most {_MAX_MODEL_TOKENS} is supported"
+        )
+    num_layers = fields.whole("num_hidden_layers")
+    if num_layers > _MAX_LAYERS:
+        raise ModelFileError(f"{fields.where}: num_hidden_layers is {num_layers}; at most {_MAX_LAYERS} is supported")
+    ends_for_chat = ConfigFields(ends, fields.where).tokens("eos_token_id")
+    return ModelConfig(
+        name=name,
+        architecture=family.name,
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.whole("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=fields.whole("num_key_value_heads", heads),
+        head_dim=head_dim,
+        rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
+        rope_theta=rope.theta,
+        max_model_tokens=rope.context_tokens,
+        rope_scaling=rope.scaling,
+        rotary_dim=None if rope.rotary_dim == head_dim else rope.rotary_dim,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        eos_token_ids=tuple(sorted(fields.tokens("eos_token_id") | ends_for_chat)),
+        bos_token_id=fields.optional_token("bos_token_id"),
+    )

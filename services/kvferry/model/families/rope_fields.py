@@ -1,0 +1,116 @@
+"""Reads the rotary embedding from a config.json: base, scaling, and the part of a head that is rotated.
+
+transformers 5 stores all of it in `rope_parameters`; earlier versions have `rope_theta`, `rope_scaling` and
+`partial_rotary_factor`. Values that are absent are computed as in transformers (`modeling_rope_utils`).
+"""
+
+import math
+from dataclasses import dataclass
+
+from kvferry.core.errors import ModelFileError
+from kvferry.model.families.config_fields import ConfigFields
+from kvferry.model.rope import DynamicNtkRope, LinearRope, Llama3RopeScaling, LongRope, RopeScaling, YarnRope
+
+ORIGINAL = "original_max_position_embeddings"
+KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The rotary embedding of a model, as configured."""
+
+    theta: float
+    scaling: RopeScaling | None
+    rotary_dim: int
+    """Number of rotated values per head."""
+    context_tokens: int
+    """Context length in tokens, with the scaling."""
+
+
+def read_rope(fields: ConfigFields, head_dim: int, *, default_theta: float, inner: str | None = None) -> Rope:
+    """Read the rotary embedding.
+
+    Args:
+        fields: fields of the model.
+        head_dim: values per head.
+        default_theta: base if the file gives none.
+        inner: name of an object in `rope_parameters`, if the family has several.
+
+    Raises:
+        ModelFileError: the kind is unknown, or a value is missing or out of range.
+    """
+    given = fields.inner("rope_parameters") or fields.inner("rope_scaling") or ConfigFields({}, fields.where)
+    nested = given.inner(inner) if inner else None
+    given = nested or given
+    theta = given.real("rope_theta", fields.real("rope_theta", default_theta))
+    share = given.real("partial_rotary_factor", fields.real("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelFileError(
+            f"{fields.where}: partial_rotary_factor {share:g} rotates {rotary_dim} of {head_dim} values of a head; an"
+            f" even number from 2 to {head_dim} is needed"
+        )
+    most = fields.whole("max_position_embeddings")
+    kind = given.value("rope_type") or given.value("type") or "default"
+    if kind in ("su", "yarn") and given.value("short_factor") is not None:
+        kind = "longrope"  # earlier names, in Phi-3
+    if kind == "default":
+        return Rope(theta, None, rotary_dim, most)
+    scaling: RopeScaling
+    if kind == "linear":
+        scaling = LinearRope(given.real("factor"))
+    elif kind == "dynamic":
+        scaling = DynamicNtkRope(given.real("factor"), most)
+        most = int(most * max(scaling.factor, 1.0))
+    elif kind == "yarn":
+        scaling = _yarn(given, _original(fields, given, most), most)
+        most = max(most, int(scaling.original_max_position * scaling.factor))
+    elif kind == "longrope":
+        scaling = _long(given, _original(fields, given, most), most, rotary_dim // 2)
+    elif kind == "llama3":
+        scaling = Llama3RopeScaling(
+            factor=given.real("factor"),
+            low_freq_factor=given.real("low_freq_factor"),
+            high_freq_factor=given.real("high_freq_factor"),
+            original_max_position=given.whole(ORIGINAL),
+        )
+    else:
+        raise ModelFileError(
+            f"{fields.where}: rope_scaling type {repr(kind)[:40]} is not supported; supported are {', '.join(KINDS)}"
+        )
+    return Rope(theta, scaling, rotary_dim, most)
+
+
+def _original(fields: ConfigFields, given: ConfigFields, most: int) -> int:
+    """Return the length before scaling; Phi-3 has it beside `rope_scaling`, with priority."""
+    beside = fields.optional_whole(ORIGINAL)
+    return given.whole(ORIGINAL, most) if beside is None else beside
+
+
+def _yarn(given: ConfigFields, original: int, most: int) -> YarnRope:
+    factor = given.real("factor", most / original)
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    over, under = given.value("mscale"), given.value("mscale_all_dim")
+    computed = magnitude(given.real("mscale")) / magnitude(given.real("mscale_all_dim")) if over and under else None
+    return YarnRope(
+        factor=factor,
+        original_max_position=original,
+        attention_factor=given.real("attention_factor", magnitude(1.0) if computed is None else computed),
+        beta_fast=given.real("beta_fast", 32.0),
+        beta_slow=given.real("beta_slow", 1.0),
+        truncate=given.flag("truncate", default=True),
+    )
+
+
+def _long(given: ConfigFields, original: int, most: int, count: int) -> LongRope:
+    factor = given.real("factor", most / original)
+    default = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
+    return LongRope(
+        short_factors=given.numbers("short_factor", count),
+        long_factors=given.numbers("long_factor", count),
+        original_max_position=original,
+        attention_factor=given.real("attention_factor", default),
+    )

@@ -1,0 +1,23 @@
+"""docs/models.md lists the families that exist, and what serves them."""
+
+import re
+from pathlib import Path
+
+from kvferry.engine.models.build import COMPILED_FEATURES
+from kvferry.model.families.registry import FAMILIES, GGUF_ARCHITECTURES
+from kvferry.model.features import FEATURES
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/models.md").read_text("utf-8")
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\| `.*$", PAGE, re.MULTILINE)]
+
+
+def test_the_table_has_a_row_for_each_family() -> None:
+    told = [(name.strip("`"), models, kind.strip("`")) for name, models, kind, *_ in ROWS]
+    assert told == [(family.name, family.title, family.architecture) for family in FAMILIES.values()]
+
+
+def test_the_table_says_what_serves_a_family() -> None:
+    compiled = "works" if set(FEATURES) == set(COMPILED_FEATURES) else "fallback"
+    for name, _, _, *cells in ROWS:
+        gguf = "works" if name.strip("`") in GGUF_ARCHITECTURES else "refused"
+        assert cells == [compiled, "works", "works", gguf]

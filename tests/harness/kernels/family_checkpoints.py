@@ -1,0 +1,174 @@
+"""Small random checkpoints of each model family, written by transformers with the family's own features switched on."""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kvferry.model import tiny
+from kvferry.model.config import Activation, NormPlacement
+
+CONTEXT = 512
+WINDOW = 8
+_SIZES: dict[str, object] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": None,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """How to make a checkpoint."""
+
+    prefix: str
+    """Of the classes in transformers."""
+    settings: dict[str, object] = field(default_factory=dict)
+    config_class: str = ""
+    seed: int = 0
+
+    def model(self) -> Any:
+        """Create the model in float32, with eager attention. Weights are large enough that attention, caps and norms
+        matter: scores and logits of several units."""
+        made = getattr(transformers, self.config_class or f"{self.prefix}Config")(**(_SIZES | self.settings))
+        made._attn_implementation = "eager"
+        torch.manual_seed(self.seed)
+        model = getattr(transformers, f"{self.prefix}ForCausalLM")(made).train(False)
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if "norm" in name:
+                    value.add_(torch.randn_like(value) * 0.2)
+                elif value.ndim == 2:
+                    gain = 1.0 if "embed_tokens" in name else 1.5
+                    value.copy_(torch.randn_like(value) * gain / value.shape[1] ** (0.5 if gain > 1 else 0.25))
+                else:
+                    value.copy_(torch.randn_like(value) * 0.3)
+        return model
+
+    def write(self, folder: Path) -> Any:
+        """Write the checkpoint with a tokenizer, and return the model."""
+        model = self.model()
+        model.save_pretrained(folder)
+        (folder / "tokenizer.json").write_text(tiny.tokenizer(tiny.config())._make().to_str())
+        return model
+
+
+def long_factors(count: int, seed: int) -> list[float]:
+    """Return `count` divisors of rotary frequencies from 1 to 5."""
+    generator = torch.Generator().manual_seed(seed)
+    return (1 + 4 * torch.rand(count, generator=generator)).tolist()
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 64,
+}
+PARTIAL = 0.75
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": PARTIAL,
+    "short_factor": long_factors(6, 1),
+    "long_factor": long_factors(6, 2),
+}
+_GEMMA = {
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+CHECKPOINTS = {
+    "llama": Checkpoint("Llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": Checkpoint("Llama", {"rope_parameters": LINEAR, "tie_word_embeddings": True}),
+    "mistral": Checkpoint("Mistral", {"sliding_window": WINDOW, "head_dim": 16}),
+    "mistral-full": Checkpoint("Mistral", {"sliding_window": None}),
+    "qwen2": Checkpoint("Qwen2", {"rope_parameters": YARN}),
+    "qwen2-window": Checkpoint(
+        "Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "head_dim": 16}
+    ),
+    "qwen3": Checkpoint(
+        "Qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "head_dim": 16}
+    ),
+    "phi3": Checkpoint(
+        "Phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 64, "pad_token_id": 0},
+    ),
+    "phi3-window": Checkpoint("Phi3", {"sliding_window": WINDOW, "pad_token_id": 0}),
+    "olmo2": Checkpoint("Olmo2"),
+    "granite": Checkpoint(
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.15,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "smollm3": Checkpoint("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "gemma2": Checkpoint("Gemma2", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": Checkpoint(
+        "Gemma3",
+        _GEMMA
+        | {
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+            },
+        },
+        config_class="Gemma3TextConfig",
+    ),
+}
+"""By name, with the family's name up to a dash."""
+
+
+def edit_config(folder: Path, **values: object) -> None:
+    """Change fields of a checkpoint's config.json; `None` is written as null."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+FEATURED = {
+    "window, caps, norms around": replace(
+        tiny.config(qk_norm=True),
+        windows=(WINDOW, None),
+        local_rope_theta=100.0,
+        attention_scale=0.3,
+        attention_soft_cap=2.0,
+        logit_soft_cap=3.0,
+        embedding_scale=7.0,
+        norm_placement=NormPlacement.BOTH,
+        norm_offset=0.5,
+        activation=Activation.GELU_TANH,
+    ),
+    "norms after, whole projections": replace(
+        tiny.config(qk_norm=True), norm_placement=NormPlacement.AFTER, qk_norm_spans_heads=True
+    ),
+    "multipliers, part rotated, part not": replace(
+        tiny.config(qkv_bias=True),
+        residual_scale=0.4,
+        logit_scale=0.5,
+        embedding_scale=3.0,
+        rotary_dim=12,
+        unrotated_layers=(1,),
+        windows=(None, 40),
+    ),
+}
+"""Configurations of the tiny model which together have all features."""

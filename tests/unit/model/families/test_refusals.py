@@ -1,0 +1,146 @@
+"""What a family does not have is refused by file, field, value and remedy; absent fields have the family's defaults."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from kvferry.core.errors import ModelFileError
+from kvferry.model.config import Activation, LayerRope, ModelConfig, NormPlacement
+from kvferry.model.families.registry import FAMILIES, read_config
+
+WHERE = Path("/models/m/config.json")
+BASE: dict[str, object] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 8192,
+}
+
+
+def read(family: str, **raw: object) -> ModelConfig:
+    given = {"architectures": [FAMILIES[family].architecture], **BASE, **raw}
+    return read_config(json.loads(json.dumps(given)), "m", WHERE)
+
+
+@pytest.mark.parametrize(
+    ("family", "raw", "message"),
+    [
+        ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported: this feature"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts = 8"),
+        ("llama", {"residual_multiplier": 0.2}, "residual_multiplier = 0.2"),
+        ("llama", {"sliding_window": 128}, "sliding_window = 128"),
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+        ("llama", {"vision_config": {"x": 1}}, "vision_config"),
+        ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, not 'yes'"),
+        ("llama", {"head_dim": 16, "partial_rotary_factor": 0.55, "hidden_size": 60}, None),
+        ("llama", {"partial_rotary_factor": 1.5}, "rotates 24 of 16 values of a head; an even number from 2 to 16"),
+        ("mistral", {"sliding_window": "wide"}, "sliding_window must be a positive whole number, not 'wide'"),
+        ("mistral", {"attention_bias": True}, "attention_bias = True"),
+        ("qwen2", {"use_sliding_window": 1}, "use_sliding_window must be true or false, not 1"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "whose length sliding_window does not give"),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "known types of layers are full_attention, sliding"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 items, but num_hidden_layers is 4"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0] * 8}},
+            "short_factor must be a list of 8 positive numbers, not 1 items",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8}},
+            "long_factor must contain positive numbers, not 0.0",
+        ),
+        ("phi3", {"rope_scaling": {"type": "xpos"}}, "'xpos' is not supported; supported are default, linear"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("granite", {"attention_multiplier": -1}, "attention_multiplier must be a positive number, not -1"),
+        ("granite", {"mlp_bias": True}, "mlp_bias = True"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "a list with 0 or 1 for each layer"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported: only gelu_pytorch"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type = 'linear' is not supported: layers with a sliding window",
+        ),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(family: str, raw: dict[str, object], message: str | None) -> None:
+    if message is None:
+        assert read(family, **raw).rotary_dim == 8
+        return
+    with pytest.raises(ModelFileError) as caught:
+        read(family, **raw)
+    assert str(WHERE) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_multimodal_class_is_refused_by_name() -> None:
+    with pytest.raises(
+        ModelFileError, match=r"'Gemma3ForConditionalGeneration', which is not supported.*Gemma3ForCausal"
+    ):
+        read_config({"architectures": ["Gemma3ForConditionalGeneration"], **BASE}, "m", WHERE)
+
+
+def test_fields_that_are_absent_have_the_defaults_of_the_family() -> None:
+    assert read("mistral").windows == (4096,) * 4
+    assert read("mistral", sliding_window=None).windows == ()
+    assert read("qwen2", sliding_window=4096, attention_bias=True).windows == ()
+    assert read("qwen2", use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 4096)
+    assert read("smollm3").unrotated_layers == (3,)
+    assert read("smollm3").rope_theta == 2e6
+    gemma = read("gemma2", hidden_act="gelu_pytorch_tanh")
+    assert (gemma.head_dim, gemma.attention_soft_cap, gemma.logit_soft_cap) == (256, 50.0, 30.0)
+    assert gemma.windows == (4096, None, 4096, None)
+    assert gemma.tie_word_embeddings
+    assert (gemma.norm_placement, gemma.activation) == (NormPlacement.BOTH, Activation.GELU_TANH)
+
+
+def test_the_published_forms_of_gemma_3_are_read_alike() -> None:
+    new = read(
+        "gemma3_text",
+        sliding_window=512,
+        num_hidden_layers=7,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        layer_types=["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+    )
+    old = read(
+        "gemma3_text",
+        sliding_window=512,
+        num_hidden_layers=7,
+        rope_theta=1e6,
+        rope_local_base_freq=10000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window_pattern=6,
+    )
+    assert new == old
+    assert new.local_rope_theta == 10000.0
+    assert [layer for layer in range(7) if new.rope_of(layer) is LayerRope.FULL] == [5]
+
+
+def test_phi_3_has_the_original_length_beside_its_scaling() -> None:
+    config = read(
+        "phi3",
+        original_max_position_embeddings=2048,
+        rope_scaling={"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    )
+    scaling = config.rope_scaling
+    assert scaling is not None
+    assert getattr(scaling, "original_max_position", 0) == 2048
+    assert getattr(scaling, "attention_factor", 0) == math.sqrt(1 + math.log(4) / math.log(2048))
+
+
+def test_windows_as_long_as_the_context_are_left_out() -> None:
+    config = read("mistral", sliding_window=4096)
+    assert config.served(4096).windows == ()
+    assert config.served(4096).max_model_tokens == 4096
+    assert config.served(5000) is config
+    assert read("mistral", sliding_window=8192).served(0).windows == ()
