@@ -66,7 +66,8 @@ class DiskTier:
         self._file_bytes = file_bytes(frames.object_bytes)
         self._index = DiskIndex(options.max_bytes)
         self._storing: set[BlockHash] = set()
-        self._unscanned_bytes = 0
+        self._unscanned: dict[BlockHash, Entry] = {}
+        """Objects stored since the start of the last scan, which may not have found their files."""
         self._bounces: list[memoryview] = []
         """Idle aligned buffers; at most `_MAX_BOUNCES`."""
         self._lock = threading.Lock()  # guards the four fields above; not held during file accesses
@@ -150,8 +151,9 @@ class DiskTier:
                 clock=self._clock,
             )
             with self._lock:
-                self._index.add(key.name, Entry(self._file_bytes, self._clock.wall()))
-                self._unscanned_bytes += self._file_bytes
+                entry = Entry(self._file_bytes, self._clock.wall())
+                self._index.add(key.name, entry)
+                self._unscanned[key.name] = entry
         except OSError as error:
             raise self._failed("write", error) from error
         except TierError as error:
@@ -177,7 +179,9 @@ class DiskTier:
         Raises:
             OSError: the folder cannot be read.
         """
-        found: list[tuple[BlockHash, Entry]] = []
+        found: dict[BlockHash, Entry] = {}
+        with self._lock:
+            self._unscanned = {}
         for entry in _files(self._options.folder):
             if entry.name.startswith(TEMPORARY):
                 sweep(Path(entry.path))
@@ -190,16 +194,16 @@ class DiskTier:
                 if len(found) == _MAX_FILES:
                     os.unlink(entry.path)  # removed instead of indexed, to bound the memory of the index
                     continue
-                found.append((name, Entry(status.st_size, status.st_mtime)))
+                found[name] = Entry(status.st_size, status.st_mtime)
         with self._lock:
-            self._index.rebuild(found)
-            self._unscanned_bytes = 0
+            found.update((name, entry) for name, entry in self._unscanned.items() if name in self._index)
+            self._index.rebuild(list(found.items()))
             gone = self._index.make_room(0)
         self._remove(gone)
 
     def _make_room(self) -> None:
         with self._lock:
-            is_due = self._unscanned_bytes * _RESCAN_SHARE > self._options.max_bytes
+            is_due = len(self._unscanned) * self._file_bytes * _RESCAN_SHARE > self._options.max_bytes
         if is_due and self._scanning.acquire(blocking=False):
             try:
                 self.scan()

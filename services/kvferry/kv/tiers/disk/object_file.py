@@ -9,6 +9,7 @@ the process exits: a process that acquires the lock may delete the file, since i
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -27,6 +28,8 @@ TEMPORARY = ".part-"
 DIRECT = getattr(os, "O_DIRECT", 0)
 _DIRECT_CHUNK_BYTES = 1 << 20
 _MAX_BUFFERS = 512
+_MAX_SWEPT = 8
+"""Limit of temporary files that scans of the folder may remove before one is locked."""
 
 
 def file_bytes(object_bytes: int) -> int:
@@ -151,11 +154,8 @@ def write_object(
         TierError: the deadline passed between two chunks; no file remains.
         OSError: the file could not be written; no file remains.
     """
-    temporary = folder / f"{TEMPORARY}{name[:16]}-{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (DIRECT if direct else 0)
-    fd = os.open(temporary, flags, 0o600)
+    temporary, fd = _locked_temporary(folder, name, direct)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         start = memoryview(header.ljust(ALIGNMENT, b"\0"))
         end = memoryview(bytes(aligned(object_bytes) - object_bytes))
         views = [v for v in (start, *pages, end) if len(v)]
@@ -177,6 +177,31 @@ def write_object(
         raise
     finally:
         os.close(fd)
+
+
+def _locked_temporary(folder: Path, name: str, direct: bool) -> tuple[Path, int]:
+    """Create a temporary file and lock it. A `sweep` between the two steps removes the file; a new one is then created.
+
+    Raises:
+        OSError: the file could not be created or locked; no file remains.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (DIRECT if direct else 0)
+    for _ in range(_MAX_SWEPT):
+        temporary = folder / f"{TEMPORARY}{name[:16]}-{secrets.token_hex(8)}"
+        fd = os.open(temporary, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink:
+                return temporary, fd
+        except BlockingIOError:
+            pass  # a sweep holds the lock and removes the file
+        except BaseException:
+            os.close(fd)
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        os.close(fd)
+    raise OSError(errno.EAGAIN, "its temporary files were removed by scans of the folder")
 
 
 def sweep(temporary: Path) -> bool:

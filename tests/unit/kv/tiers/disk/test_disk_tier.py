@@ -1,5 +1,6 @@
 """The disk tier's folder: whose turn it is to go, what a restart remembers, what direct I/O needs."""
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockHash
-from kvferry.kv.tiers.disk import disk_probe, disk_tier
+from kvferry.kv.tiers.disk import disk_probe, disk_tier, object_file
 from kvferry.kv.tiers.disk.object_file import ALIGNMENT, TEMPORARY, aligned_buffer, file_bytes
 from kvferry.kv.tiers.interface.spec import parse_tier
 from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, TierError
@@ -240,3 +241,63 @@ def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be used"):
         open_disk(tmp_path / "file" / "t", ManualClock())
+
+
+# ---------------------------------------------------------------------- scans beside stores
+
+
+@pytest.mark.parametrize("when", ["before the lock", "during the lock"])
+def test_a_store_survives_the_sweep_of_its_unlocked_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    tier = open_disk(tmp_path / "t", ManualClock())
+    real, swept = fcntl.flock, list[bool]()
+
+    def flock(fd: int, operation: int) -> None:
+        if swept:
+            return real(fd, operation)
+        swept.append(True)
+        (temporary,) = (path for path in tmp_path.rglob("*") if path.name.startswith(TEMPORARY))
+        if when == "before the lock":
+            assert object_file.sweep(temporary)
+        else:
+            temporary.unlink()
+            raise BlockingIOError
+        return real(fd, operation)
+
+    monkeypatch.setattr(object_file.fcntl, "flock", flock)
+    assert put(tier, 1)
+    assert get(tier, 1) == content(1)
+    assert swept == [True]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [name(1).hex()]
+
+
+def test_a_file_that_is_always_swept_fails_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_disk(tmp_path / "t", ManualClock())
+
+    def flock(fd: int, operation: int) -> None:
+        for path in tmp_path.rglob("*"):
+            if path.name.startswith(TEMPORARY):
+                path.unlink()
+
+    monkeypatch.setattr(object_file.fcntl, "flock", flock)
+    with pytest.raises(TierError, match="removed by scans"):
+        put(tier, 1)
+
+
+def test_a_store_during_a_scan_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_disk(tmp_path / "t", ManualClock(), num_files=100)
+    put(tier, 1)
+    listed = disk_tier._files
+
+    def files(folder: Path) -> list[os.DirEntry[str]]:
+        found = list(listed(folder))
+        put(tier, 2)
+        put(tier, 3)
+        tier._discard(name(3), "for the test")
+        return found
+
+    monkeypatch.setattr(disk_tier, "_files", files)
+    tier.scan()
+    assert tier.num_bytes == 2 * file_bytes(SIZE)
+    assert there(tier, range(4)) == [1, 2]
