@@ -120,6 +120,7 @@ async def test_parameters_mean_the_same_over_http_and_grpc_as_in_one_engine(stac
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
+        "speculation": False,
         "truncate_prompt_tokens": 30,
         "logprobs": 1,
         "prompt_logprobs": 2,

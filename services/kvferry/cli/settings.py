@@ -2,6 +2,7 @@
 
 from kvferry.core.dtypes import DTYPES
 from kvferry.core.settings import Setting, seconds, size_bytes, whole
+from kvferry.engine.speculation.settings import checked_speculation
 from kvferry.model.text.answers.formats import AUTO, CALL_PARSERS, REASONING_PARSERS
 
 MODEL = Setting(
@@ -156,6 +157,13 @@ ENGINE = (
         "Whether the next step of decoding requests is launched before the tokens of the current one are recorded.",
         choices=("on", "off"),
     ),
+    Setting(
+        "speculation",
+        "off",
+        "Draft tokens that a step verifies beside the next token, from earlier text of the request: off; auto, as many "
+        "as pay; suffix?k=16; or ngram?k=5, a fixed number.",
+        parse=checked_speculation,
+    ),
 )
 
 TIERS = (
@@ -302,17 +310,11 @@ CUDA_GRAPHS = Setting(
     choices=("auto", "off"),
 )
 
-BENCH = (
-    MODEL,
-    LOAD_FORMAT,
-    CUDA_GRAPHS,
-    *(
-        s
-        for s in ENGINE
-        if s.name
-        in {"device", "dtype", "weights", "numerics", "kernels", "threads", "kv_memory", "block_tokens", "async_steps"}
-    ),
-)
+_BENCH_ENGINE = {
+    "device", "dtype", "weights", "numerics", "kernels", "threads", "kv_memory", "block_tokens", "async_steps",
+    "speculation",
+}  # fmt: skip
+BENCH = (MODEL, LOAD_FORMAT, CUDA_GRAPHS, *(s for s in ENGINE if s.name in _BENCH_ENGINE))
 
 DOCTOR = (
     MODEL,

@@ -233,6 +233,19 @@ WORKER_MASK_SECONDS = Metric(
 WORKER_LATE_MASKS = Metric(
     "kvferry_worker_grammar_late_masks_total", Kind.COUNTER, "Masks for which a step did not wait.", _WORKER
 )
+WORKER_DRAFTS = Metric("kvferry_worker_drafts_total", Kind.COUNTER, "Drafts verified by speculation.", _WORKER)
+WORKER_DRAFT_TOKENS = Metric(
+    "kvferry_worker_draft_tokens_total", Kind.COUNTER, "Draft tokens verified by speculation.", _WORKER
+)
+WORKER_ACCEPTED_TOKENS = Metric(
+    "kvferry_worker_accepted_draft_tokens_total", Kind.COUNTER, "Draft tokens accepted.", _WORKER
+)
+WORKER_ACCEPTED_BY_POSITION = Metric(
+    "kvferry_worker_accepted_draft_tokens_by_position_total",
+    Kind.COUNTER,
+    "Draft tokens accepted at a position of their draft, the first one being 0.",
+    ("worker", "position"),
+)
 
 _TIER = ("worker", "tier")
 WORKER_QUARANTINED = Metric(
@@ -294,6 +307,17 @@ VLLM_PREFIX_HITS = Metric("vllm:prefix_cache_hits_total", Kind.COUNTER, WORKER_P
 VLLM_PROMPT_TOKENS = Metric("vllm:prompt_tokens_total", Kind.COUNTER, WORKER_PROMPT_TOKENS.help, _MODEL)
 VLLM_OUTPUT_TOKENS = Metric("vllm:generation_tokens_total", Kind.COUNTER, WORKER_OUTPUT_TOKENS.help, _MODEL)
 VLLM_FINISHED = Metric("vllm:request_success_total", Kind.COUNTER, WORKER_FINISHED.help, _MODEL)
+VLLM_DRAFTS = Metric("vllm:spec_decode_num_drafts_total", Kind.COUNTER, WORKER_DRAFTS.help, _MODEL)
+VLLM_DRAFT_TOKENS = Metric("vllm:spec_decode_num_draft_tokens_total", Kind.COUNTER, WORKER_DRAFT_TOKENS.help, _MODEL)
+VLLM_ACCEPTED_TOKENS = Metric(
+    "vllm:spec_decode_num_accepted_tokens_total", Kind.COUNTER, WORKER_ACCEPTED_TOKENS.help, _MODEL
+)
+VLLM_ACCEPTED_BY_POSITION = Metric(
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    Kind.COUNTER,
+    WORKER_ACCEPTED_BY_POSITION.help,
+    ("model_name", "position"),
+)
 VLLM_STEP_TOKENS = Metric(
     "vllm:iteration_tokens_total", Kind.HISTOGRAM, WORKER_STEP_TOKENS.help, _MODEL, _COUNT_BUCKETS
 )

@@ -100,6 +100,8 @@ class SamplingParams:
     """Number of alternative tokens with log-probabilities per token of the prompt, from the second one on; 0 returns
     only that of the token itself; `None` disables them. All rows of the prompt are computed, so that the prefix cache
     and other workers' KV are not used for it."""
+    speculation: bool = True
+    """Whether a worker with speculation verifies draft tokens for this request. Tokens are the same either way."""
 
     def __post_init__(self) -> None:
         """Check the range of every field.
@@ -137,7 +139,7 @@ class SamplingParams:
             if not sequence:
                 raise InvalidRequest("bad_word_token_ids has an empty sequence", field="bad_word_token_ids")
             _ids("bad_word_token_ids", sequence, MAX_BAD_WORD_TOKENS)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"):
             _flag(name, getattr(self, name))
         _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_OUTPUT_TOKENS, optional=True)
         if self.truncate_prompt_tokens == 0:

@@ -19,6 +19,8 @@ from kvferry.engine.models.model import Model
 from kvferry.engine.run.build_runner import build_runner
 from kvferry.engine.run.runner import Runner
 from kvferry.engine.settings import ASYNC_STEPS, LOAD_FORMATS, ON, EngineSettings
+from kvferry.engine.speculation.settings import parse_speculation
+from kvferry.engine.speculation.speculation import speculation_of
 from kvferry.engine.tensors.compute_dtype import choose_dtype
 from kvferry.engine.tensors.device import CPU, choose_device
 from kvferry.engine.tensors.dtype_record import recorded_dtype
@@ -132,6 +134,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
             f"unknown async_steps {settings.async_steps!r}; expected one of {', '.join(ASYNC_STEPS)}",
             field="async_steps",
         )
+    parse_speculation(settings.speculation)
     where = choose_device(device or settings.device, kernels=settings.kernels)
     source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)
     config = shape_of(settings.model) if source is None else source.config
@@ -218,6 +221,7 @@ def build_engine(
         block_bytes=layout.block_bytes,
         prices=PriceBook(settings.load_policy),
         masks=_masks(loaded, on_mask),
+        speculation=speculation_of(parse_speculation(settings.speculation)),
         runs_ahead=settings.async_steps == ON,
         clock=clock,
     )

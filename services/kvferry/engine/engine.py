@@ -27,6 +27,7 @@ from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.pooling.prompt_pooling import PromptPooling
+from kvferry.engine.speculation.speculation import Speculation
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
@@ -55,6 +56,7 @@ class Engine:
         block_bytes: int = 1,
         prices: PriceBook | None = None,
         masks: GrammarMasks | None = None,
+        speculation: Speculation | None = None,
         runs_ahead: bool = True,
         clock: Clock | None = None,
     ) -> None:
@@ -70,13 +72,14 @@ class Engine:
             block_bytes: bytes of one page, for cost estimates.
             prices: estimates the seconds of loading and computing; updated by each step and load. Default: always load.
             masks: masks of constrained sequences; without it, constraints are rejected.
+            speculation: drafts of decoding sequences; without it, a step samples one token of each.
             runs_ahead: whether a step may be launched before the previous one's tokens are read, if the runner can.
             clock: measures the steps.
         """
         index = PrefixIndex()
         pool = BlockPool(num_blocks, epochs=epochs, on_reuse=index.forget)
         self.allocator = Allocator(pool, index, block_tokens=block_tokens)
-        self.scheduler = Scheduler(limits, self.allocator)
+        self.scheduler = Scheduler(limits, self.allocator, speculation)
         self.max_model_tokens = min(max_model_tokens, num_blocks * block_tokens)
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
@@ -223,6 +226,11 @@ class Engine:
         )
 
     @property
+    def speculation(self) -> Speculation | None:
+        """Drafts of decoding sequences; `None` if speculation is off."""
+        return self.scheduler.drafting.speculation
+
+    @property
     def masks(self) -> GrammarMasks | None:
         """Masks of constrained sequences; `None` if the model has no tokenizer."""
         return self._masks
@@ -308,5 +316,8 @@ class Engine:
             seconds = self._clock.monotonic() - begun
             self._prices.observe_compute(chunks[0].num_computed, chunks[0].num_scheduled, seconds)
         updates = self.scheduler.update(plan, result)
-        self.statistics.record(plan, updates, self._clock.monotonic())
+        ended = self._clock.monotonic()
+        if (speculation := self.speculation) is not None:
+            speculation.observe(plan, ended - begun)
+        self.statistics.record(plan, updates, ended)
         return updates

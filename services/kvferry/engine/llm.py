@@ -54,6 +54,7 @@ class LLM:
         block_tokens: int = 16,
         limits: SchedulerLimits | None = None,
         async_steps: str = "on",
+        speculation: str = "off",
         threads: int = 0,
         seed: int = 0,
     ) -> None:
@@ -79,6 +80,7 @@ class LLM:
                 kernels=kernels,
                 cuda_graphs=cuda_graphs,
                 async_steps=async_steps,
+                speculation=speculation,
                 threads=threads,
                 kv_bytes=kv_bytes,
                 block_tokens=block_tokens,

@@ -39,6 +39,8 @@ class EngineSettings:
     """CUDA graph capture of steps on a GPU, one of `run.build_runner.CUDA_GRAPHS`."""
     async_steps: str = ON
     """Whether the next step is launched before the tokens of the current one are recorded, one of `ASYNC_STEPS`."""
+    speculation: str = "off"
+    """Speculative decoding, parsed by `speculation.settings.parse_speculation`."""
     threads: int = 0
     """Compute threads; 0 uses one thread per available core."""
     kv_bytes: int = 1 << 30

@@ -65,6 +65,7 @@ def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:
         skip_special_tokens=params.skip_special_tokens,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
         prompt_logprobs=params.prompt_logprobs,
+        speculation=params.speculation,
     )
     if params.seed is not None:
         # Random numbers use the low 64 bits, so an unsigned seed and its signed equivalent are the same.
@@ -151,6 +152,7 @@ def sampling_from_wire(message: common_pb2.SamplingParams) -> SamplingParams:
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
         truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        speculation=message.speculation if message.HasField("speculation") else True,
     )
 
 

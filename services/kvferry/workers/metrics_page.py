@@ -19,6 +19,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.histogram import Histogram
 from kvferry.core.metrics import Metric
 from kvferry.engine.engine import Engine
+from kvferry.engine.speculation.speculation import SpeculationCounts
 from kvferry.v1.worker_admin_pb2 import StatusResponse
 from kvferry.workers.unit import WorkerUnit
 
@@ -52,8 +53,18 @@ _COUNTERS: tuple[tuple[Metric, Metric | None, Callable[[Engine], int]], ...] = (
     (metrics.WORKER_OUTPUT_TOKENS, metrics.VLLM_OUTPUT_TOKENS, lambda e: e.statistics.num_output_tokens),
     (metrics.WORKER_FINISHED, metrics.VLLM_FINISHED, lambda e: e.statistics.num_finished),
     (metrics.WORKER_LATE_MASKS, None, lambda e: 0 if e.masks is None else e.masks.num_late),
+    (metrics.WORKER_DRAFTS, metrics.VLLM_DRAFTS, lambda e: _counts(e).num_drafts),
+    (metrics.WORKER_DRAFT_TOKENS, metrics.VLLM_DRAFT_TOKENS, lambda e: _counts(e).num_draft_tokens),
+    (metrics.WORKER_ACCEPTED_TOKENS, metrics.VLLM_ACCEPTED_TOKENS, lambda e: _counts(e).num_accepted_tokens),
 )
 """Counters of an engine: metric by worker, the sum under vLLM's name, value."""
+
+_NO_DRAFTS = SpeculationCounts()
+
+
+def _counts(engine: Engine) -> SpeculationCounts:
+    return _NO_DRAFTS if engine.speculation is None else engine.speculation.counts
+
 
 _HISTOGRAMS: tuple[tuple[Metric, Metric | None, Callable[[Engine], Histogram | None]], ...] = (
     (metrics.WORKER_STEP_TOKENS, metrics.VLLM_STEP_TOKENS, lambda e: e.statistics.step_tokens),
@@ -86,6 +97,10 @@ def engine_families(model: str, engines: Sequence[tuple[str, Engine]]) -> Iterat
         yield _histogram(metric, found)
         if alias is not None:
             yield _histogram(alias, [(model, each) for _, each in found])
+    by_worker = [(worker, _counts(engine).accepted_by_position) for worker, engine in engines]
+    yield _by_position(metrics.WORKER_ACCEPTED_BY_POSITION, by_worker)
+    summed = [sum(counts) for counts in zip(*(counts for _, counts in by_worker), strict=True)]
+    yield _by_position(metrics.VLLM_ACCEPTED_BY_POSITION, [(model, summed)])
 
 
 def families(units: Sequence[StatusResponse]) -> Iterator[GaugeMetricFamily]:
@@ -163,6 +178,16 @@ def _counter(metric: Metric, values: Sequence[tuple[str, float]]) -> CounterMetr
     family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
     for label, value in values:
         family.add_metric([label], float(value))
+    return family
+
+
+def _by_position(metric: Metric, values: Sequence[tuple[str, Sequence[int]]]) -> CounterMetricFamily:
+    """Return a counter by position, up to the last position with a value above 0."""
+    family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for label, counts in values:
+        for position, count in enumerate(counts):
+            if count:
+                family.add_metric([label, str(position)], count)
     return family
 
 

@@ -3,6 +3,8 @@
 They are used in tests of scheduling decisions; end-to-end tests use the real runner.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,8 +15,9 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.loads.kv_loads import KvLoads
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.sequence import RemoteKv
-from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult
+from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, rows_of
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.speculation.speculation import Speculation
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvTiers
 
@@ -49,27 +52,23 @@ class ArithmeticRunner:
             for position in range(item.num_computed, item.num_computed + item.num_scheduled):
                 block, slot = divmod(position, self.block_tokens)
                 self.pages[item.block_ids[block]][slot] = item.token_ids[position]
-        drawn: dict[RequestId, SequenceOutput] = {}
-        postponed: set[RequestId] = set()
-        for item in plan.scheduled:
-            if item.num_sampled:
-                read = [
-                    self.pages[item.block_ids[p // self.block_tokens]][p % self.block_tokens]
-                    for p in range(len(item.token_ids))
-                ]
-                assert None not in read, f"request {item.request_id} read a slot that was not computed"
-                token = next_token([t for t in read if t is not None])
-                if item.mask is not None:
-                    allowed = item.mask.wait()
-                    if allowed is None:
-                        postponed.add(item.request_id)
-                        continue
-                    token = next_allowed(token, allowed)
-                drawn[item.request_id] = SequenceOutput((SampledToken(token),), item.num_scheduled)
+        sampled = [self._sample(row) for item in plan.scheduled if item.num_sampled for row in rows_of(item)]
         scores = {s.request_id: tuple(self._score(s, p) for p in s.scored_positions) for s in plan.scheduled}
         found = {name: made for name, made in scores.items() if made}
         pooled = {s.request_id: self._pool(s) for s in plan.scheduled if s.pooled_positions}
-        return StepResult(drawn, postponed=frozenset(postponed), scores=found, pooled=pooled)
+        return replace(StepResult.of(plan.scheduled, sampled, found), pooled=pooled)
+
+    def _sample(self, row: ScheduledSequence) -> Sampled:
+        """Sample the last row of a sequence from the KV that it reads."""
+        read = [
+            self.pages[row.block_ids[p // self.block_tokens]][p % self.block_tokens] for p in range(len(row.token_ids))
+        ]
+        assert None not in read, f"request {row.request_id} read a slot that was not computed"
+        token = next_token([t for t in read if t is not None])
+        if row.mask is None:
+            return SampledToken(token)
+        allowed = row.mask.wait()
+        return None if allowed is None else SampledToken(next_allowed(token, allowed))
 
     def _pool(self, item: ScheduledSequence) -> npt.NDArray[np.float64]:
         """Sum [token, position] over the pooled rows, as the KV has them."""
@@ -110,6 +109,7 @@ def an_engine(
     block_tokens: int = 4,
     max_model_tokens: int = 128,
     limits: SchedulerLimits | None = None,
+    speculation: Speculation | None = None,
 ) -> tuple[Engine, ArithmeticRunner]:
     """Create a small engine and its runner."""
     runner = ArithmeticRunner(num_blocks, block_tokens)
@@ -123,6 +123,7 @@ def an_engine(
         fingerprint=b"test layout",
         limits=limits or small_limits(),
         namers=BlockNamers(b"secret"),
+        speculation=speculation,
     )
     return engine, runner
 

@@ -106,6 +106,7 @@ def test_real_numbers_are_taken_up_to_both_bounds_and_not_beyond(name: str) -> N
         ("ignore_eos", True, 1),
         ("include_stop_str_in_output", True, "yes"),
         ("skip_special_tokens", False, None),
+        ("speculation", False, "off"),
         ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
         ("logit_bias", {0: -100.0, 1: 100}, {0: -100.1}),
         ("logit_bias", {5: 0.0}, {5: math.nan}),

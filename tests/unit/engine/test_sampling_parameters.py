@@ -261,6 +261,16 @@ def check_truncate_prompt_tokens(llm: LLM) -> None:
     refused(llm, "prompt", prompt=[5] * 3000)
 
 
+def check_speculation(_: LLM) -> None:
+    speculative = LLM("tiny", dtype="float32", kv_bytes=16 << 20, speculation="ngram?k=4&min=1")
+    drafted: list[int] = []
+    speculative.runner.watch = lambda plan: drafted.append(sum(s.num_drafts for s in plan.scheduled))
+    without = one(speculative, prompt=[9, 9, 9, 9], max_tokens=24, speculation=False)
+    assert sum(drafted) == 0
+    assert one(speculative, prompt=[9, 9, 9, 9], max_tokens=24).token_ids == without.token_ids
+    assert sum(drafted) > 0
+
+
 def check_constraint(llm: LLM) -> None:
     made = one(llm, DRAWN, constraint=Constraint(ConstraintKind.CHOICE, '["no", "yes"]'), max_tokens=8)
     assert made.text in ("no", "yes")

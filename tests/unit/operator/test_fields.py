@@ -154,6 +154,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "roles[].engine.threads": (prefill(engine={"threads": 3}), flag("threads"), "3"),
     "roles[].engine.tokenBudget": (prefill(engine={"tokenBudget": 64}), flag("token-budget"), "64"),
     "roles[].engine.maxSequences": (prefill(engine={"maxSequences": 7}), flag("max-sequences"), "7"),
+    "roles[].speculation": (prefill(speculation="suffix?k=8"), flag("speculation"), "suffix?k=8"),
     **{
         f"roles[].resources.{part}": (
             prefill(resources={part: value}),
@@ -323,7 +324,8 @@ OTHERWISE = {"roles[].scaling.upSeconds": auto(requestsTarget=5)}
 CHANGES_WORKERS = {
     "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "connector.type",
     "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "scheduling", "image",
-    "imagePullPolicy", "imagePullSecrets", "roles[].name", "roles[].template",
+    "imagePullPolicy", "imagePullSecrets", "roles[].name", "roles[].speculation",
+    "roles[].template",
 }  # fmt: skip
 CHANGES_WORKERS_UNDER = ("model.cache.", "roles[].engine.", "roles[].resources.", "tiers[].")
 

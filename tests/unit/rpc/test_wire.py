@@ -45,6 +45,7 @@ _params = st.builds(
     skip_special_tokens=st.booleans(),
     prompt_logprobs=st.none() | st.integers(0, 20),
     truncate_prompt_tokens=st.none() | st.just(-1) | st.integers(1, 1 << 20),
+    speculation=st.booleans(),
 )
 
 

@@ -55,10 +55,15 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
         "tenancy": spec.tenancy,
         "image": [spec.image or default_image, spec.image_pull_policy, spec.image_pull_secrets],
         "roles": sorted(
-            ([role.name, _engine(role), role.resources, role.template] for role in spec.roles),
+            (_role_inputs(role) for role in spec.roles),
             key=lambda part: str(part[0]),
         ),
     }
+
+
+def _role_inputs(role: Role) -> list[Any]:
+    inputs = [role.name, _engine(role), role.resources, role.template]
+    return [*inputs, role.speculation] if role.speculation else inputs
 
 
 def _engine(role: Role) -> Engine:
@@ -173,6 +178,8 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
     }
     if spec.scheduling:
         flags["scheduling"] = spec.scheduling
+    if role.speculation:
+        flags["speculation"] = role.speculation
     return ["worker", *(f"--{name}={value}" for name, value in flags.items())]
 
 

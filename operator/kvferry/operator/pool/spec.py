@@ -69,6 +69,8 @@ class Role(_Struct, frozen=True):
     replicas: int = 1
     scaling: Scaling = Scaling()
     engine: Engine = Engine()
+    speculation: str = ""
+    """Speculative decoding, as the worker's `--speculation`; empty for its default."""
     resources: Json = {}
     template: Json = {}
 

@@ -26,6 +26,8 @@ from kvferry.model.grammar.vocabulary import GrammarVocabulary
 
 LATE_SECONDS = 0.002
 """Time that a step waits for a mask. A mask takes 0.05 ms on average and has the time of the step's kernels."""
+DRAFT_SECONDS = 0.0005
+"""Time that the plan of a step waits for a mask to make a draft; a step without a draft costs more than that."""
 OFFLINE_SECONDS = 60.0
 """Time that an engine without other callers waits for a mask."""
 _NICENESS = 10
@@ -130,6 +132,40 @@ class GrammarMask:
 
         self._owner._masking.submit(following.compute, advance, self._owner.mask_seconds)
         return following
+
+    def forced_tokens(self) -> Sequence[int]:
+        """See `TokenMask.forced_tokens`."""
+        return self._state.forced_tokens() if self._has_state() and self._state is not None else ()
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """See `TokenMask.num_allowed`."""
+        return self._state.num_allowed(token_ids) if self._has_state() and self._state is not None else 0
+
+    def after_each(self, token_ids: Sequence[int]) -> "Sequence[GrammarMask]":
+        """See `TokenMask.after_each`."""
+        state = self._state
+        assert state is not None, "drafts follow a mask that is ready"
+        masks = [GrammarMask(self._owner) for _ in token_ids]
+
+        def compute_all() -> None:
+            own = state.copy()  # on the thread, since a copy takes as long as a mask
+            for mask, token in zip(masks, token_ids, strict=True):
+
+                def advance(token: int = token) -> GrammarState:
+                    own.advance([token])
+                    return own
+
+                mask.compute(advance, self._owner.mask_seconds)
+
+        self._owner._masking.submit(compute_all)
+        return masks
+
+    def _has_state(self) -> bool:
+        """Wait briefly for the mask; return whether it is known and has no error."""
+        if not self.is_ready:
+            with self._owner._ready:
+                self._owner._ready.wait_for(lambda: self.is_ready, DRAFT_SECONDS)
+        return self._allowed is not None
 
     def compute(self, reach: Callable[[], GrammarState], seconds: Histogram) -> None:
         """Compute the mask; on a thread of the pool.

@@ -119,7 +119,7 @@ class Admission:
 
     def admit(self, room: StepBudget, planned: list[ScheduledSequence], *, before: Sequence | None = None) -> None:
         """Admit waiting sequences while they fit; with `before`, those that precede this running sequence."""
-        if not len(self._waiting) or not self._has_place:
+        if not len(self._waiting) or not self.has_place:
             return
         skipped: list[Sequence] = []
         num_followers = 0
@@ -134,7 +134,7 @@ class Admission:
                 remaining = num_remaining(self._allocator, sequence)
                 if not self._policy.precedes(sequence, remaining, before):
                     break
-            if not self._has_place:
+            if not self.has_place:
                 break
             hit = cached_prefix(self._allocator, sequence)
             if self._awaits(sequence, len(hit), pending):
@@ -154,7 +154,7 @@ class Admission:
     def has_place_for(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence fits now."""
         hit = cached_prefix(self._allocator, sequence)
-        return self._has_place and self._headroom().fits(hit, sequence.num_tokens)
+        return self.has_place and self._headroom().fits(hit, sequence.num_tokens)
 
     def start(self, sequence: Sequence) -> None:
         """Add a sequence whose KV was loaded to the running ones."""
@@ -175,7 +175,8 @@ class Admission:
         return Headroom(self._allocator, self._admitted, reserve=self._reserve)
 
     @property
-    def _has_place(self) -> bool:
+    def has_place(self) -> bool:
+        """Whether another sequence may hold pages."""
         return len(self._running) + len(self._loading) < self._limits.max_sequences
 
     def _awaits(self, sequence: Sequence, num_hit: int, pending: set[BlockHash | None]) -> bool:

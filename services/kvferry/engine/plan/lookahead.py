@@ -19,8 +19,17 @@ from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 from kvferry.engine.pooling.prompt_pooling import NO_ROWS
 
 
-def share(sequence: Sequence, count: int) -> ScheduledSequence:
-    """Schedule the next `count` tokens of a sequence."""
+def share(sequence: Sequence, count: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:
+    """Schedule the next `count` tokens of a sequence; with a draft, also its tokens, which follow the last one."""
+    if draft:
+        masks = sequence.mask.after_each(draft) if sequence.mask is not None else ()
+        return replace(
+            share(sequence, count),
+            token_ids=[*sequence.tokens, *draft],
+            num_scheduled=count + len(draft),
+            num_sampled=1 + len(draft),
+            draft_masks=masks,
+        )
     pooling = sequence.pooling
     return ScheduledSequence(
         request_id=sequence.request_id,

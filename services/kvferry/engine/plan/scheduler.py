@@ -36,6 +36,8 @@ from kvferry.engine.plan.step_budget import SchedulerLimits, StepBudget
 from kvferry.engine.policies.deadlines import Deadlines, is_overdue, overdue
 from kvferry.engine.policies.policy import policy_of
 from kvferry.engine.pooling.prompt_pooling import PromptPooling
+from kvferry.engine.speculation.drafting import Drafting
+from kvferry.engine.speculation.speculation import Speculation
 
 Planned = list[ScheduledSequence]
 
@@ -47,11 +49,13 @@ such as the end of a store, free pages too."""
 class Scheduler:
     """Scheduler of one engine; owns every sequence from `add` to its end. Not thread-safe."""
 
-    def __init__(self, limits: SchedulerLimits, allocator: Allocator) -> None:
+    def __init__(self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None = None) -> None:
         self.limits = limits
         self.allocator = allocator
         self.blocks = FullBlocks(allocator)
         """Processing of full blocks: prefix index, stores and reports."""
+        self.drafting = Drafting(speculation, allocator)
+        """Draft tokens of the running sequences."""
         self._policy = policy_of(limits.scheduling)
         self._waiting = self._policy.make_queue(partial(num_remaining, allocator))
         self._deadlines = Deadlines()
@@ -98,6 +102,7 @@ class Scheduler:
             self._running.remove(sequence)
         self._loading.abort(request_id)
         self._may_admit = True
+        self.drafting.forget(request_id)
         sequence.move(SequenceEvent.ABORT)
         sequence.finish_reason = FinishReason.CANCELLED
         self.allocator.free(sequence.table)
@@ -114,6 +119,7 @@ class Scheduler:
         copies: list[PageCopy] = []
         preempted_before = self.num_preemptions
         may_precede = len(self._waiting) > 0 and self._policy.mixes
+        drafts = self.drafting.plan(self._running, may_admit=len(self._waiting) > 0 and self.admission.has_place)
         for sequence in self._policy.by_turn(self._running):
             if room.tokens == 0:
                 break
@@ -127,12 +133,15 @@ class Scheduler:
             count = 1 if wanted == 1 else room.fit_scored(sequence, sequence.num_computed, room.fit(wanted))
             if count == 0:
                 continue  # no budget for this prompt; decoding sequences still fit
-            made = self._grow_or_preempt(sequence, count, planned)
+            draft = drafts.get(sequence.request_id, ())[: room.tokens - count]
+            made = self.drafting.grow(sequence, draft, len(self._running))
+            if made is None:
+                draft, made = (), self._grow_or_preempt(sequence, count, planned)
             if made is None:
                 continue
             copies += made
-            planned.append(share(sequence, count))
-            room.take(wanted, count, planned[-1].num_scored)
+            planned.append(share(sequence, count, draft))
+            room.take(wanted, planned[-1].num_scheduled, planned[-1].num_scored)
         if self.num_preemptions == preempted_before:  # otherwise pages are scarce
             self.admission.admit(room, planned)
         return StepPlan(tuple(planned), tuple(copies))
@@ -146,6 +155,8 @@ class Scheduler:
         if sum(map(self.is_wanted, plan.scheduled)) != len(self._running):
             return None
         if len(self._waiting) and (self._may_admit or self._num_ahead >= _MAX_AHEAD):
+            return None
+        if self.drafting.has_drafts(self._running):
             return None
         self._num_ahead += 1
         return one_ahead(plan, self._known, self.allocator)
@@ -207,7 +218,8 @@ class Scheduler:
             output = result.outputs.get(item.request_id)
             sequence.is_postponed = item.request_id in result.postponed
             if sequence.is_postponed:
-                sequence.num_computed += item.num_scheduled - 1  # the next step computes and samples the last row again
+                # The next step computes and samples the first sampled row again.
+                sequence.num_computed += item.num_scheduled - item.num_sampled
                 self.blocks.list_full(sequence)
             elif output is None and not item.num_sampled:
                 sequence.num_computed += item.num_scheduled
@@ -328,7 +340,9 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, item: ScheduledSequence, given: SequenceOutput | None) -> SequenceUpdate:
         exported_tokens = sequence.num_tokens
-        drawn, accepted = check_output(item, given, sequence.num_computed, exported_tokens)
+        output = check_output(item, given, sequence.num_computed, exported_tokens)
+        self.drafting.verified(item, output)
+        drawn, accepted = output
         sequence.num_computed += accepted
         self.blocks.list_full(sequence)
         scores = sequence.take_scores()
@@ -358,6 +372,7 @@ class Scheduler:
         self._running.remove(sequence)
         del self._known[sequence.request_id]
         self._may_admit = True
+        self.drafting.forget(sequence.request_id)
         sequence.move(SequenceEvent.FINISH)
         sequence.finish_reason = reason
 

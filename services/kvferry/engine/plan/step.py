@@ -8,14 +8,21 @@ num_sampled   of the last scheduled rows are sampled; 0 unless C + num_scheduled
 num_scored    of the scheduled rows of the prompt give the log-probability of the prompt's next token
 pooled        rows of the prompt of a pooling request give their hidden states; such a request samples no row
 
-One token per step needs one sampled row. With speculative decoding, each draft token is a scheduled token and each row
-from the last known token on is sampled; the result has the number of accepted tokens (Leviathan et al., Fast Inference
-from Transformers via Speculative Decoding, 2023, algorithm 1).
+One token per step needs one sampled row. With speculative decoding, `token_ids` ends with draft tokens. Each of them is
+scheduled, and each row from the last known token on is sampled:
+
+token_ids   [ p0 p1 p2 p3 g0 | d1 d2 d3 ]   num_computed = 4, num_scheduled = 4, num_sampled = 4
+sampled                   t1   t2 t3 t4     t1 is always a token; t2 only if d1 = t1, t3 only if also d2 = t2, ..
+
+A draft token is accepted if it is the token that is sampled at its position, with the random number of that position
+(Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, algorithm 1, for a draft without
+probabilities whose draws are coupled with the model's). So drafts change the number of steps, and no token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import islice
+from typing import NamedTuple, overload
 
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
@@ -40,7 +47,7 @@ class ScheduledSequence:
 
     request_id: RequestId
     token_ids: Sequence[int]
-    """All tokens so far, prompt then generated."""
+    """All tokens so far, prompt then generated, then the step's draft tokens."""
     num_prompt: int
     """Number of prompt tokens in `token_ids`; presence and frequency penalties count only the generated tokens."""
     num_computed: int
@@ -49,7 +56,8 @@ class ScheduledSequence:
     block_ids: Sequence[BlockId]
     """Pages in order of position, at least for num_computed + num_scheduled tokens."""
     num_sampled: int
-    """Number of sampled rows, which are the last of the scheduled rows; 0 if the prefill continues in the next step."""
+    """Number of sampled rows, which are the last of the scheduled rows; 0 if the prefill continues in the next step.
+    All but the first have a draft token as input."""
     sampling: SamplingParams
     sample_index: int
     """Index of the sequence among the request's `n` samples; selects the random stream."""
@@ -58,7 +66,9 @@ class ScheduledSequence:
     table_version: int = 0
     """Version of the block table, 0 if unknown; while it is unchanged, blocks were only appended."""
     mask: TokenMask | None = None
-    """Mask of the sampled token, of a sequence with a constraint; such a sequence has one sampled row at most."""
+    """Mask of the first sampled row, of a sequence with a constraint."""
+    draft_masks: Sequence[TokenMask] = ()
+    """Masks of the other sampled rows, of a sequence with a constraint: one after each draft token."""
     num_scored: int = 0
     """Number of rows whose logits score the prompt's next token: the last scheduled rows before the prompt's last
     token."""
@@ -66,9 +76,14 @@ class ScheduledSequence:
     """Positions of the scheduled rows whose hidden states are pooled."""
 
     @property
+    def num_drafts(self) -> int:
+        """Number of draft tokens, the last of `token_ids`."""
+        return self.num_sampled - 1 if self.num_sampled > 1 else 0
+
+    @property
     def is_decode(self) -> bool:
-        """Whether the sequence decodes in this step (see the function `is_decode`)."""
-        return is_decode(self.num_scheduled)
+        """Whether the sequence decodes in this step (see the function `is_decode`), perhaps with draft tokens."""
+        return is_decode(self.num_scheduled - self.num_drafts)
 
     @property
     def scored_positions(self) -> range:
@@ -151,12 +166,13 @@ class StepResult:
         sampled: Sequence[Sampled],
         scored: Mapping[RequestId, tuple[ScoredToken, ...] | KvferryError] | None = None,
     ) -> "StepResult":
-        """Build a result in which all scheduled tokens are accepted; a sequence with an error in any row fails.
+        """Build a result. A sequence's rows count up to the first whose token differs from the draft, whose mask was
+        not ready, or which has an error; the sequence fails if its first row, or a row after accepted tokens, has one.
 
         Args:
             scheduled: the plan's sequences.
-            sampled: results of all sampled rows, in the order of the plan, then of position. A sequence whose mask
-                was not ready has one sampled row.
+            sampled: results of all sampled rows, in the order of the plan, then of position. Rows that do not count
+                may have any result.
             scored: results of the scored rows of each sequence that has any.
         """
         outputs: dict[RequestId, SequenceOutput] = {}
@@ -170,18 +186,36 @@ class StepResult:
                 scores[request_id] = result
         row = 0
         for s in scheduled:
-            tokens: list[SampledToken] = []
-            for one in sampled[row : row + s.num_sampled]:
-                if isinstance(one, KvferryError):
-                    failures.setdefault(s.request_id, one)
-                elif one is None:
+            if s.num_sampled:
+                tokens = _verified(s, sampled[row : row + s.num_sampled])
+                if isinstance(tokens, KvferryError):
+                    failures.setdefault(s.request_id, tokens)
+                elif not tokens:
                     postponed.add(s.request_id)
-                else:
-                    tokens.append(one)
-            if tokens and s.request_id not in failures:
-                outputs[s.request_id] = SequenceOutput(tuple(tokens), s.num_scheduled)
-            row += s.num_sampled
+                elif s.request_id not in failures:
+                    accepted = s.num_scheduled - s.num_drafts + len(tokens) - 1
+                    outputs[s.request_id] = SequenceOutput(tokens, accepted)
+                row += s.num_sampled
         return cls(outputs, failures, frozenset(postponed), scores)
+
+
+def _verified(s: ScheduledSequence, sampled: Sequence[Sampled]) -> tuple[SampledToken, ...] | KvferryError:
+    """Return the tokens of the rows that count; none if the mask of the first row was not ready."""
+    tokens: list[SampledToken] = []
+    for draft, one in zip([*draft_tokens(s), None], sampled, strict=True):
+        if isinstance(one, KvferryError):
+            return one
+        if one is None:
+            break
+        tokens.append(one)
+        if one.token_id != draft:
+            break
+    return tuple(tokens)
+
+
+def draft_tokens(s: ScheduledSequence) -> Sequence[int]:
+    """Return the draft tokens of a sequence in a step."""
+    return s.token_ids[len(s.token_ids) - s.num_drafts :]
 
 
 def sampled_rows(scheduled: Sequence[ScheduledSequence]) -> list[int]:
@@ -196,20 +230,51 @@ def sampled_rows(scheduled: Sequence[ScheduledSequence]) -> list[int]:
 
 
 def drawn_rows(scheduled: Sequence[ScheduledSequence]) -> list[ScheduledSequence]:
-    """Return the scheduled sequence of each sampled row, in the order of rows.
+    """Return the scheduled sequence of each sampled row, in the order of rows (`rows_of`)."""
+    return [row for s in scheduled if s.num_sampled for row in rows_of(s)]
 
-    A sequence with several rows appears once per row, truncated after the row's token: a draw depends on the tokens up
-    to its row, on their number and on the request, and not on draft tokens after it.
+
+def rows_of(s: ScheduledSequence) -> Iterator[ScheduledSequence]:
+    """Yield the scheduled sequence of each sampled row of a sequence that samples.
+
+    A sequence with several rows is yielded once per row, truncated after the row's token: a draw depends on the tokens
+    up to its row, on their number and on the request, and not on draft tokens after it.
     """
-    rows: list[ScheduledSequence] = []
-    for s in scheduled:
-        if s.num_sampled == 1:
-            rows.append(s)
-        elif s.num_sampled:
-            last = s.num_computed + s.num_scheduled
-            rows += [_cut(s, end) for end in range(last - s.num_sampled + 1, last + 1)]
-    return rows
+    if s.num_sampled == 1:
+        yield s
+        return
+    end = s.num_computed + s.num_scheduled - s.num_drafts
+    masks: tuple[TokenMask | None, ...] = (s.mask, *s.draft_masks) if s.draft_masks else (None,) * s.num_sampled
+    for index, mask in enumerate(masks):
+        yield replace(
+            s,
+            token_ids=FirstTokens(s.token_ids, end + index),
+            num_scheduled=end + index - s.num_computed,
+            num_sampled=1,
+            mask=mask,
+            draft_masks=(),
+        )
 
 
-def _cut(s: ScheduledSequence, end: int) -> ScheduledSequence:
-    return replace(s, token_ids=s.token_ids[:end], num_scheduled=end - s.num_computed, num_sampled=1)
+class FirstTokens(Sequence[int]):
+    """The first tokens of a sequence, without a copy."""
+
+    __slots__ = ("_count", "_tokens")
+
+    def __init__(self, tokens: Sequence[int], count: int) -> None:
+        self._tokens, self._count = tokens, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int, /) -> int: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice, /) -> int | Sequence[int]:
+        if isinstance(index, slice):
+            return self._tokens[: self._count][index]
+        return self._tokens[range(self._count)[index]]
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self._tokens, self._count)

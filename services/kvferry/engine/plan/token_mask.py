@@ -27,3 +27,17 @@ class TokenMask(Protocol):
     def after(self, token_ids: Sequence[int]) -> "TokenMask":
         """Return the mask of the token after `token_ids`, which this mask allowed; this mask must not be used again."""
         ...
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Return tokens that the constraint probably forces next, for drafts: the shortest output that follows may also
+        be split otherwise into tokens. Empty if there are none, or the mask is not ready in time."""
+        ...
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens the constraint allows in succession; 0 if the mask is not ready."""
+        ...
+
+    def after_each(self, token_ids: Sequence[int]) -> "Sequence[TokenMask]":
+        """Start to compute the mask after each prefix of `token_ids`, which must be allowed. The masks are only for
+        `wait`; this mask can still be used."""
+        ...

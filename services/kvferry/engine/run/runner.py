@@ -10,7 +10,7 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.sampling import SampledToken
 from kvferry.engine.blocks.allocation import PageCopy
 from kvferry.engine.models.model import Logits, Model
-from kvferry.engine.plan.step import Sampled, ScheduledSequence, StepPlan, StepResult, drawn_rows, sampled_rows
+from kvferry.engine.plan.step import Sampled, StepPlan, StepResult, sampled_rows
 from kvferry.engine.run.pooler import with_pooled
 from kvferry.engine.run.sampler import is_greedy, sample
 from kvferry.engine.run.scorer import Scores, score
@@ -65,9 +65,8 @@ class Runner:
         if self.watch is not None:
             self.watch(plan)
         batch = build_batch(plan, block_tokens=self.kv.layout.block_tokens)
-        sampling = drawn_rows(plan.scheduled)
         is_scoring = any(s.num_scored for s in plan.scheduled)
-        return PreparedStep(plan, batch, sampling, is_greedy(sampling), is_scoring)
+        return PreparedStep(plan, batch, is_greedy(plan.scheduled), is_scoring)
 
     def compute(self, step: "PreparedStep") -> "ComputedStep":
         """Compute a step."""
@@ -80,7 +79,7 @@ class Runner:
         if step.is_scoring:
             scores = score(logits, plan.scheduled)
             logits = logits.of_rows(sampled_rows(plan.scheduled))
-        sampled = None if step.is_greedy else sample(logits, step.sampling)
+        sampled = None if step.is_greedy else sample(logits, plan.scheduled)
         return ComputedStep(step, logits, sampled, scores, hidden)
 
 
@@ -90,8 +89,6 @@ class PreparedStep:
 
     plan: StepPlan
     batch: StepBatch
-    sampling: Sequence[ScheduledSequence]
-    """The sequence of each sampled row."""
     is_greedy: bool
     """Whether every token is the argmax of its row."""
     is_scoring: bool
@@ -121,6 +118,6 @@ class ComputedStep:
     def result(self) -> StepResult:
         """Build the result of the step."""
         step = self.prepared
-        sampled = sample(self.logits, step.sampling) if self.sampled is None else self.sampled
+        sampled = sample(self.logits, step.plan.scheduled) if self.sampled is None else self.sampled
         result = StepResult.of(step.plan.scheduled, sampled, self.scores)
         return result if self.hidden is None else with_pooled(result, self.hidden, step.plan.scheduled)

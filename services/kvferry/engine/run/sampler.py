@@ -32,7 +32,7 @@ from kvferry.engine.plan.sampling_plan import (
     not_finite,
     sampling_path,
 )
-from kvferry.engine.plan.step import Sampled, ScheduledSequence
+from kvferry.engine.plan.step import Sampled, ScheduledSequence, draft_tokens, rows_of
 from kvferry.engine.plan.token_mask import TokenMask
 
 Floats = npt.NDArray[np.float64]
@@ -43,32 +43,51 @@ _HEAD_TOKENS = (512, 8192)
 vocabulary of 49,152 tokens takes ten times as long."""
 
 
-def sample(logits: Logits, sequences: Sequence[ScheduledSequence]) -> list[Sampled]:
-    """Sample one token for each row. The result of a row with a non-finite logit, or without a token to sample, is an
-    error, and that of a row whose mask is not ready is `None`; other rows are not affected.
+def sample(logits: Logits, scheduled: Sequence[ScheduledSequence]) -> list[Sampled]:
+    """Sample one token for each sampled row. The result of a row with a non-finite logit, or without a token to sample,
+    is an error, and that of a row whose mask is not ready is `None`; other rows are not affected. Rows after one that
+    differs from its draft token do not count (`StepResult.of`) and are not sampled.
 
     Args:
         logits: logits of R rows.
-        sequences: the R sequences, in the order of rows.
+        scheduled: sequences with R sampled rows in all, in the order of rows.
 
     Raises:
         InvariantBroken: a sequence that samples has no seed.
     """
-    return [
-        not_finite(s)
-        if not logits.finite[row]
-        else SampledToken(logits.greedy[row])
-        if sampling_path(s) is SamplingPath.BEST
-        else _sample_row(logits.values[row], s)
-        if s.mask is None
-        else _sample_masked(logits, row, s, s.mask)
-        for row, s in enumerate(sequences)
-    ]
+    sampled: list[Sampled] = []
+    for s in scheduled:
+        if s.num_sampled == 1:
+            sampled.append(_sample_one(logits, len(sampled), s))
+        elif s.num_sampled:
+            sampled += _sample_drafted(logits, len(sampled), s)
+    return sampled
 
 
-def is_greedy(sequences: Sequence[ScheduledSequence]) -> bool:
+def _sample_drafted(logits: Logits, first: int, s: ScheduledSequence) -> list[Sampled]:
+    """Sample the rows of a sequence with draft tokens, up to the first that differs from its draft token."""
+    if sampling_path(s) is SamplingPath.BEST:  # does not depend on earlier tokens
+        return [_sample_one(logits, row, s) for row in range(first, first + s.num_sampled)]
+    sampled: list[Sampled] = []
+    for draft, row in zip([*draft_tokens(s), None], rows_of(s), strict=True):
+        one = _sample_one(logits, first + len(sampled), row)
+        sampled.append(one)
+        if not isinstance(one, SampledToken) or one.token_id != draft:
+            break
+    return sampled + [None] * (s.num_sampled - len(sampled))
+
+
+def _sample_one(logits: Logits, row: int, s: ScheduledSequence) -> Sampled:
+    if not logits.finite[row]:
+        return not_finite(s)
+    if sampling_path(s) is SamplingPath.BEST:
+        return SampledToken(logits.greedy[row])
+    return _sample_row(logits.values[row], s) if s.mask is None else _sample_masked(logits, row, s, s.mask)
+
+
+def is_greedy(scheduled: Sequence[ScheduledSequence]) -> bool:
     """Return whether `sample` needs only the argmax of each row."""
-    return all(sampling_path(s) is SamplingPath.BEST for s in sequences)
+    return all(not s.num_sampled or sampling_path(s) is SamplingPath.BEST for s in scheduled)
 
 
 def _sample_masked(logits: Logits, row: int, s: ScheduledSequence, mask: TokenMask) -> Sampled:

@@ -48,7 +48,7 @@ def build_batch(plan: StepPlan, *, block_tokens: int) -> StepBatch:
         InvariantBroken: a sequence has fewer pages or tokens than the plan needs.
     """
     scheduled = plan.scheduled
-    if all(s.is_decode for s in scheduled):
+    if all(s.num_scheduled == 1 for s in scheduled):
         return _one_row_each(scheduled, block_tokens)
     computed = np.array([s.num_computed for s in scheduled], dtype=np.int64)
     queries = np.array([s.num_scheduled for s in scheduled], dtype=np.int64)

@@ -106,6 +106,8 @@ class _Common(ConstraintFields):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
+    # An extension of kvferry.
+    speculation: bool | None = None
 
     @property
     def num_samples(self) -> int:
@@ -137,6 +139,7 @@ class _Common(ConstraintFields):
             "typical_p": self.typical_p,
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": self.skip_special_tokens,
+            "speculation": self.speculation,
         }
         return SamplingParams(
             max_tokens=max_tokens,

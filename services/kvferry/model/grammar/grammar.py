@@ -64,6 +64,19 @@ class GrammarState:
             raise dead_end()
         return bits
 
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that follow whatever the model prefers: the usual tokens of the only text that may come
+        next. Empty if there are several."""
+        return list(self._matcher.compute_ff_tokens())
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of the tokens may come next in succession."""
+        return self._matcher.validate_tokens(list(token_ids)) if token_ids else 0
+
+    def copy(self) -> "GrammarState":
+        """Return a state with the same output, which continues on its own."""
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size)
+
     @property
     def is_accepting(self) -> bool:
         """Whether the output so far is complete; it may be possible to extend it."""

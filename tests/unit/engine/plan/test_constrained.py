@@ -1,10 +1,8 @@
 """Constrained sequences in the scheduler: the masked tokens, in any order of late masks, chunks and preemptions."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from harness.fakes.engines import (
     EOS,
@@ -16,68 +14,12 @@ from harness.fakes.engines import (
     run_until_idle,
     small_limits,
 )
+from harness.fakes.masks import allowed_after, constrained, with_constraint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.sampling import FinishReason
-from kvferry.engine.engine import Engine
-from kvferry.engine.messages import EngineRequest
-
-ANY = Constraint(ConstraintKind.JSON_OBJECT, "")
-
-
-def allowed_after(generated: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """The fake grammar: after g tokens, only tokens that are congruent to g modulo 5."""
-    return np.arange(VOCAB) % 5 == len(generated) % 5
-
-
-@dataclass
-class FakeMasks:
-    """Masks that are late as often as the schedule says: one number per wait, cyclic."""
-
-    schedule: list[int]
-    waits: int = 0
-    made: list["FakeMask"] = field(default_factory=list)
-
-    def begin(self, _: Constraint, generated: Sequence[int]) -> "FakeMask":
-        return self.of(tuple(generated))
-
-    def of(self, generated: tuple[int, ...]) -> "FakeMask":
-        self.waits += 1
-        mask = FakeMask(self, generated, self.schedule[self.waits % len(self.schedule)])
-        self.made.append(mask)
-        return mask
-
-
-@dataclass
-class FakeMask:
-    owner: FakeMasks
-    generated: tuple[int, ...]
-    late: int
-    """Number of times that the mask is still not ready."""
-
-    @property
-    def is_ready(self) -> bool:
-        self.late = max(0, self.late - 1)
-        return self.late == 0
-
-    def wait(self) -> npt.NDArray[np.bool_] | None:
-        return allowed_after(self.generated) if self.late == 0 else None
-
-    def after(self, token_ids: Sequence[int]) -> "FakeMask":
-        return self.owner.of((*self.generated, *token_ids))
-
-
-def constrained(engine: Engine, schedule: list[int]) -> FakeMasks:
-    masks = FakeMasks(schedule)
-    engine._masks = masks  # type: ignore[assignment]
-    return masks
-
-
-def with_constraint(request: EngineRequest) -> EngineRequest:
-    return replace(request, sampling=replace(request.sampling, constraint=ANY))
 
 
 def masked_tokens(prompt: list[int], count: int) -> list[int]:

@@ -29,11 +29,18 @@ WAYS = [
 
 
 def share(
-    name: str, first_block: int, *, computed: int, end: int, sampled: int, sampling: SamplingParams = GREEDY
+    name: str,
+    first_block: int,
+    *,
+    computed: int,
+    end: int,
+    sampled: int,
+    sampling: SamplingParams = GREEDY,
+    tokens: list[int] = TOKENS,
 ) -> ScheduledSequence:
     return ScheduledSequence(
         request_id=RequestId(name),
-        token_ids=TOKENS[:end],
+        token_ids=tokens[:end],
         num_prompt=3,
         num_computed=computed,
         num_scheduled=end - computed,
@@ -59,39 +66,54 @@ def a_device_runner() -> Runner:
     return DeviceRunner(model, kv, device_ops_for("cpu", "reference"), max_sequences=4)
 
 
+def continued(runner: Runner, sampling: SamplingParams, count: int) -> list[SampledToken]:
+    """Sample `count` tokens after four tokens, one in each step."""
+    tokens, sampled = TOKENS[:4], []
+    for _ in range(count):
+        item = share("x", 12, computed=0, end=len(tokens), sampled=1, sampling=sampling, tokens=tokens)
+        (token,) = runner.run(StepPlan((item,))).outputs[RequestId("x")].tokens
+        sampled.append(token)
+        tokens = [*tokens, token.token_id]
+    return sampled
+
+
 @pytest.mark.parametrize("kernels", ["compiled", "torch", "device"])
-def test_each_sampled_row_draws_what_a_step_that_ends_there_draws(kernels: str) -> None:
+@pytest.mark.parametrize("num_right", [0, 1, 3])
+def test_drafts_are_accepted_up_to_the_first_that_is_not_sampled(kernels: str, num_right: int) -> None:
     runner = a_device_runner() if kernels == "device" else a_runner(kernels)
-    plan = StepPlan(
-        (
-            share("one", 0, computed=0, end=5, sampled=1),
-            *[share(f"way {i}", 2 + 2 * i, computed=0, end=7, sampled=4, sampling=p) for i, p in enumerate(WAYS)][:3],
+    expected = [continued(runner, params, 4) for params in WAYS]
+    shares = [share("one", 0, computed=0, end=5, sampled=1)]
+    for i, (params, right) in enumerate(zip(WAYS[:3], expected, strict=False)):
+        drafts = [token.token_id for token in right[:3]]
+        if num_right < 3:
+            drafts[num_right] = (drafts[num_right] + 1) % 200
+        shares.append(
+            share(f"way {i}", 2 + 2 * i, computed=0, end=7, sampled=4, sampling=params, tokens=TOKENS[:4] + drafts)
         )
-    )
-    together = runner.run(plan).outputs
-    assert {name: len(out.tokens) for name, out in together.items()} == {"one": 1, "way 0": 4, "way 1": 4, "way 2": 4}
-    assert all(out.accepted == s.num_scheduled for s, out in zip(plan.scheduled, together.values(), strict=True))
-    for i, params in enumerate(WAYS[:3]):
-        for row, end in enumerate(range(4, 8)):
-            alone = runner.run(StepPlan((share("x", 12, computed=0, end=end, sampled=1, sampling=params),)))
-            assert together[RequestId(f"way {i}")].tokens[row] == alone.outputs[RequestId("x")].tokens[0]
+    outputs = runner.run(StepPlan(tuple(shares))).outputs
+    assert outputs[RequestId("one")].accepted == 5
+    for i in range(3):
+        output = outputs[RequestId(f"way {i}")]
+        assert [token.token_id for token in output.tokens] == [t.token_id for t in expected[i][: num_right + 1]]
+        assert output.accepted == 4 + num_right
 
 
 @pytest.mark.parametrize("kernels", ["compiled", "device"])
-def test_log_probabilities_of_several_rows(kernels: str) -> None:
+def test_log_probabilities_of_accepted_drafts(kernels: str) -> None:
     runner = a_device_runner() if kernels == "device" else a_runner(kernels)
-    out = runner.run(StepPlan((share("a", 0, computed=0, end=6, sampled=2, sampling=WAYS[3]),)))
-    for row, end in enumerate((5, 6)):
-        alone = runner.run(StepPlan((share("x", 8, computed=0, end=end, sampled=1, sampling=WAYS[3]),)))
-        ours, theirs = out.outputs[RequestId("a")].tokens[row], alone.outputs[RequestId("x")].tokens[0]
-        assert ours.token_id == theirs.token_id
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+    right = continued(runner, WAYS[3], 3)
+    tokens = TOKENS[:4] + [token.token_id for token in right[:2]]
+    out = runner.run(StepPlan((share("a", 0, computed=0, end=6, sampled=3, sampling=WAYS[3], tokens=tokens),)))
+    ours = out.outputs[RequestId("a")].tokens
+    assert [token.token_id for token in ours] == [token.token_id for token in right]
+    assert [token.logprob for token in ours] == pytest.approx([token.logprob for token in right], abs=1e-5)
 
 
 def test_more_rows_than_sequences_fit_the_way_back_to_the_host() -> None:
     runner = a_device_runner()  # of four sequences
-    out = runner.run(StepPlan((share("a", 0, computed=0, end=7, sampled=7),)))
-    assert len(out.outputs[RequestId("a")].tokens) == 7
+    tokens = TOKENS[:4] + [token.token_id for token in continued(runner, GREEDY, 3)]
+    out = runner.run(StepPlan((share("a", 0, computed=0, end=7, sampled=4, tokens=tokens),)))
+    assert len(out.outputs[RequestId("a")].tokens) == 4
 
 
 def test_sampled_rows_are_the_last_of_each_sequence() -> None:

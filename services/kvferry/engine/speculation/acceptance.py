@@ -1,0 +1,79 @@
+"""How probably the next draft token is accepted, from the drafts of the past.
+
+Drafts are compared with the tokens that were sampled, also those that no step verified: a proposal that was not worth
+its rows still tells whether the next one is. An estimate joins two counts, of which older events weigh less:
+
+    probability  =  (hits of this sequence + W * probability of the match's length) / (tries of this sequence + W)
+"""
+
+_DECAY = 0.9
+"""Weight of a sequence's earlier events after one more; the last ten or so decide."""
+_CLASS_DECAY = 0.99
+_PRIOR_WEIGHT = 3.0
+"""W: tries of a sequence that count as much as the events of all sequences."""
+_CLASSES = (1, 2, 4, 8, 16)
+"""Upper bounds of the classes of match lengths; one more class is above the last."""
+_FIRST_PROBABILITIES = (0.25, 0.4, 0.6, 0.7, 0.8, 0.85)
+_FIRST_TRIES = 8.0
+FORCED = 0
+"""Match length of a draft token that a constraint forces."""
+_FORCED_PROBABILITY = 0.95
+
+
+class _Share:
+    """Share of hits among tries, of which older ones weigh less."""
+
+    __slots__ = ("_decay", "hits", "tries")
+
+    def __init__(self, decay: float, *, hits: float = 0.0, tries: float = 0.0) -> None:
+        self._decay, self.hits, self.tries = decay, hits, tries
+
+    def add(self, is_hit: bool) -> None:
+        self.hits = self._decay * self.hits + is_hit
+        self.tries = self._decay * self.tries + 1.0
+
+
+class Acceptance:
+    """Acceptance by length of the match, over all sequences of an engine."""
+
+    def __init__(self) -> None:
+        first = (_FORCED_PROBABILITY, *_FIRST_PROBABILITIES)
+        self._classes = [_Share(_CLASS_DECAY, hits=p * _FIRST_TRIES, tries=_FIRST_TRIES) for p in first]
+
+    def add(self, match: int, is_hit: bool) -> None:
+        """Record whether a draft token that was supported by a match of this length was right."""
+        self._classes[_class_of(match)].add(is_hit)
+
+    def probability(self, match: int) -> float:
+        """Return the estimated probability that such a token is right."""
+        found = self._classes[_class_of(match)]
+        return found.hits / found.tries
+
+
+class SequenceAcceptance:
+    """Acceptance of one sequence's drafts."""
+
+    __slots__ = ("_all", "_own")
+
+    def __init__(self, all_sequences: Acceptance) -> None:
+        self._all = all_sequences
+        self._own = _Share(_DECAY)
+
+    def add(self, match: int, is_hit: bool) -> None:
+        """Record whether a draft token was right."""
+        self._all.add(match, is_hit)
+        if match != FORCED:
+            self._own.add(is_hit)
+
+    def probability(self, match: int) -> float:
+        """Return the estimated probability that the next draft token is right, given that those before it are."""
+        common = self._all.probability(match)
+        if match == FORCED:
+            return common
+        return (self._own.hits + _PRIOR_WEIGHT * common) / (self._own.tries + _PRIOR_WEIGHT)
+
+
+def _class_of(match: int) -> int:
+    if match == FORCED:
+        return 0
+    return 1 + next((i for i, most in enumerate(_CLASSES) if match <= most), len(_CLASSES))

@@ -1,0 +1,56 @@
+"""Draft lengths of a step: as many draft tokens as increase the expected output tokens per second.
+
+A draft token is accepted if all before it are, so the gain of a sequence's j-th draft token is the product of the
+probabilities of its first j (Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023, section
+3.1). The draft tokens of all sequences are taken in the order of their gains while the rate is computed for each
+number of rows; the best number wins:
+
+    rate(m)  =  (sequences + gains of the first m draft tokens)  /  seconds of a step of (rows + m) rows
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+MAX_DRAFT_ROWS = 64
+"""Maximum number of draft tokens in a step, over all sequences."""
+_MIN_ADVANTAGE = 1.03
+"""Drafts must be estimated to increase the rate by this factor, since prices and probabilities are estimates."""
+
+
+def gains_of(probabilities: Sequence[float]) -> list[float]:
+    """Return the probability that each draft token is accepted, from those given that the ones before it are."""
+    gains: list[float] = []
+    gain = 1.0
+    for probability in probabilities:
+        gain *= probability
+        gains.append(gain)
+    return gains
+
+
+def draft_lengths(gains: Sequence[Sequence[float]], rows: int, seconds: Callable[[int], float]) -> list[int]:
+    """Choose the number of draft tokens of each sequence.
+
+    Args:
+        gains: for each decoding sequence, the probability that each of its draft tokens is accepted, descending; empty
+            for a sequence without a draft.
+        rows: rows of the step without drafts.
+        seconds: estimated seconds of a step by its number of rows.
+    """
+    taken = [0] * len(gains)
+    best = list(taken)
+    expected = float(len(gains))
+    best_rate = _MIN_ADVANTAGE * expected / seconds(rows)
+    heap = [(-own[0], index) for index, own in enumerate(gains) if own]
+    heapq.heapify(heap)
+    for count in range(1, MAX_DRAFT_ROWS + 1):
+        if not heap:
+            break
+        gain, index = heapq.heappop(heap)
+        expected -= gain
+        taken[index] += 1
+        if taken[index] < len(gains[index]):
+            heapq.heappush(heap, (-gains[index][taken[index]], index))
+        rate = expected / seconds(rows + count)
+        if rate > best_rate:
+            best, best_rate = list(taken), rate
+    return best

@@ -1,0 +1,60 @@
+"""Draft tokens in the plan of a step: which sequences may have any, and pages for them. Pure.
+
+A draft never takes the place of something that has to be computed: a step with prompts has none, and its pages must be
+free beside one for each running sequence.
+"""
+
+from kvferry.core.ids import RequestId
+from kvferry.engine.blocks.allocation import Allocator, PageCopy
+from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, is_decode
+from kvferry.engine.speculation.speculation import Drafts, Speculation
+
+
+class Drafting:
+    """Draft tokens of one scheduler's sequences; there are none without speculation."""
+
+    def __init__(self, speculation: Speculation | None, allocator: Allocator) -> None:
+        self.speculation = speculation
+        self._allocator = allocator
+
+    def plan(self, running: list[Sequence], *, may_admit: bool) -> Drafts:
+        """Return the draft tokens of a step.
+
+        Args:
+            running: the running sequences.
+            may_admit: whether the step may admit a waiting sequence.
+        """
+        if self.speculation is None or may_admit or not all(map(_decodes, running)):
+            return {}
+        return self.speculation.drafts(running, len(running))
+
+    def has_drafts(self, running: list[Sequence]) -> bool:
+        """Return whether drafts are worth their rows for the step in flight, whose plan has none. What is proposed for
+        its tokens is probably the begin of the next step's draft, so the next step is not launched before its end."""
+        return self.speculation is not None and bool(self.speculation.drafts(running, len(running)))
+
+    def grow(self, sequence: Sequence, draft: tuple[int, ...], num_running: int) -> list[PageCopy] | None:
+        """Allocate pages for the next token and a draft; `None` without a draft, or if running sequences may need the
+        pages."""
+        if not draft:
+            return None
+        start, end = sequence.num_computed, sequence.num_computed + 1 + len(draft)
+        needed = self._allocator.missing(sequence.table, end)
+        if needed and self._allocator.pool.num_free < needed + num_running:
+            return None
+        return self._allocator.grow(sequence.table, num_computed=start, num_tokens=end)
+
+    def verified(self, item: ScheduledSequence, output: SequenceOutput) -> None:
+        """Count the draft of a sequence in a step, if it had one."""
+        if self.speculation is not None and item.num_drafts:
+            self.speculation.verified(item.num_drafts, len(output.tokens) - 1)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop the state of a sequence that has ended. Idempotent."""
+        if self.speculation is not None:
+            self.speculation.forget(request_id)
+
+
+def _decodes(sequence: Sequence) -> bool:
+    return is_decode(sequence.num_tokens - sequence.num_computed)

@@ -1,0 +1,217 @@
+"""Speculation of one engine: the draft tokens of each step, by sequence.
+
+tokens  ──► proposer ──► draft ──► length by gain and price ──► scheduled after the sequence's own token
+tokens  ◄── sampled rows, up to the first that differs from the draft ──► acceptance, prices
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.core.ids import RequestId
+from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.plan.step import StepPlan
+from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance
+from kvferry.engine.speculation.draft_lengths import MAX_DRAFT_ROWS, draft_lengths, gains_of
+from kvferry.engine.speculation.matches import TokenArray
+from kvferry.engine.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
+from kvferry.engine.speculation.row_prices import RowPrices
+from kvferry.engine.speculation.settings import AUTO, MAX_DRAFT_TOKENS, NGRAM, OFF, SpeculationSettings
+
+Drafts = Mapping[RequestId, tuple[int, ...]]
+"""Draft tokens of a step, by sequence; sequences without any are absent."""
+
+
+class Lengths(Protocol):
+    """Chooses how many tokens of each draft a step verifies."""
+
+    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
+        """Return the number of draft tokens of each sequence.
+
+        Args:
+            probabilities: of each sequence, the estimated probability that each draft token is accepted if those
+                before it are.
+            rows: rows of the step without drafts.
+            prices: seconds of a step by its number of rows.
+        """
+        ...
+
+
+class WholeDrafts:
+    """All draft tokens are verified, whatever the load."""
+
+    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
+        """See `Lengths.choose`."""
+        left, lengths = MAX_DRAFT_ROWS, []
+        for own in probabilities:
+            lengths.append(min(len(own), left))
+            left -= lengths[-1]
+        return lengths
+
+
+class PayingDrafts:
+    """As many draft tokens are verified as increase the expected tokens per second."""
+
+    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
+        """See `Lengths.choose`."""
+        return draft_lengths([gains_of(own) for own in probabilities], rows, prices.seconds)
+
+
+@dataclass(slots=True)
+class SpeculationCounts:
+    """Counters of verified drafts."""
+
+    num_drafts: int = 0
+    """Drafts that were verified, at least in part."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    """Number of drafts whose token at each position was accepted."""
+
+
+class _State:
+    """Tokens and last draft of a sequence."""
+
+    __slots__ = ("acceptance", "draft", "matches", "start", "tokens")
+
+    def __init__(self, acceptance: Acceptance) -> None:
+        self.tokens = TokenArray()
+        self.acceptance = SequenceAcceptance(acceptance)
+        self.draft: tuple[int, ...] = ()
+        self.matches: list[int] = []
+        """Match length by which each token of `draft` is supported, `FORCED` for those that a constraint forces."""
+        self.start = 0
+        """Number of tokens that `draft` follows."""
+
+    def cut_before(self, *ends: Collection[int]) -> None:
+        """Cut the draft before the first token that ends the sequence: no token follows it."""
+        for index, token in enumerate(self.draft):
+            if any(token in tokens for tokens in ends):
+                self.draft, self.matches = self.draft[:index], self.matches[:index]
+                return
+
+
+class Speculation:
+    """Drafts of one engine's sequences. Used on the engine's thread."""
+
+    def __init__(self, proposer: Proposer, lengths: Lengths, *, num_drafts: int) -> None:
+        """
+        Args:
+            proposer: proposes drafts.
+            lengths: chooses how many tokens of each draft are verified.
+            num_drafts: maximum draft tokens of a sequence in a step, at most `MAX_DRAFT_TOKENS`.
+        """
+        self._proposer, self._lengths, self._num_drafts = proposer, lengths, num_drafts
+        self._prices = RowPrices()
+        self._acceptance = Acceptance()
+        self._states: dict[RequestId, _State] = {}
+        self.counts = SpeculationCounts()
+
+    def drafts(self, decoding: Iterable[Sequence], rows: int) -> Drafts:
+        """Return the draft tokens that a step verifies.
+
+        Args:
+            decoding: the decoding sequences of the step.
+            rows: rows of the step without drafts.
+        """
+        proposed: list[tuple[Sequence, _State]] = []
+        for sequence in decoding:
+            state = self._propose(sequence)
+            if state is not None and state.draft:
+                proposed.append((sequence, state))
+        if not proposed:
+            return {}
+        others = max(0, rows - len(proposed))
+        probabilities = [[state.acceptance.probability(m) for m in state.matches] for _, state in proposed]
+        lengths = self._lengths.choose([*probabilities, *([[]] * others)], rows, self._prices)
+        return {
+            sequence.request_id: state.draft[:length]
+            for (sequence, state), length in zip(proposed, lengths, strict=False)
+            if length
+        }
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a verified draft."""
+        self.counts.num_drafts += 1
+        self.counts.num_draft_tokens += num_drafts
+        self.counts.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.counts.accepted_by_position[position] += 1
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Record the duration of a step."""
+        if all(item.is_decode for item in plan.scheduled):
+            self._prices.observe(plan.num_tokens, seconds)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Drop the state of a sequence that has ended. Idempotent."""
+        self._states.pop(request_id, None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence has a state."""
+        return not self._states
+
+    def _propose(self, sequence: Sequence) -> _State | None:
+        """Make the draft of a sequence for its current tokens; `None` if it can have none."""
+        most = min(self._num_drafts, sequence.max_tokens_total - sequence.num_tokens - 1, _before_bans_end(sequence))
+        if most < 1 or sequence.exports or not sequence.sampling.speculation:
+            return None
+        state = self._states.get(sequence.request_id)
+        if state is None:
+            state = self._states[sequence.request_id] = _State(self._acceptance)
+        if state.start == sequence.num_tokens:
+            return state
+        state.tokens.extend(sequence.tokens[len(state.tokens) :])
+        self._compare(state)
+        draft = self._proposer.propose(state.tokens.view(), most)
+        state.start, state.draft, state.matches = sequence.num_tokens, draft.tokens, [draft.match] * len(draft.tokens)
+        if sequence.mask is not None:
+            self._constrain(state, sequence, most)
+        state.cut_before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
+        return state
+
+    def _compare(self, state: _State) -> None:
+        """Compare the last draft with the tokens that were sampled since."""
+        actual = state.tokens.view()[state.start :].tolist()
+        for match, token, drawn in zip(state.matches, state.draft, actual, strict=False):
+            state.acceptance.add(match, token == drawn)
+            if token != drawn:
+                break
+
+    def _constrain(self, state: _State, sequence: Sequence, most: int) -> None:
+        """Put the tokens first that the constraint forces, and cut the draft where the constraint rejects it."""
+        assert sequence.mask is not None
+        forced = tuple(sequence.mask.forced_tokens()[:most])
+        if forced:
+            tail = self._extended(state, forced, most)
+            state.draft = forced + tail.tokens
+            state.matches = [FORCED] * len(forced) + [tail.match] * len(tail.tokens)
+        count = sequence.mask.num_allowed(state.draft)
+        state.draft, state.matches = state.draft[:count], state.matches[:count]
+
+    def _extended(self, state: _State, forced: tuple[int, ...], most: int) -> Draft:
+        """Propose what follows the tokens that a constraint forces."""
+        if len(forced) == most:
+            return NO_DRAFT
+        text = TokenArray()
+        text.extend([*state.tokens.view().tolist(), *forced])
+        return self._proposer.propose(text.view(), most - len(forced))
+
+
+def _before_bans_end(sequence: Sequence) -> int:
+    """Return the maximum number of draft tokens: while end tokens are banned, they must be banned in all rows."""
+    if not sequence.banned_now():
+        return MAX_DRAFT_TOKENS
+    return sequence.sampling.min_tokens - sequence.num_generated - 1
+
+
+def speculation_of(settings: SpeculationSettings) -> Speculation | None:
+    """Create the speculation of an engine; `None` if it is off."""
+    if settings.method == OFF:
+        return None
+    proposer: Proposer = SuffixProposer(least=settings.min_match)
+    if settings.method == NGRAM:
+        proposer = NgramProposer(least=settings.min_match, most=settings.max_match)
+    lengths: Lengths = PayingDrafts() if settings.method == AUTO else WholeDrafts()
+    return Speculation(proposer, lengths, num_drafts=settings.num_drafts)

@@ -1,0 +1,83 @@
+"""A fake grammar: its masks depend only on the number of generated tokens and are late as often as a test says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from harness.fakes.engines import VOCAB
+from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import EngineRequest
+
+ANY = Constraint(ConstraintKind.JSON_OBJECT, "")
+
+
+def allowed_after(generated: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """The fake grammar: after g tokens, only tokens that are congruent to g modulo 5."""
+    allowed: npt.NDArray[np.bool_] = np.arange(VOCAB) % 5 == len(generated) % 5
+    return allowed
+
+
+@dataclass
+class FakeMasks:
+    """Masks that are late as often as the schedule says: one number per wait, cyclic."""
+
+    schedule: list[int]
+    waits: int = 0
+    made: list["FakeMask"] = field(default_factory=list)
+
+    def begin(self, _: Constraint, generated: Sequence[int]) -> "FakeMask":
+        return self.of(tuple(generated))
+
+    def of(self, generated: tuple[int, ...]) -> "FakeMask":
+        self.waits += 1
+        mask = FakeMask(self, generated, self.schedule[self.waits % len(self.schedule)])
+        self.made.append(mask)
+        return mask
+
+
+@dataclass
+class FakeMask:
+    owner: FakeMasks
+    generated: tuple[int, ...]
+    late: int
+    """Number of times that the mask is still not ready."""
+
+    @property
+    def is_ready(self) -> bool:
+        self.late = max(0, self.late - 1)
+        return self.late == 0
+
+    def wait(self) -> npt.NDArray[np.bool_] | None:
+        return allowed_after(self.generated) if self.late == 0 else None
+
+    def after(self, token_ids: Sequence[int]) -> "FakeMask":
+        return self.owner.of((*self.generated, *token_ids))
+
+    def forced_tokens(self) -> Sequence[int]:
+        """Force a token after every third one, which is right only if the model agrees."""
+        return () if self.late or len(self.generated) % 3 else (len(self.generated) % 5,)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        if self.late:
+            return 0
+        for count, token in enumerate(token_ids):
+            if not allowed_after((*self.generated, *token_ids[:count]))[token]:
+                return count
+        return len(token_ids)
+
+    def after_each(self, token_ids: Sequence[int]) -> "list[FakeMask]":
+        assert self.num_allowed(token_ids) == len(token_ids), "drafts must be allowed"
+        return [self.owner.of((*self.generated, *token_ids[: count + 1])) for count in range(len(token_ids))]
+
+
+def constrained(engine: Engine, schedule: list[int]) -> FakeMasks:
+    masks = FakeMasks(schedule)
+    engine._masks = masks  # type: ignore[assignment]
+    return masks
+
+
+def with_constraint(request: EngineRequest) -> EngineRequest:
+    return replace(request, sampling=replace(request.sampling, constraint=ANY))

@@ -1,0 +1,142 @@
+"""Draft lengths against a search of all lengths, prices and probabilities that are learned, and the setting."""
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.core.errors import UsageError
+from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance
+from kvferry.engine.speculation.draft_lengths import MAX_DRAFT_ROWS, draft_lengths, gains_of
+from kvferry.engine.speculation.row_prices import RowPrices
+from kvferry.engine.speculation.settings import SpeculationSettings, parse_speculation
+
+_PROBABILITIES = st.lists(st.lists(st.floats(0.01, 1.0), max_size=4), min_size=1, max_size=3)
+
+
+@given(_PROBABILITIES, st.integers(1, 4), st.floats(0.0, 1.0))
+def test_the_lengths_have_the_best_expected_rate(own: list[list[float]], more: int, slope: float) -> None:
+    rows = len(own) + more
+    gains = [gains_of(each) for each in own]
+
+    def seconds(count: int) -> float:
+        return 1.0 + slope * (count - rows)
+
+    def rate(lengths: tuple[int, ...] | list[int]) -> float:
+        gained = sum(sum(each[:length]) for each, length in zip(gains, lengths, strict=True))
+        return (len(own) + gained) / seconds(rows + sum(lengths))
+
+    best = max(map(rate, itertools.product(*(range(len(each) + 1) for each in gains))))
+    chosen = draft_lengths(gains, rows, seconds)
+    assert rate(chosen) == pytest.approx(best) or (sum(chosen) == 0 and best <= 1.03 * rate(chosen) + 1e-9)
+
+
+def test_no_draft_where_each_row_costs_as_much_as_the_first() -> None:
+    assert draft_lengths([gains_of([0.99] * 8)] * 3, 3, lambda rows: float(rows)) == [0, 0, 0]
+
+
+def test_rows_of_drafts_are_bounded() -> None:
+    assert sum(draft_lengths([gains_of([1.0] * 32)] * 8, 8, lambda _: 1.0)) == MAX_DRAFT_ROWS
+
+
+def test_the_more_probable_draft_gets_the_rows() -> None:
+    assert draft_lengths([gains_of([0.2, 0.2]), gains_of([0.9, 0.9])], 2, lambda rows: 10.0 + rows) == [0, 2]
+
+
+def test_prices_are_interpolated_and_follow_measurements() -> None:
+    prices = RowPrices()
+    assert prices.seconds(5) > prices.seconds(1) > 0
+    prices.observe(1, 0.010)
+    assert prices.seconds(1) == 0.010
+    assert prices.seconds(5) == pytest.approx(0.010 * (1 + 0.5 * 4 / 4)), "a guess before it is measured"
+    prices.observe(5, 0.030)
+    assert prices.seconds(3) == pytest.approx(0.020)
+    for _ in range(60):
+        prices.observe(5, 0.015)
+    assert prices.seconds(5) == pytest.approx(0.015, rel=0.01)
+    assert prices.seconds(1) < 0.010, "others follow a little"
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(0, 1.0), (5000, 1.0), (1, 0.0), (1, -1.0)])
+def test_a_measurement_without_meaning_is_dropped(rows: int, seconds: float) -> None:
+    prices = RowPrices()
+    prices.observe(rows, seconds)
+    assert prices.seconds(1) == 1.0
+
+
+def test_a_delayed_step_does_not_count_in_full() -> None:
+    prices = RowPrices()
+    prices.observe(1, 0.010)
+    prices.observe(1, 100.0)
+    assert prices.seconds(1) <= 0.015
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 10.0)), min_size=1), st.integers(1, 4096))
+def test_a_price_is_positive_whatever_was_measured(measured: list[tuple[int, float]], rows: int) -> None:
+    prices = RowPrices()
+    for each in measured:
+        prices.observe(*each)
+    assert prices.seconds(rows) > 0.0
+
+
+def test_a_sequence_whose_drafts_fail_is_not_like_the_others() -> None:
+    common = Acceptance()
+    good, bad = SequenceAcceptance(common), SequenceAcceptance(common)
+    for _ in range(30):
+        good.add(5, True)
+        bad.add(5, False)
+    assert good.probability(5) > 0.8
+    assert bad.probability(5) < 0.2
+    assert 0.3 < SequenceAcceptance(common).probability(5) < 0.7, "a new one starts from all sequences"
+
+
+def test_forced_tokens_have_a_class_of_their_own() -> None:
+    acceptance = SequenceAcceptance(Acceptance())
+    for _ in range(30):
+        acceptance.add(3, False)
+    assert acceptance.probability(FORCED) > 0.9
+
+
+def test_longer_matches_are_expected_to_be_right_more_often() -> None:
+    acceptance = Acceptance()
+    found = [acceptance.probability(match) for match in (1, 2, 4, 8, 16, 32)]
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("off", SpeculationSettings("off")),
+        ("auto", SpeculationSettings("auto", 16)),
+        ("suffix?k=4", SpeculationSettings("suffix", 4)),
+        ("ngram", SpeculationSettings("ngram", 5)),
+        ("ngram?k=3&min=3&max=4", SpeculationSettings("ngram", 3, 3, 4)),
+    ],
+)
+def test_the_setting_is_parsed(text: str, expected: SpeculationSettings) -> None:
+    assert parse_speculation(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fast", "unknown speculation 'fast'; expected off, auto, suffix or ngram"),
+        ("", "unknown speculation ''"),
+        ("ngram?k=0", "k='0' of speculation 'ngram' must be a whole number from 1 to 32"),
+        ("ngram?k=33", "must be a whole number from 1 to 32"),
+        ("ngram?k=", "must be a whole number"),
+        ("ngram?k=²", "must be a whole number"),
+        ("ngram?n=3", "unknown parameter 'n' of speculation 'ngram'; known: k, min, max"),
+        ("suffix?min=3", "unknown parameter 'min' of speculation 'suffix'; known: k"),
+        ("off?k=1", "unknown parameter 'k' of speculation 'off'; known: none"),
+        ("ngram?min=5&max=3", "min=5 of speculation 'ngram' is above max=3"),
+        ("draft=folder", "speculation 'draft' is not implemented"),
+        ("eagle=folder", "speculation 'eagle' is not implemented"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        parse_speculation(text)
+    assert caught.value.field == "speculation"

@@ -1,0 +1,305 @@
+"""Steps with drafts give the tokens of steps without: any proposer, any interleaving of what a scheduler does.
+
+The runner derives tokens from the KV that it reads, so a rejected draft token that stays visible changes them.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from harness.fakes.engines import (
+    ArithmeticRunner,
+    a_request,
+    an_engine,
+    expected_tokens,
+    next_allowed,
+    next_token,
+    run_until_idle,
+    small_limits,
+)
+from harness.fakes.masks import FakeMasks, allowed_after, constrained, with_constraint
+
+from kvferry.core.ids import RequestId
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.step import StepResult
+from kvferry.engine.speculation.matches import Tokens
+from kvferry.engine.speculation.proposers import NO_DRAFT, Draft
+from kvferry.engine.speculation.settings import parse_speculation
+from kvferry.engine.speculation.speculation import Lengths, PayingDrafts, Speculation, WholeDrafts, speculation_of
+
+
+class Oracle:
+    """Proposes the right continuation, and wrong tokens as often as a pattern says."""
+
+    def __init__(self, wrong: Callable[[], bool]) -> None:
+        self._wrong = wrong
+
+    def propose(self, tokens: Tokens, most: int) -> Draft:
+        known = tokens.tolist()
+        draft: list[int] = []
+        for _ in range(most):
+            token = next_token([*known, *draft])
+            draft.append((token + 1) % 96 if self._wrong() else token)
+        return Draft(tuple(draft), 9)
+
+
+class Silent:
+    """Proposes nothing."""
+
+    def propose(self, tokens: Tokens, most: int) -> Draft:
+        return NO_DRAFT
+
+
+def speculating(wrong: Callable[[], bool], lengths: Lengths | None = None, num_drafts: int = 4) -> Speculation:
+    return Speculation(Oracle(wrong), lengths or WholeDrafts(), num_drafts=num_drafts)
+
+
+def is_idle(engine: Engine) -> bool:
+    return engine.is_idle and engine.speculation is not None and engine.speculation.is_idle
+
+
+def test_right_drafts_save_steps() -> None:
+    engine, runner = an_engine(speculation=speculating(lambda: False))
+    engine.add(a_request("a", [1, 2, 3], max_tokens=21))
+    assert run_until_idle(engine) == {"a": expected_tokens([1, 2, 3], 21)}
+    assert [plan.num_tokens for plan in runner.steps] == [3, 5, 5, 5, 5]
+    assert is_idle(engine)
+    assert engine.speculation is not None
+    counts = engine.speculation.counts
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (4, 16, 16)
+    assert counts.accepted_by_position[:5] == [4, 4, 4, 4, 0]
+
+
+def test_wrong_drafts_cost_no_token_and_no_block() -> None:
+    engine, runner = an_engine(speculation=speculating(lambda: True))
+    engine.add(a_request("a", [1, 2, 3], max_tokens=9))
+    assert run_until_idle(engine) == {"a": expected_tokens([1, 2, 3], 9)}
+    assert len(runner.steps) == 9
+    assert engine.speculation is not None
+    assert engine.speculation.counts.num_accepted_tokens == 0
+
+
+def test_rejected_drafts_are_in_no_named_block() -> None:
+    engine, _ = an_engine(block_tokens=4, speculation=speculating(lambda: True, num_drafts=8))
+    engine.add(a_request("a", [1, 2, 3], max_tokens=12))
+    while engine.has_work:
+        engine.step()
+        sequences = list(engine.scheduler._running)
+        for sequence in sequences:
+            assert sequence.num_listed <= sequence.num_computed // 4
+            assert sequence.num_computed <= sequence.num_tokens - 1
+    engine.add(a_request("b", [1, 2, 3, *expected_tokens([1, 2, 3], 10)], max_tokens=6))  # hits the blocks of a
+    prompt = [1, 2, 3, *expected_tokens([1, 2, 3], 10)]
+    assert run_until_idle(engine)["b"] == expected_tokens(prompt, 6)
+
+
+def test_a_draft_never_passes_the_limit_of_tokens() -> None:
+    for limit in range(1, 8):
+        engine, runner = an_engine(speculation=speculating(lambda: False, num_drafts=8))
+        engine.add(a_request("a", [1, 2], max_tokens=limit))
+        assert run_until_idle(engine) == {"a": expected_tokens([1, 2], limit)}
+        assert all(s.num_computed + s.num_scheduled <= 1 + limit for plan in runner.steps for s in plan.scheduled)
+
+
+def test_all_rows_of_a_step_have_the_same_bans() -> None:
+    engine, runner = an_engine(speculation=speculating(lambda: False, num_drafts=8))
+    request = a_request("a", [1, 2, 3], max_tokens=20)
+    engine.add(replace(request, sampling=replace(request.sampling, min_tokens=7)))
+    run_until_idle(engine)
+    banned = [s for plan in runner.steps for s in plan.scheduled if s.banned_token_ids and s.num_drafts]
+    assert banned
+    assert all(len(s.token_ids) - s.num_prompt < 7 for s in banned)
+    assert any(s.num_drafts == 8 for plan in runner.steps for s in plan.scheduled if not s.banned_token_ids)
+
+
+def test_a_postponed_sequence_computes_its_drafts_again() -> None:
+    engine, _ = an_engine(speculation=speculating(lambda: False))
+    engine.add(a_request("a", [1, 2, 3], max_tokens=9))
+    engine.step()
+    plan = engine.scheduler.schedule()
+    assert plan.scheduled[0].num_drafts == 4
+    engine.scheduler.update(plan, StepResult({}, postponed=frozenset({RequestId("a")})))
+    assert engine.scheduler._running[0].num_computed == 3
+    assert run_until_idle(engine) == {"a": expected_tokens([1, 2, 3], 9)[1:]}
+
+
+def test_drafts_take_no_page_that_others_need() -> None:
+    engine, _ = an_engine(num_blocks=4, block_tokens=4, speculation=speculating(lambda: True, num_drafts=8))
+    engine.add(a_request("a", [1, 2, 3], max_tokens=5))
+    engine.add(a_request("b", [4, 5, 6], max_tokens=5))
+    tokens = run_until_idle(engine)
+    assert tokens == {"a": expected_tokens([1, 2, 3], 5), "b": expected_tokens([4, 5, 6], 5)}
+    assert engine.scheduler.num_preemptions == 0
+
+
+def test_no_draft_beside_prompts() -> None:
+    limits = small_limits(max_chunk_tokens=4)
+    engine, runner = an_engine(limits=limits, speculation=speculating(lambda: False))
+    engine.add(a_request("a", [1, 2, 3], max_tokens=12))
+    engine.step()
+    engine.add(a_request("b", list(range(12)), max_tokens=1))
+    run_until_idle(engine)
+    for plan in runner.steps:
+        if any(not s.is_decode for s in plan.scheduled):
+            assert all(s.num_drafts == 0 for s in plan.scheduled)
+
+
+def test_a_prefill_worker_drafts_nothing() -> None:
+    engine, runner = an_engine(speculation=speculating(lambda: False))
+    engine.add(a_request("a", [1, 2, 3], exports=True))
+    output = engine.step()
+    assert all(s.num_drafts == 0 for plan in runner.steps for s in plan.scheduled)
+    engine.release_export(output.exports[RequestId("a")])
+    assert is_idle(engine)
+
+
+def test_lengths_fall_to_zero_where_drafts_fail_and_rise_again_where_they_would_be_right() -> None:
+    lies = True
+    speculation = speculating(lambda: lies, PayingDrafts())
+    engine, runner = an_engine(num_blocks=128, max_model_tokens=400, speculation=speculation)
+    engine.add(a_request("a", [1, 2, 3], max_tokens=300))
+    for _ in range(60):
+        engine.step()
+    assert all(s.num_drafts == 0 for plan in runner.steps[-20:] for s in plan.scheduled)
+    lies = False  # proposals that are not verified are compared with the sampled tokens
+    for _ in range(60):
+        engine.step()
+    assert any(s.num_drafts > 0 for plan in runner.steps[-20:] for s in plan.scheduled)
+    run_until_idle(engine)
+    assert is_idle(engine)
+
+
+def test_tokens_under_a_constraint_are_those_without_drafts() -> None:
+    def expected(prompt: list[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(next_allowed(next_token(tokens), allowed_after(tokens[len(prompt) :])))
+        return tokens[len(prompt) :]
+
+    for schedule in ([0], [0, 2, 0, 1], [3]):
+        engine, runner = an_engine(speculation=speculating(lambda: False))
+        constrained(engine, schedule)
+        engine.add(with_constraint(a_request("a", [1, 2, 3], max_tokens=24)))
+        assert run_until_idle(engine) == {"a": expected([1, 2, 3], 24)}
+        assert is_idle(engine)
+        if schedule == [0]:
+            assert any(s.num_drafts for plan in runner.steps for s in plan.scheduled)
+
+
+@pytest.mark.parametrize("method", ["auto", "suffix", "ngram?k=3&min=1"])
+def test_each_method_with_repetitive_prompts(method: str) -> None:
+    speculation = speculation_of(parse_speculation(method))
+    engine, _ = an_engine(num_blocks=128, max_model_tokens=256, speculation=speculation)
+    prompts = {name: [i, 7, 8, 9] * 5 for i, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        engine.add(a_request(name, prompt, max_tokens=30))
+    assert run_until_idle(engine) == {name: expected_tokens(prompt, 30) for name, prompt in prompts.items()}
+    assert is_idle(engine)
+
+
+def test_off_makes_no_speculation() -> None:
+    assert speculation_of(parse_speculation("off")) is None
+
+
+# ---------------------------------------------------------------------- random interleavings
+
+
+class Walk:
+    """A random interleaving of arrivals, steps and aborts, with few pages, chunks, shared prefixes, hand-offs, late
+    masks and drafts."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        pick = self.random.choice
+        chance = pick((0.0, 0.1, 0.5, 1.0))
+        proposer = pick((Oracle(lambda: self.random.random() < chance), Silent()))
+        lengths: Lengths = pick((WholeDrafts(), PayingDrafts()))
+        limits = small_limits(
+            scheduling=pick(("fcfs", "priority", "srtf", "two-level")),
+            token_budget=pick((6, 16, 64)),
+            max_chunk_tokens=pick((3, 8, 64)),
+            max_sequences=pick((1, 2, 4)),
+        )
+        self.engine, self.runner = an_engine(
+            num_blocks=pick((12, 16, 40)),
+            max_model_tokens=48,
+            limits=limits,
+            speculation=Speculation(proposer, lengths, num_drafts=pick((1, 3, 8))),
+        )
+        self.masks: FakeMasks = constrained(self.engine, [pick((0, 0, 1, 3)) for _ in range(7)])
+        self.requests: dict[str, EngineRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.exported: set[str] = set()
+
+    def run(self) -> ArithmeticRunner:
+        for number in range(self.random.randrange(3, 9)):
+            self.arrive(f"r{number}")
+            for _ in range(self.random.randrange(5)):
+                self.step()
+            if self.random.random() < 0.15:
+                name = self.random.choice(list(self.requests))
+                if self.engine.abort(RequestId(name)):
+                    self.aborted.add(name)
+        for _ in range(2000):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert is_idle(self.engine), self.engine.load()
+        for name, request in self.requests.items():
+            self.check(name, request)
+        return self.runner
+
+    def arrive(self, name: str) -> None:
+        prefix = [5, 6, 7, 8, 9, 10, 11, 12][: self.random.randrange(9)]
+        prompt = [*prefix, *(self.random.randrange(96) for _ in range(self.random.randrange(1, 12)))]
+        request = a_request(
+            name,
+            prompt,
+            max_tokens=self.random.randrange(1, 20),
+            exports=self.random.random() < 0.15,
+            priority=self.random.randrange(3),
+        )
+        if self.random.random() < 0.3 and not request.exports:
+            request = with_constraint(request)
+        if self.random.random() < 0.2:
+            request = replace(request, sampling=replace(request.sampling, min_tokens=self.random.randrange(1, 9)))
+        self.requests[name] = request
+        self.tokens[name] = []
+        self.engine.add(request)
+
+    def step(self) -> None:
+        output = self.engine.step()
+        for update in output.updates:
+            assert update.error is None
+            self.tokens[update.request_id] += [token.token_id for token in update.tokens]
+        for name, number in output.exports.items():
+            self.exported.add(name)
+            self.engine.release_export(number)
+        self.engine.check_integrity()
+
+    def check(self, name: str, request: EngineRequest) -> None:
+        tokens = list(request.token_ids)
+        count = len(self.tokens[name])
+        for _ in range(count):
+            token = next_token(tokens)
+            if request.sampling.constraint is not None:
+                token = next_allowed(token, allowed_after(tokens[len(request.token_ids) :]))
+            tokens.append(token)
+        assert self.tokens[name] == tokens[len(request.token_ids) :], name
+        if name not in self.aborted and name not in self.exported and tokens[-1] != 96:
+            assert count == min(request.sampling.max_tokens or 0, 48 - len(request.token_ids)), name
+
+
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_random_interleavings(first: int) -> None:
+    for seed in range(first, first + 50):
+        Walk(seed).run()
+
+
+@pytest.mark.long
+def test_two_thousand_random_interleavings() -> None:
+    for seed in range(1000, 3000):
+        Walk(seed).run()
