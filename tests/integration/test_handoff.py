@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import grpc
+import httpx
 import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, a_worker
@@ -88,8 +89,13 @@ class Pair:
         return [answer.first_token.id, *tokens], handoff
 
 
+def drafts_of(page: str) -> float:
+    """Return the number of verified drafts from a metrics page."""
+    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("kvferry_worker_drafts_total{"))
+
+
 @contextmanager
-def a_pair(connector: str) -> Iterator[tuple[Pair, list[RunningProcess]]]:
+def a_pair(connector: str, speculation: str = "off") -> Iterator[tuple[Pair, list[RunningProcess]]]:
     if connector == "memory":
         with a_worker("split", "--connector", "memory") as worker:
             heard = worker.events["listening"]
@@ -100,7 +106,8 @@ def a_pair(connector: str) -> Iterator[tuple[Pair, list[RunningProcess]]]:
             finally:
                 pair.close()
         return
-    with a_worker("prefill", "--connector", connector) as p, a_worker("decode", "--connector", connector) as d:
+    flags = ("--connector", connector, "--speculation", speculation, "--metrics", "127.0.0.1:0")
+    with a_worker("prefill", *flags) as p, a_worker("decode", *flags) as d:
         heard = [w.events["listening"] for w in (p, d)]
         pair = Pair(str(heard[0]["grpc"]), str(heard[1]["grpc"]), [str(h["admin"]) for h in heard])
         try:
@@ -109,11 +116,19 @@ def a_pair(connector: str) -> Iterator[tuple[Pair, list[RunningProcess]]]:
             pair.close()
 
 
-@pytest.fixture(scope="module", params=["memory", "shm", "nixl", "tcp"])
+SPECULATION = {"memory": "off", "shm": "auto", "nixl": "suffix?k=8", "tcp": "ngram?k=4&min=1"}
+"""Speculation of the workers, by connector: drafts change no token."""
+
+
+@pytest.fixture(scope="module", params=SPECULATION)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with a_pair(request.param) as (made, workers):
+    method = SPECULATION[request.param]
+    with a_pair(request.param, method) as (made, workers):
         yield made
         assert_workers_idle(made.admin)
+        if method not in ("off", "auto"):
+            pages = [httpx.get(f"http://{w.events['listening']['metrics']}/metrics").text for w in workers]
+            assert [drafts_of(page) > 0 for page in pages] == [False, True], "only decode workers draft"
         for worker in workers:
             assert worker.stop() == 0, "a worker ends with status 0 on SIGTERM"
 
