@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvferry.cli import settings
+from kvferry.cli.commands.bench_serve import command as serve
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, print_json, reported, with_settings
 from kvferry.core.clock import SystemClock
@@ -38,6 +39,7 @@ def command() -> None:
       kvferry bench latency --load-format dummy --model llama-3.1-8b --device cuda --batch 64 --kv-memory 16GiB
       kvferry bench transfer                       every transport, 1 to 64 blocks of the default model
       kvferry bench transfer --transport shm --transport tcp --json rows.json
+      kvferry bench serve --rate 4 --requests 200  an OpenAI-compatible server, under a workload
     """
 
 
@@ -320,3 +322,6 @@ def _size(text: str) -> int:
         return size_bytes(text)
     except ValueError as error:
         raise UsageError(f"--block-size {text!r} is not a size ({error}); write 360KiB or 2MiB") from error
+
+
+command.add_command(serve)

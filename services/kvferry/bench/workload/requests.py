@@ -1,0 +1,124 @@
+"""Requests of a benchmark: arrival time, prompt as token ids, number of output tokens.
+
+Prompts are token ids, so that their lengths are exact with any tokenizer. Equal prefixes are equal ids, so that prefix
+caches and routers see the same sharing in every run with the same seed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvferry.bench.workload.arrivals import Arrivals
+from kvferry.core.errors import UsageError
+
+FIRST_TOKEN, NUM_TOKENS = 300, 4000
+"""Range of the ids: above control tokens and bytes, below the size of common vocabularies."""
+RANDOM, SHARED_PREFIX, MULTI_TURN = "random", "shared-prefix", "multi-turn"
+WORKLOADS = (RANDOM, SHARED_PREFIX, MULTI_TURN)
+MAX_REQUESTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request."""
+
+    at: float
+    """Arrival in seconds after the start."""
+    prompt: tuple[int, ...]
+    num_output: int
+    session: int | None = None
+    """Number of the conversation; `None` if the request belongs to none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Kind and sizes of the requests of a benchmark."""
+
+    kind: str = RANDOM
+    """One of `WORKLOADS`. `shared-prefix`: each prompt begins with one of a few prefixes; `multi-turn`: each prompt of
+    a conversation begins with the prompt before it, and with as many tokens as were asked for as its answer."""
+    num_input: int = 512
+    """Mean tokens of a prompt; of a turn for `multi-turn`. Without the shared prefix."""
+    num_output: int = 128
+    spread: float = 0.0
+    """Relative spread of both lengths: 0.5 draws lengths from half to one and a half of the mean."""
+    num_prefix: int = 1024
+    """Tokens of each shared prefix."""
+    num_prefixes: int = 4
+    num_turns: int = 4
+    turn_seconds: float = 5.0
+    """Seconds between the arrivals of two turns of a conversation."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UsageError: the kind is unknown, or a number is out of range.
+        """
+        if self.kind not in WORKLOADS:
+            raise UsageError(
+                f"unknown workload {self.kind!r}; expected one of {', '.join(WORKLOADS)}", field="workload"
+            )
+        for name, least in (
+            ("num_input", 1), ("num_output", 1), ("num_prefix", 0), ("num_prefixes", 1), ("num_turns", 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not least <= value <= 1 << 20:
+                raise UsageError(f"{name} is {value}; it must be from {least} to {1 << 20}", field=name)
+        if not 0.0 <= self.spread < 1.0:
+            raise UsageError(f"spread is {self.spread}; it must be from 0 to below 1", field="spread")
+        if not 0.0 <= self.turn_seconds <= 3600.0:
+            raise UsageError(f"turn_seconds is {self.turn_seconds}; it must be from 0 to 3600", field="turn_seconds")
+
+    def requests(self, count: int, arrivals: Arrivals, seed: int) -> list[BenchRequest]:
+        """Draw `count` requests, in the order of arrival.
+
+        Raises:
+            UsageError: `count` is out of range.
+        """
+        if not 1 <= count <= MAX_REQUESTS:
+            raise UsageError(f"requests is {count}; it must be from 1 to {MAX_REQUESTS}", field="requests")
+        draw = Random(seed)  # noqa: S311  a workload needs no secret numbers
+        if self.kind == MULTI_TURN:
+            return self._conversations(count, arrivals, draw)
+        prefixes = [token_block(f"{seed}/{number}", self.num_prefix) for number in range(self.num_prefixes)]
+        requests = []
+        for at in arrivals.times(count, draw):
+            prefix = draw.choice(prefixes) if self.kind == SHARED_PREFIX else ()
+            own = _tokens(draw, self._length(self.num_input, draw))
+            requests.append(BenchRequest(at, (*prefix, *own), self._length(self.num_output, draw)))
+        return requests
+
+    def _conversations(self, count: int, arrivals: Arrivals, draw: Random) -> list[BenchRequest]:
+        starts = arrivals.times(-(-count // self.num_turns), draw)
+        requests: list[BenchRequest] = []
+        for session, start in enumerate(starts):
+            history: tuple[int, ...] = ()
+            for turn in range(self.num_turns):
+                prompt = (*history, *_tokens(draw, self._length(self.num_input, draw)))
+                num_output = self._length(self.num_output, draw)
+                requests.append(BenchRequest(start + turn * self.turn_seconds, prompt, num_output, session))
+                history = (*prompt, *_tokens(draw, num_output))
+        return sorted(requests, key=lambda request: request.at)[:count]
+
+    def _length(self, mean: int, draw: Random) -> int:
+        return max(1, round(mean * draw.uniform(1.0 - self.spread, 1.0 + self.spread)))
+
+
+def token_block(name: str, count: int) -> tuple[int, ...]:
+    """Return the `count` tokens that belong to a name, the same in every run."""
+    return _tokens(Random(name), count)  # noqa: S311
+
+
+def clipped(requests: Sequence[BenchRequest], *, max_input: int, max_output: int) -> tuple[list[BenchRequest], int]:
+    """Cut prompts and outputs to the limits of a server; return the requests and how many were cut."""
+    made = [
+        BenchRequest(r.at, r.prompt[:max_input], min(r.num_output, max_output), r.session)
+        if len(r.prompt) > max_input or r.num_output > max_output
+        else r
+        for r in requests
+    ]
+    return made, sum(a is not b for a, b in zip(made, requests, strict=True))
+
+
+def _tokens(draw: Random, count: int) -> tuple[int, ...]:
+    return tuple(FIRST_TOKEN + int(NUM_TOKENS * draw.random()) for _ in range(count))

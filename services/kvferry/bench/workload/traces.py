@@ -1,0 +1,112 @@
+"""Traces of production requests: arrival times, lengths and shared blocks, without texts.
+
+Mooncake    {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [..]} in each line, 512 tokens per id
+            (Qin et al., Mooncake, 2024, section 4)
+Azure       CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens (Patel et al., Splitwise, 2024, section 3)
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from itertools import chain
+from typing import Any
+
+from kvferry.bench.workload.requests import MAX_REQUESTS, BenchRequest, token_block
+from kvferry.core.errors import UsageError
+
+HASH_TOKENS = 512
+_MAX_TOKENS = 1 << 20
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+def read_trace(lines: Iterable[str], *, most: int = MAX_REQUESTS, speed: float = 1.0) -> list[BenchRequest]:
+    """Read a trace in either format; times start at 0.
+
+    Args:
+        lines: lines of the file.
+        most: number of requests after which reading stops.
+        speed: factor by which the trace is replayed faster.
+
+    Raises:
+        UsageError: the format is unknown, a line is invalid, or the trace has no request; the message has the line.
+    """
+    if not speed > 0:
+        raise UsageError(f"trace_speed is {speed}; it must be above 0", field="trace_speed")
+    iterator = iter(lines)
+    first = next(iterator, "").lstrip("\ufeff")
+    if first.lstrip().startswith("{"):
+        requests = _mooncake(chain([first], iterator), most)
+    elif tuple(name.strip() for name in first.split(",")) == _AZURE:
+        requests = _azure(iterator, most)
+    else:
+        raise UsageError(
+            f"the trace begins with {first.strip()[:60]!r}; expected a JSON object per line with timestamp, "
+            f"input_length, output_length and hash_ids, or CSV with the header {','.join(_AZURE)}",
+            field="arrivals",
+        )
+    if not requests:
+        raise UsageError("the trace has no request", field="arrivals")
+    start = min(request.at for request in requests)
+    moved = [BenchRequest((r.at - start) / speed, r.prompt, r.num_output) for r in requests]
+    return sorted(moved, key=lambda request: request.at)
+
+
+def _mooncake(lines: Iterable[str], most: int) -> list[BenchRequest]:
+    requests: list[BenchRequest] = []
+    for number, line in enumerate(lines, 1):
+        if len(requests) == most:
+            break
+        if not line.strip():
+            continue
+        try:
+            entry: Any = json.loads(line)
+            at, num_input, num_output = float(entry["timestamp"]), entry["input_length"], entry["output_length"]
+            ids = entry.get("hash_ids", [])
+            sizes = (_size(num_input, 1), _size(num_output, 0))
+            if not isinstance(ids, list) or len(ids) > _MAX_TOKENS // HASH_TOKENS + 1:
+                raise ValueError("hash_ids is not a list of block ids")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise _invalid(number, error) from error
+        requests.append(BenchRequest(at / 1000.0, _of_blocks(ids, sizes[0], number), max(1, sizes[1])))
+    return requests
+
+
+def _of_blocks(ids: list[object], count: int, number: int) -> tuple[int, ...]:
+    """Return a prompt whose blocks have the tokens of their ids; tokens beyond the ids belong to the line alone."""
+    tokens = tuple(chain.from_iterable(token_block(f"block {one!r}", HASH_TOKENS) for one in ids))[:count]
+    return (*tokens, *token_block(f"line {number}", count - len(tokens)))
+
+
+def _azure(lines: Iterator[str], most: int) -> list[BenchRequest]:
+    requests: list[BenchRequest] = []
+    for number, cells in enumerate(csv.reader(lines), 2):
+        if len(requests) == most:
+            break
+        if not cells:
+            continue
+        try:
+            when, num_input, num_output = cells
+            at = datetime.fromisoformat(_microseconds(when)).timestamp()
+            sizes = (_size(int(num_input), 1), _size(int(num_output), 0))
+        except ValueError as error:
+            raise _invalid(number, error) from error
+        requests.append(BenchRequest(at, token_block(f"line {number}", sizes[0]), max(1, sizes[1])))
+    return requests
+
+
+def _microseconds(text: str) -> str:
+    """Cut a timestamp to six digits after the point; these traces have seven."""
+    whole, point, fraction = text.strip().partition(".")
+    return whole + point + fraction[:6]
+
+
+def _size(value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_TOKENS:
+        raise ValueError(f"a length is {str(value)[:40]}; it must be a whole number from {least} to {_MAX_TOKENS}")
+    return value
+
+
+def _invalid(number: int, error: Exception) -> UsageError:
+    reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)[:200]
+    return UsageError(f"line {number} of the trace is invalid: {reason}", field="arrivals")

@@ -1,0 +1,81 @@
+"""Traces in Mooncake's and Azure's formats, and what is wrong in them by line."""
+
+import json
+
+import pytest
+
+from kvferry.bench.workload.traces import HASH_TOKENS, read_trace
+from kvferry.core.errors import UsageError
+
+MOONCAKE = [
+    {"timestamp": 27000, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]},
+    {"timestamp": 28500, "input_length": 600, "output_length": 26, "hash_ids": [46, 99]},
+    {"timestamp": 27500, "input_length": 40, "output_length": 0},
+]
+AZURE = [
+    "TIMESTAMP,ContextTokens,GeneratedTokens",
+    "2023-11-16 18:15:46.6805900,374,44",
+    "2023-11-16 18:15:50.9951690,396,109",
+    "",
+]
+
+
+def lines(entries: list[dict[str, object]]) -> list[str]:
+    return [json.dumps(entry) + "\n" for entry in entries]
+
+
+def test_equal_block_ids_are_equal_tokens() -> None:
+    first, short, second = read_trace(lines(MOONCAKE))
+    assert [r.at for r in (first, short, second)] == [0.0, 0.5, 1.5]
+    assert [len(r.prompt) for r in (first, short, second)] == [1100, 40, 600]
+    assert [r.num_output for r in (first, short, second)] == [52, 1, 26]
+    assert first.prompt[:HASH_TOKENS] == second.prompt[:HASH_TOKENS]
+    assert first.prompt[HASH_TOKENS : HASH_TOKENS + 80] != second.prompt[HASH_TOKENS : HASH_TOKENS + 80]
+
+
+def test_tokens_beyond_the_block_ids_belong_to_the_line() -> None:
+    entries = [{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}] * 2
+    first, second = read_trace(lines(entries))
+    assert first.prompt[:512] == second.prompt[:512]
+    assert first.prompt[512:] != second.prompt[512:]
+
+
+def test_azures_csv_has_lengths_only() -> None:
+    first, second = read_trace(AZURE)
+    assert (first.at, len(first.prompt), first.num_output) == (0.0, 374, 44)
+    assert (second.at, len(second.prompt), second.num_output) == (pytest.approx(4.314579), 396, 109)
+
+
+def test_a_trace_is_replayed_faster_and_only_its_begin() -> None:
+    assert [r.at for r in read_trace(lines(MOONCAKE), most=2, speed=3.0)] == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ([], "the trace begins with ''"),
+        (["a,b,c\n"], "the trace begins with 'a,b,c'"),
+        ([AZURE[0]], "the trace has no request"),
+        ([*AZURE[:2], "yesterday,1,2"], "line 3 of the trace is invalid"),
+        ([AZURE[0], "2023-11-16 18:15:46,1"], "line 2 of the trace is invalid"),
+        ([AZURE[0], "2023-11-16 18:15:46,-1,4"], "a length is -1; it must be a whole number from 1 to 1048576"),
+        (['{"timestamp": 1}'], "line 1 of the trace is invalid: 'input_length' is missing"),
+        (['{"timestamp": 1, "input_length": 1e3, "output_length": 1}'], "a length is 1000.0"),
+        (['{"timestamp": 1, "input_length": true, "output_length": 1}'], "a length is True"),
+        (['{"timestamp": 1, "input_length": 9999999999, "output_length": 1}'], "a length is 9999999999"),
+        (['{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 3}'], "hash_ids is not a list"),
+        (['{"timestamp": null, "input_length": 1, "output_length": 1}'], "line 1 of the trace is invalid"),
+        ([*lines(MOONCAKE), "{"], "line 4 of the trace is invalid"),
+        (["{" * 100_000], "line 1 of the trace is invalid"),
+    ],
+)
+def test_what_is_wrong_in_a_trace_is_named_by_line(text: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_trace(text)
+    assert message in str(caught.value)
+    assert caught.value.field == "arrivals"
+
+
+def test_the_speed_must_be_positive() -> None:
+    with pytest.raises(UsageError, match="trace_speed is 0"):
+        read_trace(lines(MOONCAKE), speed=0)
