@@ -1,5 +1,6 @@
 """Picture of a serving benchmark as SVG: distributions of TTFT, TPOT and ITL, and output tokens over time."""
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -62,9 +63,17 @@ def _rates(answers: Sequence[Answer]) -> Points:
     return [((index + 0.5) * width, count / width) for index, count in enumerate(counts)]
 
 
+def _axis_end(most: float) -> float:
+    """Return the end of an axis from 0 with four intervals of a round length."""
+    if most <= 0.0:
+        return 1.0
+    unit = 10.0 ** math.floor(math.log10(most / 4))
+    return 4 * unit * next(factor for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if 4 * unit * factor >= most * (1 - 1e-9))
+
+
 def _panel(left: float, top: float, x_title: str, y_title: str, points: Points) -> str:
-    x_most = max((x for x, _ in points), default=0.0) or 1.0
-    y_most = max((y for _, y in points), default=0.0) or 1.0
+    x_most = _axis_end(max((x for x, _ in points), default=0.0))
+    y_most = _axis_end(max((y for _, y in points), default=0.0))
     inner_width, inner_height = _WIDTH - _LEFT, _HEIGHT - _TOP
     parts = [f'<g transform="translate({left},{top})">']
     for index in range(5):
