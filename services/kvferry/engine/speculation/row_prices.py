@@ -1,20 +1,24 @@
 """Price of a step by its number of rows, learned from the steps that an engine runs.
 
+    seconds(rows)  =  (a + b * rows) * ratio(rows)
+
 A decoding step reads all weights once for any number of rows, so that a further row costs less than the first one; how
-much less depends on the machine, the weights and the batch. Prices between two measured numbers of rows are
-interpolated; before anything is measured, a further row of a step of R rows costs 1 / (R + 3) of half the step.
+much less depends on the machine, the weights and the batch. The line is fitted to the latest steps; before two numbers
+of rows are measured, a further row costs 0.5 / (R + 3) of a step of R rows. The ratio of a number of rows is where its
+steps depart from the line, as kernels do that compute rows in groups; without recent steps it returns to 1, so that one
+delayed step does not condemn a number of rows.
 """
 
-import bisect
-
-_WEIGHT = 0.25
-"""Weight of the newest measurement."""
-_SPREAD = 0.1
-"""Share of a relative change that other numbers of rows follow: contexts grow, and other processes take the memory's
-bandwidth."""
+_MEMORY = 0.98
+"""Weight of older steps in the line after one more; the last fifty or so decide."""
+_SLOPE_WEIGHT = 4.0
+"""Weight of the assumed slope, in squared rows of one step."""
+_RATIO_MEMORY = 0.99
+"""Weight of older steps in the ratios after one more step of any number of rows."""
+_RATIO_WEIGHT = 3.0
+"""Steps of a number of rows for which its ratio counts half."""
 _MAX_CHANGE = 3.0
-"""A measurement counts as at most this many times the estimate or its reciprocal; a step may be delayed for other
-reasons."""
+"""A step counts as at most this many times its estimate or its reciprocal; it may be delayed for other reasons."""
 _MAX_ROWS = 4096
 
 
@@ -22,36 +26,46 @@ class RowPrices:
     """Seconds of a decoding step by its number of rows."""
 
     def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._seconds: list[float] = []
+        self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
+        self._ratios: dict[int, tuple[float, float, int]] = {}
+        """Sum of the ratios, their number, both with memory, and the step at which they were updated; by rows."""
+        self._num_steps = 0
 
     def observe(self, rows: int, seconds: float) -> None:
         """Record that a decoding step of this many rows took this long."""
         if not 0 < rows <= _MAX_ROWS or seconds <= 0.0:
             return
-        at = bisect.bisect_left(self._rows, rows)
-        if at == len(self._rows) or self._rows[at] != rows:
-            self._rows.insert(at, rows)
-            self._seconds.insert(at, seconds)
-            return
-        ratio = min(max(seconds / self._seconds[at], 1.0 / _MAX_CHANGE), _MAX_CHANGE)
-        change = 1.0 + _WEIGHT * (ratio - 1.0)
-        others = 1.0 + _SPREAD * (change - 1.0)
-        self._seconds = [s * (change if i == at else others) for i, s in enumerate(self._seconds)]
+        if self._num_steps:
+            expected = self.seconds(rows)
+            seconds = min(max(seconds, expected / _MAX_CHANGE), expected * _MAX_CHANGE)
+        self._num_steps += 1
+        self._weight = _MEMORY * self._weight + 1.0
+        self._rows = _MEMORY * self._rows + rows
+        self._seconds = _MEMORY * self._seconds + seconds
+        self._rows_squared = _MEMORY * self._rows_squared + rows * rows
+        self._products = _MEMORY * self._products + rows * seconds
+        total, count = self._ratio(rows)
+        self._ratios[rows] = (total + seconds / self._line(rows), count + 1.0, self._num_steps)
 
     def seconds(self, rows: int) -> float:
-        """Estimate the seconds of a step of this many rows; 1 before the first measurement, and relative to that."""
-        if not self._rows:
-            return _scaled(1.0, 1, rows)
-        at = bisect.bisect_left(self._rows, rows)
-        if at == len(self._rows):
-            return _scaled(self._seconds[-1], self._rows[-1], rows)
-        if self._rows[at] == rows or at == 0:
-            return self._seconds[at]
-        low, high = self._rows[at - 1], self._rows[at]
-        share = (rows - low) / (high - low)
-        return (1.0 - share) * self._seconds[at - 1] + share * self._seconds[at]
+        """Estimate the seconds of a step of this many rows; relative to a step of one row before the first
+        measurement."""
+        if not self._num_steps:
+            return 1.0 + 0.5 * max(0, rows - 1) / 4.0
+        total, count = self._ratio(rows)
+        return self._line(rows) * (total + _RATIO_WEIGHT) / (count + _RATIO_WEIGHT)
 
+    def _ratio(self, rows: int) -> tuple[float, float]:
+        total, count, updated = self._ratios.get(rows, (0.0, 0.0, self._num_steps))
+        memory = _RATIO_MEMORY ** (self._num_steps - updated)
+        return total * memory, count * memory
 
-def _scaled(seconds: float, measured_rows: int, rows: int) -> float:
-    return seconds * (1.0 + 0.5 * max(0, rows - measured_rows) / (measured_rows + 3))
+    def _line(self, rows: int) -> float:
+        mean_rows, mean_seconds = self._rows / self._weight, self._seconds / self._weight
+        spread = max(0.0, self._rows_squared - self._weight * mean_rows * mean_rows)
+        slope = 0.5 * mean_seconds / (mean_rows + 3.0)
+        slope = (self._products - self._weight * mean_rows * mean_seconds + _SLOPE_WEIGHT * slope) / (
+            spread + _SLOPE_WEIGHT
+        )
+        least = 0.1 * mean_seconds  # the line may cross 0 beyond the measured numbers of rows
+        return max(least, mean_seconds + max(0.0, slope) * (rows - mean_rows))

@@ -45,18 +45,47 @@ def test_the_more_probable_draft_gets_the_rows() -> None:
     assert draft_lengths([gains_of([0.2, 0.2]), gains_of([0.9, 0.9])], 2, lambda rows: 10.0 + rows) == [0, 2]
 
 
-def test_prices_are_interpolated_and_follow_measurements() -> None:
+def test_a_further_row_is_assumed_to_cost_less_than_the_first() -> None:
     prices = RowPrices()
-    assert prices.seconds(5) > prices.seconds(1) > 0
+    assert prices.seconds(1) == 1.0
+    assert 1.0 < prices.seconds(5) < 5.0
     prices.observe(1, 0.010)
-    assert prices.seconds(1) == 0.010
-    assert prices.seconds(5) == pytest.approx(0.010 * (1 + 0.5 * 4 / 4)), "a guess before it is measured"
-    prices.observe(5, 0.030)
-    assert prices.seconds(3) == pytest.approx(0.020)
+    assert prices.seconds(1) == pytest.approx(0.010)
+    assert prices.seconds(5) == pytest.approx(0.010 * (1 + 0.5 * 4 / 4))
+
+
+def test_prices_follow_the_measured_line() -> None:
+    prices = RowPrices()
+    for _ in range(30):
+        for rows in (1, 4, 9):
+            prices.observe(rows, 0.010 + 0.004 * rows)
+    for rows in (1, 2, 4, 6, 9, 12):
+        assert prices.seconds(rows) == pytest.approx(0.010 + 0.004 * rows, rel=0.02)
+    for _ in range(200):  # the machine became twice as fast
+        for rows in (1, 4, 9):
+            prices.observe(rows, 0.005 + 0.002 * rows)
+    assert prices.seconds(6) == pytest.approx(0.017, rel=0.02)
+
+
+def test_a_number_of_rows_may_depart_from_the_line() -> None:
+    prices = RowPrices()
+    measured = {1: 10.0, 2: 11.0, 3: 12.0, 4: 13.0, 5: 20.0, 6: 21.0}
     for _ in range(60):
-        prices.observe(5, 0.015)
-    assert prices.seconds(5) == pytest.approx(0.015, rel=0.01)
-    assert prices.seconds(1) < 0.010, "others follow a little"
+        for rows, seconds in measured.items():
+            prices.observe(rows, seconds)
+    assert prices.seconds(4) == pytest.approx(13.0, rel=0.08)
+    assert prices.seconds(5) == pytest.approx(20.0, rel=0.08)
+
+
+def test_a_delayed_step_does_not_condemn_its_number_of_rows() -> None:
+    prices = RowPrices()
+    for _ in range(30):
+        prices.observe(1, 0.010)
+    prices.observe(8, 1.0)
+    assert prices.seconds(8) > 0.020
+    for _ in range(300):
+        prices.observe(1, 0.010)
+    assert prices.seconds(8) < 0.022, "as assumed before it was measured"
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(0, 1.0), (5000, 1.0), (1, 0.0), (1, -1.0)])
@@ -70,7 +99,7 @@ def test_a_delayed_step_does_not_count_in_full() -> None:
     prices = RowPrices()
     prices.observe(1, 0.010)
     prices.observe(1, 100.0)
-    assert prices.seconds(1) <= 0.015
+    assert prices.seconds(1) <= 0.030
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 10.0)), min_size=1), st.integers(1, 4096))
