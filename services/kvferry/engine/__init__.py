@@ -14,14 +14,18 @@ from kvferry.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from kvferry.engine.async_llm import AsyncLLM
+    from kvferry.engine.beams.beam_search import BeamOutput
+    from kvferry.engine.beams.beams import BeamParams
     from kvferry.engine.completion import Completion, CompletionPart
     from kvferry.engine.embedding import Embedding
     from kvferry.engine.llm import LLM
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "CompletionPart", "Embedding", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "BeamOutput", "BeamParams", "Completion", "CompletionPart", "Embedding", "SamplingParams"]
 _MODULES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
+    "BeamOutput": "beams.beam_search",
+    "BeamParams": "beams.beams",
     "Completion": "completion",
     "CompletionPart": "completion",
     "Embedding": "embedding",

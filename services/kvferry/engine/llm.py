@@ -10,6 +10,8 @@ from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.beams.beam_search import BeamOutput, search
+from kvferry.engine.beams.beams import BeamParams
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.completion import Completion, CompletionStream
 from kvferry.engine.embedding import Embedding, Prompt, embedding_of, pairs, pooling_params, prompt_key
@@ -208,6 +210,28 @@ class LLM:
             cosine(vectors[prompt_key(left)].embedding, vectors[prompt_key(right)].embedding)
             for left, right in compared
         ]
+
+    def beam_search(
+        self, prompts: Sequence[Prompt], params: BeamParams | None = None, *, progress: bool = False
+    ) -> list[list[BeamOutput]]:
+        """Search for the most probable outputs of prompts; return at most `width` outputs per prompt, the best first.
+
+        Args:
+            prompts: the prompts, each a text or its token ids.
+            params: width and limits of the search.
+            progress: whether to show a progress bar on standard error.
+
+        Raises:
+            InvalidRequest: a prompt is empty or too long.
+            GenerationFailed: a logit is not finite.
+            UsageError: the weights are random, but a prompt is a text.
+        """
+        params = params or BeamParams()
+        ids = [self._requests.tokens(prompt) for prompt in prompts]
+        with Progress(console=Console(stderr=True), disable=not progress) as bar:
+            task = bar.add_task("searches", total=len(prompts))
+            found = search(self.engine, ids, params, self.config.eos_token_ids, lambda: bar.advance(task))
+        return [[self._requests.beam_output(beam, params) for beam in own] for own in found]
 
     def chat(
         self,

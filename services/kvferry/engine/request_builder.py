@@ -7,6 +7,8 @@ from dataclasses import replace
 from kvferry.core.errors import InvalidRequest, UsageError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.beams.beam_search import BeamOutput
+from kvferry.engine.beams.beams import Beam, BeamParams
 from kvferry.engine.build import LoadedModel
 from kvferry.engine.completion import CompletionStream
 from kvferry.engine.embedding import Prompt, pooling_request
@@ -57,6 +59,24 @@ class RequestBuilder:
             )
         return self._source.tokenizer
 
+    def tokens(self, prompt: Prompt) -> Sequence[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            UsageError: the weights are random, but the prompt is a text.
+        """
+        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+
+    def beam_output(self, beam: Beam, params: BeamParams) -> BeamOutput:
+        """Convert an ended beam to an output with its text."""
+        assert beam.finish_reason is not None, "a beam is an output when it has ended"
+        text = ""
+        if self._source is not None:
+            detokenizer = Detokenizer(self.tokenizer)
+            text = detokenizer.feed(beam.tokens) + detokenizer.finish()
+        score = beam.score(params.length_penalty)
+        return BeamOutput(text, beam.tokens, beam.logprob, score, beam.finish_reason)
+
     def start(self, prompt: Prompt, sampling: SamplingParams) -> CompletionStream:
         """Build the request of a prompt, with its output, which is empty.
 
@@ -64,7 +84,7 @@ class RequestBuilder:
             InvalidRequest: a parameter does not fit the model or another one.
             UsageError: the weights are random, but the prompt is a text, or stop strings or bad words are set.
         """
-        return self._start(self._tokens(prompt), sampling)
+        return self._start(self.tokens(prompt), sampling)
 
     def start_chat(
         self, messages: Sequence[Message], sampling: SamplingParams, tools: Sequence[Tool]
@@ -93,7 +113,7 @@ class RequestBuilder:
         Raises:
             UsageError: the weights are random, but the prompt is a text.
         """
-        return pooling_request(_request_id(next(self._numbers)), self._tokens(prompt), params)
+        return pooling_request(_request_id(next(self._numbers)), self.tokens(prompt), params)
 
     def _start(
         self,
@@ -125,9 +145,6 @@ class RequestBuilder:
         if template is None:
             raise UsageError("this model has no chat template; use generate", field="model")
         return template
-
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
 
     def _check(self, params: SamplingParams) -> None:
         check_output_length(params)

@@ -1,0 +1,99 @@
+"""Beam search with an engine: in each round, one request per live beam of every prompt.
+
+A request computes only what the prefix cache does not have: the last, partly filled block of its beam. Beams of a
+prompt therefore share the pages of all full blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import RequestId
+from kvferry.core.sampling import FinishReason, SamplingParams
+from kvferry.engine.beams.beams import Alternatives, Beam, BeamParams, Beams
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import EngineRequest
+
+_numbers = count(1)
+_MAX_LIVE = 512
+"""Maximum number of requests at a time; an engine rejects more than 1024 waiting ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOutput:
+    """One output of a beam search."""
+
+    text: str
+    """Text of the output; empty if the model has no tokenizer."""
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float
+    """Sum of the log-probabilities of the tokens."""
+    score: float
+    """The sum divided by the length to the power of the length penalty; outputs are ordered by it."""
+    finish_reason: FinishReason
+
+
+def search(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: BeamParams,
+    eos_token_ids: Sequence[int],
+    on_done: Callable[[], None] = lambda: None,
+) -> list[list[Beam]]:
+    """Search for the best outputs of each prompt; return at most `width` for each, the best first.
+
+    Args:
+        engine: an idle engine, which no other thread uses.
+        prompts: prompts as token ids.
+        params: parameters of the search; an output ends at the end of the context at the latest.
+        eos_token_ids: the model's end-of-sequence tokens.
+        on_done: called for each prompt whose search is done.
+
+    Raises:
+        InvalidRequest: a prompt is empty or too long.
+        GenerationFailed: a logit is not finite.
+    """
+    searches = [
+        Beams(
+            replace(params, max_tokens=max(1, min(params.max_tokens, engine.max_model_tokens - len(prompt)))),
+            frozenset(eos_token_ids),
+        )
+        for prompt in prompts
+    ]
+    together = _MAX_LIVE // params.width
+    for first in range(0, len(prompts), together):
+        group = list(zip(prompts, searches, strict=True))[first : first + together]
+        while group := [(prompt, beams) for prompt, beams in group if not beams.is_done]:
+            live = [(prompt, beam) for prompt, beams in group for beam in beams.live]
+            found = iter(_alternatives(engine, live, params.width))
+            for _, beams in group:
+                beams.advance([next(found) for _ in beams.live])
+                if beams.is_done:
+                    on_done()
+    return [beams.best(params.width) for beams in searches]
+
+
+def _alternatives(engine: Engine, beams: Sequence[tuple[Sequence[int], Beam]], width: int) -> list[Alternatives]:
+    """Return the 2 * width most likely next tokens of each beam."""
+    found: dict[RequestId, Alternatives] = {}
+    names = [RequestId(f"beam-{next(_numbers)}") for _ in beams]
+    try:
+        for name, (prompt, beam) in zip(names, beams, strict=True):
+            sampling = SamplingParams(
+                temperature=0.0, max_tokens=len(beam.tokens) + 1, ignore_eos=True, logprobs=2 * width, speculation=False
+            )
+            tokens = [*prompt, *beam.tokens]
+            engine.add(EngineRequest(name, tokens, sampling, num_generated=len(beam.tokens)))
+        while len(found) < len(names):
+            if not engine.has_work:
+                raise InvariantBroken("the engine has no work although beams wait for their tokens")
+            for update in engine.step().updates:
+                if update.error is not None:
+                    raise update.error
+                found[update.request_id] = update.tokens[0].top
+    except BaseException:
+        for name in names:
+            engine.abort(name)
+        raise
+    return [found[name] for name in names]

@@ -1,0 +1,126 @@
+"""The beams of one prompt: candidates are ranked, ended ones are collected, and the search stops. Pure.
+
+    live beams    each with its 2 * width most likely next tokens
+    candidates    all of them, by the sum of their log-probabilities
+    ended         those of the best `width` candidates that end with an end-of-sequence token
+    live          the best `width` candidates that do not end
+
+With 2 * width tokens of each beam, at least `width` candidates do not end if there is one end token. The score of an
+output is the sum of its log-probabilities divided by its length to the power of the length penalty (Wu et al., Google's
+Neural Machine Translation System, 2016, section 7, in the form that `transformers` uses).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvferry.core.errors import InvalidRequest
+from kvferry.core.sampling import FinishReason
+
+MAX_WIDTH = 8
+
+Alternatives = Sequence[tuple[int, float]]
+"""(token id, log-probability) of the most likely next tokens of a beam, most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Parameters of a beam search."""
+
+    width: int = 4
+    """Number of beams, 1 to 8."""
+    max_tokens: int = 64
+    """Maximum number of output tokens."""
+    length_penalty: float = 1.0
+    """Exponent of the length by which the sum of log-probabilities is divided; above 0 favours long outputs."""
+    early_stopping: bool = False
+    """Whether to stop as soon as `width` outputs have ended. Otherwise the search continues while a live beam has a
+    better score than the worst of them."""
+    ignore_eos: bool = False
+    """Whether end-of-sequence tokens are tokens like others."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            InvalidRequest: a field is out of range.
+        """
+        if not 1 <= self.width <= MAX_WIDTH:
+            raise InvalidRequest(f"width must be from 1 to {MAX_WIDTH}, not {self.width}", field="width")
+        if not self.max_tokens >= 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, not {self.max_tokens}", field="max_tokens")
+        if not -10.0 <= self.length_penalty <= 10.0:
+            raise InvalidRequest(
+                f"length_penalty must be from -10 to 10, not {self.length_penalty}", field="length_penalty"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A partial or whole output."""
+
+    tokens: tuple[int, ...] = ()
+    logprob: float = 0.0
+    """Sum of the tokens' log-probabilities."""
+    finish_reason: FinishReason | None = None
+
+    def score(self, length_penalty: float) -> float:
+        """Return the score by which outputs of different lengths are compared."""
+        return self.logprob / float(max(1, len(self.tokens)) ** length_penalty)
+
+
+@dataclass(slots=True)
+class Beams:
+    """State of the search of one prompt."""
+
+    params: BeamParams
+    eos_token_ids: frozenset[int]
+    live: list[Beam] = field(default_factory=lambda: [Beam()])
+    """Partial outputs, the most probable first; one at the start."""
+    ended: list[Beam] = field(default_factory=list)
+    """The best outputs that have ended, at most `width`, the best first."""
+    is_done: bool = False
+
+    def advance(self, alternatives: Sequence[Alternatives]) -> None:
+        """Extend the live beams by one token.
+
+        Args:
+            alternatives: of each live beam, its 2 * width most likely next tokens; fewer if the vocabulary is smaller.
+        """
+        params = self.params
+        candidates = [
+            Beam((*beam.tokens, token), beam.logprob + logprob)
+            for beam, own in zip(self.live, alternatives, strict=True)
+            for token, logprob in own
+        ]
+        candidates.sort(key=lambda beam: -beam.logprob)  # stable: of equals, the better beam's likelier token is first
+        is_last = len(candidates[0].tokens) >= params.max_tokens
+        self.live = []
+        for rank, beam in enumerate(candidates):
+            if self._ends(beam):
+                if rank < params.width:
+                    self._end(beam, FinishReason.STOP)
+            elif is_last and rank < params.width:
+                self._end(beam, FinishReason.LENGTH)
+            elif len(self.live) < params.width:
+                self.live.append(beam)
+        self.is_done = is_last or not self.live or self._is_settled()
+        if self.is_done:
+            self.live = []
+
+    def best(self, count: int) -> list[Beam]:
+        """Return the `count` best outputs of a search that is done, the best first."""
+        return self.ended[:count]
+
+    def _ends(self, beam: Beam) -> bool:
+        return not self.params.ignore_eos and beam.tokens[-1] in self.eos_token_ids
+
+    def _end(self, beam: Beam, reason: FinishReason) -> None:
+        self.ended.append(Beam(beam.tokens, beam.logprob, reason))
+        self.ended.sort(key=lambda each: -each.score(self.params.length_penalty))
+        del self.ended[self.params.width :]
+
+    def _is_settled(self) -> bool:
+        """Return whether no live beam can replace an ended one."""
+        if len(self.ended) < self.params.width:
+            return False
+        penalty = self.params.length_penalty
+        return self.params.early_stopping or self.ended[-1].score(penalty) >= self.live[0].score(penalty)
