@@ -59,6 +59,7 @@ class StatusResponse(_message.Message):
     DOMAIN_FIELD_NUMBER: _builtins.int
     FAMILY_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill, decode, both"""
     model: _builtins.str
@@ -79,6 +80,8 @@ class StatusResponse(_message.Message):
     """of the KV layout; pages of equal families are convertible; empty: unknown"""
     proof: _builtins.bytes
     """MAC of the nonce and the port of the request services"""
+    max_sequences: _builtins.int
+    """in the running batch; 0: unknown"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -106,10 +109,11 @@ class StatusResponse(_message.Message):
         domain: _builtins.str = ...,
         family: _builtins.bytes = ...,
         proof: _builtins.bytes = ...,
+        max_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "model", b"model", "model_digest", b"model_digest", "proof", b"proof", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "max_sequences", b"max_sequences", "model", b"model", "model_digest", b"model_digest", "proof", b"proof", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

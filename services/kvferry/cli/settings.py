@@ -78,6 +78,31 @@ TLS = (
     Setting("tls_key_file", "", "Private key, PEM. Renewed files are reloaded while serving."),
 )
 API_KEYS = Setting("api_keys_file", "", "File with one `key tenant` pair per line; default: no authentication.")
+TENANTS = Setting(
+    "tenants",
+    "",
+    "TOML file with the tenants' hashed keys, shares, quotas and models; read again when it changes.",
+)
+PROBE_KEY = Setting(
+    "probe_key",
+    "",
+    "API key of the first request of a local stack, accepted in addition to those of the tenants.",
+    is_secret=True,
+)
+QUEUE = (
+    Setting(
+        "max_queued",
+        4096,
+        "Maximum requests that wait for room on the workers; more are rejected with 429.",
+        parse=whole(1, 1 << 20),
+    ),
+    Setting(
+        "max_queued_bytes",
+        256 << 20,
+        "Memory for waiting requests, for example 256MiB; more are rejected with 429.",
+        parse=size_bytes,
+    ),
+)
 
 ENGINE = (
     Setting(
@@ -263,6 +288,8 @@ GATEWAY = (
     GRPC,
     ADMIN,
     API_KEYS,
+    TENANTS,
+    PROBE_KEY,
     *TLS,
     *GATEWAY_KEY,
     *TENANT_KEY,
@@ -282,7 +309,8 @@ GATEWAY = (
         parse=whole(0, 1 << 28),
     ),
     KV_PREFETCH,
-    Setting("max_streams", 1024, "Maximum samples in flight; more are rejected with 429.", parse=whole(1, 1 << 20)),
+    Setting("max_streams", 1024, "Maximum samples in flight; further requests wait.", parse=whole(1, 1 << 20)),
+    *QUEUE,
     Setting("request_timeout", 600.0, "Maximum seconds per request.", parse=seconds(1, 86400)),
     LINGER,
     DRAIN,
@@ -337,6 +365,7 @@ UP = (
     GRPC,
     ADMIN,
     API_KEYS,
+    TENANTS,
     KV_PREFETCH,
     *TICKET_KEY,
     DRAIN,

@@ -149,6 +149,47 @@ GATEWAY_STALE = Metric(
     Kind.GAUGE,
     "1 while the source of the worker list fails and the last known list is used.",
 )
+_QUEUE_BUCKETS = (0.001, 0.002, 0.005, *_LATENCY_BUCKETS[1:])
+_BAND = ("band",)
+GATEWAY_QUEUE = Metric(
+    "kvferry_gateway_queued_requests",
+    Kind.GAUGE,
+    "Requests waiting for room on the fleet, by priority: high (below 0), normal (0), low (above 0).",
+    _BAND,
+)
+GATEWAY_QUEUE_BYTES = Metric(
+    "kvferry_gateway_queued_bytes", Kind.GAUGE, "Memory of the queued requests in bytes, by priority.", _BAND
+)
+GATEWAY_DISPATCHED = Metric(
+    "kvferry_gateway_dispatched_requests", Kind.GAUGE, "Requests that have left the queue and have not ended."
+)
+GATEWAY_QUEUE_SECONDS = Metric(
+    "kvferry_gateway_queue_seconds",
+    Kind.HISTOGRAM,
+    "Seconds that admitted requests have waited in the gateway's queue, by priority.",
+    _BAND,
+    _QUEUE_BUCKETS,
+)
+GATEWAY_REFUSALS = Metric(
+    "kvferry_gateway_refusals_total",
+    Kind.COUNTER,
+    "Requests not admitted, by reason: queue_full, displaced, deadline, cancelled, pool_empty, priority, model, or the "
+    "name of a quota.",
+    ("reason",),
+)
+GATEWAY_TENANT_REQUESTS = Metric(
+    "kvferry_gateway_tenant_requests_total",
+    Kind.COUNTER,
+    "Requests by tenant and outcome (admitted, refused); after 100 tenants, further ones are `other`.",
+    ("tenant", "outcome"),
+)
+GATEWAY_TENANT_TOKENS = Metric(
+    "kvferry_gateway_tenant_tokens_total",
+    Kind.COUNTER,
+    "Tokens by tenant and kind (prompt, cached, output); cached ones are among those of the prompt.",
+    ("tenant", "kind"),
+)
+
 GATEWAY_HELD = Metric("kvferry_gateway_held_requests", Kind.GAUGE, "Samples held until the pool has a worker.")
 GATEWAY_WAKES = Metric("kvferry_gateway_wakes_total", Kind.COUNTER, "Roles of the pool scaled from 0 replicas to 1.")
 

@@ -160,6 +160,21 @@ class HoldConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FlowConfig:
+    """Bounds of the queue of requests that the fleet has no room for."""
+
+    max_queued: int = 4096
+    """Maximum number of queued requests; further ones are rejected with HTTP status 429, or displace requests of a
+    lower class."""
+    max_queued_bytes: int = 256 << 20
+    """Maximum memory of the queued requests in bytes."""
+    max_streams: int = 1024
+    """Maximum number of samples in flight; the samples of further requests wait in the queue."""
+    request_timeout_seconds: float = 600.0
+    """Upper limit on a request's duration, even if the client's deadline is later."""
+
+
+@dataclass(frozen=True, slots=True)
 class HttpConfig:
     """Settings of the OpenAI-compatible HTTP API."""
 
@@ -193,7 +208,15 @@ class GatewayConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     max_streams: int = 1024
-    """Maximum number of samples in flight; further samples are rejected with HTTP status 429 and `retry-after`."""
+    """Maximum number of samples in flight; further requests wait in the queue."""
+    max_queued: int = 4096
+    """Maximum number of queued requests; see `FlowConfig.max_queued`."""
+    max_queued_bytes: int = 256 << 20
+    """Maximum memory of the queued requests in bytes."""
+    probe_key: str = field(default="", repr=False)
+    """API key of a local stack's first request, accepted in addition to those of the tenants if keys are required."""
+    tenants_file: Path | None = None
+    """TOML file with the tenants' keys, shares and quotas, read again when it changes; `None` for none."""
     cache_map: CacheMapConfig = field(default_factory=CacheMapConfig)
     tenant_key: bytes = b""
     """Key of the workers' block hashes; see `DispatchConfig.tenant_key`."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from kvferry.core.clock import Clock
 from kvferry.core.ids import new_incarnation
 from kvferry.core.process.open_files import max_connections
+from kvferry.gateway.admission.flow_gate import FlowGate
+from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.cache_feeds.cache_feeds import CacheFeeds
 from kvferry.gateway.cache_feeds.map_metrics import CacheMapCollector
 from kvferry.gateway.cache_map.cache_map import CacheMap
-from kvferry.gateway.config import DispatchConfig, GatewayConfig
+from kvferry.gateway.config import DispatchConfig, FlowConfig, GatewayConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.cache_reset import CacheReset
 from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
@@ -20,11 +22,9 @@ from kvferry.gateway.fleet.fleet_report import fleet_report
 from kvferry.gateway.fleet.membership import Knowledge, Membership
 from kvferry.gateway.fleet.pool_api import PoolApi
 from kvferry.gateway.fleet.readiness import FleetCollector, PoolCollector, can_serve, notes
-from kvferry.gateway.fleet.waiting_room import WaitingRoom
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.http.admin_api import AdminApi
-from kvferry.gateway.http.api_keys import ApiKeys
 from kvferry.gateway.http.client_api import ClientApi
 from kvferry.gateway.http.http_server import HttpServer
 from kvferry.gateway.http.tls import Certificate
@@ -45,6 +45,8 @@ _IDLE_SECONDS = 60.0
 """Seconds without a call after which a client's gRPC connection is closed; its next call opens a new one."""
 _CERTIFICATE_SECONDS = 10.0
 """Interval in seconds between checks for a renewed certificate."""
+_TENANTS_SECONDS = 1.0
+"""Interval in seconds between checks for a changed tenants file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +86,40 @@ class Gateway:
         self._holding = Holding(config.hold, str(config.fleet.pool))
         self._waker = None if pool is None else Waker(pool, self._holding, clock)
         PoolCollector(self.membership, self._holding, self._waker, self.instruments.registry)
+        self._tenants = Tenants.load(config.tenants_file, config.http.api_keys_file, clock, config.probe_key)
+        self.gate = FlowGate(
+            self.fleet,
+            clock,
+            FlowConfig(
+                config.max_queued,
+                config.max_queued_bytes,
+                config.max_streams,
+                config.retry.request_timeout_seconds,
+            ),
+            self._tenants,
+            self.instruments,
+            uncached=lambda scope, token_ids: self.dispatcher.uncached_tokens(scope, token_ids),
+            holding=None if pool is None else self._holding,
+            waker=self._waker,
+        )
         self.dispatcher = Dispatcher(
             self.fleet,
             clock,
             DispatchConfig(config.routing, config.retry, config.max_streams, config.tenant_key),
             instruments=self.instruments,
-            room=None if pool is None else WaitingRoom(self.fleet, self._holding, self._waker),
+            gate=None if pool is None else self.gate,
             cache_map=self.cache_map,
         )
-        api_keys = ApiKeys.load(config.http.api_keys_file, clock)
         self.service = TextService(
             self.dispatcher,
             model,
             clock,
             context_tokens=self.fleet.context_tokens,
-            tenant_of=api_keys.tenant_of,
+            tenant_of=self._tenants.keys.tenant_of,
             process=text_process,
             constraints=constraints,
             vectors=self.dispatcher,
+            admission=self.gate,
         )
         self.client_api = ClientApi(
             self.service, config.http, self.instruments, self._readiness, self.dispatcher.journal
@@ -175,6 +193,8 @@ class Gateway:
         ]
         if gateway._waker is not None:
             gateway._following.append(asyncio.create_task(gateway._waker.run(), name="waker"))
+        if config.tenants_file is not None:
+            gateway._following.append(asyncio.create_task(gateway._follow_tenants(), name="tenants"))
         if certificate is not None:
             gateway._following.append(asyncio.create_task(_renew(certificate), name="certificate"))
         gateway._health = asyncio.create_task(gateway._follow_readiness(), name="readiness")
@@ -207,6 +227,7 @@ class Gateway:
         await self.dispatcher.wait_idle()
         await self._admin.stop()
         await self._stop_tasks(self._following)
+        await self.gate.stop()
         await self.fleet.stop()
         if self._pool is not None:
             self._pool.close()
@@ -242,7 +263,16 @@ class Gateway:
             handoffs=self.instruments.handoff_counts(),
             model_tokens=self.service.model.max_model_tokens,
             cache_map=self.cache_map,
+            flow=self.gate.report(),
         )
+
+    async def _follow_tenants(self) -> None:
+        """Read the tenants file again whenever it changes, until cancelled."""
+        while True:
+            await asyncio.sleep(_TENANTS_SECONDS)
+            table = await asyncio.to_thread(self._tenants.read)
+            if table is not None:
+                self.gate.use_tenants(table)
 
     async def _follow_readiness(self) -> None:
         """Keep the status of `grpc.health.v1.Health` equal to that of /ready."""

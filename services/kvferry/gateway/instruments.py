@@ -37,6 +37,10 @@ class Instruments:
         self.token_gap_seconds = self._histogram(metrics.GATEWAY_INTER_TOKEN_SECONDS)
         self.stream_seconds = self._histogram(metrics.GATEWAY_STREAM_SECONDS)
         self.handoff_seconds = self._histogram(metrics.GATEWAY_HANDOFF_SECONDS)
+        self.queue_seconds = self._histogram(metrics.GATEWAY_QUEUE_SECONDS)
+        self.refusals = self._counter(metrics.GATEWAY_REFUSALS)
+        self.tenant_requests = self._counter(metrics.GATEWAY_TENANT_REQUESTS)
+        self.tenant_tokens = self._counter(metrics.GATEWAY_TENANT_TOKENS)
 
     def stream_ended(self, outcome: str, usage: Usage, timing: Timing) -> None:
         """Record the outcome, usage and timing of an ended sample."""

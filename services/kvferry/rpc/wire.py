@@ -15,6 +15,7 @@ from kvferry.core.sampling import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     FinishReason,
@@ -29,7 +30,6 @@ MAX_TOKEN_IDS = 1 << 20
 """Maximum number of token ids per message; far above any served context length."""
 MAX_SAMPLES = 64
 """Maximum number of samples (`n`) per prompt."""
-MAX_PRIORITY = 1000
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:")
 

@@ -96,6 +96,8 @@ class LocalStack:
         self._say("starting the gateway")
         located = list(zip(specs, events, strict=True))
         gateway_keys = {"KVFERRY_GATEWAY_KEY": gateway_key, "KVFERRY_TENANT_KEY": tenant_key}
+        if self._config.probe_key:
+            gateway_keys["KVFERRY_PROBE_KEY"] = self._config.probe_key
         spec = gateway_spec(self._config, located, gateway_keys)
         self.gateway = SupervisedProcess(spec, clock=self._clock, on_death=self._on_death)
         # The first start binds the configured addresses; restarts reuse the addresses that were bound.

@@ -32,6 +32,8 @@ class WorkerContext:
     max_model_tokens: int
     loop: EngineLoop
     clock: Clock
+    max_sequences: int = 0
+    """Maximum number of sequences in the running batch; 0 if it is not known."""
     worker_id: WorkerId = _UNBOUND
     address: str = ""
     """`host:port` under which peers reach this worker's services."""

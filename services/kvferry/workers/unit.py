@@ -153,6 +153,7 @@ class WorkerUnit:
             connector=self._config.connector,
             domain=parts.transport.domain,
             max_model_tokens=parts.engine.max_model_tokens,
+            max_sequences=self._config.engine.limits.max_sequences,
             loop=self._loop,
             clock=self._clock,
         )

@@ -85,6 +85,10 @@ def command(values: Values) -> None:
         cache_map=CacheMapConfig(max_blocks=values["cache_map_blocks"]),
         retry=RetryConfig(request_timeout_seconds=values["request_timeout"]),
         max_streams=values["max_streams"],
+        max_queued=values["max_queued"],
+        max_queued_bytes=values["max_queued_bytes"],
+        probe_key=values["probe_key"],
+        tenants_file=Path(values["tenants"]) if values["tenants"] else None,
         drain_seconds=values["drain_seconds"],
     )
 

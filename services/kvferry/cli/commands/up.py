@@ -1,6 +1,7 @@
 """`kvferry up`: runs the whole stack on this machine."""
 
 import asyncio
+import secrets
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvferry.cli.options import Values, print_json, read_key, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
+from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.http.api_keys import read_keys
 from kvferry.kv.tiers.registry import check_tiers
 from kvferry.stack.local_stack import LocalStack
@@ -39,6 +41,13 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
     if "api_keys_file" in has and values["api_keys_file"]:
         gateway_flags += ["--api-keys-file", values["api_keys_file"]]
         api_key = _first_key(Path(values["api_keys_file"]))
+    probe_key = ""
+    if "tenants" in has and values["tenants"]:
+        gateway_flags += ["--tenants", values["tenants"]]
+        api_keys_file = Path(values["api_keys_file"]) if values["api_keys_file"] else None
+        tenants = Tenants.load(Path(values["tenants"]), api_keys_file, SystemClock())
+        if api_key is None and tenants.table.keys:  # only hashes of keys are known
+            api_key = probe_key = secrets.token_hex(32)
     counts = {name: values[name] for name in ("prefill", "decode", "both") if name in has}
     return StackConfig(
         model=values["model"],
@@ -52,6 +61,7 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         worker_flags=tuple(worker_flags),
         gateway_flags=tuple(gateway_flags),
         api_key=api_key,
+        probe_key=probe_key,
         ticket_key=_text_key(values) if "ticket_key" in has else "",
         **counts,
     )

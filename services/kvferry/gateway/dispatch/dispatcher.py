@@ -9,7 +9,7 @@ depends only on seed and position, so the output is the same. `obligations.DUTIE
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Never
@@ -26,6 +26,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import FinishReason
+from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import DispatchConfig
 from kvferry.gateway.dispatch.ending import Ending
@@ -37,7 +38,6 @@ from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS, RouteS
 from kvferry.gateway.dispatch.worker_calls import WorkerCalls
 from kvferry.gateway.dispatch.worker_loss import WorkerLost
 from kvferry.gateway.fleet.fleet import Fleet
-from kvferry.gateway.fleet.waiting_room import WaitingRoom
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.lifecycle.sample_run import SampleRun, Verdict, judge
@@ -59,7 +59,7 @@ class Dispatcher:
         config: DispatchConfig,
         *,
         instruments: Instruments | None = None,
-        room: WaitingRoom | None = None,
+        gate: FlowGate | None = None,
         cache_map: CacheMap | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
@@ -69,7 +69,7 @@ class Dispatcher:
             clock: for deadlines and timings; the time base of `TokenRequest.arrived` and `TokenRequest.deadline`.
             config: routing, retries and limits.
             instruments: metrics; `None` creates them in a new registry.
-            room: holds samples until a pool has its first worker; `None` if samples wait only for a worker that may
+            gate: holds samples whose pool has lost its last worker; `None` if samples wait only for a worker that may
                 recover.
             cache_map: predicts what the workers have cached; `None` predicts from the dispatcher's own history.
             sleep: called to wait between attempts.
@@ -79,7 +79,7 @@ class Dispatcher:
         self._retry = config.retry
         self._max_streams = config.max_streams
         self._instruments = instruments or Instruments()
-        self._room = room
+        self._gate = gate
         self._sleep = sleep
         self.journal = Journal()
         namers = BlockNamers(config.tenant_key)
@@ -145,6 +145,10 @@ class Dispatcher:
             self.open_streams -= 1
             if self.open_streams == 0:
                 self._no_streams.set()
+
+    def uncached_tokens(self, scope: str, token_ids: Sequence[int]) -> int:
+        """Return the number of tokens of a prompt that would be computed now; see `RouteSelection.uncached_tokens`."""
+        return self._routes.uncached_tokens(scope, token_ids)
 
     async def wait_idle(self) -> None:
         """Return when no stream is open and no clean-up is in flight."""
@@ -233,10 +237,10 @@ class Dispatcher:
         Raises:
             KvferryError: `error`, or a deadline error, if no route exists in time.
         """
-        if self._room is not None:
-            if not await self._room.wait(lambda: self._routes.exists(run), self._remaining(run)):
+        if self._gate is not None:
+            if not await self._gate.wait_for_worker(lambda: self._routes.exists(run), self._remaining(run)):
                 self._remaining(run)
-                self._refuse(run, self._room.gave_up())
+                self._refuse(run, self._gate.gave_up())
         elif not self._fleet.may_recover():
             self._refuse(run, error)
         else:

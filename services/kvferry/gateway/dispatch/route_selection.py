@@ -1,5 +1,7 @@
 """Chooses the workers for a sample's next attempt from the current state of the fleet."""
 
+from collections.abc import Sequence
+
 from kvferry.core.errors import Overloaded, Unavailable
 from kvferry.core.hashing import BlockNamers
 from kvferry.gateway.cache_map.cache_map import CacheMap
@@ -10,7 +12,7 @@ from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.gateway.routing.cached_prefix import PromptCaches
-from kvferry.gateway.routing.prompt_names import prefix_key
+from kvferry.gateway.routing.prompt_names import PromptNames, prefix_key
 from kvferry.gateway.routing.replica_choice import (
     CachedTokens,
     Candidates,
@@ -92,6 +94,14 @@ class RouteSelection:
         """Return whether a route exists that uses only workers that have not failed this sample since its last
         token."""
         return self._choose(run, frozenset(run.excluded)) is not None
+
+    def uncached_tokens(self, scope: str, token_ids: Sequence[int]) -> int:
+        """Return the number of tokens of a prompt, at least 1, that the best of the workers that compute prompts would
+        compute."""
+        candidates = self._fleet.candidates()
+        caches = PromptCaches(self._map, self._namers, PromptNames(), scope, token_ids, self._config.prefix_blocks)
+        computing = (*candidates.prefill, *candidates.both) or candidates.decode
+        return len(token_ids) - max((caches(replica).tokens for replica in computing), default=0)
 
     def _choose(self, run: SampleRun, excluded: frozenset[str], cached: CachedTokens = nothing_cached) -> Route | None:
         candidates = self._fleet.candidates(excluded)

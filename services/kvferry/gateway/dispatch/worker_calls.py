@@ -74,7 +74,8 @@ class WorkerCalls:
         finish = wire.finish_from_wire(answer.finish_reason)
         run.num_cached_tokens = answer.num_cached_tokens
         self._instruments.prefix_predicted(pick.cached, answer.num_cached_tokens)
-        run.time(queue_seconds=answer.queue_seconds, prefill_seconds=answer.prefill_seconds)
+        queued = asked.queued_seconds + answer.queue_seconds
+        run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
         if answer.ticket_id:
             run.on(Event.OFFER)

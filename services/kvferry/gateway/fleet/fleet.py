@@ -17,6 +17,7 @@ from kvferry.core.errors import Unauthenticated
 from kvferry.gateway.config import FleetConfig
 from kvferry.gateway.fleet.member import Hold, Member, WorkerView
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
+from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.discovery import Listing
 from kvferry.gateway.routing.replica_choice import Candidates
 from kvferry.v1 import decode_pb2_grpc, kv_events_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2_grpc
@@ -41,6 +42,8 @@ class Fleet:
         self._tasks: dict[Member, asyncio.Task[None]] = {}
         self._is_running = False
         self._change = asyncio.Event()
+        self.num_changes = 0
+        """Number of changes of the fleet: new listings, statuses, suspicions."""
         self.num_polls = 0
         """Number of completed status polls of all workers, including failed polls."""
         self.follow(static_listings(config))
@@ -176,6 +179,15 @@ class Fleet:
         while not holds(self):
             await self._change.wait()
 
+    async def next_change(self) -> None:
+        """Return at the next change of the fleet."""
+        await self._change.wait()
+
+    def rooms(self) -> dict[str, WorkerRoom]:
+        """Return the room of each worker that accepts requests, by address."""
+        found = ((member.address, member.room()) for member in self._members)
+        return {address: room for address, room in found if room is not None}
+
     def _begin(self, member: Member) -> None:
         member.open()
         self._tasks[member] = asyncio.create_task(self._keep(member), name=f"watch {member.address}")
@@ -224,6 +236,7 @@ class Fleet:
                     await member.wake.wait()
 
     def _announce(self) -> None:
+        self.num_changes += 1
         self._change.set()
         self._change = asyncio.Event()
 

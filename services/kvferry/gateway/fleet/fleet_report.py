@@ -23,11 +23,13 @@ def fleet_report(
     handoffs: Mapping[str, int],
     model_tokens: int,
     cache_map: CacheMap | None = None,
+    flow: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Build the JSON object that `GET /fleet` returns.
 
     Args:
         cache_map: adds the state of each worker's map.
+        flow: adds the queue, from `gateway.admission.flow_report`.
     """
     return {
         "gateway": gateway,
@@ -37,6 +39,7 @@ def fleet_report(
         "waking": {"detail": wake_failure},
         "handoffs": dict(handoffs),
         "model_tokens": model_tokens,
+        **({} if flow is None else {"flow": flow}),
         "workers": [_worker(view) | _map(view.endpoint.address, cache_map) for view in views],
     }
 

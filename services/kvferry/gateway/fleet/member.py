@@ -18,6 +18,7 @@ from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.load import WorkerLoad
 from kvferry.gateway.config import Endpoint
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
+from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.discovery import Listing
 from kvferry.gateway.routing.replica_choice import Replica
 from kvferry.rpc.access.call_keys import CallSigner
@@ -137,6 +138,8 @@ class Member:
         self._signer = None if keys is None else keys.signers[0]
         """Signer whose key the worker has accepted last."""
         self._status: worker_admin_pb2.StatusResponse | None = None
+        self._room: WorkerRoom | None = None
+        """Room of the worker at its last status."""
         self._why_lost = "no status yet"
         self._channels: list[grpc.aio.Channel] = []
 
@@ -229,6 +232,10 @@ class Member:
         """Record a status response."""
         before = self.view().why_not
         self._status = status
+        load = load_from_wire(status.load)
+        self._room = WorkerRoom(
+            self.listing.role, status.max_sequences, load.num_requests, len(self.held), load.kv_usage
+        )
         if clears_suspicion:
             self.why_suspect = ""
         after = self.view().why_not
@@ -259,6 +266,10 @@ class Member:
             load=load_from_wire(status.load),
             tiers=tuple(status.tiers),
         )
+
+    def room(self) -> WorkerRoom | None:
+        """Return the worker's room for further requests at its last status; `None` if it accepts no requests."""
+        return None if self._status is None or self._refusal(self._status) else self._room
 
     @property
     def may_recover(self) -> bool:

@@ -12,17 +12,26 @@ _SCHEME = "bearer "
 
 
 class ApiKeys:
-    """Maps API keys to tenants. Immutable; stores only SHA-256 digests of the keys and never logs a key."""
+    """Maps API keys to tenants. Stores only SHA-256 digests of the keys and never logs a key."""
 
-    def __init__(self, tenants: Mapping[str, str] | None, clock: Clock) -> None:
+    def __init__(
+        self, tenants: Mapping[str, str] | None, clock: Clock, hashed: Mapping[bytes, str] | None = None
+    ) -> None:
         """
         Args:
-            tenants: dictionary from key to tenant; `None` disables authentication, and all requests use the default
-                tenant.
+            tenants: dictionary from key to tenant; `None` for no plain keys.
+            hashed: dictionary from SHA-256 digest of a key to tenant. If there are neither plain nor hashed keys,
+                authentication is disabled, and all requests use the default tenant.
         """
         self._clock = clock
         self._guesses = KeyGuesses()
-        self._tenants = None if tenants is None else {_digest(key): tenant for key, tenant in tenants.items()}
+        self._plain = {key_digest(key): tenant for key, tenant in (tenants or {}).items()}
+        self._tenants = None if tenants is None and not hashed else {**(hashed or {}), **self._plain}
+
+    def replace_hashed(self, hashed: Mapping[bytes, str]) -> None:
+        """Replace the hashed keys. Authentication that is enabled stays enabled, even without keys."""
+        if self._tenants is not None or hashed:
+            self._tenants = {**hashed, **self._plain}
 
     @classmethod
     def load(cls, path: Path | None, clock: Clock) -> "ApiKeys":
@@ -49,7 +58,7 @@ class ApiKeys:
         if authorization is None or not authorization.lower().startswith(_SCHEME):
             raise Unauthenticated("no API key; send `Authorization: Bearer <key>`")
         # Looked up by digest, so that timing reveals nothing about a key's prefix.
-        digest, now = _digest(authorization[len(_SCHEME) :].strip()), self._clock.monotonic()
+        digest, now = key_digest(authorization[len(_SCHEME) :].strip()), self._clock.monotonic()
         if wait := self._guesses.wait_seconds(address, digest, now):
             raise Overloaded(
                 f"{MAX_WRONG_KEYS} unknown API keys came from {address} within a minute; retry in {wait:.0f} s",
@@ -88,5 +97,6 @@ def read_keys(path: Path) -> dict[str, str]:
     return tenants
 
 
-def _digest(key: str) -> bytes:
+def key_digest(key: str) -> bytes:
+    """Return the SHA-256 digest of a key, by which it is known to the gateway."""
     return hashlib.sha256(key.encode()).digest()

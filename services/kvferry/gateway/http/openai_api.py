@@ -74,14 +74,18 @@ class Generation:
         return reply.Reply(self.reply_id, kind, self.created, self.service.model.name, choices)
 
     def chunks(self) -> AsyncGenerator[TextChunk, None]:
-        """Return an iterator over the chunks of all prompts and samples; `index` is prompt index * `num_samples` +
+        """Return an iterator over the chunks of all prompts and samples, which begins when the request is admitted;
+        `index` is prompt index * `num_samples` +
         sample index."""
+        return self.service.admitted(self.requests, self._chunks_now)
+
+    def _chunks_now(self, requests: Sequence[TextRequest]) -> AsyncGenerator[TextChunk, None]:
         cut = _without_output if self.is_echo_alone else None
         sources = [
-            _changed(self.service.generate(request), number * request.num_samples, cut)
-            for number, request in enumerate(self.requests)
+            _changed(self.service.generate_now(request), number * request.num_samples, cut)
+            for number, request in enumerate(requests)
         ]
-        at_once = max(1, MAX_RUNNING_SAMPLES // self.requests[0].num_samples)
+        at_once = max(1, MAX_RUNNING_SAMPLES // requests[0].num_samples)
         return sources[0] if len(sources) == 1 else merge(sources, at_once=at_once)
 
     def echo(self, index: int) -> str:
@@ -313,6 +317,7 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
 
 
 async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
+    service.check_access(caller.tenant, service.model.name)
     sampling = asked.sampling
     if asked.num_choices is not None and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the samples are compared by their log-probabilities

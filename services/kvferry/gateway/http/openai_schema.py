@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
-from kvferry.core.sampling import SamplingParams
+from kvferry.core.sampling import MAX_PRIORITY, SamplingParams
 from kvferry.gateway.http.fields.constraint_fields import (
     ConstraintFields,
     JsonSchemaFormat,
@@ -32,7 +32,7 @@ from kvferry.gateway.http.fields.offered_tools import (
 )
 from kvferry.gateway.http.openai_bounds import Prompt, check_prompt, check_sizes, shown
 from kvferry.model.text.tools.definitions import ToolUse
-from kvferry.rpc.wire import MAX_PRIORITY, MAX_SAMPLES
+from kvferry.rpc.wire import MAX_SAMPLES
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; chat has no default."""

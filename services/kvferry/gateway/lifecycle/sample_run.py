@@ -97,6 +97,10 @@ class SampleRun:
     names: PromptNames = field(default_factory=PromptNames)
     """Hashes of the blocks of `token_ids`."""
 
+    def __post_init__(self) -> None:
+        if self.request.queued_seconds:
+            self.time(queue_seconds=self.request.queued_seconds)
+
     def on(self, event: Event) -> None:
         """Apply `event`: change the state according to `obligations.MACHINE`.
 

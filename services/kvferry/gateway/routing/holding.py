@@ -34,23 +34,23 @@ class Holding:
         return self._config.seconds
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Count a sample as held during the `with` block.
+    def held(self, count: int = 1) -> Iterator[None]:
+        """Count `count` samples as held during the `with` block.
 
         Raises:
             Overloaded: `max_held` samples are held already.
         """
-        if self.num_held >= self._config.max_held:
+        if self.num_held + count > max(self._config.max_held, count):
             raise Overloaded(
                 f"pool {self._pool} has no worker yet, and {self.num_held} requests are waiting; retry later",
                 reason="POOL_EMPTY",
                 retry_after_seconds=_RETRY_AFTER_SECONDS,
             )
-        self.num_held += 1
+        self.num_held += count
         try:
             yield
         finally:
-            self.num_held -= 1
+            self.num_held -= count
 
     def gave_up(self) -> Unavailable:
         """Return the error for a request that was held for the maximum time without a worker becoming available."""

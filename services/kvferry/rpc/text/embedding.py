@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest
+from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.requests.pooling import PoolingParams, check_dimensions
+from kvferry.rpc.admission import Slot, Work
 from kvferry.rpc.channel import MAX_MESSAGE_BYTES
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
-from kvferry.rpc.text.token_source import TokenRequest, Vector
+from kvferry.rpc.text.token_source import TokenRequest, Vector, VectorSource
 from kvferry.rpc.wire import MAX_TOKEN_IDS
 
 MAX_INPUTS = 1024
@@ -119,13 +121,32 @@ def encode_inputs(
 
 
 async def embed(service: TextService, request: VectorRequest) -> list[Vector]:
-    """Compute the vectors of all inputs, `MAX_RUNNING_INPUTS` at a time. If one fails, the others are cancelled.
+    """Compute the vectors of all inputs as soon as the request is admitted, `MAX_RUNNING_INPUTS` at a time. If one
+    fails, the others are cancelled.
 
     Raises:
-        KvferryError: the error of the first input that failed.
+        KvferryError: the request is not admitted; or the error of the first input that failed.
     """
     source = service.vectors
     assert source is not None, "`check_vectors` was called"
+    if service.admission is None:
+        return await _embed(source, request, None)
+    work = Work(
+        tenant=request.tenant,
+        scope=cache_scope(request.tenant, request.cache_salt),
+        priority=request.priority,
+        arrived=request.arrived,
+        deadline=request.deadline,
+        prompts=request.inputs,
+        num_samples=1,
+        num_running=min(MAX_RUNNING_INPUTS, len(request.inputs)),
+        max_tokens=0,
+    )
+    async with service.admission.enter(work) as slot:
+        return await _embed(source, request, slot)
+
+
+async def _embed(source: VectorSource, request: VectorRequest, slot: Slot | None) -> list[Vector]:
     turns = asyncio.Semaphore(MAX_RUNNING_INPUTS)
 
     async def one(index: int, ids: Sequence[int]) -> Vector:
@@ -137,11 +158,16 @@ async def embed(service: TextService, request: VectorRequest) -> list[Vector]:
                 sample_index=index,
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
-                priority=request.priority,
+                priority=request.priority if slot is None else slot.priority,
                 arrived=request.arrived,
                 deadline=request.deadline,
+                queued_seconds=0.0 if slot is None else slot.queued_seconds,
             )
-            return await source.pool(asked, request.params)
+            vector = await source.pool(asked, request.params)
+            if slot is not None:
+                slot.note_tokens(index, 0)
+                slot.note_usage(index, vector.num_cached_tokens)
+            return vector
 
     tasks = [asyncio.create_task(one(index, ids)) for index, ids in enumerate(request.inputs)]
     try:

@@ -66,7 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        self._admit(request.model, context)
+        self._text.count(self._admit(request.model, context))
         if request.WhichOneof("input") == "chat":
             ids = await self._read_chat(_encode_chat, request.chat)
         else:
@@ -76,7 +76,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        self._admit(request.model, context)
+        self._text.count(self._admit(request.model, context))
         prompts.check_num_tokens(self._text.model, len(request.token_ids) - 1)  # a whole context may be detokenized
         ids = wire.token_ids_from_wire(request.token_ids, "token_ids")
         prompts.check_token_ids(self._text.model, ids, "token_ids")
@@ -120,13 +120,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return vectors_to_wire(request_id, await embedding.embed(self._text, asked))
 
     def _admit(self, model: str, context: Context) -> str:
-        """Check the API key and the model name, and return the caller's tenant."""
+        """Check the API key, the model name and the tenant's access to it; return the caller's tenant."""
         header: str | None = None
         for key, value in context.invocation_metadata() or ():
             if key == "authorization" and isinstance(value, str):
                 header = value
         tenant = self._text.tenant_of(header, _host_of(context.peer() or ""))
         prompts.check_model(self._text.model, model)
+        self._text.check_access(tenant, model or self._text.model.name)
         return tenant
 
     async def _prepared(self, request: inference_pb2.GenerateRequest, sampling: SamplingParams) -> PreparedChat:

@@ -1,18 +1,21 @@
 """Protocol-independent text serving: token source, text model, limits, tenants."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
+from kvferry.core.hashing import cache_scope
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
+from kvferry.rpc.admission import Admission, Work
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
-from kvferry.rpc.text.text_stream import TextChunk, TextRequest, generate_text
+from kvferry.rpc.text.text_stream import MAX_RUNNING_SAMPLES, TextChunk, TextRequest, generate_text
 from kvferry.rpc.text.token_source import TokenSource, VectorSource
 
 P = ParamSpec("P")
@@ -47,6 +50,26 @@ class TextService:
     """Checks the constraints of requests; `None` checks them in a thread, without limits of time and memory."""
     vectors: VectorSource | None = None
     """Computes pooled vectors; `None` if they are not served."""
+    admission: Admission | None = None
+    """Decides which requests may start, and when; `None` starts all at once."""
+
+    def check_access(self, tenant: str, model: str) -> None:
+        """Check that a tenant may use a model.
+
+        Raises:
+            UnknownModel: it may not.
+        """
+        if self.admission is not None:
+            self.admission.check_model(tenant, model)
+
+    def count(self, tenant: str) -> None:
+        """Count a request that computes no tokens.
+
+        Raises:
+            Overloaded: the tenant's quota of requests is used up.
+        """
+        if self.admission is not None:
+            self.admission.count(tenant)
 
     async def read(
         self, job: Callable[Concatenate[TextModel, P], R], size: int, *args: P.args, **kwargs: P.kwargs
@@ -94,5 +117,54 @@ class TextService:
         return replace(request, token_ids=kept, sampling=sampling)
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
-        """Generate text chunks for a request that `fit` returned; see `rpc.text.text_stream.generate_text`."""
+        """Generate text chunks for a request that `fit` returned, as soon as it is admitted; see `admitted`."""
+        return self.admitted((request,), lambda requests: self.generate_now(requests[0]))
+
+    def generate_now(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        """Generate text chunks for a request that was admitted; see `rpc.text.text_stream.generate_text`."""
         return generate_text(self.source, self.model, request, self.clock)
+
+    def admitted(
+        self,
+        requests: Sequence[TextRequest],
+        make: Callable[[Sequence[TextRequest]], AsyncGenerator[TextChunk, None]],
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Yield the chunks of `make(requests)` as soon as the requests are admitted, all together.
+
+        Args:
+            requests: the prompts of one client's request, with equal numbers of samples.
+            make: starts the generation; the `index` of a chunk is index of the prompt * number of samples + index of
+                the sample.
+
+        Raises (while iterating): KvferryError: see `admission.Slot` and `generate_text`.
+        """
+        return make(requests) if self.admission is None else self._admitted(self.admission, requests, make)
+
+    async def _admitted(
+        self,
+        admission: Admission,
+        requests: Sequence[TextRequest],
+        make: Callable[[Sequence[TextRequest]], AsyncGenerator[TextChunk, None]],
+    ) -> AsyncGenerator[TextChunk, None]:
+        first = requests[0]
+        work = Work(
+            tenant=first.tenant,
+            scope=cache_scope(first.tenant, first.cache_salt),
+            priority=first.priority,
+            arrived=first.arrived,
+            deadline=first.deadline,
+            prompts=[request.token_ids for request in requests],
+            num_samples=first.num_samples,
+            num_running=min(MAX_RUNNING_SAMPLES, len(requests) * first.num_samples),
+            max_tokens=first.sampling.max_tokens or 0,
+        )
+        async with admission.enter(work) as slot:
+            if slot.queued_seconds or slot.priority != first.priority:
+                changes: dict[str, Any] = {"queued_seconds": slot.queued_seconds, "priority": slot.priority}
+                requests = [replace(request, **changes) for request in requests]
+            async with aclosing(make(requests)) as chunks:
+                async for chunk in chunks:
+                    slot.note_tokens(chunk.index, len(chunk.tokens))
+                    if chunk.usage is not None:
+                        slot.note_usage(chunk.index, chunk.usage.cached_tokens)
+                    yield chunk

@@ -46,6 +46,8 @@ class TextRequest:
     """Deadline, monotonic seconds; `None` for no deadline."""
     split: SplitOptions | None = None
     """What is split off the answers; `None` returns all of their text as it is."""
+    queued_seconds: float = 0.0
+    """Seconds that the request has waited for its admission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ async def _sample(
         priority=request.priority,
         arrived=request.arrived,
         deadline=request.deadline,
+        queued_seconds=request.queued_seconds,
     )
     sampling, form = request.sampling, model.answer_form
     stops = model.new_stop_matcher(sampling.stop) if sampling.stop else None

@@ -38,6 +38,8 @@ class TokenRequest:
     """Arrival time, monotonic seconds; timings are relative to it."""
     deadline: float | None = None
     """Deadline, monotonic seconds; `None` selects the source's default limit."""
+    queued_seconds: float = 0.0
+    """Seconds that the request has waited for its admission."""
 
     @property
     def scope(self) -> str:
@@ -69,6 +71,7 @@ class Timing:
     """Timing of a sample; see `Timing` in inference.proto. Fields for phases that did not occur are zero or empty."""
 
     queue_seconds: float = 0.0
+    """Seconds in queues before the prompt's computation: of the gateway, and of the worker that computes the prompt."""
     prefill_seconds: float = 0.0
     first_token_seconds: float = 0.0
     """Seconds from the request's arrival to the first token."""

@@ -49,6 +49,8 @@ class StackConfig:
     """Secret of the workers, from which the gateway's key is derived; empty: a random one for each run."""
     api_key: str | None = field(default=None, repr=False)
     """API key for the first token; `None` if the gateway requires none."""
+    probe_key: str = field(default="", repr=False)
+    """`api_key` if the gateway does not know it otherwise; empty if it does."""
 
     def __post_init__(self) -> None:
         """Check the numbers of workers.

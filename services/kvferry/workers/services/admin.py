@@ -82,6 +82,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             load=load_to_wire(self.load()),
             tiers=self._tier_statuses(),
             family=own.layout.family,
+            max_sequences=own.max_sequences,
         )
 
     async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Context) -> worker_admin_pb2.DrainResponse:

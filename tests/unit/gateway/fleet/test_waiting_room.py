@@ -10,6 +10,7 @@ import pytest
 from harness.fakes.byte_model import NAME
 from harness.fakes.scripted_fleet import fleet_config
 from harness.fakes.scripted_worker import ScriptedWorkers
+from kvferry.gateway.fleet.waiting_room import WaitingRoom
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import DeadlinePassed, Overloaded, Unavailable
@@ -20,7 +21,6 @@ from kvferry.gateway.dispatch import calls
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.fleet.pool_api import ApiError
-from kvferry.gateway.fleet.waiting_room import WaitingRoom
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.gateway.routing.discovery import Listing

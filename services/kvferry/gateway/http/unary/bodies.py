@@ -10,12 +10,12 @@ from pydantic_core import ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
+from kvferry.core.sampling import MAX_PRIORITY
 from kvferry.gateway.http.fields.messages import Strict
 from kvferry.gateway.http.openai_bounds import MAX_FIELDS, shown
 from kvferry.model.requests.pooling import Pooling, PoolingParams, pooling_named
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import TextModel
-from kvferry.rpc.wire import MAX_PRIORITY
 
 Ids = list[int]
 

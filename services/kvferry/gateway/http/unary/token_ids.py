@@ -94,12 +94,13 @@ def read_detokenize(model: TextModel, body: bytes) -> str:
     return model.tokenizer.decode(asked.tokens)
 
 
-async def answer_tokenize(service: TextService, _caller: Caller, body: bytes) -> bytes:
+async def answer_tokenize(service: TextService, caller: Caller, body: bytes) -> bytes:
     """Answer POST /tokenize.
 
     Raises:
         KvferryError: the request is invalid.
     """
+    _count(service, caller)
     ids, wants_texts = await service.read(read_tokenize, len(body), body)
     spell = service.model.tokenizer.token_bytes
     texts = [spell(token).decode("utf-8", "replace") for token in ids] if wants_texts else None
@@ -108,10 +109,16 @@ async def answer_tokenize(service: TextService, _caller: Caller, body: bytes) ->
     )
 
 
-async def answer_detokenize(service: TextService, _caller: Caller, body: bytes) -> bytes:
+async def answer_detokenize(service: TextService, caller: Caller, body: bytes) -> bytes:
     """Answer POST /detokenize.
 
     Raises:
         KvferryError: the request is invalid.
     """
+    _count(service, caller)
     return encode({"prompt": await service.read(read_detokenize, len(body), body)})
+
+
+def _count(service: TextService, caller: Caller) -> None:
+    service.check_access(caller.tenant, service.model.name)
+    service.count(caller.tenant)

@@ -68,6 +68,7 @@ async def compute_vectors(service: TextService, caller: Caller, inputs: VectorIn
     Raises:
         KvferryError: a parameter or the number of inputs is out of range, or a vector could not be computed.
     """
+    service.check_access(caller.tenant, service.model.name)
     embedding.check_vectors(service, inputs.params, len(inputs.token_ids), field)
     request = VectorRequest(
         request_id=caller.request_id,

@@ -1,0 +1,348 @@
+"""The shell of the flow controller: requests wait here until the fleet has room, and leave when their client does.
+
+On a fleet with room a request passes without waiting. While requests are queued, each change of the fleet, each
+request that ends and each prompt that is computed lets further ones pass. A pool without workers is one of the reasons
+to hold requests: they stay in the same queue, the pool is scaled up, and a request is held for a limited time.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import DeadlinePassed, Forbidden, KvferryError, Overloaded, Unavailable, UnknownModel
+from kvferry.gateway.admission.flow_metrics import FlowMetrics, QueueCollector
+from kvferry.gateway.admission.flow_report import flow_report
+from kvferry.gateway.admission.slot import RequestSlot
+from kvferry.gateway.admission.tenants import Tenants
+from kvferry.gateway.config import FlowConfig
+from kvferry.gateway.fleet.fleet import Fleet
+from kvferry.gateway.fleet.fleet_room import FleetRoom
+from kvferry.gateway.fleet.waking import Waker
+from kvferry.gateway.flow.controller import QUEUE_FULL, FlowController, QueueBounds
+from kvferry.gateway.flow.entry import Entry, EntryState
+from kvferry.gateway.flow.quotas import QuotaExceeded, Quotas
+from kvferry.gateway.flow.tenant_table import TenantTable
+from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.routing.holding import Holding
+from kvferry.rpc.admission import Work
+
+_BYTES_PER_TOKEN = 40
+"""Memory of one queued token: a reference and a Python integer."""
+_BYTES_PER_REQUEST = 4096
+_MAX_ESTIMATED_PROMPTS = 16
+"""Prompts of one request whose cached prefixes are looked up; the others count as not cached."""
+
+UncachedTokens = Callable[[str, Sequence[int]], int]
+"""Function from the scope and the tokens of a prompt to the number of tokens that no worker has cached."""
+
+
+def all_uncached(_scope: str, token_ids: Sequence[int]) -> int:
+    """Return the number of tokens, for gateways without knowledge of caches."""
+    return len(token_ids)
+
+
+class FlowGate:
+    """Implements `rpc.admission.Admission`. Used on the event loop's thread only."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        clock: Clock,
+        config: FlowConfig,
+        tenants: Tenants,
+        instruments: Instruments,
+        *,
+        uncached: UncachedTokens = all_uncached,
+        holding: Holding | None = None,
+        waker: Waker | None = None,
+    ) -> None:
+        """
+        Args:
+            uncached: predicts the cost of a request that must wait.
+            holding: limits on requests that wait for a pool's first worker; `None` if the workers are listed: requests
+                then pass without workers, and fail.
+            waker: scales the pool up from zero; `None` disables scaling up.
+        """
+        self._clock = clock
+        self._config = config
+        self._tenants = tenants
+        self._uncached = uncached
+        self._holding = holding
+        self._waker = waker
+        self._fleet = fleet
+        self._room = FleetRoom(fleet, config.max_streams, is_held_when_empty=holding is not None)
+        self.controller = FlowController(QueueBounds(config.max_queued, config.max_queued_bytes))
+        self.quotas = Quotas()
+        self._metrics = FlowMetrics(instruments)
+        QueueCollector(self.controller, instruments.registry)
+        self._waiters: dict[int, asyncio.Event] = {}
+        """Events of queued entries by number, set when the entry is decided or the pool falls asleep or wakes."""
+        self._was_asleep = False
+        self._follower: asyncio.Task[None] | None = None
+
+    # -- the interface of text serving -----------------------------------------------------------------------------
+
+    def enter(self, work: Work) -> RequestSlot:
+        """Return the place of a request; see `rpc.admission.Admission.enter`."""
+        return RequestSlot(self, work)
+
+    def count(self, tenant: str) -> None:
+        """Count a request that computes no tokens; see `rpc.admission.Admission.count`."""
+        try:
+            self.quotas.count(tenant, self._tenants.policy(tenant), self._clock.monotonic())
+        except KvferryError as error:
+            self._metrics.refused(tenant, _reason(error))
+            raise
+
+    def check_model(self, tenant: str, model: str) -> None:
+        """Check that the tenant may use a model; see `rpc.admission.Admission.check_model`."""
+        try:
+            self._tenants.policy(tenant).check_model(model)
+        except UnknownModel:
+            self._metrics.refused(tenant, "model")
+            raise
+
+    # -- the interface of slots ------------------------------------------------------------------------------------
+
+    async def admit(self, slot: RequestSlot) -> None:
+        """Wait until the request may start; see `rpc.admission.Slot.__aenter__`."""
+        tenant = slot.work.tenant
+        try:
+            entry = slot.entry = self._submit(slot)
+        except KvferryError as error:
+            self._metrics.refused(tenant, _reason(error))
+            raise
+        self.quotas.begin(tenant, slot.expected_tokens)
+        try:
+            self._pump()
+            if entry.state is EntryState.QUEUED:
+                await self._wait(entry)
+            if entry.state is not EntryState.DISPATCHED:
+                raise self._ending(entry)
+        except BaseException as error:
+            if entry.state is EntryState.DISPATCHED:  # cancelled between the decision and its notice
+                self.controller.finish(entry, used=0.0)
+                self._pump()
+            self.quotas.end(tenant, slot.expected_tokens, used=0.0)
+            reason = _reason(error) if isinstance(error, KvferryError) else "cancelled"
+            self._metrics.refused(tenant, reason)
+            raise
+        slot.entered = self._clock.monotonic()
+        slot.queued_seconds = slot.entered - entry.arrived
+        self._metrics.admitted(tenant, entry.priority, slot.queued_seconds)
+
+    def leave(self, slot: RequestSlot, *, is_whole: bool) -> None:
+        """Free the place of an admitted request, and correct what it was charged."""
+        entry, tenant = slot.entry, slot.work.tenant
+        assert entry is not None, "a slot is left only after it was entered"
+        prompt, cached, output = slot.prompt_tokens(), slot.cached_tokens(), slot.output_tokens()
+        self.controller.finish(entry, used=float(prompt - cached + output))
+        self.quotas.end(tenant, slot.expected_tokens, used=float(prompt + output))
+        if is_whole and slot.num_started and slot.work.max_tokens:
+            self.quotas.learn(tenant, output / slot.num_started, self._clock.monotonic() - slot.entered)
+        self._metrics.used(tenant, prompt, cached, output)
+        self._pump()
+
+    def prefilled(self, entry: Entry, num_tokens: int) -> None:
+        """Free the capacity of computed prompt tokens."""
+        self.controller.prefilled(entry, num_tokens)
+        if self.controller.num_queued:
+            self._pump()
+
+    # -- requests whose worker was lost ----------------------------------------------------------------------------
+
+    async def wait_for_worker(self, may_go: Callable[[], bool], remaining_seconds: float) -> bool:
+        """Hold a sample of an admitted request whose pool has lost its last worker, until `may_go()` is true.
+
+        Returns:
+            `True`, or `False` if `remaining_seconds` or the configured hold time passed first.
+
+        Raises:
+            Overloaded: as many samples as allowed are held already.
+        """
+        assert self._holding is not None, "only pools hold requests"
+        with self._holding.held():
+            self._wake()
+            try:
+                async with asyncio.timeout(min(self._holding.seconds, remaining_seconds)):
+                    await self._fleet.wait_until(lambda _: may_go())
+            except TimeoutError:
+                return False
+        return True
+
+    def gave_up(self) -> Unavailable:
+        """Return the error for a request that was held for the maximum time without a worker becoming available."""
+        assert self._holding is not None, "only pools hold requests"
+        return self._holding.gave_up()
+
+    # -- operation -------------------------------------------------------------------------------------------------
+
+    def use_tenants(self, table: TenantTable) -> None:
+        """Replace the tenants by those of a changed file."""
+        self._tenants.use(table)
+        self.quotas.forget_all_but(frozenset(table.policies))
+
+    def report(self) -> Mapping[str, object]:
+        """Return the queue by priority and tenant, as a JSON object."""
+        return flow_report(self.controller, self.quotas, self._room.now())
+
+    async def stop(self) -> None:
+        """Stop following the fleet."""
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+
+    # -- internals -------------------------------------------------------------------------------------------------
+
+    def _submit(self, slot: RequestSlot) -> Entry:
+        """Check policy, quotas and bounds of a request, then queue it.
+
+        Raises:
+            KvferryError: the request is not accepted.
+        """
+        work, now = slot.work, self._clock.monotonic()
+        policy = self._tenants.policy(work.tenant)
+        slot.priority = policy.priority_of(work.priority)
+        prompt = sum(map(len, work.prompts))
+        output = self.quotas.expected_output(work.tenant, work.max_tokens) * len(work.prompts) * work.num_samples
+        slot.expected_tokens = prompt * work.num_samples + output
+        self.quotas.check(work.tenant, policy, slot.expected_tokens, now)
+        limit = work.arrived + self._config.request_timeout_seconds
+        entry = Entry(
+            tenant=work.tenant,
+            priority=slot.priority,
+            cost=slot.expected_tokens,
+            num_sequences=work.num_running,
+            prefill_tokens=prompt,
+            num_bytes=_BYTES_PER_REQUEST + _BYTES_PER_TOKEN * prompt,
+            weight=policy.weight,
+            deadline=limit if work.deadline is None else min(limit, work.deadline),
+        )
+        room = self._room.now()
+        if self.controller.num_queued or not self.controller.is_open(room, entry.num_sequences):
+            for victim in self.controller.make_room(entry, policy.bounds(self._own_bounds), now):
+                self._waiters[victim.number].set()
+            uncached = self._estimate(work)
+            entry.cost = uncached * work.num_samples + output
+            entry.prefill_tokens = uncached
+        self.controller.submit(entry, now)
+        return entry
+
+    @property
+    def _own_bounds(self) -> QueueBounds:
+        """Bounds of the queue of a tenant without own ones: a quarter of the whole if there are several tenants."""
+        share = 4 if self._tenants.path is not None else 1
+        return QueueBounds(max(1, self._config.max_queued // share), self._config.max_queued_bytes // share)
+
+    def _estimate(self, work: Work) -> int:
+        known, rest = work.prompts[:_MAX_ESTIMATED_PROMPTS], work.prompts[_MAX_ESTIMATED_PROMPTS:]
+        return sum(self._uncached(work.scope, prompt) for prompt in known) + sum(map(len, rest))
+
+    def _pump(self) -> None:
+        """Dispatch what may be dispatched now."""
+        if not self.controller.num_queued:
+            return
+        room = self._room.now()
+        if self._room.is_asleep is not self._was_asleep:
+            self._was_asleep = self._room.is_asleep
+            for event in self._waiters.values():
+                event.set()
+        for entry in self.controller.dispatch(room, self._clock.monotonic()):
+            waiter = self._waiters.get(entry.number)
+            if waiter is not None:
+                waiter.set()
+
+    async def _wait(self, entry: Entry) -> None:
+        """Wait until a queued entry is decided.
+
+        Raises:
+            Overloaded: the pool has no worker, and as many samples as allowed wait for one.
+            Unavailable: the pool had no worker for the maximum time.
+        """
+        event = self._waiters[entry.number] = asyncio.Event()
+        if self._follower is None:
+            self._follower = asyncio.create_task(self._follow(), name="flow gate")
+        try:
+            while entry.state is EntryState.QUEUED:
+                event.clear()
+                remaining = entry.deadline - self._clock.monotonic()
+                if self._holding is not None and self._room.is_asleep:
+                    await self._hold(self._holding, entry, event, remaining)
+                elif not await _is_set_within(event, remaining) and entry.state is EntryState.QUEUED:
+                    self.controller.expire(entry)
+        except KvferryError:
+            if entry.state is EntryState.QUEUED:
+                self.controller.refuse(entry)
+            raise
+        finally:
+            if entry.state is EntryState.QUEUED:
+                self.controller.cancel(entry)
+            del self._waiters[entry.number]
+            if not self._waiters and self._follower is not None:
+                self._follower.cancel()
+                self._follower = None
+
+    async def _hold(self, holding: Holding, entry: Entry, event: asyncio.Event, remaining: float) -> None:
+        """Wait until a worker has come or the entry is decided."""
+        with holding.held(entry.num_sequences):
+            self._wake()
+            if await _is_set_within(event, min(holding.seconds, remaining)) or entry.state is not EntryState.QUEUED:
+                return
+        if remaining <= holding.seconds:
+            self.controller.expire(entry)
+        else:
+            raise holding.gave_up()
+
+    def _wake(self) -> None:
+        if self._waker is not None:
+            self._waker.want()
+
+    async def _follow(self) -> None:
+        """Dispatch at each change of the fleet, until cancelled."""
+        while True:
+            await self._fleet.next_change()
+            self._pump()
+
+    def _ending(self, entry: Entry) -> KvferryError:
+        """Return the error of a request that left the queue without being dispatched."""
+        now = self._clock.monotonic()
+        waited = now - entry.arrived
+        if entry.state is EntryState.EXPIRED:
+            return DeadlinePassed(f"the deadline passed after {waited:.1f} s in the queue", reason="DEADLINE_IN_QUEUE")
+        return Displaced(
+            f"requests of a higher priority have displaced this one after {waited:.1f} s in the full queue",
+            reason=QUEUE_FULL,
+            retry_after_seconds=self.controller.retry_after(now),
+        )
+
+
+class Displaced(Overloaded):
+    """A request of a higher priority took the place of this one in the full queue."""
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait for an event, for up to `seconds`; return whether it is set."""
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await event.wait()
+    except TimeoutError:
+        return event.is_set()
+    return True
+
+
+def _reason(error: KvferryError) -> str:
+    """Return the label of a refusal."""
+    match error:
+        case QuotaExceeded():
+            return error.quota
+        case Displaced():
+            return "displaced"
+        case Overloaded():
+            return "pool_empty" if error.reason == "POOL_EMPTY" else "queue_full"
+        case Forbidden():
+            return "priority"
+        case DeadlinePassed():
+            return "deadline"
+        case _:
+            return "pool_empty"

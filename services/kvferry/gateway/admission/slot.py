@@ -1,0 +1,95 @@
+"""The place of one request: counts what the request uses, so that its capacity is freed and its charge corrected."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol
+
+from kvferry.gateway.flow.entry import Entry
+from kvferry.rpc.admission import Work
+
+
+class Gate(Protocol):
+    """What a slot needs of the flow gate."""
+
+    async def admit(self, slot: "RequestSlot") -> None:
+        """Wait until the request may start."""
+        ...
+
+    def leave(self, slot: "RequestSlot", *, is_whole: bool) -> None:
+        """Free the request's place; `is_whole` if it ended by itself."""
+        ...
+
+    def prefilled(self, entry: Entry, num_tokens: int) -> None:
+        """Free the capacity of computed prompt tokens."""
+        ...
+
+
+class _Sample:
+    """Tokens of one sample; `cached` is -1 until the sample has ended."""
+
+    __slots__ = ("cached", "output")
+
+    def __init__(self) -> None:
+        self.output = 0
+        self.cached = -1
+
+
+class RequestSlot:
+    """Implements `rpc.admission.Slot`."""
+
+    __slots__ = ("_gate", "_samples", "entered", "entry", "expected_tokens", "priority", "queued_seconds", "work")
+
+    def __init__(self, gate: Gate, work: Work) -> None:
+        self._gate = gate
+        self._samples: dict[int, _Sample] = {}
+        self.work = work
+        self.queued_seconds = 0.0
+        self.priority = work.priority
+        self.entry: Entry | None = None
+        """The request in the flow controller; `None` before it is entered."""
+        self.expected_tokens = 0.0
+        """Tokens charged to the tenant's quota: prompt and output."""
+        self.entered = 0.0
+        """Time of the admission, monotonic seconds."""
+
+    async def __aenter__(self) -> "RequestSlot":
+        await self._gate.admit(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gate.leave(self, is_whole=kind is None)
+
+    def note_tokens(self, sample: int, count: int) -> None:
+        """See `rpc.admission.Slot.note_tokens`."""
+        found = self._samples.get(sample)
+        if found is None:
+            found = self._samples[sample] = _Sample()
+            if self.entry is not None:
+                self._gate.prefilled(self.entry, len(self._prompt(sample)))
+        found.output += count
+
+    def note_usage(self, sample: int, cached_tokens: int) -> None:
+        """See `rpc.admission.Slot.note_usage`."""
+        self._samples[sample].cached = cached_tokens
+
+    @property
+    def num_started(self) -> int:
+        """Number of samples that have started."""
+        return len(self._samples)
+
+    def prompt_tokens(self) -> int:
+        """Return the prompt tokens of the samples that have started."""
+        return sum(len(self._prompt(sample)) for sample in self._samples)
+
+    def cached_tokens(self) -> int:
+        """Return the cached prompt tokens of the samples that have ended."""
+        return sum(max(0, sample.cached) for sample in self._samples.values())
+
+    def output_tokens(self) -> int:
+        """Return the output tokens of all samples."""
+        return sum(sample.output for sample in self._samples.values())
+
+    def _prompt(self, sample: int) -> Sequence[int]:
+        return self.work.prompts[sample // self.work.num_samples]

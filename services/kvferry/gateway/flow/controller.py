@@ -1,0 +1,256 @@
+"""The flow controller: bounds the queue, sheds by class, and dispatches requests when the fleet has room.
+
+    submit --> QUEUED --dispatch--> DISPATCHED --finish--> ENDED
+       |          |
+    REFUSED    REFUSED (displaced), EXPIRED, CANCELLED
+
+Every entry takes exactly one of these paths (`gateway.flow.entry.MACHINE`). Used on one thread.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvferry.core.errors import Overloaded
+from kvferry.gateway.flow.capacity import Room
+from kvferry.gateway.flow.drain_rate import DrainRate
+from kvferry.gateway.flow.entry import Entry, EntryEvent
+from kvferry.gateway.flow.fair_queue import FairQueue
+
+K = TypeVar("K")
+QUEUE_FULL = "RATE_LIMIT_EXCEEDED"
+"""Reason of refusals that a retry can resolve; OpenAI's code."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """Maximum size of a queue."""
+
+    requests: int
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class QueueSize:
+    """Present size of a queue."""
+
+    requests: int = 0
+    num_bytes: int = 0
+
+    def add(self, entry: Entry, sign: int) -> None:
+        """Count an entry that enters (`sign` 1) or leaves (-1)."""
+        self.requests += sign
+        self.num_bytes += sign * entry.num_bytes
+
+    def exceeds(self, bounds: QueueBounds, extra: Entry) -> str:
+        """Return which bound one more entry would exceed, with its value; empty for none."""
+        if self.requests + 1 > bounds.requests:
+            return f"{self.requests} requests wait; at most {bounds.requests} may"
+        if self.num_bytes + extra.num_bytes > bounds.num_bytes:
+            return (
+                f"{self.num_bytes} bytes of requests wait, and this one has {extra.num_bytes}; "
+                f"at most {bounds.num_bytes} may"
+            )
+        return ""
+
+
+@dataclass(slots=True)
+class _Freed:
+    """The size of a queue without displaced entries."""
+
+    size: QueueSize
+    victims: list[Entry] = field(default_factory=list)
+
+
+class FlowController:
+    """Queued and dispatched requests of one gateway."""
+
+    def __init__(self, bounds: QueueBounds) -> None:
+        """
+        Args:
+            bounds: of all queued requests together.
+        """
+        self._bounds = bounds
+        self._queue = FairQueue()
+        self._total = QueueSize()
+        self._by_tenant: dict[str, QueueSize] = {}
+        self._by_band: dict[int, QueueSize] = {}
+        self._rate = DrainRate()
+        self._number = 0
+        self.num_dispatched = 0
+        """Number of dispatched requests that have not ended."""
+        self.num_sequences = 0
+        """Number of samples of these that run at a time."""
+        self.prefill_tokens = 0
+        """Prompt tokens of these that are not yet computed."""
+
+    @property
+    def num_queued(self) -> int:
+        """Number of queued requests."""
+        return self._total.requests
+
+    @property
+    def queued_bytes(self) -> int:
+        """Memory of the queued requests in bytes."""
+        return self._total.num_bytes
+
+    @property
+    def by_tenant(self) -> Mapping[str, QueueSize]:
+        """Size of the queue of each tenant that has queued requests."""
+        return self._by_tenant
+
+    @property
+    def by_band(self) -> Mapping[int, QueueSize]:
+        """Size of the queue of each priority that has queued requests."""
+        return self._by_band
+
+    @property
+    def queue(self) -> FairQueue:
+        """The queue, for reports; only the controller changes it."""
+        return self._queue
+
+    def queued(self) -> Iterator[Entry]:
+        """Yield all queued entries, in no particular order."""
+        return self._queue.queued()
+
+    def is_open(self, room: Room, num_sequences: int = 1) -> bool:
+        """Return whether a request with `num_sequences` samples at a time may be dispatched."""
+        return (
+            self.num_sequences < room.sequences
+            and self.prefill_tokens < room.prefill_tokens
+            and (self.num_sequences + num_sequences <= room.streams or (not self.num_sequences and room.streams > 0))
+        )
+
+    def retry_after(self, now: float) -> float:
+        """Return the seconds until the present queue is dispatched, from 1 to 60."""
+        return self._rate.retry_after(self.num_queued + 1, now)
+
+    def make_room(self, entry: Entry, own: QueueBounds, now: float) -> Sequence[Entry]:
+        """Displace requests of lower classes, newest first, until `entry` fits into the bounds.
+
+        Args:
+            own: bounds of the tenant's queue; within it, only the tenant's own requests are displaced.
+
+        Returns:
+            The displaced requests, refused.
+
+        Raises:
+            Overloaded: the queue is full of requests of the same or a higher class; none is displaced.
+        """
+        freed = _Freed(QueueSize(self._total.requests, self._total.num_bytes))
+        tenant = self._by_tenant.get(entry.tenant, QueueSize())
+        own_freed = _Freed(QueueSize(tenant.requests, tenant.num_bytes))
+        over = self._free(own_freed, own, entry, entry.tenant)
+        whose = f"of tenant {entry.tenant!r} " if entry.tenant else ""
+        for victim in own_freed.victims:
+            freed.size.add(victim, -1)
+        if not over:
+            whose = ""
+            freed.victims = list(own_freed.victims)
+            over = self._free(freed, self._bounds, entry, None)
+        if over:
+            entry.on(EntryEvent.REFUSE)
+            raise Overloaded(
+                f"the queue {whose}is full: {over}",
+                reason=QUEUE_FULL,
+                retry_after_seconds=self.retry_after(now),
+            )
+        for victim in freed.victims:
+            self._leave(victim, EntryEvent.REFUSE)
+        return freed.victims
+
+    def _free(self, freed: _Freed, bounds: QueueBounds, entry: Entry, tenant: str | None) -> str:
+        """Choose victims until `entry` fits; return which bound is exceeded if it does not."""
+        over = freed.size.exceeds(bounds, entry)
+        if not over:
+            return ""
+        if entry.num_bytes > bounds.num_bytes:
+            return over
+        chosen = {victim.number for victim in freed.victims}
+        for victim in self._queue.newest_below(entry.priority, tenant):
+            if victim.number in chosen:
+                continue
+            freed.size.add(victim, -1)
+            freed.victims.append(victim)
+            if not freed.size.exceeds(bounds, entry):
+                return ""
+        return over
+
+    def submit(self, entry: Entry, now: float) -> None:
+        """Queue an entry for which `make_room` has found room."""
+        entry.on(EntryEvent.QUEUE)
+        self._number += 1
+        entry.number, entry.arrived = self._number, now
+        self._queue.add(entry)
+        self._count(entry, 1)
+
+    def dispatch(self, room: Room, now: float) -> list[Entry]:
+        """Return the entries that leave the queue now, in order: dispatched while there is room, or expired."""
+        decided: list[Entry] = []
+        while (entry := self._queue.next()) is not None:
+            if entry.deadline <= now:
+                self._leave(entry, EntryEvent.EXPIRE)
+                decided.append(entry)
+                continue
+            if not self.is_open(room, entry.num_sequences):
+                break
+            entry.on(EntryEvent.DISPATCH)
+            self._queue.begin(entry)
+            self._count(entry, -1)
+            self._rate.note(now)
+            self.num_dispatched += 1
+            self.num_sequences += entry.num_sequences
+            entry.open_prefill_tokens = entry.prefill_tokens
+            self.prefill_tokens += entry.prefill_tokens
+            decided.append(entry)
+        return decided
+
+    def expire(self, entry: Entry) -> None:
+        """Remove a queued entry whose time in the queue is over."""
+        self._leave(entry, EntryEvent.EXPIRE)
+
+    def cancel(self, entry: Entry) -> None:
+        """Remove a queued entry whose client has gone."""
+        self._leave(entry, EntryEvent.CANCEL)
+
+    def refuse(self, entry: Entry) -> None:
+        """Remove a queued entry that cannot be served."""
+        self._leave(entry, EntryEvent.REFUSE)
+
+    def prefilled(self, entry: Entry, num_tokens: float = math.inf) -> None:
+        """Free the capacity of up to `num_tokens` prompt tokens of a dispatched entry, which are computed."""
+        freed = int(min(num_tokens, entry.open_prefill_tokens))
+        entry.open_prefill_tokens -= freed
+        self.prefill_tokens -= freed
+
+    def finish(self, entry: Entry, used: float) -> None:
+        """End a dispatched entry, free its capacity and correct its tenant's service.
+
+        Args:
+            used: tokens that were computed for it: prompt tokens that were not cached, and output tokens.
+        """
+        entry.on(EntryEvent.END)
+        self.prefilled(entry)
+        self.num_dispatched -= 1
+        self.num_sequences -= entry.num_sequences
+        self._queue.end(entry, used)
+
+    def _leave(self, entry: Entry, event: EntryEvent) -> None:
+        entry.on(event)
+        self._queue.remove(entry)
+        self._count(entry, -1)
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        self._total.add(entry, sign)
+        _count_in(self._by_tenant, entry.tenant, entry, sign)
+        _count_in(self._by_band, entry.priority, entry, sign)
+
+
+def _count_in(sizes: dict[K, QueueSize], key: K, entry: Entry, sign: int) -> None:
+    size = sizes.get(key)
+    if size is None:
+        size = sizes[key] = QueueSize()
+    size.add(entry, sign)
+    if not size.requests:
+        del sizes[key]

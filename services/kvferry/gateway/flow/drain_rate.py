@@ -1,0 +1,44 @@
+"""How fast the queue drains, and when a refused client may retry."""
+
+import math
+
+_MEMORY_SECONDS = 30.0
+"""Time constant of the average, seconds."""
+MIN_RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 60.0
+
+
+class DrainRate:
+    """Exponentially weighted rate of dispatched requests."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._updated = 0.0
+        self._started: float | None = None
+
+    def note(self, now: float) -> None:
+        """Count one dispatched request at `now`, monotonic seconds."""
+        if self._started is None:
+            self._started = self._updated = now
+        self._decay(now)
+        self._weight += 1.0
+
+    def per_second(self, now: float) -> float:
+        """Return the rate in requests per second; 0 before the first dispatch."""
+        if self._started is None:
+            return 0.0
+        self._decay(now)
+        # The weight of the whole time since the first dispatch, at least a second of it.
+        age = max(1.0, now - self._started)
+        return self._weight / (_MEMORY_SECONDS * (1.0 - math.exp(-age / _MEMORY_SECONDS)))
+
+    def retry_after(self, num_ahead: int, now: float) -> float:
+        """Return the seconds in which `num_ahead` requests are dispatched at the present rate, from 1 to 60."""
+        rate = self.per_second(now)
+        if rate <= 0.0:
+            return MAX_RETRY_SECONDS
+        return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, num_ahead / rate))
+
+    def _decay(self, now: float) -> None:
+        self._weight *= math.exp(-max(0.0, now - self._updated) / _MEMORY_SECONDS)
+        self._updated = max(self._updated, now)

@@ -1,0 +1,90 @@
+"""The interface between text serving and flow control: a request enters before its first sample starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request asks for, with all of its prompts and samples."""
+
+    tenant: str
+    scope: str
+    """Scope of the names of its KV blocks."""
+    priority: int
+    arrived: float
+    """Arrival time, monotonic seconds."""
+    deadline: float | None
+    """Deadline, monotonic seconds; `None` for no own deadline."""
+    prompts: Sequence[Sequence[int]]
+    """Token ids of each prompt."""
+    num_samples: int
+    """Samples of each prompt."""
+    num_running: int
+    """Maximum number of samples that run at a time, over all prompts."""
+    max_tokens: int
+    """Maximum output tokens of a sample; 0 if no tokens are generated."""
+
+
+class Slot(Protocol):
+    """The place of a request: entering waits until the request may start, and leaving frees what it holds."""
+
+    queued_seconds: float
+    """Seconds that the request has waited."""
+    priority: int
+    """Priority of the request within the range of its tenant."""
+
+    async def __aenter__(self) -> "Slot":
+        """Wait until the request may start. Cancelling the calling task leaves the queue at once.
+
+        Raises:
+            Overloaded: a quota is used up, or the queue is full.
+            Forbidden: the tenant may not use the request's priority.
+            DeadlinePassed: the deadline passed in the queue.
+            Unavailable: the pool had no worker for too long.
+        """
+        ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Free the request's place."""
+        ...
+
+    def note_tokens(self, sample: int, count: int) -> None:
+        """Count `count` output tokens of a sample; its prompt is computed.
+
+        Args:
+            sample: index of the prompt * `num_samples` + index of the sample.
+        """
+        ...
+
+    def note_usage(self, sample: int, cached_tokens: int) -> None:
+        """Record that a sample has ended, and the number of its prompt tokens that were cached."""
+        ...
+
+
+class Admission(Protocol):
+    """Decides which requests may start, and when."""
+
+    def enter(self, work: Work) -> Slot:
+        """Return the place of a request, which is not taken until it is entered."""
+        ...
+
+    def count(self, tenant: str) -> None:
+        """Count a request that computes no tokens.
+
+        Raises:
+            Overloaded: the tenant's quota of requests is used up.
+        """
+        ...
+
+    def check_model(self, tenant: str, model: str) -> None:
+        """Check that the tenant may use a model.
+
+        Raises:
+            UnknownModel: it may not.
+        """
+        ...
