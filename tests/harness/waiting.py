@@ -1,5 +1,6 @@
-"""Waits for a condition that other processes bring about."""
+"""Waits for a condition that other processes or tasks bring about."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 
@@ -15,3 +16,14 @@ def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     while not holds():
         assert clock.monotonic() < deadline, f"not so within {seconds:.0f} s: {what}"
         pause.wait(_POLL_SECONDS)
+
+
+async def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Let other tasks run until the condition holds.
+
+    Raises:
+        TimeoutError: it does not hold within `seconds`.
+    """
+    async with asyncio.timeout(seconds):
+        for _ in iter(holds, True):
+            await asyncio.sleep(0)

@@ -98,6 +98,10 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         self.mute = False
         """Whether Status hangs, as in a suspended process."""
         self.max_model_tokens = 512
+        self.max_sequences = 0
+        """Maximum number of sequences in the running batch; 0 if the worker does not report it."""
+        self.running = 0
+        """Reported number of running sequences, for those of other gateways."""
         self.step_tokens = 1
         """Number of tokens per message of Decode."""
         self.keeps_offers = True
@@ -164,9 +168,11 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
             draining=self.draining,
             max_model_tokens=self.max_model_tokens,
             block_tokens=16,
+            max_sequences=self.max_sequences,
         )
         response.identity.worker_id = self.worker_id
         response.identity.incarnation = self.incarnation
+        response.load.running = self.running
         response.load.blocks_total, response.load.blocks_free = 100, 75
         return response
 

@@ -244,14 +244,14 @@ class FlowGate:
         if not self.controller.num_queued:
             return
         room = self._room.now()
+        for entry in self.controller.dispatch(room, self._clock.monotonic()):
+            waiter = self._waiters.get(entry.number)
+            if waiter is not None:
+                waiter.set()  # the waiting tasks continue in this order
         if self._room.is_asleep is not self._was_asleep:
             self._was_asleep = self._room.is_asleep
             for event in self._waiters.values():
                 event.set()
-        for entry in self.controller.dispatch(room, self._clock.monotonic()):
-            waiter = self._waiters.get(entry.number)
-            if waiter is not None:
-                waiter.set()
 
     async def _wait(self, entry: Entry) -> None:
         """Wait until a queued entry is decided.

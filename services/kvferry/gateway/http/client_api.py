@@ -1,6 +1,7 @@
 """The HTTP API for clients: OpenAI's routes and error bodies; a request is cancelled when its client disconnects."""
 
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -99,16 +100,21 @@ class ClientApi:
         return Caller(request.scope["kvferry.request_id"], tenant, self.service.clock.monotonic())
 
     async def _models(self, request: Request) -> Response:
-        self.caller(request)
+        tenant = self.caller(request).tenant
+        try:
+            self.service.check_access(tenant, self.service.model.name)
+        except UnknownModel:
+            return Response(openai_reply.encode(openai_reply.ModelList([])), media_type=JSON)
         return Response(openai_reply.encode(openai_reply.ModelList([self._card()])), media_type=JSON)
 
     async def _model(self, request: Request) -> Response:
-        self.caller(request)
+        tenant = self.caller(request).tenant
         asked = request.path_params["model"]
         if asked != self.service.model.name:
             raise UnknownModel(
                 f"model {shortened(asked)!r} is not served here; use {self.service.model.name!r}", field="model"
             )
+        self.service.check_access(tenant, asked)
         return Response(openai_reply.encode(self._card()), media_type=JSON)
 
     def _card(self) -> openai_reply.Model:
@@ -245,7 +251,7 @@ def error_response(error: KvferryError) -> Response:
     """Return OpenAI's error body with the error's HTTP status and headers."""
     headers: dict[str, str] = {}
     if error.retry_after_seconds is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after_seconds)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_seconds)))
     if error.http_status in (408, 413):  # the rest of the body would be read as the next request
         headers["connection"] = "close"
     if error.http_status == 401:

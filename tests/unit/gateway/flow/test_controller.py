@@ -15,13 +15,14 @@ from kvferry.gateway.flow.entry import MACHINE, Entry, EntryEvent, EntryState
 OPEN = Room()
 TOTAL = QueueBounds(6, 60)
 OWN = QueueBounds(4, 40)
+UNLIMITED = QueueBounds(1000, 1 << 20)
 
 
 def entry(tenant: str = "a", priority: int = 0, cost: float = 10.0, **fields: float) -> Entry:
     return Entry(tenant, priority, cost, **fields)  # type: ignore[arg-type]
 
 
-def queued(controller: FlowController, one: Entry, own: QueueBounds = QueueBounds(1000, 1 << 20), now: float = 0.0) -> Entry:
+def queued(controller: FlowController, one: Entry, own: QueueBounds = UNLIMITED, now: float = 0.0) -> Entry:
     controller.make_room(one, own, now)
     controller.submit(one, now)
     return one

@@ -1,0 +1,104 @@
+"""The pool that held requests wake."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvferry.core.clock import SystemClock
+from kvferry.gateway.config import HoldConfig, PoolName
+from kvferry.gateway.fleet.pool_api import ApiError
+from kvferry.gateway.fleet.waking import Waker
+from kvferry.gateway.routing.holding import Holding
+
+CLOCK = SystemClock()
+
+
+class ScriptedApi:
+    """Scalers by role; an error in a scaler's place is raised."""
+
+    pool = PoolName("ns", "p")
+
+    def __init__(self, **scalers: Any) -> None:
+        self.scalers = scalers
+        self.wakes: list[tuple[str, str]] = []
+        self.wake_error: ApiError | None = None
+
+    def scaler(self, role: str) -> Any:
+        found = self.scalers.get(role)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def wake(self, role: str, version: str) -> None:
+        self.wakes.append((role, version))
+        if self.wake_error is not None:
+            raise self.wake_error
+
+
+def asleep(version: str = "1") -> dict[str, Any]:
+    return {
+        "metadata": {"resourceVersion": version, "annotations": {"kvferry.dev/wake": "true"}},
+        "spec": {"replicas": 0},
+    }
+
+
+async def test_waiting_wakes_each_role_that_may_be_woken_once():
+    holding = Holding(HoldConfig(), "ns/p")
+    api = ScriptedApi(prefill=asleep("3"), decode=asleep("4"))
+    waker = Waker(api, holding, CLOCK)  # type: ignore[arg-type]
+    await waker.check()
+    assert api.wakes == []
+    with holding.held():
+        await waker.check()
+        await waker.check()
+    assert api.wakes == [("prefill", "3"), ("decode", "4")]
+    assert (waker.num_wakes, waker.failure) == (2, "")
+
+
+async def test_trouble_is_logged_once_and_told_until_it_is_over(caplog):
+    holding = Holding(HoldConfig(), "ns/p")
+    api = ScriptedApi(prefill=ApiError("refused with 403", 403), decode=asleep())
+    waker = Waker(api, holding, CLOCK)  # type: ignore[arg-type]
+    with holding.held():
+        await waker.check()
+        await waker.check()
+        assert waker.failure == "refused with 403"
+        assert api.wakes == [("decode", "1")], "one role's failure is not another's"
+        api.scalers["prefill"] = None
+        await waker.check()
+        assert waker.failure == ""
+    assert len([record for record in caplog.records if "cannot be scaled up" in record.message]) == 1
+
+
+@pytest.mark.parametrize(("status", "failure"), [(409, ""), (403, "no")])
+async def test_a_scaler_that_changed_meanwhile_is_no_trouble(status, failure):
+    holding = Holding(HoldConfig(), "ns/p")
+    api = ScriptedApi(decode=asleep())
+    api.wake_error = ApiError("no", status)
+    waker = Waker(api, holding, CLOCK)  # type: ignore[arg-type]
+    with holding.held():
+        await waker.check()
+    assert (waker.failure, waker.num_wakes) == (failure, 0)
+
+
+async def test_it_looks_as_long_as_anybody_waits():
+    holding = Holding(HoldConfig(), "ns/p")
+    api = ScriptedApi()
+    slept = asyncio.Semaphore(0)
+
+    async def sleep(_seconds: float) -> None:
+        slept.release()
+        await asyncio.sleep(0)
+
+    waker = Waker(api, holding, CLOCK, sleep=sleep)  # type: ignore[arg-type]
+    running = asyncio.create_task(waker.run())
+    with holding.held():
+        waker.want()
+        async with asyncio.timeout(10):
+            await slept.acquire()
+            api.scalers["decode"] = asleep()
+            for _ in iter(lambda: bool(api.wakes), True):
+                await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
