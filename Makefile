@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-constraints bench-cache-map bench-scheduler bench-speculation bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-constraints bench-cache-map bench-flow bench-scheduler bench-speculation bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ bench-cache-map: $(READY) ## the gateway's map of caches: intake, memory, lookup
 
 bench-speculation: $(READY) ## speculation by workload and batch size, in turn with none; tests/bench/results/speculation.csv
 	@$(BIN)/python tests/bench/bench_speculation.py $(ARGS)
+
+bench-flow: $(READY) ## the gateway's flow controller: time per request, with and without a queue; tests/bench/results/flow.csv
+	@$(BIN)/python tests/bench/bench_flow.py $(ARGS)
 
 bench-scheduler: $(READY) ## time to plan a step, by policy and number of requests; tests/bench/results/scheduler.csv
 	@$(BIN)/python tests/bench/bench_scheduler.py $(ARGS)

@@ -1,5 +1,7 @@
 """Keys of gateways and stacks, made and read by the command line."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -38,6 +40,15 @@ def test_a_gateway_key_is_derived_from_the_ticket_key(tmp_path: Path) -> None:
     for role in (CallerRole.GATEWAY, CallerRole.OPERATOR):
         derived = printed("key", role, "--ticket-key-file", str(file))
         assert bytes.fromhex(derived) == role_key(ticket_key.strip().encode(), role)
+
+
+@pytest.mark.parametrize("given", ["", "short\n", "two words of a key\n", "x" * 513 + "\n"])
+def test_what_is_no_api_key_is_not_hashed_and_not_shown(given: str) -> None:
+    command = [sys.executable, "-m", "kvferry.cli.main", "key", "hash"]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "16 to 512 characters" in done.stderr
+    assert not given.strip() or given.strip() not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from kvferry.cli.engine_settings import engine_settings
+from kvferry.cli.operator_settings import CLUSTER
 from kvferry.cli.options import EXIT_FAILED, Values, print_json, with_settings
-from kvferry.cli.settings import CLUSTER, DOCTOR
+from kvferry.cli.settings import DOCTOR
 from kvferry.core.clock import SystemClock
 
 if TYPE_CHECKING:

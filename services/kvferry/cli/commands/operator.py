@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvferry.cli import settings
+from kvferry.cli import operator_settings
 from kvferry.cli.options import Values, with_settings
 from kvferry.cli.supervised import announce, follow_parent
 from kvferry.core.errors import UsageError
@@ -24,7 +24,7 @@ def command() -> None:
 
 
 @command.command("run")
-@with_settings(settings.OPERATOR)
+@with_settings(operator_settings.OPERATOR)
 def run(values: Values) -> None:
     """Run the operator until SIGTERM. One replica holds the lease; other replicas are on standby.
 
@@ -54,7 +54,7 @@ def run(values: Values) -> None:
 
 
 @command.command("check")
-@with_settings(settings.OPERATOR_CHECK)
+@with_settings(operator_settings.OPERATOR_CHECK)
 def check(values: Values) -> None:
     """Check that an operator holds and renews the lease. `helm test` runs this command.
 

@@ -180,7 +180,7 @@ class FlowGate:
     def use_tenants(self, table: TenantTable) -> None:
         """Replace the tenants by those of a changed file."""
         self._tenants.use(table)
-        self.quotas.forget_all_but(frozenset(table.policies))
+        self.quotas.forget_all_but(self._tenants.keys.tenants | {""})
 
     def report(self) -> Mapping[str, object]:
         """Return the queue by priority and tenant, as a JSON object."""

@@ -28,6 +28,11 @@ class ApiKeys:
         self._plain = {key_digest(key): tenant for key, tenant in (tenants or {}).items()}
         self._tenants = None if tenants is None and not hashed else {**(hashed or {}), **self._plain}
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Names of all tenants that have a key."""
+        return frozenset((self._tenants or {}).values())
+
     def replace_hashed(self, hashed: Mapping[bytes, str]) -> None:
         """Replace the hashed keys. Authentication that is enabled stays enabled, even without keys."""
         if self._tenants is not None or hashed:

@@ -40,7 +40,9 @@ class Holding:
         Raises:
             Overloaded: `max_held` samples are held already.
         """
-        if self.num_held + count > max(self._config.max_held, count):
+        most = self._config.max_held
+        # A request with more samples than that is held if it is the only one.
+        if self.num_held >= most or self.num_held + count > max(most, count):
             raise Overloaded(
                 f"pool {self._pool} has no worker yet, and {self.num_held} requests are waiting; retry later",
                 reason="POOL_EMPTY",

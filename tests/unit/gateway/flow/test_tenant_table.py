@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -49,6 +51,13 @@ def test_every_field_is_read():
     )
     assert table.policy("other") == table.policy("") == TenantPolicy(requests_per_minute=30)
     assert _DIGEST.hex() not in repr(table)
+
+
+def test_the_documented_file_is_valid():
+    page = Path(__file__).parents[4] / "docs" / "flow-control.md"
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    table = read_table(text)
+    assert set(table.policies) == set(table.keys.values()) == {"search", "batch"}
 
 
 def test_an_empty_file_limits_nothing():

@@ -25,6 +25,19 @@ def test_those_beyond_the_bound_are_told_to_come_back():
     assert holding.seconds == 7
 
 
+def test_requests_with_several_samples_count_with_all_of_them():
+    holding = Holding(HoldConfig(max_held=4), "ns/p")
+    with holding.held(3):
+        with pytest.raises(Overloaded), holding.held(2):
+            pass
+        with holding.held(1):
+            assert holding.num_held == 4
+    with holding.held(9):
+        assert holding.num_held == 9
+    with pytest.raises(Overloaded), Holding(HoldConfig(max_held=0), "ns/p").held():
+        pass
+
+
 def scaler(**fields: Any) -> dict[str, Any]:
     return {
         "metadata": {"resourceVersion": "3", "annotations": {"kvferry.dev/wake": "true"}},

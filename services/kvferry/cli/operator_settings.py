@@ -1,0 +1,38 @@
+"""Settings of the operator and of commands that access a cluster. Their names, units and defaults are a public
+interface."""
+
+from kvferry.core.settings import Setting, seconds, whole
+
+OPERATOR = (
+    Setting(
+        "namespace",
+        (),
+        "Namespace whose pools are reconciled; repeat for more. Default: all namespaces.",
+        is_repeated=True,
+    ),
+    Setting("image", "", "Default image for pools without spec.image; default: kvferry:<this version>."),
+    Setting("kubeconfig", "", "Kubeconfig file; default: the pod's service account, or else ~/.kube/config."),
+    Setting("lease_namespace", "default", "Namespace of the leader election lease."),
+    Setting("lease_seconds", 15.0, "Duration of the leader election lease in seconds.", parse=seconds(2, 300)),
+    Setting("identity", "", "Identity in the lease; default: the host name."),
+    Setting("health", "0.0.0.0:8080", "HOST:PORT of /healthz, /readyz and /metrics."),
+    Setting("watch_probe_seconds", 10.0, "Seconds between liveness probes of each watch.", parse=seconds(1, 3600)),
+    Setting(
+        "discovery_seconds",
+        30.0,
+        "Seconds between checks for optional kinds (InferencePool of the inference extension, PodMonitor).",
+        parse=seconds(1, 3600),
+    ),
+    Setting("workers", 4, "Maximum number of pools reconciled concurrently.", parse=whole(1, 64)),
+)
+
+OPERATOR_CHECK = (
+    *(s for s in OPERATOR if s.name in {"kubeconfig", "lease_namespace"}),
+    Setting("timeout", 60.0, "Seconds to wait for a leader.", parse=seconds(1, 3600)),
+)
+
+CLUSTER = (
+    *(s for s in OPERATOR if s.name == "kubeconfig"),
+    Setting("lease_namespace", "", "Namespace of the leader election lease; default: all namespaces are searched."),
+    Setting("timeout", 10.0, "Seconds to wait for a leading operator.", parse=seconds(1, 3600)),
+)
