@@ -26,6 +26,8 @@ class Work:
     """Maximum number of samples that run at a time, over all prompts."""
     max_tokens: int
     """Maximum output tokens of a sample; 0 if no tokens are generated."""
+    held_bytes: int = 0
+    """Memory that the request holds while it waits, besides its tokens, in bytes."""
 
 
 class Slot(Protocol):

@@ -252,6 +252,18 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         ],
         ["mine"],
     ),
+    "tenants.secret": (
+        {"tenants": {"secret": "t"}},
+        lambda pool: (
+            flag("tenants", GATEWAY)(pool),
+            [
+                v["secret"]["secretName"]
+                for v in made_of(pool)[GATEWAY]["spec"]["template"]["spec"]["volumes"]
+                if v["name"] == "tenants"
+            ],
+        ),
+        ("/etc/kvferry/tenants/tenants.toml", ["t"]),
+    ),
     "gateway.replicas": ({"gateway": {"replicas": 3}}, at(GATEWAY, "spec.replicas"), 3),
     "gateway.apiKeysSecret": (
         {"gateway": {"apiKeysSecret": "k"}},

@@ -16,6 +16,7 @@ from kvferry.operator.pool.spec import Json, Pool
 
 _DRAIN_MARGIN_SECONDS = 15
 _API_KEYS_FOLDER = "/etc/kvferry/api-keys"
+_TENANTS_FOLDER = "/etc/kvferry/tenants"
 _TLS_FOLDER = "/etc/kvferry/tls"
 _START_SECONDS = 600
 
@@ -58,6 +59,9 @@ def _pod(pool: Pool, default_image: str) -> Json:
     if pool.spec.gateway.api_keys_secret:
         volumes.append({"name": "api-keys", "secret": {"secretName": pool.spec.gateway.api_keys_secret}})
         mounts.append({"name": "api-keys", "mountPath": _API_KEYS_FOLDER, "readOnly": True})
+    if pool.spec.tenants.secret:
+        volumes.append({"name": "tenants", "secret": {"secretName": pool.spec.tenants.secret}})
+        mounts.append({"name": "tenants", "mountPath": _TENANTS_FOLDER, "readOnly": True})
     if pool.spec.gateway.tls_secret:
         volumes.append({"name": "tls", "secret": {"secretName": pool.spec.gateway.tls_secret}})
         mounts.append({"name": "tls", "mountPath": _TLS_FOLDER, "readOnly": True})
@@ -127,6 +131,8 @@ def _arguments(pool: Pool) -> list[str]:
     }
     if spec.gateway.api_keys_secret:
         flags["api-keys-file"] = f"{_API_KEYS_FOLDER}/keys"
+    if spec.tenants.secret:
+        flags["tenants"] = f"{_TENANTS_FOLDER}/tenants.toml"
     if spec.gateway.tls_secret:
         flags |= {"tls-cert-file": f"{_TLS_FOLDER}/tls.crt", "tls-key-file": f"{_TLS_FOLDER}/tls.key"}
     return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]

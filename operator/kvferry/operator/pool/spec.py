@@ -146,6 +146,12 @@ class Tenancy(_Struct, frozen=True):
     keys_secret: str = ""
 
 
+class Tenants(_Struct, frozen=True):
+    """Keys, shares and quotas of the clients' tenants."""
+
+    secret: str = ""
+
+
 class Service(_Struct, frozen=True):
     """The gateway's Service."""
 
@@ -192,6 +198,7 @@ class PoolSpec(_Struct, frozen=True):
     rollout: Rollout = Rollout()
     drain: Drain = Drain()
     tenancy: Tenancy = Tenancy()
+    tenants: Tenants = Tenants()
     gateway: Gateway = Gateway()
     observability: Observability = Observability()
     network_policy: Literal["Restricted", "Off"] = "Restricted"

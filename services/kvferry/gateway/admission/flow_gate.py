@@ -215,7 +215,7 @@ class FlowGate:
             cost=slot.expected_tokens,
             num_sequences=work.num_running,
             prefill_tokens=prompt,
-            num_bytes=_BYTES_PER_REQUEST + _BYTES_PER_TOKEN * prompt,
+            num_bytes=_BYTES_PER_REQUEST + _BYTES_PER_TOKEN * prompt + work.held_bytes,
             weight=policy.weight,
             deadline=limit if work.deadline is None else min(limit, work.deadline),
         )

@@ -171,6 +171,7 @@ class _Generate:
                 reading = openai_api.prepare_completion(service, caller, body, limit)
             large = len(body) >= LARGE_CHARS  # waits for the text process, so that the client may disconnect meanwhile
             generation = await (while_connected(receive, reading) if large else reading)
+            del body, reading  # a request that waits for room holds only its tokens
         if generation.stream:
             await while_connected(receive, _stream(generation, send))
         else:

@@ -41,6 +41,8 @@ class VectorRequest:
     priority: int = 0
     arrived: float = 0.0
     deadline: float | None = None
+    held_bytes: int = 0
+    """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
 
 
 def check_num_inputs(count: int, field: str) -> None:
@@ -141,6 +143,7 @@ async def embed(service: TextService, request: VectorRequest) -> list[Vector]:
         num_samples=1,
         num_running=min(MAX_RUNNING_INPUTS, len(request.inputs)),
         max_tokens=0,
+        held_bytes=request.held_bytes,
     )
     async with service.admission.enter(work) as slot:
         return await _embed(source, request, slot)

@@ -55,6 +55,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 arrived=arrived,
                 deadline=None if remaining is None else arrived + remaining,
                 split=prepared.split,
+                held_bytes=request.ByteSize(),
             )
         )
         if checked.sampling.constraint is not None:
@@ -116,6 +117,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             priority=wire.check_priority(request.priority),
             arrived=arrived,
             deadline=None if remaining is None else arrived + remaining,
+            held_bytes=request.ByteSize(),
         )
         return vectors_to_wire(request_id, await embedding.embed(self._text, asked))
 

@@ -157,6 +157,7 @@ class TextService:
             num_samples=first.num_samples,
             num_running=min(MAX_RUNNING_SAMPLES, len(requests) * first.num_samples),
             max_tokens=first.sampling.max_tokens or 0,
+            held_bytes=sum(request.held_bytes for request in requests),
         )
         async with admission.enter(work) as slot:
             if slot.queued_seconds or slot.priority != first.priority:

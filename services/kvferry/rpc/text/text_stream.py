@@ -48,6 +48,8 @@ class TextRequest:
     """What is split off the answers; `None` returns all of their text as it is."""
     queued_seconds: float = 0.0
     """Seconds that the request has waited for its admission."""
+    held_bytes: int = 0
+    """Memory that the request holds while it waits for its admission, besides its tokens, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,20 @@ async def test_a_full_queue_is_429_with_a_time_to_retry_on_both_protocols():
         assert 'kvferry_gateway_refusals_total{reason="queue_full"} 3.0' in await edge.metrics()
 
 
+async def test_the_message_of_a_grpc_call_counts_as_memory_of_the_queue():
+    """gRPC keeps it until the call ends, unlike the body of an HTTP request."""
+    async with an_edge(max_queued_bytes=10_000) as edge:
+        first = await edge.occupied()
+        stop = tuple("x" * 200 + str(number) for number in range(16))
+        with pytest.raises(Overloaded, match="at most 10000 may"):
+            await edge.grpc.complete("y" * 100, SamplingParams(max_tokens=3, stop=stop))
+        small = asyncio.create_task(edge.grpc.complete("y" * 100, _SHORT))
+        await edge.queued(1)
+        edge.go.set()
+        assert (await first).status_code == 200
+        await small
+
+
 async def test_a_higher_class_displaces_a_lower_one():
     async with an_edge(max_queued=1) as edge:
         first = await edge.occupied()
