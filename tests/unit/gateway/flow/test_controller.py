@@ -235,3 +235,13 @@ def test_an_ended_request_cannot_end_again():
         controller.finish(one, 1.0)
     with pytest.raises(InvariantBroken):
         one.on(EntryEvent.QUEUE)
+
+
+def test_a_request_displaced_for_its_tenant_is_not_displaced_again_for_all():
+    """Both bounds are exceeded; the tenant's own victim comes first, and the bound of all needs one more."""
+    controller = FlowController(QueueBounds(10, 100))
+    other = queued(controller, entry("b", priority=9, num_bytes=50))
+    own = queued(controller, entry("a", priority=9, num_bytes=50))
+    queued(controller, entry("a", priority=0, num_bytes=80), QueueBounds(10, 90))
+    assert [one.state for one in (other, own)] == [EntryState.REFUSED, EntryState.REFUSED]
+    assert (controller.num_queued, controller.queued_bytes) == (1, 80)

@@ -198,3 +198,17 @@ def test_memory_stays_bounded_while_entries_come_and_go(queue):
     ]
     assert max((*sizes, len(queue.queue._priorities))) < 200
     assert stays in set(queue.queue.queued())
+
+
+def test_a_refund_does_not_turn_virtual_time_back(queue):
+    expensive = queue.add("a", 100)
+    queue.take()
+    queue.add("b", 10)
+    queue.add("a", 10)
+    queue.take()
+    queue.take()
+    before = queue.queue.virtual_time(0)
+    queue.finish(expensive, 0)
+    queue.add("a", 10)
+    queue.take()
+    assert queue.queue.virtual_time(0) >= before > 0
