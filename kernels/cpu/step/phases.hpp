@@ -330,9 +330,7 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     case Phase::mlp_norm:
       norm_rows(step, layer.attention_output_norm, layer.mlp_norm, first, until(step.batch.rows));
       break;
-    case Phase::gate_up:
-      gate_up_chunk(step, layer.gate_up, chunk, thread);
-      break;
+    case Phase::gate_up: gate_up_chunk(step, layer.gate_up, chunk, thread); break;
     case Phase::down:
       accumulate_chunk(step, layer.down, layer.mlp_output_norm, step.hidden_up, step.down_blocking, chunk, thread);
       break;
