@@ -13,6 +13,7 @@ from kvferry.gateway.cache_feeds.map_metrics import CacheMapCollector
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import DispatchConfig, GatewayConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
+from kvferry.gateway.fleet.adapter_changes import AdapterChanges
 from kvferry.gateway.fleet.cache_reset import CacheReset
 from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
 from kvferry.gateway.fleet.fleet import Fleet
@@ -92,6 +93,7 @@ class Gateway:
             room=None if pool is None else WaitingRoom(self.fleet, self._holding, self._waker),
             cache_map=self.cache_map,
         )
+        adapters = AdapterChanges(self.fleet)
         api_keys = ApiKeys.load(config.http.api_keys_file, clock)
         self.service = TextService(
             self.dispatcher,
@@ -101,6 +103,7 @@ class Gateway:
             tenant_of=api_keys.tenant_of,
             process=text_process,
             constraints=constraints,
+            adapters=adapters.served,
             vectors=self.dispatcher,
         )
         self.client_api = ClientApi(
@@ -111,6 +114,8 @@ class Gateway:
             self.dispatcher.journal,
             self._report,
             CacheReset(self.fleet, self.dispatcher.turns.clear).run,
+            adapters.load,
+            adapters.unload,
         )
 
     @classmethod

@@ -100,21 +100,29 @@ class ClientApi:
 
     async def _models(self, request: Request) -> Response:
         self.caller(request)
-        return Response(openai_reply.encode(openai_reply.ModelList([self._card()])), media_type=JSON)
+        return Response(openai_reply.encode(openai_reply.ModelList(self._cards())), media_type=JSON)
 
     async def _model(self, request: Request) -> Response:
         self.caller(request)
         asked = request.path_params["model"]
-        if asked != self.service.model.name:
-            raise UnknownModel(
-                f"model {shortened(asked)!r} is not served here; use {self.service.model.name!r}", field="model"
-            )
-        return Response(openai_reply.encode(self._card()), media_type=JSON)
+        for card in self._cards():
+            if card.id == asked:
+                return Response(openai_reply.encode(card), media_type=JSON)
+        raise UnknownModel(
+            f"model {shortened(asked)!r} is not served here; use {self.service.model.name!r}", field="model"
+        )
 
-    def _card(self) -> openai_reply.Model:
-        model = self.service.model
+    def _cards(self) -> list[openai_reply.Model]:
+        """Return the model and its adapters."""
+        model, tokens = self.service.model, self.service.served_tokens
         # The weights' creation time is unknown; clients only sort by it.
-        return openai_reply.Model(model.name, created=0, max_model_len=self.service.served_tokens)
+        return [
+            openai_reply.Model(model.name, created=0, max_model_len=tokens),
+            *(
+                openai_reply.Model(adapter.name, created=0, max_model_len=tokens, parent=model.name)
+                for adapter in self.service.adapters()
+            ),
+        ]
 
     async def _explain(self, request: Request) -> Response:
         tenant = self.caller(request).tenant

@@ -39,7 +39,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived = self._text.clock.monotonic()
-        tenant = self._admit(request.model, context)
+        tenant = self._admit("", context)
+        adapter = self._text.adapter_of(request.model)
         named = request_id_of(request, context)
         remaining = context.time_remaining()
         prepared = await self._prepared(request, wire.sampling_from_wire(request.sampling))
@@ -51,6 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 num_samples=wire.num_samples_from_wire(request.n),
                 tenant=tenant,
                 cache_salt=wire.check_cache_salt(request.cache_salt),
+                adapter=adapter,
                 priority=wire.check_priority(request.priority),
                 arrived=arrived,
                 deadline=None if remaining is None else arrived + remaining,

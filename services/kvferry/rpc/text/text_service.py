@@ -1,12 +1,13 @@
 """Protocol-independent text serving: token source, text model, limits, tenants."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
+from kvferry.core.ids import AdapterId
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.constraint_check import ConstraintCheck
@@ -45,8 +46,24 @@ class TextService:
     """Process in which large requests are read; `None` uses a thread."""
     constraints: ConstraintCheck | None = None
     """Checks the constraints of requests; `None` checks them in a thread, without limits of time and memory."""
+    adapters: Callable[[], Sequence[AdapterId]] = tuple
+    """Function that returns the adapters that requests may name now."""
     vectors: VectorSource | None = None
     """Computes pooled vectors; `None` if they are not served."""
+
+    def adapter_of(self, name: str) -> AdapterId | None:
+        """Return the version of the adapter that a request names as its model; `None` for the model itself.
+
+        Raises:
+            UnknownModel: neither the model nor an adapter has this name.
+        """
+        if name in ("", self.model.name):
+            return None
+        for adapter in self.adapters():
+            if adapter.name == name:
+                return adapter
+        prompts.check_model(self.model, name)
+        return None
 
     async def read(
         self, job: Callable[Concatenate[TextModel, P], R], size: int, *args: P.args, **kwargs: P.kwargs
