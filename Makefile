@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-constraints bench-cache-map bench-flow bench-scheduler bench-speculation bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-scheduler bench-speculation bench-peers explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ bench-bursts: $(READY) ## inter-token latency under bursts of long prompts, disa
 
 bench-constraints: $(READY) ## decode steps with and without constraints, in turn; tests/bench/results/constraints.csv
 	@$(BIN)/python tests/bench/bench_constraints.py $(ARGS)
+
+bench-adapters: $(READY) ## steps and prompts with and without LoRA adapters, in turn; tests/bench/results/adapters.csv
+	@$(BIN)/python tests/bench/bench_adapters.py $(ARGS)
 
 bench-cache-map: $(READY) ## the gateway's map of caches: intake, memory, lookups; tests/bench/results/cache_map.csv
 	@$(BIN)/python tests/bench/bench_cache_map.py $(ARGS)

@@ -2,8 +2,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -15,6 +17,8 @@
 #include "runtime/pool.hpp"
 #include "weights/pack.hpp"
 #include "attention/item.hpp"
+#include "step/adapter_layout.hpp"
+#include "step/batch_checks.hpp"
 #include "step/level.hpp"
 #include "step/step.hpp"
 #include "levels/levels.hpp"
@@ -115,6 +119,14 @@ void attach(PackedMatrix& packed, nb::object data, nb::object bias) {
   packed.owners = {data, bias};
 }
 
+// An adapter of one model, whose memory Python owns.
+struct PackedAdapter {
+  Adapter adapter;
+  const void* model = nullptr;
+  std::vector<AdapterLayer> layers;
+  std::vector<nb::object> owners;
+};
+
 // A runnable model: its description, references that keep its memory alive, and its Step.
 class Runner {
  public:
@@ -198,10 +210,35 @@ class Runner {
     return found;
   }
 
+  // `layers`: for each layer, a dict from the name of a packed matrix to (rank of each part, bytes of A, bytes of B).
+  std::unique_ptr<PackedAdapter> adapter(nb::list layers, bool is_bf16) {
+    auto packed = std::make_unique<PackedAdapter>();
+    packed->model = this;
+    packed->adapter.is_bf16 = is_bf16;
+    require(layers.size() == layers_.size(), "an adapter needs an entry for every layer");
+    for (size_t i = 0; i < layers.size(); ++i) {
+      const auto from = nb::cast<nb::dict>(layers[i]);
+      AdapterLayer& layer = packed->layers.emplace_back();
+      for (const AdaptedMatrix& each : kAdapted) {
+        if (!from.contains(each.name)) continue;
+        const auto update = nb::cast<nb::tuple>(from[each.name]);
+        const auto a = exactly<Array<const uint8_t>>(update[1], "A"), b = exactly<Array<const uint8_t>>(update[2], "B");
+        layer.*each.update =
+            lay_out_update(model_, layers_[i].*each.matrix, each.update, nb::cast<std::vector<int>>(update[0]),
+                           a.data(), a.size(), b.data(), b.size(), is_bf16);
+        packed->adapter.most_rank = std::max(packed->adapter.most_rank, (layer.*each.update).rank);
+        packed->owners.push_back(update);
+      }
+    }
+    packed->adapter.layers = packed->layers.data();
+    return packed;
+  }
+
   // kvferry/kernels/compiled.py documents the arrays.
   void step(Ints tokens, Ints positions, Ints slots, Ints queries, Ints contexts, Ints tables, Ints sampled,
             uintptr_t pages, int64_t num_pages, int block_tokens, const std::string& kv_type, Array<float> logits,
-            Array<int64_t> greedy, Bytes finite, Ints shown, Array<float> hidden) {
+            Array<int64_t> greedy, Bytes finite, Ints shown, Array<float> hidden, Ints adapter_of_row,
+            nb::list adapters) {
     Batch b;
     b.rows = int(tokens.size());
     b.num_sequences = int(queries.size());
@@ -218,30 +255,25 @@ class Runner {
             "the results have another size");
     require(hidden.size() == shown.size() * size_t(model_.hidden), "the hidden states have another size");
     require(block_tokens > 0 && num_pages > 0 && pages != 0, "there are no pages");
-    for (int i = 0; i < b.rows; ++i) {
-      require(tokens.data()[i] >= 0 && tokens.data()[i] < model_.vocabulary, "a token is not in the vocabulary");
-      require(positions.data()[i] >= 0 && positions.data()[i] < model_.max_tokens, "a position is beyond the model's");
-      require(slots.data()[i] >= 0 && slots.data()[i] < num_pages * block_tokens, "a slot is beyond the pages");
+    check_indices(tokens.data(), tokens.size(), 0, model_.vocabulary, "a token is not in the vocabulary");
+    check_indices(positions.data(), positions.size(), 0, model_.max_tokens, "a position is beyond the model's");
+    check_indices(slots.data(), slots.size(), 0, num_pages * block_tokens, "a slot is beyond the pages");
+    check_indices(sampled.data(), sampled.size(), 0, b.rows, "a sampled row is not there");
+    check_indices(shown.data(), shown.size(), 0, b.rows, "a row of hidden states is not there");
+    thread_local std::vector<const Adapter*> given;
+    given.clear();
+    for (nb::handle each : adapters) {
+      const auto& packed = nb::cast<const PackedAdapter&>(each);
+      require(packed.model == this, "an adapter belongs to another model");
+      given.push_back(&packed.adapter);
     }
-    for (int i = 0; i < b.num_sampled; ++i)
-      require(sampled.data()[i] >= 0 && sampled.data()[i] < b.rows, "a sampled row is not there");
-    for (int i = 0; i < b.num_shown; ++i)
-      require(shown.data()[i] >= 0 && shown.data()[i] < b.rows, "a row of hidden states is not there");
+    require(given.empty() || adapter_of_row.size() == tokens.size(), "every row needs the index of its adapter");
+    if (!given.empty())
+      check_indices(adapter_of_row.data(), adapter_of_row.size(), -1, int64_t(given.size()),
+                    "a row's adapter is not there");
     thread_local std::vector<Sequence> sequences;
-    sequences.clear();
-    int64_t first = 0;
-    const size_t width = tables.shape(1);
-    for (int s = 0; s < b.num_sequences; ++s) {
-      const int64_t rows = queries.data()[s], context = contexts.data()[s];
-      const int64_t* table = tables.data() + size_t(s) * width;
-      require(rows > 0 && context >= rows && context <= model_.max_tokens, "a sequence has rows beyond its context");
-      const size_t blocks = size_t((context + block_tokens - 1) / block_tokens);
-      require(blocks <= width, "a sequence's table of pages is too short");
-      for (size_t i = 0; i < blocks; ++i) require(table[i] >= 0 && table[i] < num_pages, "a page is not there");
-      sequences.push_back({int(first), int(rows), int(context), table});
-      first += rows;
-    }
-    require(first == b.rows, "the sequences' rows do not add up");
+    describe_sequences(queries.data(), contexts.data(), tables.data(), tables.shape(1), b.rows, model_.max_tokens,
+                       block_tokens, num_pages, queries.size(), sequences);
     b.tokens = tokens.data();
     b.positions = positions.data();
     b.slots = slots.data();
@@ -255,6 +287,9 @@ class Runner {
     b.finite = finite.data();
     b.shown = shown.data();
     b.hidden = hidden.data();
+    b.adapter_of_row = adapter_of_row.data();
+    b.adapters = given.data();
+    b.num_adapters = int(given.size());
     nb::gil_scoped_release released;  // before the lock, since its holder needs the GIL to return
     std::lock_guard<std::mutex> lock(one_step_);
     step_->prepare(b);
@@ -344,13 +379,16 @@ NB_MODULE(_cpu, m) {
                    })
       .def("pack", &pack_matrix, "types"_a, "parts"_a, "order"_a, "out"_a.noconvert())
       .def("attach", &attach, "data"_a, "bias"_a = nb::none());
+  nb::class_<PackedAdapter>(m, "Adapter");
   nb::class_<Runner>(m, "Runner")
       .def(nb::init<nb::dict, nb::dict, nb::list, const std::string&, Pool&>(), "shape"_a, "parts"_a, "layers"_a,
            "level"_a, "pool"_a, nb::keep_alive<1, 6>())
+      .def("adapter", &Runner::adapter, "layers"_a, "is_bf16"_a)
       .def("phase_seconds", &Runner::phase_seconds)
       .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a,
            "sampled"_a, "pages"_a, "num_pages"_a, "block_tokens"_a, "kv_type"_a, "logits"_a.noconvert(),
-           "greedy"_a.noconvert(), "finite"_a.noconvert(), "shown"_a, "hidden"_a.noconvert());
+           "greedy"_a.noconvert(), "finite"_a.noconvert(), "shown"_a, "hidden"_a.noconvert(), "adapter_of_row"_a,
+           "adapters"_a);
   m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "input_bits"_a = 16,
         "x [rows, cols] times the matrix, into out; x in 8 or 16 bits, or as floats in 32, where the matrix is of "
         "codes.");

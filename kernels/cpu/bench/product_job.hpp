@@ -45,7 +45,7 @@ class ProductJob final : public Job {
       for (int r = first; r < end; ++r) write_input(rows_, r, matrix_.cols, x_ + size_t(r) * matrix_.cols);
       return;
     }
-    product_chunk(matrix_, rows_, num_rows_, blocking_, chunk, scratch_ + scratch_bytes_ * size_t(thread),
+    product_chunk(matrix_, rows_, num_rows_, blocking_, chunk, scratch_ + scratch_bytes_ * size_t(thread), nullptr,
                   [to = out_, n = matrix_.rows](const Tile& tile) { store_tile(tile, to, size_t(n), n); });
   }
 

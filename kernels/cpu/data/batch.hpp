@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "data/adapter.hpp"
 #include "data/kv_type.hpp"
 
 namespace kvferry {
@@ -30,7 +31,10 @@ struct Batch {
   uint8_t* finite = nullptr;       // [num_sampled] 1 if all logits of the row are finite
   const int64_t* shown = nullptr;  // [num_shown]: indices of the rows whose hidden states are returned
   int num_shown = 0;
-  float* hidden = nullptr;  // [num_shown, hidden] hidden states after the final norm
+  float* hidden = nullptr;                  // [num_shown, hidden] hidden states after the final norm
+  const int64_t* adapter_of_row = nullptr;  // [rows]: index in `adapters`, -1 for none
+  const Adapter* const* adapters = nullptr;
+  int num_adapters = 0;  // 0 if no row has an adapter
 };
 
 }  // namespace kvferry

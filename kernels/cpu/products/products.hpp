@@ -18,6 +18,7 @@
 #include "products/blocking.hpp"
 #include "products/bytes.hpp"
 #include "products/codes.hpp"
+#include "products/low_rank.hpp"
 #include "products/tiles.hpp"
 #include "products/words.hpp"
 
@@ -176,10 +177,10 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
   }
 }
 
-// Computes one chunk of a blocked product. `epilogue(tile)` receives results with the bias added.
+// Computes one chunk of a blocked product. `epilogue(tile)` receives results with the bias and updates added.
 template <class Epilogue>
 static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows, const Blocking& blocking, int chunk,
-                                 uint8_t* scratch, Epilogue&& epilogue) {
+                                 uint8_t* scratch, const Expansion* expansion, Epilogue&& epilogue) {
   // Consecutive chunks share rows or panels, which one core loads into the shared cache for all cores.
   const int first_row =
       (blocking.rows_first ? chunk / blocking.panel_blocks : chunk % blocking.row_blocks) * blocking.rows;
@@ -198,6 +199,7 @@ static inline void product_chunk(const Matrix& m, const Rows& rows, int num_rows
           for (int c = 0; c < tile.columns; ++c)
             v_store(tile.values + (r * tile.columns + c) * kPanel,
                     v_add(tile.at(r, c), v_load(m.bias + size_t(tile.panel + c) * kPanel)));
+      if (expansion) expand(*expansion, tile);
       epilogue(tile);
     });
   }

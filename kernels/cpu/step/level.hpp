@@ -10,10 +10,29 @@
 
 namespace kvferry {
 
-enum class Phase : int { embed, qkv, rotate, attend, merge, output, mlp_norm, gate_up, down, next_norm, head, pick };
-constexpr int kPhases = 12;
-constexpr const char* kPhaseNames[kPhases] = {"embed",    "qkv",     "rotate", "attend",    "merge", "output",
-                                              "mlp_norm", "gate_up", "down",   "next_norm", "head",  "pick"};
+// Phases named shrink compute the inner products of adapters; only batches with adapters have them.
+enum class Phase : int {
+  embed,
+  qkv,
+  rotate,
+  attend,
+  merge,
+  output,
+  mlp_norm,
+  gate_up,
+  down,
+  next_norm,
+  shrink_qkv,
+  shrink_output,
+  shrink_gate_up,
+  shrink_down,
+  head,
+  pick
+};
+constexpr int kPhases = 16;
+constexpr const char* kPhaseNames[kPhases] = {
+    "embed", "qkv",       "rotate",     "attend",        "merge",          "output",      "mlp_norm", "gate_up",
+    "down",  "next_norm", "shrink_qkv", "shrink_output", "shrink_gate_up", "shrink_down", "head",     "pick"};
 
 class Step;
 

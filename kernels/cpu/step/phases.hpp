@@ -18,6 +18,7 @@
 #include "attention/item.hpp"
 #include "attention/softmax.hpp"
 #include "attention/write_kv.hpp"
+#include "step/adapted.hpp"
 #include "step/elementwise.hpp"
 #include "step/level.hpp"
 #include "step/step.hpp"
@@ -239,10 +240,10 @@ static inline void write_gated(const Matrix& m, const Rows& to, bool rough, cons
   write_gated<true>(m, to, rough, tile);
 }
 
-static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thread) {
+static inline void gate_up_chunk(Step& step, const Matrix& m, const Expansion* expansion, int chunk, int thread) {
   const Rows to = step.hidden_up;
   const bool rough = !to.forms.f32 || to.forms.bytes, is_gelu = step.model.is_gelu;
-  product_chunk(m, step.x, step.batch.rows, step.gate_up_blocking, chunk, step.scratch(thread),
+  product_chunk(m, step.x, step.batch.rows, step.gate_up_blocking, chunk, step.scratch(thread), expansion,
                 [=, &m](const Tile& tile) {
                   is_gelu ? write_gelu_gated(m, to, rough, tile) : write_gated<false>(m, to, rough, tile);
                 });
@@ -250,14 +251,14 @@ static inline void gate_up_chunk(Step& step, const Matrix& m, int chunk, int thr
 
 // Adds a product to the residual, or stores it if it has a norm, which needs whole rows.
 static inline void accumulate_chunk(Step& step, const Matrix& m, const float* output_norm, const Rows& from,
-                                    const Blocking& blocking, int chunk, int thread) {
+                                    const Blocking& blocking, const Expansion* expansion, int chunk, int thread) {
   const size_t stride = size_t(step.x.stride);
   if (output_norm) {
-    product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread),
+    product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread), expansion,
                   [to = step.projected, stride](const Tile& tile) { store_tile(tile, to, stride, int(stride)); });
     return;
   }
-  product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread),
+  product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread), expansion,
                 [residual = step.residual, stride, by = step.model.residual_scale](const Tile& tile) {
                   float* to = residual + size_t(tile.row) * stride + size_t(tile.panel) * kPanel;
                   for (int r = 0; r < tile.rows; ++r, to += stride)
@@ -270,7 +271,7 @@ static inline void accumulate_chunk(Step& step, const Matrix& m, const float* ou
 
 static inline void head_chunk(Step& step, int chunk, int thread) {
   product_chunk(
-      step.model.head, step.x, step.batch.num_sampled, step.head_blocking, chunk, step.scratch(thread),
+      step.model.head, step.x, step.batch.num_sampled, step.head_blocking, chunk, step.scratch(thread), nullptr,
       [to = step.batch.logits, n = step.model.vocabulary](const Tile& tile) { store_tile(tile, to, size_t(n), n); });
 }
 
@@ -311,12 +312,19 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
   const Model& m = step.model;
   const Layer& layer = m.layers[layer_index];
   const int first = chunk * step.row_chunk;
+  Expansion updates;
+  const auto expansion = [&](LowRank AdapterLayer::* matrix) -> const Expansion* {
+    if (!step.batch.num_adapters) return nullptr;
+    updates = expansion_of(step, layer_index, matrix);
+    return &updates;
+  };
   const auto until = [&](int rows) { return rows < first + step.row_chunk ? rows : first + step.row_chunk; };
   switch (phase) {
     case Phase::embed: embed_rows(step, chunk); break;
     case Phase::qkv: {
       const int width = layer.qkv.panels * kPanel;
       product_chunk(layer.qkv, step.x, step.batch.rows, step.qkv_blocking, chunk, step.scratch(thread),
+                    expansion(&AdapterLayer::qkv),
                     [to = step.qkv, width](const Tile& tile) { store_tile(tile, to, size_t(width), width); });
       break;
     }
@@ -324,15 +332,16 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     case Phase::attend: attend_item(step, layer, layer_index, chunk, thread); break;
     case Phase::merge: merge_partials(step, chunk); break;
     case Phase::output:
-      accumulate_chunk(step, layer.output, layer.attention_output_norm, step.attended, step.output_blocking, chunk,
-                       thread);
+      accumulate_chunk(step, layer.output, layer.attention_output_norm, step.attended, step.output_blocking,
+                       expansion(&AdapterLayer::output), chunk, thread);
       break;
     case Phase::mlp_norm:
       norm_rows(step, layer.attention_output_norm, layer.mlp_norm, first, until(step.batch.rows));
       break;
-    case Phase::gate_up: gate_up_chunk(step, layer.gate_up, chunk, thread); break;
+    case Phase::gate_up: gate_up_chunk(step, layer.gate_up, expansion(&AdapterLayer::gate_up), chunk, thread); break;
     case Phase::down:
-      accumulate_chunk(step, layer.down, layer.mlp_output_norm, step.hidden_up, step.down_blocking, chunk, thread);
+      accumulate_chunk(step, layer.down, layer.mlp_output_norm, step.hidden_up, step.down_blocking,
+                       expansion(&AdapterLayer::down), chunk, thread);
       break;
     case Phase::next_norm:
       if (layer_index + 1 < m.num_layers) {
@@ -343,6 +352,10 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
                   until(step.batch.num_sampled + step.batch.num_shown) - step.batch.num_sampled);
       }
       break;
+    case Phase::shrink_qkv:
+    case Phase::shrink_output:
+    case Phase::shrink_gate_up:
+    case Phase::shrink_down: shrink_run(step, phase, layer_index, chunk); break;
     case Phase::head: head_chunk(step, chunk, thread); break;
     case Phase::pick: argmax_row(step, chunk); break;
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 
 namespace kvferry {
 namespace {
@@ -16,7 +17,13 @@ constexpr int kMinRowsPerThread = 128;        // minimum rows per thread for row
 constexpr int kMinChunkRows = 24;             // with fewer rows, fetching panels costs more than multiplying them
 constexpr int kChunkCells = 2048;             // target of rows times panels per chunk
 constexpr int kFewRows = 2;                   // short products, where claiming a chunk costs as much as half a panel
-constexpr int kPhasesPerLayer = 9;
+constexpr int kRunRows = 4;                   // rows with one adapter that a thread shrinks together
+constexpr Phase kLayerPhases[] = {Phase::qkv,      Phase::rotate,  Phase::attend, Phase::merge,    Phase::output,
+                                  Phase::mlp_norm, Phase::gate_up, Phase::down,   Phase::next_norm};
+constexpr Phase kAdaptedLayerPhases[] = {
+    Phase::shrink_qkv,    Phase::qkv,    Phase::rotate,   Phase::attend,         Phase::merge,
+    Phase::shrink_output, Phase::output, Phase::mlp_norm, Phase::shrink_gate_up, Phase::gate_up,
+    Phase::shrink_down,   Phase::down,   Phase::next_norm};
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int ceil_div(int n, int of) { return (n + of - 1) / of; }
@@ -112,7 +119,29 @@ void Step::prepare(const Batch& b) {
     if (cursors > cursors_.size()) cursors_ = std::vector<Cursor>(cursors);
     for (Cursor& cursor : cursors_) cursor.taken.store(0, std::memory_order_relaxed);
   }
+  plan_adapters(capacity);
   plan_attention();
+}
+
+// Sorts the rows with adapters by adapter, and cuts them into runs.
+void Step::plan_adapters(int capacity) {
+  adapted_rows.clear();
+  adapter_runs.clear();
+  if (!batch.num_adapters) return;
+  int most_rank = 1;
+  for (int a = 0; a < batch.num_adapters; ++a) {
+    most_rank = std::max(most_rank, batch.adapters[a]->most_rank);
+    for (int row = 0; row < batch.rows; ++row) {
+      if (batch.adapter_of_row[row] != a) continue;
+      const int at = int(adapted_rows.size());
+      adapted_rows.push_back(row);
+      if (adapter_runs.empty() || adapter_runs.back().adapter != a || adapter_runs.back().count == kRunRows)
+        adapter_runs.push_back({a, at, 0});
+      ++adapter_runs.back().count;
+    }
+  }
+  shrunk_stride = round_up(most_rank, kPanel);
+  shrunk = static_cast<float*>(shrunk_.reserve(size_t(capacity) * size_t(shrunk_stride) * 4));
 }
 
 int Step::claim_chunk(int index, int thread) {
@@ -207,25 +236,33 @@ void Step::plan_partition(int partition, int heads_at_once, int most_sharers) {
   }
 }
 
-int Step::phases() const { return 1 + kPhasesPerLayer * model.num_layers + (batch.num_sampled ? 2 : 0); }
+static int phases_per_layer(const Batch& batch) {
+  return int(batch.num_adapters ? std::size(kAdaptedLayerPhases) : std::size(kLayerPhases));
+}
 
-static Phase phase_at(int index, int num_layers, int& layer) {
+int Step::phases() const { return 1 + phases_per_layer(batch) * model.num_layers + (batch.num_sampled ? 2 : 0); }
+
+static Phase phase_at(int index, const Batch& batch, int num_layers, int& layer) {
   layer = 0;
   if (index == 0) return Phase::embed;
-  const int inner = index - 1;
-  if (inner >= kPhasesPerLayer * num_layers) return inner == kPhasesPerLayer * num_layers ? Phase::head : Phase::pick;
-  layer = inner / kPhasesPerLayer;
-  return Phase(int(Phase::qkv) + inner % kPhasesPerLayer);
+  const int inner = index - 1, each = phases_per_layer(batch);
+  if (inner >= each * num_layers) return inner == each * num_layers ? Phase::head : Phase::pick;
+  layer = inner / each;
+  return (batch.num_adapters ? kAdaptedLayerPhases : kLayerPhases)[inner % each];
 }
 
 int Step::chunks(int index) const {
   int layer;
-  switch (phase_at(index, model.num_layers, layer)) {
+  switch (phase_at(index, batch, model.num_layers, layer)) {
     case Phase::qkv: return qkv_blocking.count;
     case Phase::attend: return int(items.size());
     case Phase::output: return output_blocking.count;
     case Phase::gate_up: return gate_up_blocking.count;
     case Phase::down: return down_blocking.count;
+    case Phase::shrink_qkv:
+    case Phase::shrink_output:
+    case Phase::shrink_gate_up:
+    case Phase::shrink_down: return int(adapter_runs.size());
     case Phase::head: return head_blocking.count;
     case Phase::pick: return batch.num_sampled;
     case Phase::next_norm:
@@ -237,7 +274,7 @@ int Step::chunks(int index) const {
 
 void Step::run(int index, int chunk, int thread) {
   int layer;
-  const Phase phase = phase_at(index, model.num_layers, layer);
+  const Phase phase = phase_at(index, batch, model.num_layers, layer);
   if (row_affinity_ && phase != Phase::attend && phase < Phase::head) chunk = claim_chunk(index, thread);
   if (!is_timed) {
     level.run(*this, phase, layer, chunk, thread);

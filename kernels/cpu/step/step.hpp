@@ -41,6 +41,14 @@ class Step final : public Job {
   float* partials = nullptr;    // for split sequences: [head_dim values, max score, sum] per row, partition and head
   Blocking qkv_blocking, output_blocking, gate_up_blocking, down_blocking, head_blocking;
   int row_chunk = 0;  // rows per chunk in row-wise phases
+  // Rows with adapters, sorted by adapter, and the runs of rows with one adapter that are shrunk together.
+  struct AdapterRun {
+    int adapter, first, count;  // rows adapted_rows[first .. first + count - 1]
+  };
+  std::vector<int> adapted_rows;
+  std::vector<AdapterRun> adapter_runs;
+  float* shrunk = nullptr;  // [rows][shrunk_stride]: A x of the next product
+  int shrunk_stride = 0;
   std::vector<AttentionItem> items;
   std::vector<int> sharers;        // sequence indices; see AttentionItem
   std::vector<int> first_partial;  // per sequence: index of its first partial, -1 if not split
@@ -55,6 +63,7 @@ class Step final : public Job {
   // Returns the next chunk of a thread under row affinity: first from its own rows, then from other threads' rows. It
   // is called once per chunk, so a chunk always remains.
   int claim_chunk(int index, int thread);
+  void plan_adapters(int capacity);
   void plan_attention();
   void plan_partition(int partition, int heads_at_once, int most_sharers);
   static Rows allocate_rows(Buffer& buffer, int rows, int width, InputForms forms);
@@ -77,7 +86,7 @@ class Step final : public Job {
   std::vector<Cursor> cursors_;  // [phases][threads] under row affinity
   std::vector<SharedPartition> shared_partitions_;
   std::vector<int> next_sharer_;  // per sequence: the next sequence in its SharedPartition
-  Buffer x_, attended_, up_, residual_, projected_, qkv_, partials_;
+  Buffer x_, attended_, up_, residual_, projected_, qkv_, partials_, shrunk_;
   std::vector<Buffer> scratches_;
 };
 

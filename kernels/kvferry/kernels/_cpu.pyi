@@ -27,6 +27,8 @@ class Matrix:
     def pack(self, types: list[int], parts: list[Bytes], order: Ints, out: Bytes) -> None: ...
     def attach(self, data: Bytes, bias: Floats | None = None) -> None: ...
 
+class Adapter: ...
+
 class Runner:
     def __init__(
         self,
@@ -36,6 +38,7 @@ class Runner:
         level: str,
         pool: Pool,
     ) -> None: ...
+    def adapter(self, layers: list[dict[str, tuple[list[int], Bytes, Bytes]]], is_bf16: bool) -> Adapter: ...
     def phase_seconds(self) -> dict[str, float]: ...
     def step(
         self,
@@ -55,4 +58,6 @@ class Runner:
         finite: Bytes,
         shown: Ints,
         hidden: Floats,
+        adapter_of_row: Ints,
+        adapters: list[Adapter],
     ) -> None: ...

@@ -68,6 +68,27 @@ class AttentionRules:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LowRankWeights:
+    """Update of some outputs of a projection: y += (x A^T) B^T (Hu et al., LoRA, 2021)."""
+
+    a: torch.Tensor
+    """[rank, in]"""
+    b: torch.Tensor
+    """[out, rank], multiplied by the adapter's scale."""
+    first: int
+    """First column of the projection's outputs that is updated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRankGroup:
+    """The rows of a step that get the same update."""
+
+    rows: torch.Tensor
+    """[G] int64: row indices, each once."""
+    weights: LowRankWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SingleRows:
     """Batch of sequences with one row each, described only on the device, so that captured launches can run with any
     context lengths. The result of a padding row, which has context 0, is zeros.

@@ -22,7 +22,14 @@ from types import ModuleType
 import torch
 
 from kvferry.core.errors import UsageError
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix, SingleRows
+from kvferry.kernels.batch import (
+    AttentionBatch,
+    AttentionRules,
+    HeadNorms,
+    LowRankGroup,
+    SharedPrefix,
+    SingleRows,
+)
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.families import FAMILIES, family_for
 from kvferry.kernels.logit_rows import Adjustments, Draws
@@ -92,6 +99,11 @@ class Ops:
 
     gather_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """Gather rows by index: (x [T, n], row indices [R] int64) -> [R, n]."""
+
+    add_low_rank: Callable[[torch.Tensor, torch.Tensor, Sequence[LowRankGroup]], None] | None = None
+    """Add the updates of adapters to a projection's outputs IN PLACE: (y [T, out], x [T, in], groups) -> `None`. For
+    each group, the columns of its weights are updated in its rows; the rank-sized product is of at least float32.
+    `None` if the family does not compute adapters."""
 
     why_not: Callable[[torch.device], str | None] = _runs_anywhere
     """Map a device to the reason why this family cannot run on it, with a remedy; `None` if it can."""

@@ -35,6 +35,7 @@ class DecodeRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     WANT_CACHED_TICKET_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     num_generated: _builtins.int
@@ -57,6 +58,10 @@ class DecodeRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def adapter(self) -> _common_pb2.Adapter:
+        """unset: none; otherwise `tenant` is a scope of this version"""
+
     def __init__(
         self,
         *,
@@ -71,10 +76,11 @@ class DecodeRequest(_message.Message):
         attempt: _builtins.int = ...,
         want_cached_ticket: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        adapter: _common_pb2.Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids", "want_cached_ticket", b"want_cached_ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "model", b"model", "num_generated", b"num_generated", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket", b"ticket", "token_ids", b"token_ids", "want_cached_ticket", b"want_cached_ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

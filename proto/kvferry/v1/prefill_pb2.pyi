@@ -34,6 +34,7 @@ class PrefillRequest(_message.Message):
     TICKET_ID_FIELD_NUMBER: _builtins.int
     PRIOR_TURN_TICKET_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     sample_index: _builtins.int
@@ -56,6 +57,10 @@ class PrefillRequest(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def adapter(self) -> _common_pb2.Adapter:
+        """unset: none; otherwise `tenant` is a scope of this version"""
+
     def __init__(
         self,
         *,
@@ -70,10 +75,11 @@ class PrefillRequest(_message.Message):
         ticket_id: _builtins.str = ...,
         prior_turn_ticket: _builtins.bytes = ...,
         priority: _builtins.int = ...,
+        adapter: _common_pb2.Adapter | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "num_generated", b"num_generated", "offer", b"offer", "prior_turn_ticket", b"prior_turn_ticket", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "model", b"model", "num_generated", b"num_generated", "offer", b"offer", "prior_turn_ticket", b"prior_turn_ticket", "priority", b"priority", "request_id", b"request_id", "sample_index", b"sample_index", "sampling", b"sampling", "tenant", b"tenant", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,8 @@ class StatusResponse(_message.Message):
     FAMILY_FIELD_NUMBER: _builtins.int
     PROOF_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    RETIRED_ADAPTERS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill, decode, both"""
     model: _builtins.str
@@ -90,6 +92,14 @@ class StatusResponse(_message.Message):
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStatus]:
         """nearest first"""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Adapter]:
+        """that requests may name, by name"""
+
+    @_builtins.property
+    def retired_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Adapter]:
+        """replaced or removed; for requests that began with them"""
+
     def __init__(
         self,
         *,
@@ -110,10 +120,12 @@ class StatusResponse(_message.Message):
         family: _builtins.bytes = ...,
         proof: _builtins.bytes = ...,
         max_sequences: _builtins.int = ...,
+        adapters: _abc.Iterable[_common_pb2.Adapter] | None = ...,
+        retired_adapters: _abc.Iterable[_common_pb2.Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "max_sequences", b"max_sequences", "model", b"model", "model_digest", b"model_digest", "proof", b"proof", "ready", b"ready", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "max_sequences", b"max_sequences", "model", b"model", "model_digest", b"model_digest", "proof", b"proof", "ready", b"ready", "retired_adapters", b"retired_adapters", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -278,6 +290,70 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    """folder below the worker's folder of adapters"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class AdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _common_pb2.Adapter:
+        """that was loaded or removed"""
+
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.Adapter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterResponse: _TypeAlias = AdapterResponse  # noqa: Y015
 
 @_typing.final
 class ResetPrefixCacheRequest(_message.Message):

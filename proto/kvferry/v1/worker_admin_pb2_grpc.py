@@ -49,6 +49,16 @@ class WorkerAdminStub:
                 request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/kvferry.v1.WorkerAdmin/LoadAdapter',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/kvferry.v1.WorkerAdmin/UnloadAdapter',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerAdminServicer:
@@ -75,6 +85,20 @@ class WorkerAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads an adapter, or replaces the one of its name; running requests keep the version they began with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Removes an adapter; running requests continue with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +116,16 @@ def add_WorkerAdminServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +209,60 @@ class WorkerAdmin:
             '/kvferry.v1.WorkerAdmin/ResetPrefixCache',
             kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheRequest.SerializeToString,
             kvferry_dot_v1_dot_worker__admin__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/LoadAdapter',
+            kvferry_dot_v1_dot_worker__admin__pb2.LoadAdapterRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/UnloadAdapter',
+            kvferry_dot_v1_dot_worker__admin__pb2.UnloadAdapterRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,10 @@ class WorkerAdminStub:
     """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
     in tiers stays.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.LoadAdapterRequest, _worker_admin_pb2.AdapterResponse]
+    """Loads an adapter, or replaces the one of its name; running requests keep the version they began with."""
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]
+    """Removes an adapter; running requests continue with it."""
 
 @_typing.type_check_only
 class WorkerAdminAsyncStub(WorkerAdminStub):
@@ -49,6 +53,10 @@ class WorkerAdminAsyncStub(WorkerAdminStub):
     """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
     in tiers stays.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.LoadAdapterRequest, _worker_admin_pb2.AdapterResponse]  # type: ignore[assignment]
+    """Loads an adapter, or replaces the one of its name; running requests keep the version they began with."""
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]  # type: ignore[assignment]
+    """Removes an adapter; running requests continue with it."""
 
 class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -75,5 +83,21 @@ class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
         """Empties the prefix cache: no later request uses KV that was cached before the call. Running requests continue. KV
         in tiers stays.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_admin_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_admin_pb2.AdapterResponse, _abc.Awaitable[_worker_admin_pb2.AdapterResponse]]:
+        """Loads an adapter, or replaces the one of its name; running requests keep the version they began with."""
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _worker_admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_admin_pb2.AdapterResponse, _abc.Awaitable[_worker_admin_pb2.AdapterResponse]]:
+        """Removes an adapter; running requests continue with it."""
 
 def add_WorkerAdminServicer_to_server(servicer: WorkerAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,11 +4,12 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from kvferry.cli.options import Values
+from kvferry.core.errors import UsageError, shortened
 
 if TYPE_CHECKING:
     from kvferry.engine.settings import EngineSettings
 
-_FIELD_OF = {"kv_memory": "kv_bytes"}
+_FIELD_OF = {"kv_memory": "kv_bytes", "adapter_memory": "adapter_bytes", "adapter": "adapters"}
 """Engine field by setting, for those with different names."""
 
 
@@ -29,5 +30,19 @@ def engine_settings(values: Values, **changes: object) -> "EngineSettings":
     found = taken(EngineSettings)
     if "load_policy" in found:
         found["load_policy"] = LoadPolicy(str(found["load_policy"]))
+    if "adapters" in found:
+        found["adapters"] = tuple(_adapter(str(spec)) for spec in values["adapter"])
     found["limits"] = SchedulerLimits(**taken(SchedulerLimits))  # type: ignore[arg-type]
     return EngineSettings(**{**found, **changes})  # type: ignore[arg-type]
+
+
+def _adapter(spec: str) -> tuple[str, str]:
+    """Split NAME=PATH.
+
+    Raises:
+        UsageError: a part is missing.
+    """
+    name, _, path = spec.partition("=")
+    if not name or not path:
+        raise UsageError(f"adapter {shortened(spec)!r} is not NAME=PATH; give both", field="adapter")
+    return name, path

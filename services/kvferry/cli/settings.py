@@ -191,6 +191,27 @@ ENGINE = (
     ),
 )
 
+ADAPTERS = (
+    Setting(
+        "adapter",
+        (),
+        "NAME=PATH of a LoRA adapter (a PEFT folder), which requests name as their model; repeat for more.",
+        is_repeated=True,
+    ),
+    Setting("adapter_slots", 8, "Maximum number of adapters in one step; 0 refuses adapters.", parse=whole(0, 1024)),
+    Setting("max_adapter_rank", 64, "Largest accepted rank of an adapter.", parse=whole(1, 256)),
+    Setting(
+        "adapter_memory",
+        1 << 30,
+        "Memory for weights of adapters; those beyond it are loaded again when requests need them.",
+        parse=size_bytes,
+    ),
+    Setting(
+        "adapter_folder",
+        "",
+        "Folder below which adapters may be loaded while serving (POST /v1/load_lora_adapter); default: none.",
+    ),
+)
 TIERS = (
     Setting(
         "tier",
@@ -261,6 +282,7 @@ WORKER = (
     Setting("worker_id", "", "Stable name of the worker; default: the advertised address."),
     METRICS,
     *ENGINE,
+    *ADAPTERS,
     *TIERS,
     VERIFY_KV,
     *TICKET_KEY,
@@ -320,6 +342,7 @@ STACK = (
     MODEL,
     CONNECTOR,
     *ENGINE,
+    *ADAPTERS,
     *TIERS,
     VERIFY_KV,
 )

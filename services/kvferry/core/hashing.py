@@ -10,8 +10,8 @@
 The key isolates tenants and models: the same text has different names for two tenants, and names can be neither
 computed nor verified without the key. Workers and gateways share the tenant key (docs/adr/0021-one-name-per-block.md),
 so that a gateway computes the same names as a worker's cache events. `extra` distinguishes content with equal tokens
-but different KV (an adapter); a salt is part of the tenant (`cache_scope`). Only full blocks have names. Golden vectors
-(tests/golden/block_names.json) fix the format; changing it requires a new context string.
+but different KV; a salt and an adapter are part of the tenant (`cache_scope`). Only full blocks have names. Golden
+vectors (tests/golden/block_names.json) fix the format; changing it requires a new context string.
 """
 
 import struct
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
-from kvferry.core.ids import BlockHash
+from kvferry.core.ids import AdapterId, BlockHash
 
 _CONTEXT = "kvferry 2026-11 block names"
 _NO_PARENT = bytes(32)
@@ -32,6 +32,9 @@ _CHECK_TENANT = "\x1fcheck"
 MAX_CACHE_SALT_CHARS = 1024
 SALT_DIGEST_CHARS = 33
 """Number of characters that a salt adds to a tenant: a separator and a digest."""
+ADAPTER_DIGEST_CHARS = 33
+"""Number of characters that an adapter adds to a tenant, likewise."""
+_ADAPTER_MARK = "\x1e"
 
 
 class BlockNamer:
@@ -138,12 +141,26 @@ def _pack_u32(tokens: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
-def cache_scope(tenant: str, salt: str) -> str:
-    """Return the scope of a request's block names: the tenant, and a digest of the salt if there is one.
+def cache_scope(tenant: str, salt: str, adapter: AdapterId | None = None) -> str:
+    """Return the scope of a request's block names: the tenant, a digest of the salt if there is one, and one of the
+    adapter's content and name if there is one.
 
     Requests with unequal salts share no KV, so that the time to first token of one does not reveal whether a prompt was
-    computed for another. Workers treat the scope as a tenant.
+    computed for another. KV that was computed with an adapter is used only with the same version of the adapter.
+    Workers treat the scope as a tenant.
     """
-    if not salt:
-        return tenant
-    return f"{tenant}\x1f{blake3(salt.encode('utf-8', 'surrogatepass')).hexdigest(16)}"
+    salted = f"{tenant}\x1f{blake3(salt.encode('utf-8', 'surrogatepass')).hexdigest(16)}" if salt else tenant
+    return salted + _adapter_part(adapter)
+
+
+def is_scope_of(scope: str, adapter: AdapterId | None) -> bool:
+    """Return whether a scope is one of this version of the adapter, or of no adapter."""
+    _, mark, rest = scope.partition(_ADAPTER_MARK)
+    return mark + rest == _adapter_part(adapter)
+
+
+def _adapter_part(adapter: AdapterId | None) -> str:
+    if adapter is None:
+        return ""
+    name = adapter.name.encode("utf-8", "surrogatepass")
+    return _ADAPTER_MARK + blake3(adapter.digest + name).hexdigest(16)

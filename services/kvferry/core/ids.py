@@ -1,7 +1,7 @@
 """Distinct types for identifiers, so that the type checker detects mix-ups."""
 
 import secrets
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 """Identifies a request in all processes and logs; also the `x-request-id` header."""
@@ -20,6 +20,19 @@ Incarnation = NewType("Incarnation", str)
 
 TicketId = NewType("TicketId", str)
 """Identifies an offer of KV blocks by a prefill worker: 32 hex digits."""
+
+
+MAX_ADAPTER_NAME_CHARS = 128
+ADAPTER_DIGEST_BYTES = 32
+
+
+class AdapterId(NamedTuple):
+    """One version of an adapter. KV that was computed with it is used only with it."""
+
+    name: str
+    """Name by which requests choose the adapter."""
+    digest: bytes
+    """Digest of its content (`model.adapters`), 32 bytes; another one after the adapter is replaced."""
 
 
 def new_incarnation() -> Incarnation:

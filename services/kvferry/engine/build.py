@@ -6,12 +6,16 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from kvferry.core.clock import Clock
 from kvferry.core.dtypes import BFLOAT16, INT8
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
+from kvferry.engine.adapters.adapter_settings import check_adapter_settings
+from kvferry.engine.adapters.adapter_store import AdapterStore, LoadedAdapter
 from kvferry.engine.engine import Engine
 from kvferry.engine.grammar.grammar_masks import OFFLINE_SECONDS, GrammarMasks
 from kvferry.engine.models.build import build_model
@@ -29,6 +33,7 @@ from kvferry.kv.interface.connector import KvLoader, PageMemory
 from kvferry.kv.interface.tiering import KvTiers
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pricing.price import PriceBook
+from kvferry.model.adapters.adapter_folder import read_adapter
 from kvferry.model.config import ModelConfig
 from kvferry.model.features import model_digest
 from kvferry.model.grammar.vocabulary import GrammarVocabulary
@@ -139,6 +144,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
     source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)
     config = shape_of(settings.model) if source is None else source.config
     config = config.served(settings.max_model_tokens)
+    check_adapter_settings(settings, config.name)
     dtype = _dtype(settings, config, where)
     tensors = _random_tensors(config, dtype, where, settings.seed) if source is None else source.tensors
     model = build_model(
@@ -151,6 +157,8 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
         kernels=settings.kernels,
         threads=settings.threads,
     )
+    if settings.adapters and model.why_no_adapters is not None:
+        raise UsageError(f"adapters cannot be served: {model.why_no_adapters}", field="adapters")
     return LoadedModel(settings, config, source, model, dtype)
 
 
@@ -203,6 +211,9 @@ def build_engine(
         on_mask: called on another thread when a sequence can run whose mask was late; must make the owner call `step`.
             `None` if steps wait for masks, because the engine has no other callers.
         clock: measures the steps; default: the system's clock.
+
+    Raises:
+        ModelFileError: an adapter of the settings is missing or damaged, or does not fit the model.
     """
     settings, config, layout = loaded.settings, loaded.config, loaded.layout
     return Engine(
@@ -223,8 +234,41 @@ def build_engine(
         masks=_masks(loaded, on_mask),
         speculation=speculation_of(parse_speculation(settings.speculation)),
         runs_ahead=settings.async_steps == ON,
+        adapters=_adapters(loaded),
+        adapter_slots=settings.adapter_slots,
+        activate=runner.activate,
         clock=clock,
     )
+
+
+def load_adapter(loaded: LoadedModel, path: Path) -> LoadedAdapter:
+    """Read an adapter of a model from its folder. Takes a fraction of a second; thread-safe.
+
+    Raises:
+        UsageError: the model's kernels compute no adapters.
+        ModelFileError: the folder is missing or damaged, or the adapter does not fit the model.
+    """
+    reason = loaded.model.why_no_adapters
+    if reason is not None:
+        raise UsageError(f"adapters cannot be served: {reason}", field="adapters")
+    adapter = read_adapter(path, loaded.config, max_rank=loaded.settings.max_adapter_rank)
+    return LoadedAdapter(path, adapter.digest, adapter.rank, loaded.model.pack_adapter(adapter))
+
+
+def _adapters(loaded: LoadedModel) -> AdapterStore | None:
+    """Return a store with the adapters of the settings; `None` if the model computes none.
+
+    Raises:
+        ModelFileError: a folder is missing or damaged, or its adapter does not fit the model.
+    """
+    settings = loaded.settings
+    if not settings.adapter_slots or loaded.model.why_no_adapters is not None:
+        return None
+    store = AdapterStore(partial(load_adapter, loaded), max_bytes=settings.adapter_bytes)
+    for name, path in settings.adapters:
+        store.add(name, load_adapter(loaded, Path(path)))
+        store.trim((), lambda _: False)
+    return store
 
 
 def _masks(loaded: LoadedModel, on_mask: Callable[[], None] | None) -> GrammarMasks | None:

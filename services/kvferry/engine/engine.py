@@ -5,13 +5,16 @@ enqueue a message for the next step.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.epochs import EpochTable
-from kvferry.core.errors import InvalidRequest, InvariantBroken, Overloaded
-from kvferry.core.hashing import BlockNamer, BlockNamers
-from kvferry.core.ids import BlockId, RequestId
+from kvferry.core.errors import InvalidRequest, InvariantBroken, KvferryError, Overloaded, UnknownModel
+from kvferry.core.hashing import BlockNamer, BlockNamers, is_scope_of
+from kvferry.core.ids import AdapterId, BlockId, RequestId
 from kvferry.core.load import WorkerLoad
+from kvferry.engine.adapters.adapter_slots import NO_SLOT, AdapterSlots
+from kvferry.engine.adapters.adapter_store import AdapterInfo, AdapterStore, LoadedAdapter
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.prefix_index import PrefixIndex
@@ -28,6 +31,7 @@ from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.pooling.prompt_pooling import PromptPooling
 from kvferry.engine.speculation.speculation import Speculation
+from kvferry.engine.tensors.batch import PackedAdapter
 from kvferry.kv.interface.connector import KvLoader
 from kvferry.kv.interface.tiering import KvMessage, KvTiers
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
@@ -58,6 +62,9 @@ class Engine:
         masks: GrammarMasks | None = None,
         speculation: Speculation | None = None,
         runs_ahead: bool = True,
+        adapters: AdapterStore | None = None,
+        adapter_slots: int = 0,
+        activate: Callable[[int, PackedAdapter], None] | None = None,
         clock: Clock | None = None,
     ) -> None:
         """
@@ -74,12 +81,18 @@ class Engine:
             masks: masks of constrained sequences; without it, constraints are rejected.
             speculation: drafts of decoding sequences; without it, a step samples one token of each.
             runs_ahead: whether a step may be launched before the previous one's tokens are read, if the runner can.
+            adapters: the registered adapters; without it, requests with an adapter are rejected.
+            adapter_slots: maximum number of adapters in one step.
+            activate: puts an adapter into a slot of the runner.
             clock: measures the steps.
         """
         index = PrefixIndex()
         pool = BlockPool(num_blocks, epochs=epochs, on_reuse=index.forget)
         self.allocator = Allocator(pool, index, block_tokens=block_tokens)
-        self.scheduler = Scheduler(limits, self.allocator, speculation)
+        self.scheduler = Scheduler(limits, self.allocator, speculation, AdapterSlots(adapter_slots))
+        self.adapters = adapters
+        """The registered adapters; `None` if the engine computes none."""
+        self._activate = activate
         self.max_model_tokens = min(max_model_tokens, num_blocks * block_tokens)
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
@@ -122,6 +135,7 @@ class Engine:
             num_prompt=num_prompt,
             sampling=request.sampling,
             namer=self.namer(request.tenant),
+            adapter=request.adapter,
             max_tokens_total=total,
             eos_token_ids=self._eos,
             sample_index=request.sample_index,
@@ -166,15 +180,16 @@ class Engine:
         self._loads.store_full_objects()  # before `schedule`, which may preempt a sequence and reuse its pages
         plan = self._pipeline.take(self.scheduler.is_wanted) or self.scheduler.schedule()
         self._loads.start_planned()
+        plan, failed = self._activate_adapters(plan)
         started = self.scheduler.take_started()
         if started and self.on_started is not None:
             self.on_started(started)
         now = self._clock.monotonic()
         overdue = self.scheduler.take_overdue(now)
         self.statistics.start(started, now)
-        for update in overdue:
+        for update in (*failed, *overdue):
             self.statistics.forget(update.request_id)
-        updates = [*overdue, *self._run(plan)] if plan.scheduled else overdue
+        updates = [*failed, *overdue, *(self._run(plan) if plan.scheduled else [])]
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
         self._loads.store_full_objects()
         changes, progress = self.allocator.index.take_changes(), self.scheduler.blocks.take_progress()
@@ -199,6 +214,56 @@ class Engine:
         blocks = self._exports.pop(number, None)
         if blocks is not None:
             self.allocator.pool.release(blocks)
+
+    # ------------------------------------------------------------------ adapters
+
+    def change_adapter(self, name: str, loaded: LoadedAdapter | None) -> AdapterId:
+        """Register an adapter, replace the one of its name, or remove it (`None`); running requests keep the version
+        they began with.
+
+        Raises:
+            InvalidRequest: the engine computes no adapters, or too many are registered.
+            UnknownModel: no adapter to remove has this name.
+        """
+        if self.adapters is None:
+            raise InvalidRequest("this engine computes no adapters; set adapter_slots", field="adapter_slots")
+        now = self._clock.monotonic()
+        adapter = self.adapters.remove(name, now) if loaded is None else self.adapters.add(name, loaded, now)
+        self._trim_adapters(self.adapters)
+        return adapter
+
+    def _activate_adapters(self, plan: StepPlan) -> tuple[StepPlan, list[SequenceUpdate]]:
+        """Put the adapters of newly admitted sequences into their slots. Sequences whose adapter cannot be loaded end;
+        they are not in the returned plan."""
+        activations = self.scheduler.slots.take_activations()
+        if not activations or self.adapters is None or self._activate is None:
+            return plan, []
+        failed: list[SequenceUpdate] = []
+        for slot, adapter in activations:
+            try:
+                self._activate(slot, self.adapters.weights(adapter))
+            except KvferryError as error:
+                failed += self._fail_adapter(adapter, error)
+        self._trim_adapters(self.adapters)
+        if failed:
+            plan = replace(plan, scheduled=tuple(filter(self.scheduler.is_wanted, plan.scheduled)))
+        return plan, failed
+
+    def _fail_adapter(self, adapter: AdapterId, error: KvferryError) -> list[SequenceUpdate]:
+        """End the admitted sequences of an adapter whose weights cannot be loaded."""
+        failed = [s for s in self.scheduler.sequences if s.adapter == adapter and s.adapter_slot != NO_SLOT]
+        for sequence in failed:
+            self.abort(sequence.request_id)
+        self.scheduler.slots.forget(adapter)
+        return [SequenceUpdate(s.request_id, (), None, s.num_cached, error=error) for s in failed]
+
+    def _trim_adapters(self, adapters: AdapterStore) -> None:
+        for adapter in adapters.trim(
+            {s.adapter for s in self.scheduler.sequences if s.adapter is not None},
+            self.scheduler.slots.holds,
+            self._clock.monotonic(),
+        ):
+            self.scheduler.slots.forget(adapter)
 
     # ------------------------------------------------------------------ the prefix cache
 
@@ -229,6 +294,11 @@ class Engine:
     def speculation(self) -> Speculation | None:
         """Drafts of decoding sequences; `None` if speculation is off."""
         return self.scheduler.drafting.speculation
+
+    @property
+    def adapter_infos(self) -> tuple[AdapterInfo, ...]:
+        """The adapters, by name, retired ones too."""
+        return () if self.adapters is None else self.adapters.adapters
 
     @property
     def masks(self) -> GrammarMasks | None:
@@ -277,6 +347,12 @@ class Engine:
         return request.deadline - 0.5 * self._prices.compute_seconds(0, len(request.token_ids))
 
     def _check(self, request: EngineRequest) -> None:
+        if request.adapter is not None and self.adapters is None:
+            raise UnknownModel("this engine computes no adapters; set adapter_slots", field="model")
+        if request.adapter is not None and self.adapters is not None:
+            self.adapters.check(request.adapter, self._clock.monotonic())
+        if not is_scope_of(request.tenant, request.adapter):
+            raise InvalidRequest("the scope of the KV is not one of the adapter's version", field="tenant")
         count = len(request.token_ids)
         if count - request.num_generated < 1:
             raise InvalidRequest("the prompt is empty; send at least one token", field="prompt", reason="PROMPT_EMPTY")

@@ -10,15 +10,19 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 from kvferry.core.errors import STEP_FAILED, InvariantBroken, KvferryError, Unavailable
-from kvferry.core.ids import RequestId
+from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.load import WorkerLoad
+from kvferry.engine.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.messages import (
     Abort,
+    ChangeAdapter,
     Command,
     EngineRequest,
     MaskReady,
@@ -33,6 +37,7 @@ from kvferry.kv.pricing.price import Decision
 _log = logging.getLogger(__name__)
 
 _JOIN_SECONDS = 10.0
+T = TypeVar("T")
 
 
 def _step_failed() -> InvariantBroken:
@@ -138,13 +143,15 @@ class EngineLoop:
         self._commands = commands
         self._streams: dict[RequestId, EngineStream] = {}
         self._prefetches: dict[RequestId, asyncio.Future[LoadOutcome]] = {}
-        self._resets: set[asyncio.Future[int]] = set()
+        self._replies: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         engine.on_started = self._announce
         self.load: WorkerLoad = engine.load()
         """Latest snapshot of the engine's load; the engine's thread replaces it after each step."""
+        self.adapters = engine.adapter_infos
+        """The registered adapters; the engine's thread replaces the tuple after each change."""
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -216,19 +223,35 @@ class EngineLoop:
         Raises:
             Unavailable: the engine has stopped.
         """
+        return await self._ask(ResetPrefixCache)
+
+    async def change_adapter(self, name: str, loaded: LoadedAdapter | None) -> AdapterId:
+        """Register, replace or remove an adapter; see `Engine.change_adapter`.
+
+        Raises:
+            Unavailable: the engine has stopped.
+            KvferryError: see `Engine.change_adapter`.
+        """
+        outcome: AdapterId | KvferryError = await self._ask(partial(ChangeAdapter, name, loaded))
+        if isinstance(outcome, KvferryError):
+            raise outcome
+        return outcome
+
+    async def _ask(self, command: Callable[[Callable[[T], None]], Command]) -> T:
+        """Queue a command and return its reply."""
         self._check_runs()
-        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._resets.add(reply)
+        reply: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._replies.add(reply)
 
-        def give(count: int) -> None:
+        def give(answer: T) -> None:
             if not reply.done():
-                reply.set_result(count)
+                reply.set_result(answer)
 
-        self._commands.put(ResetPrefixCache(lambda count: self._call_soon(give, count)))
+        self._commands.put(command(lambda answer: self._call_soon(give, answer)))
         try:
             return await reply
         finally:
-            self._resets.discard(reply)
+            self._replies.discard(reply)
 
     def release_export(self, number: int) -> None:
         """Free the pages of export `number`."""
@@ -283,10 +306,20 @@ class EngineLoop:
                 self._engine.abort(request_id)
             case ResetPrefixCache(reply):
                 reply(self._engine.reset_prefix_cache())
+            case ChangeAdapter():
+                self._change_adapter(command)
             case MaskReady():
                 pass  # the step that follows finds the mask
             case message:
                 self._engine.post(message)
+
+    def _change_adapter(self, command: ChangeAdapter) -> None:
+        try:
+            outcome: AdapterId | KvferryError = self._engine.change_adapter(command.name, command.loaded)
+        except KvferryError as error:
+            outcome = error
+        self.adapters = self._engine.adapter_infos
+        command.reply(outcome)
 
     def _hand_out(self, output: StepOutput) -> None:
         items: list[tuple[RequestId, StreamItem, bool]] = [
@@ -346,7 +379,7 @@ class EngineLoop:
             if not stream.finished:
                 stream.finished = True
                 stream.put(error)
-        waiting: list[asyncio.Future[LoadOutcome] | asyncio.Future[int]] = [*self._prefetches.values(), *self._resets]
+        waiting: list[asyncio.Future[Any]] = [*self._prefetches.values(), *self._replies]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)

@@ -1,18 +1,21 @@
 """Offline inference API: the class `LLM` completes prompts with one engine in this process."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.progress import Progress
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
 from kvferry.core.hashing import BlockNamers
-from kvferry.core.ids import RequestId
+from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.adapters.adapter_settings import check_adapter_name
 from kvferry.engine.beams.beam_search import BeamOutput, search
 from kvferry.engine.beams.beams import BeamParams
-from kvferry.engine.build import build_engine, load_model, runner_for
+from kvferry.engine.build import build_engine, load_adapter, load_model, runner_for
 from kvferry.engine.completion import Completion, CompletionStream
 from kvferry.engine.embedding import Embedding, Prompt, embedding_of, pairs, pooling_params, prompt_key
 from kvferry.engine.messages import EngineRequest
@@ -59,12 +62,17 @@ class LLM:
         speculation: str = "off",
         threads: int = 0,
         seed: int = 0,
+        adapters: Mapping[str, str] = MappingProxyType({}),
+        adapter_slots: int = 8,
+        max_adapter_rank: int = 64,
+        adapter_bytes: int = 1 << 30,
     ) -> None:
         """
         Args:
             model: a catalog name, a `.gguf` file or a folder with safetensors files; a key of `model.shapes.SHAPES` if
                 `load_format` is "dummy".
             seed: seed of random weights, and of requests without a seed.
+            adapters: folders of LoRA adapters by name.
 
         The other arguments are fields of `EngineSettings`.
 
@@ -88,6 +96,10 @@ class LLM:
                 block_tokens=block_tokens,
                 limits=limits or SchedulerLimits(),
                 seed=seed,
+                adapters=tuple(adapters.items()),
+                adapter_slots=adapter_slots,
+                max_adapter_rank=max_adapter_rank,
+                adapter_bytes=adapter_bytes,
             )
         )
 
@@ -129,6 +141,7 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        model: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:
         """Complete prompts, each a text or its token ids, in one batch; return one completion per prompt, in order.
@@ -136,16 +149,19 @@ class LLM:
         Args:
             prompts: the prompts.
             sampling: parameters of all prompts, or one for each.
+            model: name of an adapter, for all prompts or one for each; empty, or the model's own name, for none.
             progress: whether to show a progress bar on standard error.
 
         Raises:
             InvalidRequest: the numbers of prompts and parameters differ, a prompt is empty or too long, parameters do
                 not fit the model, or every token is banned; no prompt was completed.
+            UnknownModel: no adapter has this name.
             GenerationFailed: a logit is not finite.
             UsageError: the weights are random, but a prompt is a text, or stop strings or bad words are set.
         """
         params = _for_each(sampling, len(prompts))
-        streams = [self._requests.start(*each) for each in zip(prompts, params, strict=True)]
+        adapters = self._adapters(model, len(prompts))
+        streams = [self._requests.start(*each) for each in zip(prompts, params, adapters, strict=True)]
         return self._complete(streams, "completions" if progress else None)
 
     def encode(
@@ -239,6 +255,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool] = (),
+        model: str | Sequence[str] = "",
         progress: bool = False,
     ) -> list[Completion]:
         """Answer conversations in one batch; return one completion per conversation, in order. The reasoning of models
@@ -248,19 +265,57 @@ class LLM:
             conversations: each a list of messages with `role` and `content`.
             sampling: parameters of all answers, or one for each.
             tools: functions that the model may call.
+            model: see `generate`.
             progress: whether to show a progress bar on standard error.
 
         Raises:
             InvalidRequest: see `generate`; the chat template rejects a conversation.
+            UnknownModel: see `generate`.
             GenerationFailed: a logit is not finite.
             UsageError: the model has no chat template.
         """
         params = _for_each(sampling, len(conversations))
         streams = [
-            self._requests.start_chat(messages, each, tools)
-            for messages, each in zip(conversations, params, strict=True)
+            self._requests.start_chat(messages, each, tools, adapter)
+            for messages, each, adapter in zip(
+                conversations, params, self._adapters(model, len(conversations)), strict=True
+            )
         ]
         return self._complete(streams, "answers" if progress else None)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter, or replace the one of its name.
+
+        Raises:
+            UsageError: the name is not valid, or the model's kernels compute no adapters.
+            ModelFileError: the folder is missing or damaged, or the adapter does not fit the model.
+        """
+        check_adapter_name(name, self.config.name)
+        self.engine.change_adapter(name, load_adapter(self._loaded, Path(path)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove an adapter.
+
+        Raises:
+            UnknownModel: no adapter has this name.
+        """
+        self.engine.change_adapter(name, None)
+
+    def _adapters(self, model: str | Sequence[str], count: int) -> list[AdapterId | None]:
+        """Return the adapter of each prompt, by the names that requests give as their model."""
+        names = [model] * count if isinstance(model, str) else list(model)
+        if len(names) != count:
+            raise InvalidRequest(
+                f"model has {len(names)} names for {count} prompts; give one, or one for each", field="model"
+            )
+        return [self._adapter(name) for name in names]
+
+    def _adapter(self, name: str) -> AdapterId | None:
+        if name in ("", self.config.name):
+            return None
+        if self.engine.adapters is None:
+            raise UnknownModel(f"model {shortened(name)!r} is not served here, nor any adapter", field="model")
+        return self.engine.adapters.resolve(name)
 
     def _complete(self, streams: Sequence[CompletionStream], shown: str | None) -> list[Completion]:
         by_id = {stream.request.request_id: stream for stream in streams}

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.core.ids import RequestId
+from kvferry.core.errors import KvferryError
+from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.plan.kv_jobs import Progress, SequenceUpdate
@@ -30,6 +32,9 @@ class EngineRequest:
     deadline: float | None = None
     """Monotonic seconds by which the first token is needed; `None` for no deadline."""
     tenant: str = ""
+    """Scope of the request's KV (`core.hashing.cache_scope`)."""
+    adapter: AdapterId | None = None
+    """Version of the adapter to compute with; the scope is then one of this version."""
     exports: bool = False
     """Whether to sample one token and then export the pages to an offer."""
     keeps: bool = False
@@ -66,7 +71,20 @@ class ResetPrefixCache:
     """Called on the engine's thread with the number of dropped blocks."""
 
 
-Command = EngineRequest | KvPrefetchRequest | Abort | ReleaseExport | MaskReady | ResetPrefixCache | KvMessage
+@dataclass(frozen=True, slots=True)
+class ChangeAdapter:
+    """Command: register an adapter, replace the one of its name, or remove it."""
+
+    name: str
+    loaded: LoadedAdapter | None
+    """The adapter; `None` to remove the one of this name."""
+    reply: Callable[[AdapterId | KvferryError], None]
+    """Called on the engine's thread."""
+
+
+Command = (
+    EngineRequest | KvPrefetchRequest | Abort | ReleaseExport | MaskReady | ResetPrefixCache | ChangeAdapter | KvMessage
+)
 """Any command to an engine."""
 
 

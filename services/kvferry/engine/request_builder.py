@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvferry.core.errors import InvalidRequest, UsageError
-from kvferry.core.ids import RequestId
+from kvferry.core.hashing import cache_scope
+from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.beams.beam_search import BeamOutput
 from kvferry.engine.beams.beams import Beam, BeamParams
@@ -77,17 +78,21 @@ class RequestBuilder:
         score = beam.score(params.length_penalty)
         return BeamOutput(text, beam.tokens, beam.logprob, score, beam.finish_reason)
 
-    def start(self, prompt: Prompt, sampling: SamplingParams) -> CompletionStream:
+    def start(self, prompt: Prompt, sampling: SamplingParams, adapter: AdapterId | None = None) -> CompletionStream:
         """Build the request of a prompt, with its output, which is empty.
 
         Raises:
             InvalidRequest: a parameter does not fit the model or another one.
             UsageError: the weights are random, but the prompt is a text, or stop strings or bad words are set.
         """
-        return self._start(self.tokens(prompt), sampling)
+        return self._start(self.tokens(prompt), sampling, adapter)
 
     def start_chat(
-        self, messages: Sequence[Message], sampling: SamplingParams, tools: Sequence[Tool]
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams,
+        tools: Sequence[Tool],
+        adapter: AdapterId | None = None,
     ) -> CompletionStream:
         """Build the request for the answer of a conversation; see `start`.
 
@@ -103,9 +108,9 @@ class RequestBuilder:
         form = self._form
         names = tuple(tool.name for tool in use.callable_tools)
         if not names and not form.has_reasoning:
-            return self._start(ids, sampling)
+            return self._start(ids, sampling, adapter)
         is_open = opens_reasoning(form, ids, Detokenizer(tokenizer, shows_control=False, marks=form.marks.by_token))
-        return self._start(ids, sampling, form, SplitOptions(names, use.max_calls, is_open))
+        return self._start(ids, sampling, adapter, form, SplitOptions(names, use.max_calls, is_open))
 
     def start_pooling(self, prompt: Prompt, params: PoolingParams) -> EngineRequest:
         """Build a pooling request.
@@ -119,6 +124,7 @@ class RequestBuilder:
         self,
         token_ids: Sequence[int],
         sampling: SamplingParams,
+        adapter: AdapterId | None,
         form: AnswerForm | None = None,
         split: SplitOptions | None = None,
     ) -> CompletionStream:
@@ -128,7 +134,8 @@ class RequestBuilder:
             params = with_bad_word_tokens(params, self.tokenizer)
         self._check(params)
         kept = list(kept_prompt(token_ids, params, self._max_model_tokens))
-        request = EngineRequest(_request_id(number), kept, params)
+        scope = cache_scope("", "", adapter)
+        request = EngineRequest(_request_id(number), kept, params, tenant=scope, adapter=adapter)
         if self._source is None and not params.stop:
             return CompletionStream(request, None)
         detokenizer = Detokenizer(

@@ -54,3 +54,11 @@ class EngineSettings:
     """When to load KV from peers and tiers: if it is estimated to be faster, or always."""
     seed: int = 0
     """Seed of random weights."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Names and folders of LoRA adapters; a request names an adapter as its model."""
+    adapter_slots: int = 8
+    """Maximum number of adapters in one step; 0 refuses adapters."""
+    max_adapter_rank: int = 64
+    """Largest accepted rank of an adapter, at most `model.adapters.adapter_config.MAX_RANK`."""
+    adapter_bytes: int = 1 << 30
+    """Host memory for weights of adapters; beyond it, those that are not in a slot are loaded again when needed."""

@@ -15,6 +15,7 @@ from kvferry.gateway.cache_feeds.map_metrics import CacheMapCollector
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import DispatchConfig, FlowConfig, GatewayConfig
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
+from kvferry.gateway.fleet.adapter_changes import AdapterChanges
 from kvferry.gateway.fleet.cache_reset import CacheReset
 from kvferry.gateway.fleet.endpoint_slices import EndpointSlices
 from kvferry.gateway.fleet.fleet import Fleet
@@ -110,6 +111,7 @@ class Gateway:
             gate=None if pool is None else self.gate,
             cache_map=self.cache_map,
         )
+        adapters = AdapterChanges(self.fleet)
         self.service = TextService(
             self.dispatcher,
             model,
@@ -118,6 +120,7 @@ class Gateway:
             tenant_of=self._tenants.keys.tenant_of,
             process=text_process,
             constraints=constraints,
+            adapters=adapters.served,
             vectors=self.dispatcher,
             admission=self.gate,
         )
@@ -129,6 +132,8 @@ class Gateway:
             self.dispatcher.journal,
             self._report,
             CacheReset(self.fleet, self.dispatcher.turns.clear).run,
+            adapters.load,
+            adapters.unload,
         )
 
     @classmethod

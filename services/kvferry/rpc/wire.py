@@ -8,6 +8,7 @@ from typing import cast
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
+from kvferry.core.ids import ADAPTER_DIGEST_BYTES, MAX_ADAPTER_NAME_CHARS, AdapterId
 from kvferry.core.load import WorkerLoad
 from kvferry.core.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -24,7 +25,7 @@ from kvferry.core.sampling import (
     ScoredToken,
 )
 from kvferry.rpc.text.token_source import KvReport
-from kvferry.v1 import common_pb2, decode_pb2, worker_admin_pb2
+from kvferry.v1 import common_pb2, decode_pb2, prefill_pb2, worker_admin_pb2
 
 MAX_TOKEN_IDS = 1 << 20
 """Maximum number of token ids per message; far above any served context length."""
@@ -38,6 +39,29 @@ _FINISH_TO_WIRE = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+
+def adapter_to_wire(adapter: AdapterId | None) -> common_pb2.Adapter | None:
+    """Convert the version of an adapter to a message."""
+    return None if adapter is None else common_pb2.Adapter(name=adapter.name, digest=adapter.digest)
+
+
+def adapter_from_wire(message: prefill_pb2.PrefillRequest | decode_pb2.DecodeRequest) -> AdapterId | None:
+    """Return the version of the adapter that a request names; `None` if it names none.
+
+    Raises:
+        InvalidRequest: the name or the digest is not valid.
+    """
+    if not message.HasField("adapter"):
+        return None
+    found = message.adapter
+    if not 0 < len(found.name) <= MAX_ADAPTER_NAME_CHARS or len(found.digest) != ADAPTER_DIGEST_BYTES:
+        raise InvalidRequest(
+            f"an adapter needs a name of at most {MAX_ADAPTER_NAME_CHARS} characters and a digest of "
+            f"{ADAPTER_DIGEST_BYTES} bytes",
+            field="adapter",
+        )
+    return AdapterId(found.name, found.digest)
 
 
 def sampling_to_wire(params: SamplingParams) -> common_pb2.SamplingParams:

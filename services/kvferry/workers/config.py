@@ -45,6 +45,8 @@ class WorkerConfig:
     without digests are rejected."""
     drain_seconds: float = 30.0
     """Maximum seconds for running requests to finish after SIGTERM."""
+    adapter_folder: str = ""
+    """Folder below which adapters may be loaded while serving; empty refuses that."""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)
     """How answers are parsed by the Inference service of role `both`."""
 

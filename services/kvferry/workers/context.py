@@ -5,15 +5,15 @@ from uuid import uuid4
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, Unavailable, UnknownModel, shortened
-from kvferry.core.hashing import SALT_DIGEST_CHARS
+from kvferry.core.hashing import ADAPTER_DIGEST_CHARS, SALT_DIGEST_CHARS
 from kvferry.core.ids import Incarnation, RequestId, WorkerId
 from kvferry.engine.engine_loop import EngineLoop
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.v1 import common_pb2
 
 _UNBOUND = WorkerId("")
-MAX_TENANT_CHARS = 256 + SALT_DIGEST_CHARS
-"""Maximum length of a tenant with the digest of its salt (`core.hashing.cache_scope`)."""
+MAX_TENANT_CHARS = 256 + SALT_DIGEST_CHARS + ADAPTER_DIGEST_CHARS
+"""Maximum length of a tenant with the digests of its salt and its adapter (`core.hashing.cache_scope`)."""
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ class LocalSource:
                 priority=request.priority,
                 deadline=request.deadline,
                 tenant=request.scope,
+                adapter=request.adapter,
             )
         )
         kv_report = KvReportBuilder(self._context.worker_id)

@@ -41,6 +41,7 @@ from kvferry.v1 import (
     worker_admin_pb2_grpc,
 )
 from kvferry.v1.worker_admin_pb2 import StatusResponse
+from kvferry.workers.adapter_folder import AdapterFolder
 from kvferry.workers.config import DIGEST, WorkerConfig
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
@@ -171,7 +172,10 @@ class WorkerUnit:
             await work.set_ready(False)
 
         admin_verifier = self._verifier()
-        service = AdminService(self.context, self._desk, work.calls, admin_verifier, parts.tiers, on_drain=not_ready)
+        adapters = AdapterFolder(self._model, self._loop, self._config.adapter_folder)
+        service = AdminService(
+            self.context, self._desk, work.calls, admin_verifier, parts.tiers, adapters, on_drain=not_ready
+        )
         try:
             admin = await start_server(
                 self._endpoint.admin,
@@ -354,6 +358,7 @@ class WorkerUnit:
             context_tokens=lambda: self.context.max_model_tokens,
             process=self._text_process,
             constraints=self._constraints,
+            adapters=lambda: [info.adapter for info in self._loop.adapters if info.retired_until is None],
             vectors=source,
         )
         return [*makers["prefill"], *makers["decode"], pages, feed, inference_service(text)]

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 import grpc
+from blake3 import blake3
 
 from harness.fakes.byte_model import NAME
 from harness.fakes.scripted_tokens import next_token, scores_of, vector_of
@@ -21,7 +22,15 @@ from kvferry.rpc import wire
 from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.rpc.server import RpcServer, Service, start_server
 from kvferry.rpc.text.vector_wire import pooling_from_wire
-from kvferry.v1 import decode_pb2, decode_pb2_grpc, kv_events_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_admin_pb2
+from kvferry.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    kv_events_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    worker_admin_pb2,
+)
 from kvferry.v1 import worker_admin_pb2_grpc as admin_grpc
 
 Handoff = decode_pb2.Handoff
@@ -86,6 +95,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
 
     def __init__(self, role: str, worker_id: str, offers: Offers) -> None:
         self.num_resets = 0
+        self.adapters: dict[str, bytes] = {}
+        """Digests of adapters by name."""
         self.prepared: list[decode_pb2.PrefetchKvRequest] = []
         self.role = role
         self.worker_id = worker_id
@@ -159,6 +170,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         if self.mute:
             await asyncio.Event().wait()
         response = worker_admin_pb2.StatusResponse(
+            adapters=[common_pb2.Adapter(name=name, digest=digest) for name, digest in self.adapters.items()],
             role=self.role,
             model=self.model,
             fingerprint=self.fingerprint,
@@ -183,6 +195,19 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         if self.mute:
             await asyncio.Event().wait()
         return worker_admin_pb2.ResetPrefixCacheResponse(num_blocks=7)
+
+    async def LoadAdapter(
+        self, request: worker_admin_pb2.LoadAdapterRequest, context: Any
+    ) -> worker_admin_pb2.AdapterResponse:
+        digest = blake3(request.path.encode()).digest()
+        self.adapters[request.name] = digest
+        return worker_admin_pb2.AdapterResponse(adapter=common_pb2.Adapter(name=request.name, digest=digest))
+
+    async def UnloadAdapter(
+        self, request: worker_admin_pb2.UnloadAdapterRequest, context: Any
+    ) -> worker_admin_pb2.AdapterResponse:
+        digest = self.adapters.pop(request.name)
+        return worker_admin_pb2.AdapterResponse(adapter=common_pb2.Adapter(name=request.name, digest=digest))
 
     async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Any) -> worker_admin_pb2.DrainResponse:
         self.draining = True

@@ -6,6 +6,7 @@ from itertools import count
 
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams
+from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 from kvferry.engine.run.runner import Runner
 
@@ -24,6 +25,7 @@ class Generation:
     params: SamplingParams = GREEDY
     sample_index: int = 0
     stops: frozenset[int] = frozenset()
+    adapter_slot: int = NO_SLOT
     tokens: list[int] = field(init=False)
     computed: int = 0
     sampled: list[SampledToken] = field(default_factory=list)
@@ -52,8 +54,10 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] = GREEDY,
     chunk: ChunkSize = everything,
     stops: frozenset[int] = frozenset(),
+    slots: Sequence[int] = (),
 ) -> list[Generation]:
-    """Generate for all prompts in one batch; each step schedules `chunk` tokens of each unfinished sequence."""
+    """Generate for all prompts in one batch; each step schedules `chunk` tokens of each unfinished sequence. `slots`
+    has the slot of each prompt's adapter; empty: none has an adapter."""
     block_tokens, dealt = runner.kv.layout.block_tokens, 0
     generations = []
     for index, prompt in enumerate(prompts):
@@ -62,7 +66,8 @@ def generate(
         # Assigned from the end, so that pages are not in order of position.
         blocks = [BlockId(runner.kv.num_blocks - 1 - dealt - i) for i in range(needed)]
         dealt += needed
-        generations.append(Generation(prompt, max_tokens, blocks, own, stops=stops))
+        slot = slots[index] if slots else NO_SLOT
+        generations.append(Generation(prompt, max_tokens, blocks, own, stops=stops, adapter_slot=slot))
     assert dealt <= runner.kv.num_blocks, f"{dealt} pages are needed"
     while running := [g for g in generations if not g.is_done]:
         step(runner, running, chunk)
@@ -88,6 +93,7 @@ def step(runner: Runner, running: Sequence[Generation], chunk: ChunkSize = every
                 sampling=g.params,
                 sample_index=g.sample_index,
                 table_version=g.version,
+                adapter_slot=g.adapter_slot,
             )
         )
     result = runner.run(StepPlan(tuple(plan)))

@@ -177,7 +177,7 @@ def _weights(dtype: type = np.float32) -> bytes:
     return save({name: np.zeros(shape, dtype) for name, shape in expected_shapes(_config()).items()})
 
 
-def _header_mutate(data: bytes, random: Random) -> bytes:
+def header_mutate(data: bytes, random: Random) -> bytes:
     """Change the JSON of the header, and let its length agree in most cases."""
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= len(data) - 8 or random.random() < 0.2:
@@ -332,7 +332,7 @@ def _template() -> Iterator[Run]:
 TARGETS = (
     Target("gguf", _gguf_seeds, _gguf, _gguf_mutate),
     Target(
-        "safetensors", lambda: [_weights(), _weights(np.float16)], partial(_folder, "model.safetensors"), _header_mutate
+        "safetensors", lambda: [_weights(), _weights(np.float16)], partial(_folder, "model.safetensors"), header_mutate
     ),
     Target("config", lambda: [json.dumps(CONFIG).encode()], partial(_folder, "config.json"), json_at_random),
     Target("tokenizer", _tokenizer_seeds, partial(_folder, "tokenizer.json"), json_at_random),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, SharedPrefix, SingleRows
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, LowRankGroup, SharedPrefix, SingleRows
 from kvferry.kernels.ops import AttentionPlan, DeviceOps, Linear, Ops
 from kvferry.kernels.reference import blocks, sampling
 from kvferry.kernels.unfused import place_qkv_of
@@ -121,6 +121,16 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return 0.5 * gate * (1 + torch.tanh(inner)) * up
 
 
+def add_low_rank(y: torch.Tensor, x: torch.Tensor, groups: Sequence[LowRankGroup]) -> None:
+    for group in groups:
+        weights = group.weights
+        wide = torch.promote_types(x.dtype, torch.float32)
+        a, b = weights.a.to(wide), weights.b.to(wide)
+        for row in group.rows.tolist():
+            out = y[row, weights.first : weights.first + len(b)]
+            out.copy_(out.to(wide) + b @ (a @ x[row].to(wide)))
+
+
 def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x[rows]
 
@@ -140,6 +150,7 @@ OPS = Ops(
     silu_mul=silu_mul,
     gelu_mul=gelu_mul,
     gather_rows=gather_rows,
+    add_low_rank=add_low_rank,
 )
 
 DEVICE_OPS = DeviceOps(

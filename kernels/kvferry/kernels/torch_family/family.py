@@ -6,9 +6,12 @@ rows run at 490 instead of 200 GFLOP/s. With bfloat16, packed weights are 2.5 ti
 `attention` implements paged attention.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
+from kvferry.kernels.batch import LowRankGroup
 from kvferry.kernels.ops import Linear, Ops
 from kvferry.kernels.torch_family import attention
 from kvferry.kernels.unfused import gelu_mul, place_qkv_of
@@ -68,6 +71,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def add_low_rank(y: torch.Tensor, x: torch.Tensor, groups: Sequence[LowRankGroup]) -> None:
+    for group in groups:
+        weights = group.weights
+        shrunk = F.linear(x.index_select(0, group.rows).float(), weights.a.float())
+        update = F.linear(shrunk, weights.b.float()).to(y.dtype)
+        y[:, weights.first : weights.first + len(weights.b)].index_add_(0, group.rows, update)
+
+
 def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, rows)
 
@@ -87,4 +98,5 @@ OPS = Ops(
     silu_mul=silu_mul,
     gelu_mul=gelu_mul,
     gather_rows=gather_rows,
+    add_low_rank=add_low_rank,
 )

@@ -28,6 +28,10 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
             worker_flags += [setting.flag, str(values[setting.name])]
     gateway_flags = ["--log-level", values["log_level"]]
     has = values.resolved
+    for setting in settings.ADAPTERS:
+        if setting.name in has and values.is_given(setting.name):
+            given = values[setting.name] if setting.is_repeated else [values[setting.name]]
+            worker_flags += [part for value in given for part in (setting.flag, str(value))]
     for setting in settings.ANSWERS:
         if setting.name in has and values.is_given(setting.name):
             worker_flags += [setting.flag, values[setting.name]]

@@ -112,7 +112,8 @@ class PiecewiseGraphs:
     def _launch(self, size: int, made: _Size, index: int) -> None:
         """Launch one piece: the first, or the one after attention `index - 1`."""
         if index == 0:
-            made.passage, qkv = self._model.enter(Rows(*made.inputs.unbind()), self._kv.pages)
+            token_ids, positions, slots = made.inputs.unbind()
+            made.passage, qkv = self._model.enter(Rows(token_ids, positions, slots), self._kv.pages)
             self._qkv[:size].copy_(qkv)
             return
         assert made.passage is not None

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvferry.core.dtypes import FLOAT32
 from kvferry.core.errors import ModelFileError, UsageError
+from kvferry.engine.models.compiled_adapter import CompiledAdapter, pack_adapter
 from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
 from kvferry.engine.tensors.batch import StepBatch
@@ -20,6 +21,7 @@ from kvferry.engine.tensors.device import CPU
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
 from kvferry.kernels.compiled import Arena
+from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import Activation, LayerRope, ModelConfig
 from kvferry.model.tensors import (
     EMBEDDING,
@@ -128,9 +130,20 @@ class CompiledTransformer:
             room.finite,
             batch.hidden_rows,
             hidden,
+            batch.adapter_of_row,
+            [adapter.native for adapter in batch.adapters if isinstance(adapter, CompiledAdapter)],
         )
         finite = room.finite.view(bool).tolist()
         return Logits(room.values, room.greedy.tolist(), finite, hidden if num_hidden else None)
+
+    @property
+    def why_no_adapters(self) -> str | None:
+        """See `model.Model.why_no_adapters`."""
+        return None
+
+    def pack_adapter(self, adapter: Adapter) -> CompiledAdapter:
+        """See `model.Model.pack_adapter`."""
+        return pack_adapter(adapter, self._runner, self.config.num_layers, is_bf16=self.dtype != FLOAT32)
 
     def _room_for(self, rows: int) -> "_Scratch":
         """Return scratch memory for `rows` rows. Each thread reuses its memory in all steps, since new memory would

@@ -7,8 +7,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.batch import PackedAdapter, StepBatch
 from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import ModelConfig
 
 
@@ -83,6 +84,19 @@ class Model(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Total bytes of all weight matrices, which a step reads."""
+        ...
+
+    @property
+    def why_no_adapters(self) -> str | None:
+        """Reason why the model's kernels cannot compute adapters, with a remedy; `None` if they can."""
+        ...
+
+    def pack_adapter(self, adapter: Adapter) -> PackedAdapter:
+        """Convert an adapter to the form that the kernels read. Thread-safe; does not change the model.
+
+        Args:
+            adapter: an adapter of this model.
+        """
         ...
 
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:

@@ -15,12 +15,23 @@ import torch
 
 from kvferry.engine.models.model import Logits
 from kvferry.engine.models.rotary import rotary_table
+from kvferry.engine.models.torch_adapter import (
+    DOWN,
+    GATE_UP,
+    OUTPUT,
+    QKV,
+    StepAdapters,
+    TorchAdapter,
+    pack_adapter,
+    step_adapters,
+)
 from kvferry.engine.models.weights import Weights, load_weights
 from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.device_batch import DeviceBatch
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms
 from kvferry.kernels.ops import AttentionPlan, Ops, ops_for
+from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import Activation, LayerRope, ModelConfig
 from kvferry.model.tensors import TensorSource, linear_weights
 
@@ -79,6 +90,7 @@ class Rows:
     """[T] int64: position of each row, below `max_model_tokens`."""
     slots: torch.Tensor
     """[T] int64: KV slot of each row, like `AttentionBatch.slots`."""
+    adapters: StepAdapters | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +103,7 @@ class ForwardState:
     slots: torch.Tensor
     residual: torch.Tensor
     """[T, hidden]: residual stream, accumulated in place; after the last layer, the result of the forward pass."""
+    adapters: StepAdapters | None
 
 
 class Transformer:
@@ -116,14 +129,31 @@ class Transformer:
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
         """See `model.Model.compute`."""
         there = DeviceBatch.of(batch, self.torch_device)
-        hidden = self.forward(there.token_ids, there.positions, kv.pages, there.attention)
+        adapters = step_adapters(batch, self.torch_device)
+        hidden = self.forward(there.token_ids, there.positions, kv.pages, there.attention, adapters)
         logits = logits_of(self.logits(hidden, there.sample_rows))
         if there.hidden_rows is None:
             return logits
         return replace(logits, hidden=self.hidden_states(hidden, there.hidden_rows).cpu().numpy())
 
+    @property
+    def why_no_adapters(self) -> str | None:
+        """See `model.Model.why_no_adapters`."""
+        if self.ops.add_low_rank is not None:
+            return None
+        return f"the kernels {self.kernels!r} do not compute them; use compiled kernels (--device cpu)"
+
+    def pack_adapter(self, adapter: Adapter) -> TorchAdapter:
+        """See `model.Model.pack_adapter`."""
+        return pack_adapter(adapter, self.config, self.torch_dtype, self.torch_device)
+
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, batch: AttentionBatch
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pages: torch.Tensor,
+        batch: AttentionBatch,
+        adapters: StepAdapters | None = None,
     ) -> torch.Tensor:
         """Compute the hidden states of all rows and write their keys and values to `pages`.
 
@@ -132,12 +162,13 @@ class Transformer:
             positions: [T] int64, each below `max_model_tokens`.
             pages: [pages, layers, 2, K, B, D] of the model's dtype.
             batch: rows per sequence and block tables.
+            adapters: adapters of the rows.
 
         Returns:
             [T, hidden] before the final norm, as input of `logits`.
         """
         plan = self.ops.plan_attention(batch, pages, self.config.num_heads)
-        return self.pass_through(Rows(token_ids, positions, batch.slots), pages, plan)
+        return self.pass_through(Rows(token_ids, positions, batch.slots, adapters), pages, plan)
 
     def pass_through(self, rows: Rows, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Run `forward` with a given attention plan, without host synchronization."""
@@ -159,6 +190,7 @@ class Transformer:
             },
             slots=rows.slots,
             residual=residual,
+            adapters=rows.adapters,
         )
         norm = self._weights.layers[0].attention_norm
         normed = residual if norm is None else self.ops.rms_norm(residual, norm, self.config.rms_norm_eps)
@@ -176,8 +208,10 @@ class Transformer:
         the next layer, or, after the last layer, the residual."""
         layers, residual = self._weights.layers, passage.residual
         layer = layers[index]
-        x = self._add(layer.output(seen), layer.attention_output_norm, residual, layer.mlp_norm)
-        x = layer.down(self._multiply_gate(layer.gate_up(x)))
+        out = self._adapted(layer.output(seen), seen, index, OUTPUT, passage)
+        x = self._add(out, layer.attention_output_norm, residual, layer.mlp_norm)
+        x = self._multiply_gate(self._adapted(layer.gate_up(x), x, index, GATE_UP, passage))
+        x = self._adapted(layer.down(x), x, index, DOWN, passage)
         if index + 1 == len(layers):
             return self._add(x, layer.mlp_output_norm, residual, None)
         x = self._add(x, layer.mlp_output_norm, residual, layers[index + 1].attention_norm)
@@ -230,13 +264,20 @@ class Transformer:
 
     def _project(self, index: int, x: torch.Tensor, passage: ForwardState) -> torch.Tensor:
         config, layer = self.config, self._weights.layers[index]
-        flat = layer.qkv(x)
+        flat = self._adapted(layer.qkv(x), x, index, QKV, passage)
         if layer.whole_norms is not None:
             self._norm_projections(flat, layer.whole_norms)
         qkv = flat.view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         cos, sin = passage.angles[self._ropes[index]]
         self.ops.place_qkv(qkv, layer.head_norms, cos, sin, passage.pages, index, passage.slots)
         return qkv
+
+    def _adapted(self, y: torch.Tensor, x: torch.Tensor, index: int, name: str, passage: ForwardState) -> torch.Tensor:
+        """Add the updates of adapters to a projection's outputs IN PLACE, and return them."""
+        if passage.adapters is not None:
+            assert self.ops.add_low_rank is not None
+            self.ops.add_low_rank(y, x, passage.adapters.of(index, name))
+        return y
 
     def _norm_projections(self, qkv: torch.Tensor, norms: HeadNorms) -> None:
         """Normalize all query heads of a row together, and all key heads, IN PLACE: qkv [T, (H + 2 K) * D]."""

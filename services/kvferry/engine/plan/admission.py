@@ -15,12 +15,16 @@ A sequence whose next missing block is just being computed or loaded for another
 of computing it a second time. So the `n` samples of a request, and requests that arrive together with a common prefix,
 compute or fetch that prefix once (Kwon et al., PagedAttention, section 4.4); each computes only its last, partly filled
 block by itself, so that no page is written by two sequences.
+
+A sequence whose adapter has no free slot is passed over. After `_MAX_OVERTAKEN` later sequences with adapters were
+admitted instead, no more are, until it has a slot: the running ones end and free one, so that none starves.
 """
 
 from collections.abc import Iterable
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.engine.adapters.adapter_slots import NO_SLOT, AdapterSlots
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.plan.loading import LoadingSequences
 from kvferry.engine.plan.lookahead import share
@@ -32,6 +36,10 @@ from kvferry.engine.policies.waiting_queue import WaitingQueue
 
 _MAX_FOLLOWERS = 32
 """Maximum number of sequences that one step finds to wait for another sequence's block, which bounds its time."""
+_MAX_PASSED = 256
+"""Maximum number of sequences without a slot that one step passes over, which bounds its time."""
+_MAX_OVERTAKEN = 32
+"""Number of later sequences with adapters that may be admitted before the first one that waits for a slot."""
 
 
 def num_lacking(allocator: Allocator, admitted: Iterable[Sequence]) -> int:
@@ -105,6 +113,7 @@ class Admission:
         waiting: WaitingQueue,
         running: list[Sequence],
         loading: LoadingSequences,
+        slots: AdapterSlots,
     ) -> None:
         self._limits = limits
         self._allocator = allocator
@@ -112,6 +121,7 @@ class Admission:
         self._waiting = waiting
         self._running = running
         self._loading = loading
+        self._slots = slots
         self._reserve = int(allocator.pool.num_blocks * limits.reserve_share)
         self._started: list[RequestId] = []
         self.num_queried_tokens = self.num_hit_tokens = 0
@@ -123,12 +133,19 @@ class Admission:
             return
         skipped: list[Sequence] = []
         num_followers = 0
+        passed: list[Sequence] = []
         pages = self._headroom()
         pending = {next_block(s) for s in self._admitted}
         while room.tokens > 0 and (sequence := self._waiting.first()) is not None:
             if sequence.is_asking:
                 self._waiting.remove(sequence)
                 skipped.append(sequence)
+                continue
+            if self._lacks_slot(sequence, passed):
+                if len(passed) == _MAX_PASSED:
+                    break
+                self._waiting.remove(sequence)
+                passed.append(sequence)
                 continue
             if before is not None:
                 remaining = num_remaining(self._allocator, sequence)
@@ -147,14 +164,24 @@ class Admission:
             if not self._admit_one(sequence, hit, room, pages, planned):
                 break
             pending.add(next_block(sequence))
-        for sequence in skipped:
+            if passed and sequence.adapter is not None:
+                passed[0].num_overtaken += 1
+        for sequence in (*skipped, *passed):
             self._waiting.add(sequence)
         self._running.sort(key=self._policy.order)
 
     def has_place_for(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence fits now."""
+        if self._lacks_slot(sequence, []):
+            return False
         hit = cached_prefix(self._allocator, sequence)
         return self.has_place and self._headroom().fits(hit, sequence.num_tokens)
+
+    def give_back_slot(self, sequence: Sequence) -> None:
+        """Give back the slot of the adapter of a sequence that ends or waits again; without effect if it has none."""
+        if sequence.adapter is not None and sequence.adapter_slot != NO_SLOT:
+            self._slots.give_back(sequence.adapter)
+            sequence.adapter_slot = NO_SLOT
 
     def start(self, sequence: Sequence) -> None:
         """Add a sequence whose KV was loaded to the running ones."""
@@ -178,6 +205,14 @@ class Admission:
     def has_place(self) -> bool:
         """Whether another sequence may hold pages."""
         return len(self._running) + len(self._loading) < self._limits.max_sequences
+
+    def _lacks_slot(self, sequence: Sequence, passed: list[Sequence]) -> bool:
+        """Return whether a sequence is passed over: its adapter has no slot, or the first one passed over comes
+        first."""
+        if sequence.adapter is None:
+            return False
+        is_reserved = bool(passed) and passed[0].num_overtaken >= _MAX_OVERTAKEN
+        return is_reserved or not self._slots.can_take(sequence.adapter)
 
     def _awaits(self, sequence: Sequence, num_hit: int, pending: set[BlockHash | None]) -> bool:
         """Return whether another sequence is computing or loading the block after the cached prefix, which this one
@@ -208,6 +243,8 @@ class Admission:
         self._allocator.hold(sequence.table, hit)
         if self._allocator.grow(sequence.table, num_computed=hit_tokens, num_tokens=upto, may_copy=False) is None:
             raise InvariantBroken("the pages of an admitted sequence could not be allocated")
+        if sequence.adapter is not None:
+            sequence.adapter_slot, sequence.num_overtaken = self._slots.take(sequence.adapter), 0
         pages.admit(sequence)
         self._waiting.remove(sequence)
         sequence.num_computed = hit_tokens

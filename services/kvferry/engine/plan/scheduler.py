@@ -11,19 +11,20 @@ One step, in order:
    while budget, sequence limit and pages last; admission stops at the first sequence that does not fit, so that none
    starves. Pages that admitted prompts still need, and a small reserve, are left to running sequences (`admission`). A
    sequence whose KV is at a peer or in a tier gets its pages and a `LoadJob`; it runs when its KV is loaded. A sequence
-   whose tier lookup is pending is skipped.
+   whose tier lookup is pending is skipped, and one whose adapter has no free slot is passed over (`admission`).
 
 Prefill and decode are not separate phases; both are given by N - C (see `sequence`). `schedule` changes tables and
 queues; `update` must be called with its result before the next `schedule`.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
+from kvferry.engine.adapters.adapter_slots import AdapterSlots
 from kvferry.engine.blocks.allocation import Allocator, BlockTable, PageCopy
 from kvferry.engine.plan.admission import Admission, num_lacking, num_remaining
 from kvferry.engine.plan.full_blocks import FullBlocks
@@ -49,9 +50,13 @@ such as the end of a store, free pages too."""
 class Scheduler:
     """Scheduler of one engine; owns every sequence from `add` to its end. Not thread-safe."""
 
-    def __init__(self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None = None,
+        slots: AdapterSlots | None = None,
+    ) -> None:  # fmt: skip
         self.limits = limits
         self.allocator = allocator
+        self.slots = slots or AdapterSlots(0)
         self.blocks = FullBlocks(allocator)
         """Processing of full blocks: prefix index, stores and reports."""
         self.drafting = Drafting(speculation, allocator)
@@ -63,8 +68,9 @@ class Scheduler:
         self._loading = LoadingSequences()
         self._known: dict[RequestId, Sequence] = {}
         self.admission = Admission(
-            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading
-        )
+            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading,
+            slots=self.slots,
+        )  # fmt: skip
         """Admission of waiting sequences, with its statistics."""
         self._preempted: list[Sequence] = []
         self._arrivals = itertools.count()
@@ -106,6 +112,7 @@ class Scheduler:
         sequence.move(SequenceEvent.ABORT)
         sequence.finish_reason = FinishReason.CANCELLED
         self.allocator.free(sequence.table)
+        self.admission.give_back_slot(sequence)
         return True
 
     # ------------------------------------------------------------------ the step
@@ -144,6 +151,7 @@ class Scheduler:
             room.take(wanted, planned[-1].num_scheduled, planned[-1].num_scored)
         if self.num_preemptions == preempted_before:  # otherwise pages are scarce
             self.admission.admit(room, planned)
+        planned.sort(key=lambda item: item.adapter_slot)  # kernels read an adapter's weights once for adjacent rows
         return StepPlan(tuple(planned), tuple(copies))
 
     def follow(self, plan: StepPlan) -> StepPlan | None:
@@ -272,6 +280,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_listed = 0
         sequence.remote = None
         sequence.move(SequenceEvent.LOAD_FAILED)
+        self.admission.give_back_slot(sequence)
         self._waiting.add(sequence)
         return sequence
 
@@ -301,6 +310,11 @@ class Scheduler:
     def num_promised(self) -> int:
         """Number of free pages that are reserved for the current tokens of admitted sequences."""
         return num_lacking(self.allocator, (*self._running, *self._loading.sequences))
+
+    @property
+    def sequences(self) -> Collection[Sequence]:
+        """All sequences."""
+        return self._known.values()
 
     def tables(self) -> Iterable[BlockTable]:
         """Return all block tables in use, for integrity checks."""
@@ -334,6 +348,7 @@ class Scheduler:
         victim.num_computed = victim.num_listed = victim.num_told = 0
         victim.num_preemptions += 1
         victim.move(SequenceEvent.PREEMPT)
+        self.admission.give_back_slot(victim)
         self._preempted.append(victim)
         self._waiting.add(victim)
         self.num_preemptions += 1
@@ -374,6 +389,7 @@ class Scheduler:
         self._may_admit = True
         self.drafting.forget(sequence.request_id)
         sequence.move(SequenceEvent.FINISH)
+        self.admission.give_back_slot(sequence)
         sequence.finish_reason = reason
 
     def _fail(self, sequence: Sequence, error: KvferryError) -> SequenceUpdate:

@@ -13,9 +13,10 @@ from enum import StrEnum
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.hashing import BlockNamer
-from kvferry.core.ids import BlockHash, RequestId
+from kvferry.core.ids import AdapterId, BlockHash, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.core.states import Machine
+from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.blocks.allocation import BlockTable
 from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import PromptPooling
@@ -101,6 +102,11 @@ class Sequence:
     latest_start: float | None = None
     """Monotonic seconds after which its deadline can no longer be met; a sequence that waits longer is refused."""
     tenant: str = ""
+    adapter: AdapterId | None = None
+    adapter_slot: int = NO_SLOT
+    """Slot of the adapter while the sequence is admitted."""
+    num_overtaken: int = 0
+    """Number of later sequences with adapters that were admitted while this one waited for a slot."""
     exports: bool = False
     """Whether to stop after one token and export the pages (on a prefill worker)."""
     keeps: bool = False

@@ -27,6 +27,7 @@ from typing import NamedTuple, overload
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
+from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.blocks.allocation import PageCopy
 from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import Sums
@@ -74,6 +75,8 @@ class ScheduledSequence:
     token."""
     pooled_positions: range = range(0)
     """Positions of the scheduled rows whose hidden states are pooled."""
+    adapter_slot: int = NO_SLOT
+    """Slot of the sequence's adapter (`adapter_slots`); `NO_SLOT` without one."""
 
     @property
     def num_drafts(self) -> int:

@@ -14,7 +14,7 @@ from kvferry.engine.plan.step import Sampled, StepPlan, StepResult, sampled_rows
 from kvferry.engine.run.pooler import with_pooled
 from kvferry.engine.run.sampler import is_greedy, sample
 from kvferry.engine.run.scorer import Scores, score
-from kvferry.engine.tensors.batch import StepBatch, build_batch
+from kvferry.engine.tensors.batch import PackedAdapter, StepBatch, build_batch
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 
@@ -34,8 +34,13 @@ class Runner:
             raise InvariantBroken(f"the pages are on device {kv.device}, the model is on {model.device}")
         self.model = model
         self.kv = kv
+        self._slots: dict[int, PackedAdapter] = {}
         self.watch: Callable[[StepPlan], None] | None = None
         """Callback for measurements, called with every plan before its execution."""
+
+    def activate(self, slot: int, adapter: PackedAdapter) -> None:
+        """Put an adapter into a slot, for the steps that are prepared from now on."""
+        self._slots[slot] = adapter
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Make a step's page copies before the step writes any KV (invariant I10).
@@ -64,7 +69,7 @@ class Runner:
         """
         if self.watch is not None:
             self.watch(plan)
-        batch = build_batch(plan, block_tokens=self.kv.layout.block_tokens)
+        batch = build_batch(plan, block_tokens=self.kv.layout.block_tokens, adapters=self._slots)
         is_scoring = any(s.num_scored for s in plan.scheduled)
         return PreparedStep(plan, batch, is_greedy(plan.scheduled), is_scoring)
 

@@ -5,17 +5,29 @@
 Positions restart in each sequence; only the block tables are padded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import InvariantBroken
+from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 
 Ints = npt.NDArray[np.int64]
 _NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+class PackedAdapter(Protocol):
+    """An adapter in the form that a model's kernels read (`Model.pack_adapter`)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,17 +51,28 @@ class StepBatch:
     then its sampled rows, which are its last `num_sampled` rows."""
     hidden_rows: Ints = field(default_factory=lambda: _NO_ROWS)
     """[H]: indices of the rows whose hidden states are needed, in the order of the plan; empty in most steps."""
+    adapter_of_row: Ints = field(default_factory=lambda: _NO_ROWS)
+    """[T]: index of each row's adapter in `adapters`, -1 for none; empty if no row has an adapter."""
+    adapters: tuple[PackedAdapter, ...] = ()
+    """The adapters of the step; kept here while it is computed, since a slot may get another adapter meanwhile."""
 
 
-def build_batch(plan: StepPlan, *, block_tokens: int) -> StepBatch:
+def build_batch(
+    plan: StepPlan, *, block_tokens: int, adapters: Mapping[int, PackedAdapter] = MappingProxyType({})
+) -> StepBatch:
     """Build the arrays of a non-empty plan.
+
+    Args:
+        plan: the plan.
+        block_tokens: tokens per page.
+        adapters: adapters by slot; those of the plan's sequences are there.
 
     Raises:
         InvariantBroken: a sequence has fewer pages or tokens than the plan needs.
     """
     scheduled = plan.scheduled
     if all(s.num_scheduled == 1 for s in scheduled):
-        return _one_row_each(scheduled, block_tokens)
+        return _one_row_each(scheduled, block_tokens, adapters)
     computed = np.array([s.num_computed for s in scheduled], dtype=np.int64)
     queries = np.array([s.num_scheduled for s in scheduled], dtype=np.int64)
     contexts = computed + queries
@@ -72,7 +95,34 @@ def build_batch(plan: StepPlan, *, block_tokens: int) -> StepBatch:
         if any(s.num_scored for s in scheduled)
         else _last_rows(ends, sampled),
         hidden_rows=_pooled(scheduled, ends.tolist()),
+        **_adapted(scheduled, queries, adapters),
     )
+
+
+class _Adapted(TypedDict, total=False):
+    adapter_of_row: Ints
+    adapters: tuple[PackedAdapter, ...]
+
+
+def _adapted(
+    scheduled: tuple[ScheduledSequence, ...], queries: Ints | None, adapters: Mapping[int, PackedAdapter]
+) -> _Adapted:
+    """Return the adapters of a plan and the index of each row's adapter; nothing without adapters.
+
+    Args:
+        scheduled: the plan's sequences.
+        queries: number of rows of each sequence; `None` for one row each.
+        adapters: adapters by slot.
+    """
+    if not adapters:
+        return {}
+    used = sorted({s.adapter_slot for s in scheduled} - {NO_SLOT})
+    if not used:
+        return {}
+    index = {slot: position for position, slot in enumerate(used)} | {NO_SLOT: -1}
+    of_sequence = np.array([index[s.adapter_slot] for s in scheduled], dtype=np.int64)
+    rows = of_sequence if queries is None else np.repeat(of_sequence, queries)
+    return {"adapter_of_row": rows, "adapters": tuple(adapters[slot] for slot in used)}
 
 
 def _with_scored(scheduled: tuple[ScheduledSequence, ...], ends: Ints) -> Ints:
@@ -102,7 +152,9 @@ def _last_rows(ends: Ints, counts: Ints) -> Ints:
     return np.arange(int(totals[-1])) - np.repeat(totals - ends, counts)
 
 
-def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int) -> StepBatch:
+def _one_row_each(
+    scheduled: tuple[ScheduledSequence, ...], block_tokens: int, adapters: Mapping[int, PackedAdapter]
+) -> StepBatch:
     """Build the arrays of a pure decode step from a few lists instead of a dozen small arrays. Such steps are the most
     frequent, and caches are cold after each step, so that every numpy call takes several times longer than in a
     benchmark loop."""
@@ -121,6 +173,7 @@ def _one_row_each(scheduled: tuple[ScheduledSequence, ...], block_tokens: int) -
         block_tables=table,
         sample_rows=np.array(samples, dtype=np.int64),
         hidden_rows=_pooled(scheduled, range(1, len(scheduled) + 1)),
+        **_adapted(scheduled, None, adapters),
     )
 
 

@@ -28,6 +28,7 @@ def prefill_request(run: SampleRun, prior_turn_ticket: bytes) -> prefill_pb2.Pre
         ticket_id=new_ticket_id(),
         prior_turn_ticket=prior_turn_ticket,
         priority=asked.priority,
+        adapter=wire.adapter_to_wire(asked.adapter),
     )
 
 
@@ -59,4 +60,5 @@ def decode_request(run: SampleRun) -> decode_pb2.DecodeRequest:
         tenant=asked.scope,
         want_cached_ticket=True,
         priority=asked.priority,
+        adapter=wire.adapter_to_wire(asked.adapter),
     )

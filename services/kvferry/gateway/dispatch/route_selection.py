@@ -22,6 +22,7 @@ from kvferry.gateway.routing.replica_choice import (
     choose_pooling,
     nothing_cached,
     readers,
+    with_adapter,
 )
 from kvferry.gateway.routing.route_notes import route_notes
 
@@ -104,8 +105,8 @@ class RouteSelection:
         return len(token_ids) - max((caches(replica).tokens for replica in computing), default=0)
 
     def _choose(self, run: SampleRun, excluded: frozenset[str], cached: CachedTokens = nothing_cached) -> Route | None:
-        candidates = self._fleet.candidates(excluded)
         asked = run.request
+        candidates = with_adapter(self._fleet.candidates(excluded), asked.adapter)
         skip: RouteReason | None = None
         enough_tokens: int | None = None
         if run.ticket is not None:

@@ -72,6 +72,7 @@ def _worker(view: WorkerView) -> dict[str, Any]:
         "domain": view.domain,
         "model_digest": view.model_digest,
         "context_tokens": view.max_model_tokens,
+        "adapters": [{"name": name, "digest": digest.hex()} for name, digest in sorted(view.adapters)],
         "in_flight": view.in_flight,
         "load": asdict(view.load),
     }

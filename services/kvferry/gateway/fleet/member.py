@@ -7,6 +7,7 @@ Whether it accepts requests depends on its status (ready, not draining, matching
 import asyncio
 import logging
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +15,7 @@ from typing import TypeVar
 import grpc
 
 from kvferry.core.errors import Unauthenticated
-from kvferry.core.ids import Incarnation, WorkerId
+from kvferry.core.ids import AdapterId, Incarnation, WorkerId
 from kvferry.core.load import WorkerLoad
 from kvferry.gateway.config import Endpoint
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
@@ -27,6 +28,7 @@ from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
 from kvferry.rpc.wire import load_from_wire
 from kvferry.v1 import (
+    common_pb2,
     decode_pb2_grpc,
     kv_events_pb2_grpc,
     prefill_pb2_grpc,
@@ -67,6 +69,10 @@ class WorkerView:
     block_tokens: int = 0
     load: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
     tiers: tuple[worker_admin_pb2.TierStatus, ...] = ()
+    adapters: frozenset[AdapterId] = frozenset()
+    """Versions of adapters that requests may begin with."""
+    retired_adapters: frozenset[AdapterId] = frozenset()
+    """Versions that only requests which have begun with them may use."""
 
     @property
     def takes_work(self) -> bool:
@@ -88,6 +94,8 @@ class WorkerView:
             family,
             layout_fingerprint=self.fingerprint,
             block_tokens=self.block_tokens,
+            adapters=self.adapters,
+            retired_adapters=self.retired_adapters,
         )
 
 
@@ -265,6 +273,8 @@ class Member:
             block_tokens=status.block_tokens,
             load=load_from_wire(status.load),
             tiers=tuple(status.tiers),
+            adapters=_versions(status.adapters),
+            retired_adapters=_versions(status.retired_adapters),
         )
 
     def room(self) -> WorkerRoom | None:
@@ -301,6 +311,10 @@ class Member:
         if not status.ready:
             return "not ready"
         return self.why_suspect
+
+
+def _versions(adapters: Iterable[common_pb2.Adapter]) -> frozenset[AdapterId]:
+    return frozenset(AdapterId(one.name, one.digest) for one in adapters)
 
 
 def _cleaned(text: str) -> str:

@@ -1,6 +1,7 @@
 """The admin HTTP API: metrics, fleet, ended requests. For operators; bound to loopback unless configured otherwise."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -12,14 +13,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvferry.core.errors import KvferryError, shortened
+from kvferry.core.errors import InvalidRequest, KvferryError, shortened
 from kvferry.core.ids import RequestId
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http import openai_reply
 from kvferry.gateway.http.client_api import NoSuchRoute, error_response
 
 _JSON = "application/json"
-_PATHS = ("/metrics", "/fleet", "/debug/requests/{id}", "POST /reset_prefix_cache", "/health")
+_MAX_BODY_BYTES = 64 << 10
+_PATHS = (
+    "/metrics",
+    "/fleet",
+    "/debug/requests/{id}",
+    "POST /reset_prefix_cache",
+    "POST /v1/load_lora_adapter",
+    "POST /v1/unload_lora_adapter",
+    "/health",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,10 @@ class AdminApi:
     """Function that returns the body of `GET /fleet`."""
     reset_caches: Callable[[], Awaitable[Mapping[str, int]]]
     """Empties the prefix caches of all workers; returns the number of dropped blocks by worker address."""
+    load_adapter: Callable[[str, str], Awaitable[Mapping[str, str]]]
+    """Loads an adapter, given its name and path, on all workers; returns its digest by worker address."""
+    unload_adapter: Callable[[str], Awaitable[Mapping[str, str]]]
+    """Removes an adapter, given its name, from all workers; returns the digest that it had by worker address."""
 
     def app(self) -> ASGIApp:
         """Create the ASGI application of the admin API."""
@@ -40,6 +54,8 @@ class AdminApi:
             Route("/fleet", self._fleet, methods=["GET"]),
             Route("/debug/requests/{request_id}", self._request, methods=["GET"]),
             Route("/reset_prefix_cache", self._reset_prefix_cache, methods=["POST"]),
+            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _on_http_exception})
@@ -73,8 +89,52 @@ class AdminApi:
         workers = [{"address": address, "num_blocks": count} for address, count in dropped.items()]
         return Response(openai_reply.encode({"workers": workers}), media_type=_JSON)
 
+    async def _load_adapter(self, request: Request) -> Response:
+        return await self._change_adapter(request, ("lora_name", "lora_path"), self.load_adapter)
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        return await self._change_adapter(request, ("lora_name",), self.unload_adapter)
+
+    async def _change_adapter(
+        self, request: Request, names: Sequence[str], change: Callable[..., Awaitable[Mapping[str, str]]]
+    ) -> Response:
+        try:
+            changed = await change(*await _texts(request, names))
+        except KvferryError as error:
+            return error_response(error)
+        workers = [{"address": address, "digest": digest} for address, digest in changed.items()]
+        return Response(openai_reply.encode({"workers": workers}), media_type=_JSON)
+
     async def _health(self, _request: Request) -> Response:
         return Response(b'{"status":"alive"}', media_type=_JSON)
+
+
+async def _texts(request: Request, names: Sequence[str]) -> list[str]:
+    """Return fields of a request's JSON body, all of them texts.
+
+    Raises:
+        InvalidRequest: the body is too large or not a JSON object with exactly these fields.
+    """
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > _MAX_BODY_BYTES:
+            raise InvalidRequest(f"the body has more than {_MAX_BODY_BYTES} bytes; send {', '.join(names)} only")
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"the body is not a JSON object; send one with {', '.join(names)}")
+    for name in given:
+        if name not in names:
+            raise InvalidRequest(
+                f"{shortened(name)!r} is not a field of this request; remove it", field=shortened(name)
+            )
+    for name in names:
+        if not isinstance(given.get(name), str) or not given[name]:
+            raise InvalidRequest(f"{name} is missing or not a text; set it", field=name)
+    return [given[name] for name in names]
 
 
 async def _on_http_exception(request: Request, _error: Exception) -> Response:

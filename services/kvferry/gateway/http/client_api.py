@@ -101,26 +101,38 @@ class ClientApi:
 
     async def _models(self, request: Request) -> Response:
         tenant = self.caller(request).tenant
-        try:
-            self.service.check_access(tenant, self.service.model.name)
-        except UnknownModel:
-            return Response(openai_reply.encode(openai_reply.ModelList([])), media_type=JSON)
-        return Response(openai_reply.encode(openai_reply.ModelList([self._card()])), media_type=JSON)
+        cards = [card for card in self._cards() if self._may_use(tenant, card.id)]
+        return Response(openai_reply.encode(openai_reply.ModelList(cards)), media_type=JSON)
 
     async def _model(self, request: Request) -> Response:
         tenant = self.caller(request).tenant
         asked = request.path_params["model"]
-        if asked != self.service.model.name:
-            raise UnknownModel(
-                f"model {shortened(asked)!r} is not served here; use {self.service.model.name!r}", field="model"
-            )
-        self.service.check_access(tenant, asked)
-        return Response(openai_reply.encode(self._card()), media_type=JSON)
+        for card in self._cards():
+            if card.id == asked:
+                self.service.check_access(tenant, asked)
+                return Response(openai_reply.encode(card), media_type=JSON)
+        raise UnknownModel(
+            f"model {shortened(asked)!r} is not served here; use {self.service.model.name!r}", field="model"
+        )
 
-    def _card(self) -> openai_reply.Model:
-        model = self.service.model
+    def _may_use(self, tenant: str, model: str) -> bool:
+        try:
+            self.service.check_access(tenant, model)
+        except UnknownModel:
+            return False
+        return True
+
+    def _cards(self) -> list[openai_reply.Model]:
+        """Return the model and its adapters."""
+        model, tokens = self.service.model, self.service.served_tokens
         # The weights' creation time is unknown; clients only sort by it.
-        return openai_reply.Model(model.name, created=0, max_model_len=self.service.served_tokens)
+        return [
+            openai_reply.Model(model.name, created=0, max_model_len=tokens),
+            *(
+                openai_reply.Model(adapter.name, created=0, max_model_len=tokens, parent=model.name)
+                for adapter in self.service.adapters()
+            ),
+        ]
 
     async def _explain(self, request: Request) -> Response:
         tenant = self.caller(request).tenant

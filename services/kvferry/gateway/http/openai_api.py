@@ -71,7 +71,9 @@ class Generation:
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if self.stream else "chat.completion"
-        return reply.Reply(self.reply_id, kind, self.created, self.service.model.name, choices)
+        adapter = self.requests[0].adapter
+        model = self.service.model.name if adapter is None else adapter.name
+        return reply.Reply(self.reply_id, kind, self.created, model, choices)
 
     def chunks(self) -> AsyncGenerator[TextChunk, None]:
         """Return an iterator over the chunks of all prompts and samples, which begins when the request is admitted;
@@ -317,7 +319,8 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
 
 
 async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
-    service.check_access(caller.tenant, service.model.name)
+    adapter = service.adapter_of(asked.model)
+    service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
     sampling = asked.sampling
     if asked.num_choices is not None and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)  # the samples are compared by their log-probabilities
@@ -330,6 +333,7 @@ async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *,
                 num_samples=asked.num_samples,
                 tenant=caller.tenant,
                 cache_salt=asked.cache_salt,
+                adapter=adapter,
                 priority=asked.priority,
                 arrived=caller.arrived,
                 split=asked.split,

@@ -188,6 +188,8 @@ class Model(Struct):
     owned_by: str = "kvferry"
     max_model_len: int = 0
     """Context length in tokens, prompt and output; named as in vLLM."""
+    parent: str | UnsetType = UNSET
+    """The model that an adapter updates."""
 
 
 class ModelList(Struct):

@@ -19,6 +19,8 @@ MAX_REQUEST_SAMPLES = 128
 class ReadRequest:
     """A request whose fields are valid, with its prompts as token ids."""
 
+    model: str
+    """The requested model or adapter; empty for the model."""
     prompts: tuple[list[int], ...]
     sampling: SamplingParams
     num_samples: int
@@ -48,10 +50,11 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
     asked = parse(ChatRequest, body)
-    _check_model(model, asked.model)
+    name = _model_name(model, asked.model)
     sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
     chat = prepare_chat(model, asked.template_inputs(), asked.to_tool_use(), sampling)
     return ReadRequest(
+        model=name,
         prompts=(list(chat.token_ids),),
         sampling=chat.sampling,
         num_samples=asked.num_samples,
@@ -72,7 +75,7 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
     asked = parse(CompletionRequest, body)
-    _check_model(model, asked.model)
+    name = _model_name(model, asked.model)
     sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
     found = asked.prompts(max_prompts)
     num_samples = len(found) * asked.num_generated
@@ -87,6 +90,7 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     for ids in encoded if sampling.truncate_prompt_tokens is None else ():
         prompts.check_num_tokens(model, len(ids))
     return ReadRequest(
+        model=name,
         prompts=encoded,
         sampling=sampling,
         num_samples=asked.num_generated,
@@ -102,7 +106,7 @@ def read_completion(model: TextModel, body: bytes, max_prompts: int) -> ReadRequ
     )
 
 
-def _check_model(model: TextModel, name: str | None) -> None:
+def _model_name(model: TextModel, name: str | None) -> str:
     if name == "":  # an empty name means absent in gRPC, but in HTTP the client sent it
         raise UnknownModel(f"model '' is not served here; this is {model.name!r}", field="model")
-    prompts.check_model(model, name or "")
+    return name or ""

@@ -13,6 +13,7 @@ from kvferry.core.errors import (
     RequestCancelled,
     TicketRejected,
     Unavailable,
+    UnknownModel,
 )
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
@@ -46,6 +47,8 @@ def judge(error: KvferryError) -> Verdict:
             return Verdict.DROP_TICKET
         case Overloaded() | GenerationFailed():
             return Verdict.ELSEWHERE
+        case UnknownModel(reason="ADAPTER_NOT_LOADED"):
+            return Verdict.ELSEWHERE  # replaced or removed there since the worker's last status
         case Unavailable() | RequestCancelled() | InvariantBroken() | ModelFileError():
             # CANCELLED without a local cancellation: the server is shutting down.
             return Verdict.SUSPECT

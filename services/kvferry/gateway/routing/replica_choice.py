@@ -9,13 +9,14 @@ one popular prefix cannot overload a replica.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from blake3 import blake3
 
-from kvferry.core.ids import WorkerId
+from kvferry.core.ids import AdapterId, WorkerId
 from kvferry.gateway.cache_map.cache_map import Basis
 from kvferry.gateway.cache_map.map_states import MapState
 
@@ -43,6 +44,10 @@ class Replica:
     """Fingerprint of only the KV layout; an input of the block hashes."""
     block_tokens: int = 16
     """Tokens per block in the worker's KV layout."""
+    adapters: frozenset[AdapterId] = frozenset()
+    """Versions of adapters that requests may begin with."""
+    retired_adapters: frozenset[AdapterId] = frozenset()
+    """Versions that only requests which have begun with them may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,27 @@ class Candidates:
     prefill: tuple[Replica, ...] = ()
     decode: tuple[Replica, ...] = ()
     both: tuple[Replica, ...] = ()
+
+
+def with_adapter(candidates: Candidates, adapter: AdapterId | None) -> Candidates:
+    """Return the replicas that have a version of an adapter; all for no adapter."""
+    if adapter is None:
+        return candidates
+
+    def having(replicas: Sequence[Replica]) -> tuple[Replica, ...]:
+        return tuple(replica for replica in replicas if adapter in replica.adapters | replica.retired_adapters)
+
+    return Candidates(having(candidates.prefill), having(candidates.decode), having(candidates.both))
+
+
+def served_adapters(candidates: Candidates) -> tuple[AdapterId, ...]:
+    """Return the adapters that requests may name, by name: of the versions of one name, the one that most workers that
+    generate have."""
+    counts = Counter(adapter for replica in (*candidates.decode, *candidates.both) for adapter in replica.adapters)
+    best: dict[str, AdapterId] = {}
+    for adapter in sorted(counts, key=lambda one: (counts[one], one.digest)):
+        best[adapter.name] = adapter
+    return tuple(best[name] for name in sorted(best))
 
 
 @dataclass(frozen=True, slots=True)

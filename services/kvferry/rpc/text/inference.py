@@ -39,7 +39,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         arrived = self._text.clock.monotonic()
-        tenant = self._admit(request.model, context)
+        tenant = self._tenant(context)
+        adapter = self._text.adapter_of(request.model)
+        self._text.check_access(tenant, request.model or self._text.model.name)
         named = request_id_of(request, context)
         remaining = context.time_remaining()
         prepared = await self._prepared(request, wire.sampling_from_wire(request.sampling))
@@ -51,6 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 num_samples=wire.num_samples_from_wire(request.n),
                 tenant=tenant,
                 cache_salt=wire.check_cache_salt(request.cache_salt),
+                adapter=adapter,
                 priority=wire.check_priority(request.priority),
                 arrived=arrived,
                 deadline=None if remaining is None else arrived + remaining,
@@ -123,14 +126,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _admit(self, model: str, context: Context) -> str:
         """Check the API key, the model name and the tenant's access to it; return the caller's tenant."""
+        tenant = self._tenant(context)
+        prompts.check_model(self._text.model, model)
+        self._text.check_access(tenant, model or self._text.model.name)
+        return tenant
+
+    def _tenant(self, context: Context) -> str:
+        """Check the API key; return the caller's tenant."""
         header: str | None = None
         for key, value in context.invocation_metadata() or ():
             if key == "authorization" and isinstance(value, str):
                 header = value
-        tenant = self._text.tenant_of(header, _host_of(context.peer() or ""))
-        prompts.check_model(self._text.model, model)
-        self._text.check_access(tenant, model or self._text.model.name)
-        return tenant
+        return self._text.tenant_of(header, _host_of(context.peer() or ""))
 
     async def _prepared(self, request: inference_pb2.GenerateRequest, sampling: SamplingParams) -> PreparedChat:
         kind = request.WhichOneof("prompt")

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
 from kvferry.core.hashing import cache_scope
+from kvferry.core.ids import AdapterId
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
 from kvferry.rpc.admission import Admission, Work
 from kvferry.rpc.text import prompts
@@ -48,6 +49,8 @@ class TextService:
     """Process in which large requests are read; `None` uses a thread."""
     constraints: ConstraintCheck | None = None
     """Checks the constraints of requests; `None` checks them in a thread, without limits of time and memory."""
+    adapters: Callable[[], Sequence[AdapterId]] = tuple
+    """Function that returns the adapters that requests may name now."""
     vectors: VectorSource | None = None
     """Computes pooled vectors; `None` if they are not served."""
     admission: Admission | None = None
@@ -70,6 +73,20 @@ class TextService:
         """
         if self.admission is not None:
             self.admission.count(tenant)
+
+    def adapter_of(self, name: str) -> AdapterId | None:
+        """Return the version of the adapter that a request names as its model; `None` for the model itself.
+
+        Raises:
+            UnknownModel: neither the model nor an adapter has this name.
+        """
+        if name in ("", self.model.name):
+            return None
+        for adapter in self.adapters():
+            if adapter.name == name:
+                return adapter
+        prompts.check_model(self.model, name)
+        return None
 
     async def read(
         self, job: Callable[Concatenate[TextModel, P], R], size: int, *args: P.args, **kwargs: P.kwargs
@@ -149,7 +166,7 @@ class TextService:
         first = requests[0]
         work = Work(
             tenant=first.tenant,
-            scope=cache_scope(first.tenant, first.cache_salt),
+            scope=cache_scope(first.tenant, first.cache_salt, first.adapter),
             priority=first.priority,
             arrived=first.arrived,
             deadline=first.deadline,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
-from kvferry.core.ids import RequestId
+from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.model.requests.output_text import OutputText, StopReason
 from kvferry.model.text.answers.answer import AnswerSplitter, SplitOptions
@@ -38,6 +38,8 @@ class TextRequest:
     tenant: str = ""
     cache_salt: str = ""
     """Requests of the tenant with unequal salts share no KV."""
+    adapter: AdapterId | None = None
+    """Version of the adapter to compute with."""
     priority: int = 0
     """Class of the request; lower numbers come first, where workers schedule by priority."""
     arrived: float = 0.0
@@ -117,6 +119,7 @@ async def _sample(
         sample_index=index,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
+        adapter=request.adapter,
         priority=request.priority,
         arrived=request.arrived,
         deadline=request.deadline,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.hashing import cache_scope
-from kvferry.core.ids import RequestId
+from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, SamplingParams, ScoredToken
 from kvferry.model.requests.pooling import PoolingParams
 
@@ -32,6 +32,8 @@ class TokenRequest:
     """Owner of the KV blocks; empty for the default tenant."""
     cache_salt: str = ""
     """Requests of the tenant with unequal salts share no KV; empty for the tenant's own cache."""
+    adapter: AdapterId | None = None
+    """Version of the adapter to compute with."""
     priority: int = 0
     """Class of the request; lower numbers come first, where workers schedule by priority."""
     arrived: float = 0.0
@@ -43,8 +45,8 @@ class TokenRequest:
 
     @property
     def scope(self) -> str:
-        """Scope of the names of its KV blocks: tenant and salt."""
-        return cache_scope(self.tenant, self.cache_salt)
+        """Scope of the names of its KV blocks: tenant, salt and adapter."""
+        return cache_scope(self.tenant, self.cache_salt, self.adapter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,15 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.load import WorkerLoad
+from kvferry.engine.adapters.adapter_store import AdapterInfo
 from kvferry.kv.handoff.offers import OfferState
 from kvferry.kv.tiers.stack import TierStack
 from kvferry.rpc.access.call_keys import MAX_NONCE_BYTES, CallVerifier
 from kvferry.rpc.access.guard import token_of
 from kvferry.rpc.calls import OpenCalls
-from kvferry.rpc.wire import load_to_wire
-from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
+from kvferry.rpc.wire import adapter_to_wire, load_to_wire
+from kvferry.v1 import common_pb2, worker_admin_pb2, worker_admin_pb2_grpc
+from kvferry.workers.adapter_folder import AdapterFolder
 from kvferry.workers.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 
@@ -35,6 +37,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         calls: OpenCalls,
         verifier: CallVerifier,
         tiers: TierStack | None = None,
+        adapters: AdapterFolder | None = None,
         *,
         on_drain: Callable[[], Awaitable[None]],
     ) -> None:
@@ -42,6 +45,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         Args:
             calls: counter of calls in flight to the request server, without those to the admin server.
             verifier: verifier of the admin server, which proves to callers that this worker has the pool's secret.
+            adapters: loads adapters while serving; `None` refuses it.
             on_drain: called once when draining begins.
         """
         self._on_drain = on_drain
@@ -51,6 +55,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         self._desk = desk
         self._calls = calls
         self._verifier = verifier
+        self._adapters = adapters
 
     async def Status(
         self, request: worker_admin_pb2.StatusRequest, context: Context
@@ -83,6 +88,12 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             tiers=self._tier_statuses(),
             family=own.layout.family,
             max_sequences=own.max_sequences,
+            adapters=[_adapter(info) for info in own.loop.adapters if info.retired_until is None],
+            retired_adapters=[
+                _adapter(info)
+                for info in own.loop.adapters
+                if info.retired_until is not None and own.clock.monotonic() < info.retired_until
+            ],
         )
 
     async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Context) -> worker_admin_pb2.DrainResponse:
@@ -98,6 +109,23 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
     ) -> worker_admin_pb2.ResetPrefixCacheResponse:
         count = await self._context.loop.reset_prefix_cache()
         return worker_admin_pb2.ResetPrefixCacheResponse(num_blocks=count)
+
+    async def LoadAdapter(
+        self, request: worker_admin_pb2.LoadAdapterRequest, context: Context
+    ) -> worker_admin_pb2.AdapterResponse:
+        adapter = await self._loader().load(request.name, request.path)
+        return worker_admin_pb2.AdapterResponse(adapter=adapter_to_wire(adapter))
+
+    async def UnloadAdapter(
+        self, request: worker_admin_pb2.UnloadAdapterRequest, context: Context
+    ) -> worker_admin_pb2.AdapterResponse:
+        adapter = await self._loader().unload(request.name)
+        return worker_admin_pb2.AdapterResponse(adapter=adapter_to_wire(adapter))
+
+    def _loader(self) -> AdapterFolder:
+        if self._adapters is None:
+            raise InvalidRequest("this worker computes no adapters", field="lora_name")
+        return self._adapters
 
     async def drain(self, timeout_seconds: float) -> bool:
         """Reject new requests and wait for running requests and offers; return whether they ended in time."""
@@ -149,3 +177,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             for tier in self._tiers.tiers
             for stats in [self._tiers.stats[tier.name]]
         ]
+
+
+def _adapter(info: AdapterInfo) -> common_pb2.Adapter:
+    return common_pb2.Adapter(name=info.adapter.name, digest=info.adapter.digest, rank=info.rank)

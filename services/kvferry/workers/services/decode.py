@@ -112,6 +112,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 num_generated=request.num_generated,
                 sample_index=request.sample_index,
                 tenant=request.tenant,
+                adapter=wire.adapter_from_wire(request),
                 priority=wire.check_priority(request.priority),
                 deadline=self._context.deadline_in(context.time_remaining()),
                 keeps=request.want_cached_ticket,

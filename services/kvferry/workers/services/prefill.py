@@ -62,6 +62,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 num_generated=request.num_generated,
                 sample_index=request.sample_index,
                 tenant=request.tenant,
+                adapter=wire.adapter_from_wire(request),
                 priority=wire.check_priority(request.priority),
                 deadline=self._context.deadline_in(context.time_remaining()),
                 exports=True,

@@ -1,0 +1,56 @@
+"""Checks of the settings of adapters, before any file is read."""
+
+from kvferry.core.errors import UsageError, shortened
+from kvferry.core.ids import MAX_ADAPTER_NAME_CHARS
+from kvferry.engine.adapters.adapter_slots import MAX_SLOTS
+from kvferry.engine.adapters.adapter_store import MAX_ADAPTERS
+from kvferry.engine.settings import EngineSettings
+from kvferry.model.adapters.adapter_config import MAX_RANK
+
+_MAX_BYTES = 1 << 50
+
+
+def check_adapter_settings(settings: EngineSettings, model: str) -> None:
+    """Check the settings of adapters.
+
+    Args:
+        settings: the settings.
+        model: name of the model.
+
+    Raises:
+        UsageError: two adapters have one name, or a name or a number is not valid.
+    """
+    for field, value, least, most in (
+        ("max_adapter_rank", settings.max_adapter_rank, 1, MAX_RANK),
+        ("adapter_slots", settings.adapter_slots, 0, MAX_SLOTS),
+        ("adapter_bytes", settings.adapter_bytes, 0, _MAX_BYTES),
+    ):
+        if not least <= value <= most:
+            raise UsageError(f"{field} is {value}; use {least} to {most}", field=field)
+    if settings.adapters and not settings.adapter_slots:
+        raise UsageError("adapters need slots; set adapter_slots to at least 1", field="adapter_slots")
+    if len(settings.adapters) > MAX_ADAPTERS:
+        raise UsageError(
+            f"{len(settings.adapters)} adapters are given; at most {MAX_ADAPTERS} are accepted", field="adapter"
+        )
+    names = [name for name, _ in settings.adapters]
+    for name in names:
+        check_adapter_name(name, model)
+        if names.count(name) > 1:
+            raise UsageError(f"two adapters are called {name!r}; give each its own name", field="adapter")
+
+
+def check_adapter_name(name: str, model: str) -> None:
+    """Check the name of an adapter, which requests give as their model.
+
+    Raises:
+        UsageError: the name is empty, too long, not printable, or that of the model.
+    """
+    if not name or len(name) > MAX_ADAPTER_NAME_CHARS or not name.isprintable():
+        raise UsageError(
+            f"the adapter's name {shortened(name)!r} is not valid; use 1 to {MAX_ADAPTER_NAME_CHARS} printable "
+            "characters",
+            field="lora_name",
+        )
+    if name == model:
+        raise UsageError(f"the adapter's name {name!r} is that of the model; choose another one", field="lora_name")

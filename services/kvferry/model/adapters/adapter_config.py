@@ -1,0 +1,150 @@
+"""Reads adapter_config.json of a PEFT folder: rank, alpha and their patterns; refuses what is not plain LoRA.
+
+    y = W x + scale B A x        scale = alpha / rank, or alpha / sqrt(rank) with rsLoRA
+
+(Hu et al., LoRA, 2021, section 4.1; Kalajdzievski, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA,
+2023.)
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.core.errors import ModelFileError
+from kvferry.model.families.config_fields import Json
+
+MAX_RANK = 256
+"""Largest rank of an adapter."""
+_MAX_PATTERNS = 4096
+_MODULE = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+"""A key of a pattern: the end of a module's name. PEFT also takes regular expressions, whose time is not bounded."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Initializations that change the weights of the base model, for which the tensors alone are not the adapter."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+        "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
+        "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules",
+        "task_type",
+    }
+)  # fmt: skip
+"""Fields that say how the adapter was trained or found, and do not change how it is computed; the tensors say which
+modules it updates."""
+_REFUSED = {
+    "use_dora": "DoRA scales the columns of the merged weights; train without use_dora, or merge the adapter",
+    "modules_to_save": "whole modules replace those of the model; train without modules_to_save",
+    "trainable_token_indices": "rows of the embedding replace those of the model; train linear layers only",
+    "lora_bias": "biases are not updated; train with lora_bias=False",
+    "fan_in_fan_out": "weights are expected as [out, in]; convert the adapter to a model with linear layers",
+    "layer_replication": "it changes the number of layers; merge the adapter and serve it as a model",
+    "target_parameters": "only linear layers are updated; train with target_modules",
+    "use_qalora": "inputs are pooled before the update; train without use_qalora",
+    "alora_invocation_tokens": "the adapter begins in the middle of a prompt; train without alora_invocation_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """How the updates of an adapter are scaled."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    """Whether alpha is divided by the square root of the rank (rsLoRA) instead of by the rank."""
+    ranks: Mapping[str, int]
+    """Other ranks, by the end of a module's name."""
+    alphas: Mapping[str, float]
+    """Other values of alpha, by the end of a module's name."""
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's update."""
+        return next((rank for end, rank in self.ranks.items() if _ends(module, end)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's update."""
+        alpha = next((alpha for end, alpha in self.alphas.items() if _ends(module, end)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+
+def read_adapter_config(raw: Json, where: Path) -> AdapterConfig:
+    """Check the content of an adapter_config.json.
+
+    Args:
+        raw: the content.
+        where: the file, for messages.
+
+    Raises:
+        ModelFileError: the adapter is not plain LoRA, or a field is missing or out of range; `field` has its name.
+    """
+
+    def refused(field: str, why: str) -> ModelFileError:
+        return ModelFileError(f"{where}: {field} is {repr(raw.get(field))[:80]}; {why}", field=field)
+
+    if raw.get("peft_type") != "LORA":
+        raise refused("peft_type", "only LORA is supported; train a LoRA adapter")
+    for field, why in _REFUSED.items():
+        if raw.get(field):
+            raise refused(field, why)
+    if raw.get("bias", "none") != "none":
+        raise refused("bias", "biases are not updated; train with bias='none'")
+    start = raw.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        raise refused("init_lora_weights", "it changes the model's own weights; convert the adapter to plain LoRA")
+    known = {"peft_type", "bias", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+    for field, value in raw.items():
+        if field not in known and field not in _WITHOUT_EFFECT and field not in _REFUSED and value:
+            raise refused(field[:80], "this field is not known, and may change the result; remove it if it does not")
+    is_rank_stabilized = raw.get("use_rslora", False)
+    if not isinstance(is_rank_stabilized, bool):
+        raise refused("use_rslora", "true or false is expected")
+    return AdapterConfig(
+        rank=_rank(raw.get("r"), where, "r"),
+        alpha=_alpha(raw.get("lora_alpha"), where, "lora_alpha"),
+        is_rank_stabilized=is_rank_stabilized,
+        ranks={end: _rank(value, where, "rank_pattern") for end, value in _pattern(raw, where, "rank_pattern")},
+        alphas={end: _alpha(value, where, "alpha_pattern") for end, value in _pattern(raw, where, "alpha_pattern")},
+    )
+
+
+def _ends(module: str, end: str) -> bool:
+    return module == end or module.endswith("." + end)
+
+
+def _pattern(raw: Json, where: Path, field: str) -> list[tuple[str, object]]:
+    value = raw.get(field) or {}
+    if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
+        raise ModelFileError(
+            f"{where}: {field} is not an object of at most {_MAX_PATTERNS} modules; correct it", field=field
+        )
+    for end in value:
+        if not _MODULE.fullmatch(end):
+            raise ModelFileError(
+                f"{where}: {field} has the key {end[:80]!r}; only names of modules are supported, without regular "
+                "expressions. Name the modules",
+                field=field,
+            )
+    return list(value.items())
+
+
+def _rank(value: object, where: Path, field: str) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise ModelFileError(
+            f"{where}: {field} has rank {repr(value)[:80]}; a rank is a whole number from 1 to {MAX_RANK}. Train with a"
+            " smaller rank",
+            field=field,
+        )
+    return value
+
+
+def _alpha(value: object, where: Path, field: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or abs(value) > 1e6:  # type: ignore[arg-type]
+        raise ModelFileError(
+            f"{where}: {field} has {repr(value)[:80]}; a finite number of at most a million is expected. Correct it",
+            field=field,
+        )
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,0 +1,113 @@
+"""Reads a .safetensors file: the table of its tensors, and their values.
+
+A file is [ header bytes u64 LE ][ JSON ][ data ]; the JSON has each tensor's type, shape and range [begin, end) in the
+data. The header is checked completely before data is used. The file is memory-mapped.
+"""
+
+import json
+import math
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import ModelFileError
+from kvferry.model.files.regular_file import map_file
+from kvferry.model.tensors import Shape
+
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+MAX_HEADER_BYTES = 100 << 20
+"""Largest header that the format allows."""
+_MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a mapped file."""
+
+    data: mmap.mmap
+    dtype: str
+    shape: Shape
+    start: int
+    """Offset of the tensor's first byte in the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        return math.prod(self.shape) * _BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the values of one index of the first dimension."""
+        return math.prod(self.shape[1:]) * _BYTES[self.dtype]
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """Read the values as float32; a read-only view of the file if they are stored as F32."""
+        count = math.prod(self.shape)
+        if self.dtype == "BF16":
+            halves = np.frombuffer(self.data, dtype="<u2", count=count, offset=self.start)
+            return (halves.astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
+        kind = "<f4" if self.dtype == "F32" else "<f2"
+        values = np.frombuffer(self.data, dtype=kind, count=count, offset=self.start).reshape(self.shape)
+        return values.astype(np.float32, copy=False)
+
+
+def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, StoredTensor]:
+    """Map a file and check its tensor table.
+
+    Args:
+        path: the file.
+        max_header_bytes: largest header; its JSON is parsed as a whole.
+
+    Raises:
+        ModelFileError: lengths, types, shapes or ranges are inconsistent.
+    """
+    data = map_file(path)
+
+    def damaged(what: str) -> ModelFileError:
+        return ModelFileError(f"{path} ({len(data)} bytes) is not a usable safetensors file: {what}. Download it again")
+
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or not 2 <= length <= min(max_header_bytes, len(data) - 8):
+        raise damaged(f"a header of {length} bytes")
+    try:
+        table = json.loads(data[8 : 8 + length])
+    except (ValueError, RecursionError) as error:
+        raise damaged("its header is not JSON") from error
+    if not isinstance(table, dict):
+        raise damaged("its header is not an object")
+    table.pop("__metadata__", None)
+    tensors: dict[str, StoredTensor] = {}
+    end = 0
+    entries = [(name, *_entry(name, entry, damaged)) for name, entry in table.items()]
+    for name, dtype, shape, begin, stop in sorted(entries, key=lambda e: (e[3], e[4])):
+        if begin != end:
+            raise damaged(f"tensor {name!r} begins at {begin}, where {end} is expected (a hole or an overlap)")
+        end = stop
+        tensors[name] = StoredTensor(data, dtype, shape, 8 + length + begin)
+    if 8 + length + end != len(data):
+        raise damaged(f"its tensors end at byte {8 + length + end}")
+    return tensors
+
+
+def _entry(name: str, entry: object, damaged: Callable[[str], ModelFileError]) -> tuple[str, Shape, int, int]:
+    if not isinstance(entry, dict):
+        raise damaged(f"tensor {name!r} is not described by an object")
+    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _BYTES:
+        raise damaged(f"tensor {name!r} has type {dtype!r}; supported are {', '.join(_BYTES)}")
+    if isinstance(shape, list) and len(shape) > _MAX_DIMENSIONS:
+        raise damaged(f"tensor {name!r} has {len(shape)} dimensions")
+    if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:
+        raise damaged(f"tensor {name!r} has shape {shape!r} and range {span!r}")
+    if math.prod(shape) * _BYTES[dtype] != span[1] - span[0]:
+        raise damaged(f"tensor {name!r} of shape {shape} and type {dtype} does not fill {span}")
+    return dtype, tuple(shape), span[0], span[1]
+
+
+def _are_sizes(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 60 for item in value)

@@ -1,0 +1,82 @@
+"""Loading and removing of adapters while a worker serves: only from folders below one that its operator configured."""
+
+import asyncio
+from pathlib import Path
+
+from kvferry.core.errors import Forbidden, InvalidRequest, ModelFileError, UsageError, shortened
+from kvferry.core.ids import AdapterId
+from kvferry.engine.adapters.adapter_settings import check_adapter_name
+from kvferry.engine.build import LoadedModel, load_adapter
+from kvferry.engine.engine_loop import EngineLoop
+
+_MAX_PATH_CHARS = 4096
+
+
+class AdapterFolder:
+    """Loads adapters into one engine. Used on the event loop's thread; folders are read on another one, one at a
+    time."""
+
+    def __init__(self, model: LoadedModel, loop: EngineLoop, folder: str) -> None:
+        """
+        Args:
+            model: the model that the adapters update.
+            loop: the engine's loop.
+            folder: the folder below which adapters are; empty refuses all.
+        """
+        self._model = model
+        self._loop = loop
+        self._folder = folder
+        self._turn = asyncio.Lock()
+
+    async def load(self, name: str, path: str) -> AdapterId:
+        """Load an adapter, or replace the one of its name, and return its version.
+
+        Raises:
+            InvalidRequest: the name is not valid, or the folder is missing or damaged or does not fit the model.
+            Forbidden: the path is not below the configured folder, or none is configured.
+            Unavailable: the engine has stopped.
+        """
+        async with self._turn:
+            try:
+                check_adapter_name(name, self._model.config.name)
+                where = await asyncio.to_thread(self._resolved, path)
+                loaded = await asyncio.to_thread(load_adapter, self._model, where)
+            except (ModelFileError, UsageError) as error:
+                raise InvalidRequest(
+                    error.message, field=error.field or "lora_path", reason="ADAPTER_INVALID"
+                ) from error
+            return await self._loop.change_adapter(name, loaded)
+
+    async def unload(self, name: str) -> AdapterId:
+        """Remove an adapter and return its version.
+
+        Raises:
+            UnknownModel: no adapter has this name.
+            Unavailable: the engine has stopped.
+        """
+        async with self._turn:
+            return await self._loop.change_adapter(name, None)
+
+    def _resolved(self, path: str) -> Path:
+        """Return the folder that a path names, with links followed."""
+        if not self._folder:
+            raise Forbidden(
+                "adapters are not loaded at run time by this worker; start it with --adapter-folder", field="lora_path"
+            )
+        if not path or len(path) > _MAX_PATH_CHARS or "\x00" in path:
+            raise InvalidRequest(
+                f"lora_path is not a path of 1 to {_MAX_PATH_CHARS} characters; name a folder", field="lora_path"
+            )
+        root = Path(self._folder).resolve()
+        try:
+            found = (root / path).resolve()
+        except (OSError, RuntimeError) as error:  # a loop of links
+            raise InvalidRequest(
+                f"lora_path {shortened(path)!r} cannot be followed: {error}; name a folder", field="lora_path"
+            ) from error
+        if found == root or not found.is_relative_to(root):
+            raise Forbidden(
+                f"lora_path {shortened(path)!r} is not below the worker's folder of adapters; name a folder in it",
+                field="lora_path",
+            )
+        return found
