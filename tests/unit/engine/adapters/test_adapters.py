@@ -270,3 +270,15 @@ def test_names_are_checked(folders: dict[str, str]) -> None:
             an_llm({name: folders["a1"]})
     with pytest.raises(UnknownModel, match="'a9' is not served here"):
         an_llm(folders).generate(PROMPTS[:1], GREEDY, model="a9")
+
+
+def test_drafts_change_no_token_of_requests_with_adapters(folders: dict[str, str]) -> None:
+    repetitive = [[5, 6, 7, 8 + row] * 4 for row in range(8)]
+    names = [f"a{row}" if row % 3 else "" for row in range(8)]
+    longer = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    expected = [out.token_ids for out in an_llm(folders).generate(repetitive, longer, model=names)]
+    llm = an_llm(folders, speculation="ngram?k=4&min=1")
+    assert [out.token_ids for out in llm.generate(repetitive, longer, model=names)] == expected
+    assert llm.engine.speculation is not None
+    assert llm.engine.speculation.counts.num_accepted_tokens > 0
+    assert llm.engine.is_idle

@@ -341,6 +341,29 @@ async def test_a_model_that_a_tenant_may_not_use_does_not_exist_for_it(tenants):
         assert (await edge.post(key="key-of-b")).status_code == 200
 
 
+async def test_an_adapter_is_a_model_of_its_own_for_the_access_of_tenants(tenants):
+    path = tenants(tenant("a", 'models = ["poems"]') + tenant("b", 'models = ["bytes"]'))
+    async with an_edge(room=100, tenants_file=path, api_key="key-of-a") as edge:
+        edge.go.set()
+        for worker in edge.scripted.workers.all:
+            worker.adapters["poems"] = b"d" * 32
+        listed = {"authorization": "Bearer key-of-a"}
+
+        async def names() -> list[str]:
+            return [model["id"] for model in (await edge.http.get("/v1/models", headers=listed)).json()["data"]]
+
+        while await names() != ["poems"]:  # the adapter is known with the next status of the workers
+            await edge.scripted.gateway.fleet.next_change()
+        for key, model, status in (
+            ("key-of-a", "poems", 200), ("key-of-a", "bytes", 404),
+            ("key-of-b", "poems", 404), ("key-of-b", "bytes", 200),
+        ):  # fmt: skip
+            assert (await edge.post(key=key, **body(model=model))).status_code == status, (key, model)
+        assert (await edge.grpc.complete("hi", _SHORT, model="poems"))[0].token_ids
+        with pytest.raises(UnknownModel, match="no access"):
+            await edge.grpc.complete("hi", _SHORT, model="bytes")
+
+
 async def test_a_priority_outside_of_the_range_is_403_and_the_default_is_moved_into_it(tenants):
     path = tenants(tenant("a", "priority = [2, 10]"))
     async with an_edge(room=100, tenants_file=path, api_key="key-of-a") as edge:
