@@ -53,10 +53,10 @@ class History:
     _readings: deque[tuple[float, Totals]] = field(default_factory=lambda: deque(maxlen=_WINDOW_READINGS))
 
     def add(self, now: float, totals: Totals) -> None:
-        """Add a reading, taken at `now` (monotonic seconds). The first one makes no point."""
+        """Add a reading, taken at `now` (monotonic seconds). The first one makes no point. A reading less than half an
+        interval after the last one is left out: rates over a very short time say nothing."""
         if self._readings:
-            last = self._readings[-1][0]
-            if now <= last:
+            if now - self._readings[-1][0] < INTERVAL_SECONDS / 2:
                 return
             while len(self._readings) > 1 and now - self._readings[0][0] > WINDOW_SECONDS + INTERVAL_SECONDS:
                 self._readings.popleft()  # after a pause of the process
