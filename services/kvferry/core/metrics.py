@@ -56,6 +56,17 @@ GATEWAY_PROMPT_TOKENS = Metric("kvferry_gateway_prompt_tokens_total", Kind.COUNT
 GATEWAY_CACHED_TOKENS = Metric(
     "kvferry_gateway_cached_tokens_total", Kind.COUNTER, "Prompt tokens served from a prefix cache."
 )
+GATEWAY_PROMPT_SOURCES = Metric(
+    "kvferry_gateway_prompt_source_tokens_total",
+    Kind.COUNTER,
+    "Tokens of computed prompts by the source of their KV (computed, cached, peer, tier).",
+    ("source",),
+)
+GATEWAY_HANDOFF_TOKENS = Metric(
+    "kvferry_gateway_handoff_tokens_total",
+    Kind.COUNTER,
+    "Prompt tokens whose KV decode workers fetched from prefill workers.",
+)
 GATEWAY_OUTPUT_TOKENS = Metric("kvferry_gateway_output_tokens_total", Kind.COUNTER, "Tokens generated.")
 GATEWAY_FIRST_TOKEN_SECONDS = Metric(
     "kvferry_gateway_time_to_first_token_seconds",

@@ -14,6 +14,7 @@ from kvferry.gateway.cache_feeds.cache_feeds import CacheFeeds
 from kvferry.gateway.cache_feeds.map_metrics import CacheMapCollector
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import DispatchConfig, FlowConfig, GatewayConfig
+from kvferry.gateway.dashboard.history import INTERVAL_SECONDS, History
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
 from kvferry.gateway.fleet.adapter_changes import AdapterChanges
 from kvferry.gateway.fleet.cache_reset import CacheReset
@@ -77,7 +78,9 @@ class Gateway:
         self._certificate = None if config.tls is None else Certificate(*config.tls)
         self._draining = False
         self._incarnation = new_incarnation()
+        self._clock = clock
         self.instruments = Instruments()
+        self._history = History()
         self.fleet = Fleet(config.fleet, model.name, keys)
         FleetCollector(self.fleet, model.name, self.instruments.registry)
         self.membership = Membership(self.fleet, None if pool is None else EndpointSlices(pool, clock))
@@ -134,6 +137,7 @@ class Gateway:
             CacheReset(self.fleet, self.dispatcher.turns.clear).run,
             adapters.load,
             adapters.unload,
+            self._overview,
         )
 
     @classmethod
@@ -195,6 +199,7 @@ class Gateway:
         gateway._following = [
             asyncio.create_task(gateway.membership.run(), name="membership"),
             asyncio.create_task(gateway.cache_feeds.run(), name="cache feeds"),
+            asyncio.create_task(gateway._follow_totals(), name="history"),
         ]
         if gateway._waker is not None:
             gateway._following.append(asyncio.create_task(gateway._waker.run(), name="waker"))
@@ -270,6 +275,15 @@ class Gateway:
             cache_map=self.cache_map,
             flow=self.gate.report(),
         )
+
+    def _overview(self) -> Mapping[str, object]:
+        return self._history.overview(self._clock.monotonic(), self.instruments.totals())
+
+    async def _follow_totals(self) -> None:
+        """Add a reading of the instruments to the history at regular intervals, until cancelled."""
+        while True:
+            self._history.add(self._clock.monotonic(), self.instruments.totals())
+            await asyncio.sleep(INTERVAL_SECONDS)
 
     async def _follow_tenants(self) -> None:
         """Read the tenants file again whenever it changes, until cancelled."""

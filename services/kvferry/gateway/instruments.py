@@ -6,9 +6,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvferry.core import metrics
 from kvferry.core.metrics import Metric
+from kvferry.gateway.dashboard.history import Totals
+from kvferry.gateway.dashboard.quantiles import Buckets
+from kvferry.gateway.lifecycle.obligations import State
+from kvferry.gateway.lifecycle.prompt_sources import prompt_sources
 from kvferry.gateway.routing.replica_choice import CachedPrefix
 from kvferry.rpc.text.text_stream import Usage
 from kvferry.rpc.text.token_source import Timing
+
+SOURCES = ("computed", "cached", "peer", "tier")
+"""Sources of the KV of prompt tokens, as in `PromptSources`."""
 
 
 class Instruments:
@@ -32,6 +39,8 @@ class Instruments:
         self.underpredicted_tokens = self._counter(metrics.GATEWAY_CACHE_UNDERPREDICTED)
         self.prompt_tokens = self._counter(metrics.GATEWAY_PROMPT_TOKENS)
         self.cached_tokens = self._counter(metrics.GATEWAY_CACHED_TOKENS)
+        self.prompt_source_tokens = self._counter(metrics.GATEWAY_PROMPT_SOURCES)
+        self.handoff_tokens = self._counter(metrics.GATEWAY_HANDOFF_TOKENS)
         self.output_tokens = self._counter(metrics.GATEWAY_OUTPUT_TOKENS)
         self.first_token_seconds = self._histogram(metrics.GATEWAY_FIRST_TOKEN_SECONDS)
         self.token_gap_seconds = self._histogram(metrics.GATEWAY_INTER_TOKEN_SECONDS)
@@ -48,6 +57,11 @@ class Instruments:
         self.prompt_tokens.inc(usage.prompt_tokens)
         self.cached_tokens.inc(usage.cached_tokens)
         self.output_tokens.inc(usage.output_tokens)
+        if usage.output_tokens or outcome == State.DONE:
+            sources = prompt_sources(usage.prompt_tokens, usage.cached_tokens, timing)
+            for source in SOURCES:
+                self.prompt_source_tokens.labels(source).inc(getattr(sources, source))
+            self.handoff_tokens.inc(sources.handed_off)
         self.stream_seconds.observe(timing.total_seconds)
         for report in timing.kv:
             self.kv_decisions.labels(report.source, "load" if report.num_chosen else "compute").inc()
@@ -76,6 +90,18 @@ class Instruments:
                 counts[outcome] = counts.get(outcome, 0) + n
         return counts
 
+    def totals(self) -> Totals:
+        """Return a reading of the histograms and counters that the dashboard shows over time."""
+        sources = {labels["source"]: n for labels, n in _totals(self.prompt_source_tokens)}
+        return Totals(
+            first_token=_buckets(self.first_token_seconds),
+            token_gap=_buckets(self.token_gap_seconds),
+            output_tokens=_total(self.output_tokens),
+            streams={labels["outcome"]: n for labels, n in _totals(self.streams)},
+            sources={source: sources.get(source, 0) for source in SOURCES},
+            handoff_tokens=_total(self.handoff_tokens),
+        )
+
     def _counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 
@@ -91,3 +117,14 @@ def _totals(counter: Counter) -> Iterator[tuple[Mapping[str, str], int]]:
         for sample in family.samples:
             if sample.name.endswith("_total"):
                 yield sample.labels, int(sample.value)
+
+
+def _total(counter: Counter) -> int:
+    """Return the value of a counter without labels."""
+    return sum(n for _, n in _totals(counter))
+
+
+def _buckets(histogram: Histogram) -> Buckets:
+    """Return a reading of a histogram without labels."""
+    samples = [sample for family in histogram.collect() for sample in family.samples if sample.name.endswith("_bucket")]
+    return Buckets(tuple(float(s.labels["le"]) for s in samples), tuple(s.value for s in samples))

@@ -5,13 +5,20 @@ its own requests; entries contain neither text nor tokens.
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
+from typing import Any
 
 from kvferry.core.ids import RequestId
+from kvferry.gateway.dashboard.phases import Phase, phases
 from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.rpc.text.token_source import Timing
 
 _MAX_REQUESTS = 1024
 _MAX_SAMPLES = 16
+MAX_LISTED = 200
+"""Maximum number of requests in a list."""
 
 
 class Journal:
@@ -37,6 +44,7 @@ class Journal:
                     "cached_tokens": run.num_cached_tokens,
                     "routes": [asdict(note) for note in run.routes],
                     "timing": asdict(run.timing),
+                    "phases": [asdict(phase) for phase in _phases(run.timing)],
                 }
             )
         if len(self._entries) > _MAX_REQUESTS:
@@ -50,3 +58,35 @@ class Journal:
     def find_any(self, request_id: RequestId) -> list[tuple[str, list[dict[str, object]]]]:
         """Return (tenant, ended samples) for each tenant that used this request id; for operators."""
         return [(tenant, samples) for (tenant, found), samples in self._entries.items() if found == request_id]
+
+    def recent(self, limit: int) -> list[dict[str, object]]:
+        """Return the requests with the newest ended samples, newest first, at most `limit` and `MAX_LISTED`; for
+        operators. `find_any` has the details of each."""
+        newest = islice(reversed(self._entries.items()), max(0, min(limit, MAX_LISTED)))
+        return [_summary(tenant, request_id, samples) for (tenant, request_id), samples in newest]
+
+
+def _phases(timing: Timing) -> list[Phase]:
+    return phases(
+        queue=timing.queue_seconds,
+        prefill=timing.prefill_seconds,
+        first_token=timing.first_token_seconds,
+        handoff=timing.handoff_seconds,
+        total=timing.total_seconds,
+    )
+
+
+def _summary(tenant: str, request_id: RequestId, samples: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Return the entry of a request in a list: sums over its samples, the slowest sample's timing."""
+    bad = [sample["outcome"] for sample in samples if sample["outcome"] != "done"]
+    return {
+        "request_id": request_id,
+        "tenant": tenant,
+        "outcome": bad[0] if bad else "done",
+        "num_samples": len(samples),
+        "prompt_tokens": samples[0]["prompt_tokens"],
+        "cached_tokens": samples[0]["cached_tokens"],
+        "output_tokens": sum(sample["output_tokens"] for sample in samples),
+        "first_token_seconds": max(sample["timing"]["first_token_seconds"] for sample in samples),
+        "total_seconds": max(sample["timing"]["total_seconds"] for sample in samples),
+    }

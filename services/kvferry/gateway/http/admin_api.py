@@ -1,4 +1,7 @@
-"""The admin HTTP API: metrics, fleet, ended requests. For operators; bound to loopback unless configured otherwise."""
+"""The admin HTTP API: dashboard, metrics, fleet, ended requests.
+
+For operators; bound to loopback unless configured otherwise.
+"""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,21 +18,29 @@ from starlette.types import ASGIApp
 
 from kvferry.core.errors import InvalidRequest, KvferryError, shortened
 from kvferry.core.ids import RequestId
-from kvferry.gateway.dispatch.journal import Journal
+from kvferry.gateway.dispatch.journal import MAX_LISTED, Journal
 from kvferry.gateway.http import openai_reply
 from kvferry.gateway.http.client_api import NoSuchRoute, error_response
+from kvferry.gateway.http.page_files import PageFiles
 
 _JSON = "application/json"
 _MAX_BODY_BYTES = 64 << 10
 _PATHS = (
+    "/",
     "/metrics",
     "/fleet",
+    "/debug/overview",
+    "/debug/requests",
     "/debug/requests/{id}",
     "POST /reset_prefix_cache",
     "POST /v1/load_lora_adapter",
     "POST /v1/unload_lora_adapter",
     "/health",
 )
+_DEFAULT_LISTED = 50
+"""Number of requests in a list without `limit`."""
+_PRIVATE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+"""Headers of answers that change from second to second and name tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +57,17 @@ class AdminApi:
     """Loads an adapter, given its name and path, on all workers; returns its digest by worker address."""
     unload_adapter: Callable[[str], Awaitable[Mapping[str, str]]]
     """Removes an adapter, given its name, from all workers; returns the digest that it had by worker address."""
+    overview: Callable[[], Mapping[str, object]]
+    """Function that returns the body of `GET /debug/overview`."""
 
     def app(self) -> ASGIApp:
         """Create the ASGI application of the admin API."""
+        page = PageFiles.load()
         routes = [
+            Route("/", page.index, methods=["GET"]),
+            Route("/page/{name}", page.file, methods=["GET"]),
+            Route("/debug/overview", self._overview, methods=["GET"]),
+            Route("/debug/requests", self._requests, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/fleet", self._fleet, methods=["GET"]),
             Route("/debug/requests/{request_id}", self._request, methods=["GET"]),
@@ -64,7 +82,19 @@ class AdminApi:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _fleet(self, _request: Request) -> Response:
-        return Response(openai_reply.encode(self.report()), media_type=_JSON)
+        return Response(openai_reply.encode(self.report()), headers=_PRIVATE, media_type=_JSON)
+
+    async def _overview(self, _request: Request) -> Response:
+        return Response(openai_reply.encode(self.overview()), headers=_PRIVATE, media_type=_JSON)
+
+    async def _requests(self, request: Request) -> Response:
+        given = request.query_params.get("limit", str(_DEFAULT_LISTED))
+        if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_LISTED):
+            return error_response(
+                InvalidRequest(f"limit is {shortened(given)!r}; give a number from 1 to {MAX_LISTED}", field="limit")
+            )
+        body = {"requests": self.journal.recent(int(given))}
+        return Response(openai_reply.encode(body), headers=_PRIVATE, media_type=_JSON)
 
     async def _request(self, request: Request) -> Response:
         request_id = RequestId(request.path_params["request_id"])
@@ -79,7 +109,7 @@ class AdminApi:
                 )
             )
         body = {"request_id": request_id, "tenants": [{"tenant": name, "samples": samples} for name, samples in found]}
-        return Response(openai_reply.encode(body), media_type=_JSON)
+        return Response(openai_reply.encode(body), headers=_PRIVATE, media_type=_JSON)
 
     async def _reset_prefix_cache(self, _request: Request) -> Response:
         try:

@@ -1,0 +1,144 @@
+"""The dashboard of a real stack in a real browser."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from harness.servers.chromium import BINARY, Chromium, chromium
+from harness.servers.processes import running
+
+SECONDS = 120.0
+ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "error")
+ENGINE = ("--model", "tiny", "--dtype", "float32", "--kv-memory", "16MiB", "--load-policy", "always")
+SEQUENCES = ("--max-sequences", "2")
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not BINARY.exists(), reason=f"needs {BINARY}: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    file = tmp_path_factory.mktemp("tenants") / "tenants.toml"
+    hashing = [sys.executable, "-m", "kvferry.cli.main", "key", "hash"]
+    done = subprocess.run(
+        hashing, input="key-of-the-tenant-alice\n", capture_output=True, text=True, check=True, timeout=SECONDS
+    )
+    file.write_text(f'[tenants.alice]\nkeys = ["{done.stdout.strip()}"]\n')
+    with running("up", *ENGINE, *SEQUENCES, "--tenants", str(file), "--json", *ADDRESSES) as process:
+        yield {**process.wait_for("ready"), "pid": process.process.pid}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    with chromium() as running_browser:
+        yield running_browser
+
+
+def ask(stack: dict[str, Any], request_id: str, tokens: int = 24) -> None:
+    headers = {"authorization": "Bearer key-of-the-tenant-alice", "x-request-id": request_id}
+    body = {"model": "tiny", "prompt": "Some words. " * 30, "max_tokens": tokens, "ignore_eos": True}
+    answer = httpx.post(f"http://{stack['http']}/v1/completions", json=body, headers=headers, timeout=SECONDS)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_shows_the_stack(stack, browser: Chromium, tmp_path: Path, width: int, is_dark: bool) -> None:
+    name = f"req-{width}-{is_dark}"
+    for number in range(3):
+        ask(stack, f"{name}-{number}", 40)
+    browser.errors.clear()
+    browser.look(width, 900, is_dark=is_dark)
+    browser.open(f"http://{stack['admin']}/")
+    browser.wait_for(f"document.querySelector('#requests')?.innerText.includes('{name}-2')")
+    browser.wait_for("document.querySelector('#status').innerText.startsWith('Last updated')")
+    text = browser.wait_for(
+        "document.querySelector('#replicas').innerText.includes('EXACT') && document.body.innerText"
+    )
+    for expected in ("accept requests", "ready", "alice", "Computed", "p95"):
+        assert expected in text, expected
+    browser.wait_for("document.querySelector('#first-token .line.main, #first-token .dot.main') !== null")
+    # By keyboard alone: the link of a request has the focus across updates and opens the request.
+    browser.evaluate(f"[...document.querySelectorAll('#requests a')].find(a => a.innerText === '{name}-1').focus()")
+    updated = browser.evaluate("document.querySelector('#status').innerText")
+    browser.wait_for(f"document.querySelector('#status').innerText !== {updated!r}")
+    assert browser.evaluate("document.activeElement.innerText") == f"{name}-1"
+    browser.press("Enter", 13)
+    phases = browser.wait_for("document.querySelector('#request .waterfall')?.getAttribute('aria-label')")
+    assert "Prefill" in phases
+    assert "Decode" in phases
+    assert "candidates" in browser.evaluate("document.querySelector('#request').innerText")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing is wider than the screen"
+    assert contrast(browser, "body") >= 7
+    assert contrast(browser, "#replicas .state") >= 4.5
+    shot = Path(os.environ.get("SHOTS", tmp_path)) / f"{width}-{'dark' if is_dark else 'light'}.png"
+    browser.screenshot(shot)
+    assert shot.stat().st_size > 10_000
+    assert browser.errors == []
+
+
+def contrast(browser: Chromium, selector: str) -> float:
+    """Return the contrast of the text of an element with the panel's background, as WCAG 2 defines it."""
+    text = browser.evaluate(f"getComputedStyle(document.querySelector({selector!r})).color")
+    back = browser.evaluate("getComputedStyle(document.querySelector('.panel')).backgroundColor")
+    light, dark = sorted((_luminance(text), _luminance(back)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    shares = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+    red, green, blue = (s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_a_queue_is_shown_by_priority_and_tenant(stack, browser: Chromium, tmp_path: Path) -> None:
+    browser.look(1280, 900, is_dark=False)
+    browser.open(f"http://{stack['admin']}/")
+    with ThreadPoolExecutor(60) as threads:
+        asked = [threads.submit(ask, stack, f"queued-{number}", 400) for number in range(60)]
+        text = browser.wait_for(
+            "document.querySelector('#queues tbody') !== null && document.querySelector('#queues').innerText"
+        )
+        assert "By priority" in text
+        assert "alice" in text
+        assert "sequences 2 of 2" in text
+        shot = Path(os.environ.get("SHOTS", tmp_path)) / "queue.png"
+        browser.screenshot(shot)
+        for one in asked:
+            one.result(SECONDS)
+    browser.wait_for("document.querySelector('#queues').innerText.includes('0 queued')")
+
+
+def test_markup_in_a_tenants_name_or_an_error_stays_text(stack, browser: Chromium) -> None:
+    browser.open(f"http://{stack['admin']}/")
+    markup = "<img src=x onerror=document.title=1>"
+    script = f"""import('/page/replicas.js').then(({{replicas}}) => {{
+      const load = {{running: 0, waiting: 0, loading: 0, blocks_total: 0, blocks_free: 0}};
+      const worker = {{worker_id: {markup!r}, role: {markup!r}, takes_work: false, why_not: {markup!r},
+        load, in_flight: 0, cache_map: {{state: 'blind', why: {markup!r}, blocks: 0}}}};
+      const place = document.createElement('div');
+      const source = {{state: 'stale', detail: {markup!r}}};
+      place.append(...replicas({{source, waking: {{detail: ''}}, workers: [worker]}}));
+      return [place.querySelectorAll('img').length, place.textContent.split('<img').length - 1];
+    }})"""
+    browser.wait_for("document.readyState === 'complete'")
+    assert browser.evaluate(script) == [0, 5]
+
+
+def test_a_gateway_that_has_gone_is_shown(stack, browser: Chromium) -> None:
+    browser.open(f"http://{stack['admin']}/")
+    browser.wait_for("document.querySelector('#status')?.innerText.startsWith('Last updated')")
+    os.kill(stack["pid"], signal.SIGTERM)
+    text = browser.wait_for("document.querySelector('#status.lost') && document.querySelector('#status').innerText")
+    assert text.startswith("Gateway not reachable")
+    assert "the data is of" in text
+    assert browser.evaluate("document.querySelector('#data').classList.contains('stale')")

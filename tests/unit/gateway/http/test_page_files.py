@@ -1,0 +1,143 @@
+"""The dashboard's files over HTTP, and the lists that it reads."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
+
+from kvferry.gateway.http.page_files import FOLDER, PageFiles
+
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+OUTSIDE = [
+    "/page/",
+    "/page/../quantiles.py",
+    "/../pyproject.toml",
+    "/page/%2e%2e%2fquantiles.py",
+    "/page/..%2f..%2fgateway.py",
+    "/page/....//quantiles.py",
+    "/page//etc/passwd",
+    "/page/app.js/",
+    "/page/app.js%00.html",
+    "/page/APP.js",
+    "/page/" + "a" * 5000,
+    "/index.html",
+]
+INDEX = (FOLDER / "index.html").read_text("utf-8")
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[ScriptedGateway]:
+    async with scripted_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(gateway: ScriptedGateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.admin_url, timeout=20) as opened:
+        yield opened
+
+
+async def test_the_page_and_its_files_are_served_under_a_strict_policy(client: httpx.AsyncClient) -> None:
+    kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    for path in ("/", *(f"/page/{name}" for name in NAMES)):
+        answer = await client.get(path)
+        assert answer.status_code == 200, path
+        suffix = "html" if path == "/" else path.rpartition(".")[2]
+        assert answer.headers["content-type"].partition(";")[0] == kinds[suffix]
+        policy = answer.headers["content-security-policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "style-src 'self'", "frame-ancestors 'none'"} <= set(policy)
+        assert "unsafe" not in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+async def test_an_unchanged_file_is_not_sent_again(client: httpx.AsyncClient) -> None:
+    first = await client.get("/page/app.js")
+    tag = first.headers["etag"]
+    for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
+        again = await client.get("/page/app.js", headers={"if-none-match": known})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+        assert "content-security-policy" in again.headers
+    changed = await client.get("/page/app.js", headers={"if-none-match": '"other"'})
+    assert changed.content == first.content
+    assert len({file.etag for file in PageFiles.load().files.values()}) == len(NAMES)
+
+
+async def test_nothing_beside_the_page_is_served(gateway: ScriptedGateway) -> None:
+    for path in OUTSIDE:
+        answer = await sent(gateway.gateway.listening.admin, path)
+        assert int(answer.split(b" ", 2)[1]) in (404, 307), (path, answer[:200])  # 307: to the path without its slash
+        assert len(answer) < 2000, path
+
+
+async def sent(address: str, path: str) -> bytes:
+    """Send a path as it is, which a client library would clean, and return the whole answer."""
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    return answer
+
+
+async def test_the_page_is_only_read(client: httpx.AsyncClient) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        for path in ("/", "/page/app.js", "/debug/overview", "/debug/requests"):
+            assert (await client.request(method, path)).status_code == 404
+
+
+def test_the_page_loads_its_own_files_only_and_has_no_inline_code() -> None:
+    for name in NAMES:
+        text = (FOLDER / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert "://" not in text, name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text), name
+        for module in re.findall(r'from "\./([a-z]+\.js)"', text):
+            assert module in NAMES
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son[a-z]+=|\sstyle=", INDEX)
+    assert set(re.findall(r'(?:src|href)="page/([^"]+)"', INDEX)) <= set(NAMES)
+    labels = re.findall(r'aria-labelledby="([^"]+)"', INDEX)
+    assert len(labels) >= 8
+    assert all(f'id="{label}"' in INDEX for label in labels)
+
+
+def test_every_file_of_the_page_is_small() -> None:
+    for name in NAMES:
+        assert (FOLDER / name).read_text("utf-8").count("\n") <= 200, name
+
+
+async def test_requests_are_listed_newest_first_and_at_most_as_many_as_asked_for(
+    gateway: ScriptedGateway, client: httpx.AsyncClient
+) -> None:
+    body = {"model": "bytes", "prompt": "a secret prompt", "max_tokens": 3, "n": 2}
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as clients:
+        for number in range(3):
+            answer = await clients.post("/v1/completions", json=body, headers={"x-request-id": f"listed-{number}"})
+            assert answer.status_code == 200
+    listed = await client.get("/debug/requests", params={"limit": 2})
+    assert [one["request_id"] for one in listed.json()["requests"]] == ["listed-2", "listed-1"]
+    one = listed.json()["requests"][0]
+    assert (one["outcome"], one["num_samples"], one["output_tokens"]) == ("done", 2, 6)
+    assert "secret" not in (await client.get("/debug/requests")).text
+    assert listed.headers["cache-control"] == "no-store"
+    (sample, _) = (await client.get("/debug/requests/listed-2")).json()["tenants"][0]["samples"]
+    assert sample["phases"][-1]["end"] == sample["timing"]["total_seconds"]
+
+
+async def test_a_limit_out_of_range_is_refused_by_name(client: httpx.AsyncClient) -> None:
+    for limit in ("0", "201", "-1", "1e2", "", "x", "٣", "9" * 5000):
+        refused = await client.get("/debug/requests", params={"limit": limit})
+        assert refused.status_code == 400, limit
+        assert refused.json()["error"]["param"] == "limit"
+        assert "1 to 200" in refused.json()["error"]["message"]
+        assert len(refused.content) < 1000
+
+
+async def test_the_overview_has_series_and_totals(client: httpx.AsyncClient) -> None:
+    overview = (await client.get("/debug/overview")).json()
+    assert set(overview["totals"]["prompt_tokens_by_source"]) == {"computed", "cached", "peer", "tier"}
+    assert {len(values) for values in overview["series"].values()} == {len(overview["series"]["seconds_ago"])}
