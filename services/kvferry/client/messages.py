@@ -168,7 +168,7 @@ def embed_request(
     """Build the message for `Inference.Embed`.
 
     Raises:
-        InvalidRequest: `dimensions` is less than 1, which the message cannot say.
+        InvalidRequest: `dimensions` is less than 1, which the message cannot express.
     """
     if params.dimensions is not None and params.dimensions < 1:
         raise InvalidRequest(f"dimensions is {params.dimensions}; give at least 1", field="dimensions")
