@@ -78,7 +78,7 @@ def generate_request(
 
     Raises:
         InvalidRequest: the prompt is empty, so it is unknown whether it has tokens or messages; functions are given for
-            a prompt that is no conversation.
+            a prompt that is not a conversation.
     """
     request = inference_pb2.GenerateRequest(
         model=model, request_id=request_id, n=n, priority=priority, cache_salt=cache_salt
@@ -168,7 +168,7 @@ def embed_request(
     """Build the message for `Inference.Embed`.
 
     Raises:
-        InvalidRequest: `dimensions` is less than 1, which the message cannot say.
+        InvalidRequest: `dimensions` is less than 1, which the message cannot express.
     """
     if params.dimensions is not None and params.dimensions < 1:
         raise InvalidRequest(f"dimensions is {params.dimensions}; give at least 1", field="dimensions")

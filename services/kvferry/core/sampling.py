@@ -90,7 +90,7 @@ class SamplingParams:
     """Strings that the output must not have, each with and without a space before it. The text edge converts them to
     `bad_word_token_ids`; an engine ignores them."""
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that the output must not have: the last id is banned after the other ones."""
+    """Sequences of token ids that the output must not have: the last id is banned after the others."""
     include_stop_str_in_output: bool = False
     """Whether the text ends after the stop string that was found, and not before it."""
     skip_special_tokens: bool = True

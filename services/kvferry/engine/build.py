@@ -94,8 +94,8 @@ class LoadedModel:
         return count
 
     def check_serves(self) -> None:
-        """Check that the memory for KV suffices to serve requests of strangers, whose lengths are not known; a caller
-        of the engine itself may do with less.
+        """Check that the memory for KV suffices for a server, whose requests have unknown lengths; a program that calls
+        the engine directly may need less.
 
         Raises:
             UsageError: it holds fewer tokens than `MIN_KV_TOKENS` and than the context length.

@@ -297,7 +297,7 @@ class Engine:
 
     @property
     def adapter_infos(self) -> tuple[AdapterInfo, ...]:
-        """The adapters, by name, retired ones too."""
+        """All adapters, including retired ones, sorted by name."""
         return () if self.adapters is None else self.adapters.adapters
 
     @property

@@ -176,7 +176,7 @@ class LLM:
         """Compute a vector of each prompt, each a text or its token ids, in one batch; return them in order.
 
         The vector is made of the model's hidden states after the final norm. A model that was trained to generate text
-        and not to compare it gives vectors of which all are similar; compare them with each other only.
+        and not to compare it gives vectors that are all similar; compare them with each other only.
 
         Args:
             prompts: the prompts.
@@ -206,7 +206,7 @@ class LLM:
     def score(
         self, a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt], *, pooling: str = "last"
     ) -> list[float]:
-        """Compute the cosine similarity of pairs of prompts by their vectors; see `encode` for what it is worth.
+        """Compute the cosine similarity of pairs of prompts by their vectors; see `encode` for its limits.
 
         Args:
             a: one prompt, or as many as `b` has.

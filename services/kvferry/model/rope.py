@@ -32,9 +32,9 @@ class YarnRope:
     attention_factor: float
     """Factor of cosines and sines."""
     beta_fast: float = 32.0
-    """Turns within the original length from which on frequencies are kept."""
+    """Number of turns within the original length; frequencies with at least this number are kept."""
     beta_slow: float = 1.0
-    """Turns within the original length up to which frequencies are divided."""
+    """Number of turns within the original length; frequencies with at most this number are divided."""
     truncate: bool = True
     """Whether the bounds of the ramp are rounded to whole dimensions."""
 

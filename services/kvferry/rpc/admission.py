@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request asks for, with all of its prompts and samples."""
+    """Size and limits of a request, with all of its prompts and samples."""
 
     tenant: str
     scope: str
@@ -17,11 +17,11 @@ class Work:
     arrived: float
     """Arrival time, monotonic seconds."""
     deadline: float | None
-    """Deadline, monotonic seconds; `None` for no own deadline."""
+    """Deadline, monotonic seconds; `None` if the client set none."""
     prompts: Sequence[Sequence[int]]
     """Token ids of each prompt."""
     num_samples: int
-    """Samples of each prompt."""
+    """Number of samples of each prompt."""
     num_running: int
     """Maximum number of samples that run at a time, over all prompts."""
     max_tokens: int
@@ -56,7 +56,7 @@ class Slot(Protocol):
         ...
 
     def note_tokens(self, sample: int, count: int) -> None:
-        """Count `count` output tokens of a sample; its prompt is computed.
+        """Count `count` output tokens of a sample, whose prompt has then been computed.
 
         Args:
             sample: index of the prompt * `num_samples` + index of the sample.

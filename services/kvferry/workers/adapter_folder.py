@@ -1,4 +1,4 @@
-"""Loading and removing of adapters while a worker serves: only from folders below one that its operator configured."""
+"""Loading and removal of adapters while a worker serves, only from folders below a configured folder."""
 
 import asyncio
 from pathlib import Path
@@ -13,7 +13,7 @@ _MAX_PATH_CHARS = 4096
 
 
 class AdapterFolder:
-    """Loads adapters into one engine. Used on the event loop's thread; folders are read on another one, one at a
+    """Loads adapters into one engine. Used on the event loop's thread; folders are read on another thread, one at a
     time."""
 
     def __init__(self, model: LoadedModel, loop: EngineLoop, folder: str) -> None:
@@ -21,7 +21,7 @@ class AdapterFolder:
         Args:
             model: the model that the adapters update.
             loop: the engine's loop.
-            folder: the folder below which adapters are; empty refuses all.
+            folder: folder below which adapters may be loaded; empty refuses all.
         """
         self._model = model
         self._loop = loop
@@ -58,7 +58,7 @@ class AdapterFolder:
             return await self._loop.change_adapter(name, None)
 
     def _resolved(self, path: str) -> Path:
-        """Return the folder that a path names, with links followed."""
+        """Resolve a path to a folder, following symbolic links."""
         if not self._folder:
             raise Forbidden(
                 "adapters are not loaded at run time by this worker; start it with --adapter-folder", field="lora_path"
@@ -70,7 +70,7 @@ class AdapterFolder:
         root = Path(self._folder).resolve()
         try:
             found = (root / path).resolve()
-        except (OSError, RuntimeError) as error:  # a loop of links
+        except (OSError, RuntimeError) as error:  # a loop of symbolic links
             raise InvalidRequest(
                 f"lora_path {shortened(path)!r} cannot be followed: {error}; name a folder", field="lora_path"
             ) from error

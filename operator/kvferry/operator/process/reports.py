@@ -123,7 +123,7 @@ def _state(report: FleetReport | None) -> object:
     periodically."""
     if report is None:
         return None
-    # The first tickets with an unknown key are significant, of the other outcomes only large changes.
+    # The first tickets with an unknown key are significant; for the other outcomes, only large changes are.
     lost = {outcome: min(n, 3) if outcome == "key_unknown" else n // 10 for outcome, n in report.handoffs.items()}
     workers = frozenset(
         (w.name, w.role, w.takes_work, w.fingerprint, w.model_digest, w.context_tokens) for w in report.workers

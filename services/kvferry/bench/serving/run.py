@@ -57,5 +57,5 @@ async def run(
 
 
 def common_errors(answers: Sequence[Answer], most: int = 5) -> list[tuple[str, int]]:
-    """Return the most frequent errors with their numbers."""
+    """Return the most frequent errors with their counts."""
     return Counter(answer.error for answer in answers if answer.error).most_common(most)

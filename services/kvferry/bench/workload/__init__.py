@@ -1,4 +1,5 @@
-"""Workloads of serving benchmarks: when requests arrive, what they ask for, and what their answers' times mean. Pure.
+"""Workloads of serving benchmarks: arrival times, requests, and statistics of the answers. Pure.
 
-Everything is drawn from a seed; traces are read from text that the caller has opened. No network, no clock.
+Everything is drawn from a seed; traces are read from text that the caller has opened. This package uses neither network
+nor clock.
 """

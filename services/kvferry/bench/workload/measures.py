@@ -59,8 +59,8 @@ class Answer:
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """Parse latency targets, such as `ttft=500ms,itl=30ms`, into seconds by name. The targets of a request's ITL count
-    for its 99th percentile.
+    """Parse latency targets, such as `ttft=500ms,itl=30ms`, into seconds by name. A target for ITL applies to the 99th
+    percentile of each request's ITL.
 
     Raises:
         UsageError: a name is unknown or repeated, or a duration is not a positive number with `ms` or `s`.

@@ -27,7 +27,7 @@ class BenchRequest:
     prompt: tuple[int, ...]
     num_output: int
     session: int | None = None
-    """Number of the conversation; `None` if the request belongs to none."""
+    """Number of the conversation; `None` if the request belongs to no conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Workload:
     """One of `WORKLOADS`. `shared-prefix`: each prompt begins with one of a few prefixes; `multi-turn`: each prompt of
     a conversation begins with the prompt before it, and with as many tokens as were asked for as its answer."""
     num_input: int = 512
-    """Mean tokens of a prompt; of a turn for `multi-turn`. Without the shared prefix."""
+    """Mean number of tokens of a prompt, or of a turn for `multi-turn`, without the shared prefix."""
     num_output: int = 128
     spread: float = 0.0
     """Relative spread of both lengths: 0.5 draws lengths from half to one and a half of the mean."""

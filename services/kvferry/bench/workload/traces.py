@@ -29,7 +29,7 @@ def read_trace(lines: Iterable[str], *, most: int = MAX_REQUESTS, speed: float =
         speed: factor by which the trace is replayed faster.
 
     Raises:
-        UsageError: the format is unknown, a line is invalid, or the trace has no request; the message has the line.
+        UsageError: the format is unknown, a line is invalid, or the trace has no request; the message names the line.
     """
     if not speed > 0:
         raise UsageError(f"trace_speed is {speed}; it must be above 0", field="trace_speed")
@@ -73,7 +73,7 @@ def _mooncake(lines: Iterable[str], most: int) -> list[BenchRequest]:
 
 
 def _of_blocks(ids: list[object], count: int, number: int) -> tuple[int, ...]:
-    """Return a prompt whose blocks have the tokens of their ids; tokens beyond the ids belong to the line alone."""
+    """Return a prompt whose blocks have the tokens of their ids; tokens beyond the ids are specific to the line."""
     tokens = tuple(chain.from_iterable(token_block(f"block {one!r}", HASH_TOKENS) for one in ids))[:count]
     return (*tokens, *token_block(f"line {number}", count - len(tokens)))
 

@@ -14,7 +14,7 @@ from kvferry.rpc.access.call_keys import role_key
 from kvferry.rpc.access.table import CallerRole
 
 _MIN_KEY_CHARS = 16
-"""Shorter keys could be found from their hashes."""
+"""Minimum number of characters of a client's key; shorter keys could be found from their hashes."""
 _MAX_KEY_CHARS = 512
 
 

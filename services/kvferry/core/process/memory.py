@@ -12,7 +12,7 @@ def return_freed_memory() -> None:
     """Have the allocator return freed memory to the system.
 
     By default glibc raises its threshold for separate mappings to the largest buffer that was freed, up to 32 MiB;
-    later large buffers then fragment the heap, which stays as large as it was once. No effect on other C libraries.
+    later large buffers then fragment the heap, which keeps its largest size. No effect on other C libraries.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

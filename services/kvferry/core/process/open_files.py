@@ -1,4 +1,4 @@
-"""Raises this process's limit of open files, and derives limits of connections; each uses a file descriptor."""
+"""Raises this process's limit of open files, and derives limits of connections, each of which uses a descriptor."""
 
 import resource
 

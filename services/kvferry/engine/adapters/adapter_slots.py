@@ -11,7 +11,7 @@ from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import AdapterId
 
 NO_SLOT = -1
-"""Slot of a sequence without an adapter, or that is not admitted."""
+"""Slot of a sequence that has no adapter or is not admitted."""
 MAX_SLOTS = 1024
 """Largest number of slots."""
 
@@ -27,14 +27,14 @@ class AdapterSlots:
         self._activations: list[tuple[int, AdapterId]] = []
         self.num_slots = num_slots
         self.num_activations = self.num_evictions = 0
-        """Adapters that were put into a slot, and those that were replaced by another one."""
+        """Numbers of adapters that were put into a slot, and of those that were replaced by another one."""
 
     def can_take(self, adapter: AdapterId) -> bool:
         """Return whether a sequence with this adapter can be admitted."""
         return adapter in self._slots or bool(self._free) or bool(self._idle)
 
     def take(self, adapter: AdapterId) -> int:
-        """Return the slot of the adapter of an admitted sequence; the sequence must be taken back with `give_back`.
+        """Return the slot of the adapter of an admitted sequence; `give_back` must be called at the sequence's end.
 
         Raises:
             InvariantBroken: every slot is in use; see `can_take`.

@@ -1,4 +1,4 @@
-"""Registered adapters of one engine, and their weights in the form of the kernels, least recently used ones evicted.
+"""Registered adapters of one engine, and a cache (LRU) of their weights in the form that the kernels read.
 
     folder ──load──► host copy (bounded by `max_bytes`) ──activate──► slot (`engine.adapters.adapter_slots`)
 
@@ -153,7 +153,7 @@ class AdapterStore:
     def trim(
         self, used: Collection[AdapterId], active: Callable[[AdapterId], bool], now: float = 0.0
     ) -> list[AdapterId]:
-        """Drop retired adapters that no request can have, and evict copies beyond the memory limit.
+        """Drop retired adapters that no request can use, and evict copies beyond the memory limit.
 
         Args:
             now: monotonic seconds.
@@ -188,7 +188,7 @@ class AdapterStore:
 
     @property
     def adapters(self) -> tuple[AdapterInfo, ...]:
-        """The adapters, by name, retired ones too."""
+        """All adapters, including retired ones, sorted by name."""
         found = sorted(self._known.items(), key=lambda item: item[0])
         return tuple(AdapterInfo(adapter, known.rank, known.retired_until) for adapter, known in found)
 

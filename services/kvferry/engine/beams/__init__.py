@@ -1,4 +1,5 @@
 """Beam search: which partial outputs continue (`beams`, pure), and their computation by an engine (`beam_search`).
 
-An engine knows no beams: each step of a beam is a request for one token with the log-probabilities of its alternatives.
+An engine does not implement beams: each step of a beam is a request for one token with the log-probabilities of its
+alternatives.
 """

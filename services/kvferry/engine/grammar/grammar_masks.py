@@ -25,7 +25,7 @@ from kvferry.model.grammar.grammar import GrammarState
 from kvferry.model.grammar.vocabulary import GrammarVocabulary
 
 LATE_SECONDS = 0.002
-"""Time that a step waits for a mask. A mask takes 0.05 ms on average and has the time of the step's kernels."""
+"""Time that a step waits for a mask. A mask takes 0.05 ms on average, and is computed while the step's kernels run."""
 DRAFT_SECONDS = 0.0005
 """Time that the plan of a step waits for a mask to make a draft; a step without a draft costs more than that."""
 OFFLINE_SECONDS = 60.0

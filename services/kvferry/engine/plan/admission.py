@@ -35,9 +35,9 @@ from kvferry.engine.policies.policy import Policy
 from kvferry.engine.policies.waiting_queue import WaitingQueue
 
 _MAX_FOLLOWERS = 32
-"""Maximum number of sequences that one step finds to wait for another sequence's block, which bounds its time."""
+"""Maximum number of sequences per step that are found to wait for another sequence's block; bounds the step's time."""
 _MAX_PASSED = 256
-"""Maximum number of sequences without a slot that one step passes over, which bounds its time."""
+"""Maximum number of sequences without a slot that one step passes over; bounds the step's time."""
 _MAX_OVERTAKEN = 32
 """Number of later sequences with adapters that may be admitted before the first one that waits for a slot."""
 

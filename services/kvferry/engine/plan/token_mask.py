@@ -1,4 +1,4 @@
-"""The tokens that may come next in a constrained sequence, which are computed while the step runs."""
+"""Masks of the tokens that may come next in a constrained sequence, computed while the step runs."""
 
 from collections.abc import Sequence
 from typing import Protocol

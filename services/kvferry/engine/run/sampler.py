@@ -248,7 +248,7 @@ def _typical(weights: Floats, mass: float) -> Ids:
         weights: weights of the kept tokens in descending order. Of tokens equally close, the first ones are taken.
         mass: probability of the result, above 0 and below 1.
     """
-    weights = weights[: np.count_nonzero(weights)]  # the other ones cannot be drawn, and their information is infinite
+    weights = weights[: np.count_nonzero(weights)]  # the others cannot be drawn, and their information is infinite
     shares = weights / weights.sum()
     information = -np.log(shares)
     entropy = float((shares * information).sum())

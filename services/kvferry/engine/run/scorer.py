@@ -1,6 +1,6 @@
 """Log-probabilities of a prompt's tokens, from the logits of the rows before them.
 
-One row at a time is converted to float64, so that the work memory is that of one row; the scheduler bounds the number
+One row at a time is converted to float64, so that scratch memory for one row suffices; the scheduler bounds the number
 of rows of a step.
 """
 

@@ -1,18 +1,18 @@
-"""How probably the next draft token is accepted, from the drafts of the past.
+"""Estimates of the probability that the next draft token is accepted, from earlier drafts.
 
-Drafts are compared with the tokens that were sampled, also those that no step verified: a proposal that was not worth
-its rows still tells whether the next one is. An estimate joins two counts, of which older events weigh less:
+All drafts are compared with the sampled tokens, also drafts that no step verified: a proposal that was not worth its
+rows still shows whether the next one is. An estimate combines two counts, in which older events weigh less:
 
     probability  =  (hits of this sequence + W * probability of the match's length) / (tries of this sequence + W)
 """
 
 _DECAY = 0.9
-"""Weight of a sequence's earlier events after one more; the last ten or so decide."""
+"""Factor by which the weight of a sequence's earlier events decreases at each event; about the last ten matter."""
 _CLASS_DECAY = 0.99
 _PRIOR_WEIGHT = 3.0
 """W: tries of a sequence that count as much as the events of all sequences."""
 _CLASSES = (1, 2, 4, 8, 16)
-"""Upper bounds of the classes of match lengths; one more class is above the last."""
+"""Upper bounds of the classes of match lengths; longer matches form one more class."""
 _FIRST_PROBABILITIES = (0.25, 0.4, 0.6, 0.7, 0.8, 0.85)
 _FIRST_TRIES = 8.0
 FORCED = 0
@@ -21,7 +21,7 @@ _FORCED_PROBABILITY = 0.95
 
 
 class _Share:
-    """Share of hits among tries, of which older ones weigh less."""
+    """Share of hits among tries; older tries weigh less."""
 
     __slots__ = ("_decay", "hits", "tries")
 

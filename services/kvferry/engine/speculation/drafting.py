@@ -1,7 +1,7 @@
 """Draft tokens in the plan of a step: which sequences may have any, and pages for them. Pure.
 
-A draft never takes the place of something that has to be computed: a step with prompts has none, and its pages must be
-free beside one for each running sequence.
+A draft never displaces required work: a step with prompts has no drafts, and the pages of a draft must be free in
+addition to one page for each running sequence.
 """
 
 from kvferry.core.ids import RequestId
@@ -30,8 +30,9 @@ class Drafting:
         return self.speculation.drafts(running, len(running))
 
     def has_drafts(self, running: list[Sequence]) -> bool:
-        """Return whether drafts are worth their rows for the step in flight, whose plan has none. What is proposed for
-        its tokens is probably the begin of the next step's draft, so the next step is not launched before its end."""
+        """Return whether drafts are worth their rows for the step in flight, whose plan has none. A draft proposed now,
+        before that step's tokens are known, is probably the beginning of the next step's draft, so the next step is not
+        launched before that step has ended."""
         return self.speculation is not None and bool(self.speculation.drafts(running, len(running)))
 
     def grow(self, sequence: Sequence, draft: tuple[int, ...], num_running: int) -> list[PageCopy] | None:

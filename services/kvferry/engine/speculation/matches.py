@@ -37,7 +37,7 @@ def longest_matches(tokens: Tokens, *, least: int, most: int) -> Matches | None:
     Args:
         tokens: [N] int32.
         least: minimum length of the suffix, at least 1.
-        most: length from which a longer match is not distinguished.
+        most: length above which matches are not distinguished.
     """
     tokens = tokens[-SEARCHED_TOKENS:]
     last = len(tokens) - 1

@@ -3,22 +3,23 @@
     seconds(rows)  =  (a + b * rows) * ratio(rows)
 
 A decoding step reads all weights once for any number of rows, so that a further row costs less than the first one; how
-much less depends on the machine, the weights and the batch. The line is fitted to the latest steps; before two numbers
-of rows are measured, a further row costs 0.5 / (R + 3) of a step of R rows. The ratio of a number of rows is where its
-steps depart from the line, as kernels do that compute rows in groups; without recent steps it returns to 1, so that one
-delayed step does not condemn a number of rows.
+much less depends on the machine, the weights and the batch. The line is fitted to the latest steps; before steps with
+two numbers of rows are measured, a further row costs 0.5 / (R + 3) of a step of R rows. The ratio of a number of rows
+is the deviation of its steps from the line, which occurs with kernels that compute rows in groups; without recent steps
+it returns to 1, so that one delayed step does not exclude a number of rows for good.
 """
 
 _MEMORY = 0.98
-"""Weight of older steps in the line after one more; the last fifty or so decide."""
+"""Factor by which the weight of older steps in the line decreases at each step; about the last fifty matter."""
 _SLOPE_WEIGHT = 4.0
 """Weight of the assumed slope, in squared rows of one step."""
 _RATIO_MEMORY = 0.99
-"""Weight of older steps in the ratios after one more step of any number of rows."""
+"""Factor by which the weight of older steps in the ratios decreases at each step, of any number of rows."""
 _RATIO_WEIGHT = 3.0
-"""Steps of a number of rows for which its ratio counts half."""
+"""Weight of the assumed ratio 1, in steps of the same number of rows."""
 _MAX_CHANGE = 3.0
-"""A step counts as at most this many times its estimate or its reciprocal; it may be delayed for other reasons."""
+"""Maximum factor between the estimate of a step and the duration that is recorded; steps may be delayed for other
+reasons."""
 _MAX_ROWS = 4096
 
 
@@ -28,7 +29,7 @@ class RowPrices:
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._rows_squared = self._products = 0.0
         self._ratios: dict[int, tuple[float, float, int]] = {}
-        """Sum of the ratios, their number, both with memory, and the step at which they were updated; by rows."""
+        """By number of rows: sum and number of the ratios, both with decay, and the step at which they were updated."""
         self._num_steps = 0
 
     def observe(self, rows: int, seconds: float) -> None:

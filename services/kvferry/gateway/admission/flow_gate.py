@@ -1,8 +1,9 @@
-"""The shell of the flow controller: requests wait here until the fleet has room, and leave when their client does.
+"""The shell of the flow controller: requests wait here until the fleet has room or their client disconnects.
 
-On a fleet with room a request passes without waiting. While requests are queued, each change of the fleet, each
-request that ends and each prompt that is computed lets further ones pass. A pool without workers is one of the reasons
-to hold requests: they stay in the same queue, the pool is scaled up, and a request is held for a limited time.
+On a fleet with room a request passes without waiting. While requests are queued, further ones can be dispatched at each
+change of the fleet, at the end of each request, and after the computation of each prompt. A pool without workers is one
+of the reasons to hold requests: they stay in the same queue, the pool is scaled up, and a request is held for a limited
+time.
 """
 
 import asyncio
@@ -76,7 +77,8 @@ class FlowGate:
         self._metrics = FlowMetrics(instruments)
         QueueCollector(self.controller, instruments.registry)
         self._waiters: dict[int, asyncio.Event] = {}
-        """Events of queued entries by number, set when the entry is decided or the pool falls asleep or wakes."""
+        """Events by number of the queued entry, set when the entry leaves the queue and when `FleetRoom.is_asleep`
+        changes."""
         self._was_asleep = False
         self._follower: asyncio.Task[None] | None = None
 
@@ -120,7 +122,7 @@ class FlowGate:
             if entry.state is not EntryState.DISPATCHED:
                 raise self._ending(entry)
         except BaseException as error:
-            if entry.state is EntryState.DISPATCHED:  # cancelled between the decision and its notice
+            if entry.state is EntryState.DISPATCHED:  # cancelled after the dispatch, before this task continued
                 self.controller.finish(entry, used=0.0)
                 self._pump()
             self.quotas.end(tenant, slot.expected_tokens, used=0.0)
@@ -178,7 +180,7 @@ class FlowGate:
     # -- operation -------------------------------------------------------------------------------------------------
 
     def use_tenants(self, table: TenantTable) -> None:
-        """Replace the tenants by those of a changed file."""
+        """Replace the tenants with those of a changed file."""
         self._tenants.use(table)
         self.quotas.forget_all_but(self._tenants.keys.tenants | {""})
 
@@ -231,7 +233,7 @@ class FlowGate:
 
     @property
     def _own_bounds(self) -> QueueBounds:
-        """Bounds of the queue of a tenant without own ones: a quarter of the whole if there are several tenants."""
+        """Default bounds of the queue of a tenant: a quarter of the whole if there are several tenants."""
         share = 4 if self._tenants.path is not None else 1
         return QueueBounds(max(1, self._config.max_queued // share), self._config.max_queued_bytes // share)
 
@@ -240,7 +242,7 @@ class FlowGate:
         return sum(self._uncached(work.scope, prompt) for prompt in known) + sum(map(len, rest))
 
     def _pump(self) -> None:
-        """Dispatch what may be dispatched now."""
+        """Dispatch the queued entries that may be dispatched now."""
         if not self.controller.num_queued:
             return
         room = self._room.now()
@@ -254,7 +256,7 @@ class FlowGate:
                 event.set()
 
     async def _wait(self, entry: Entry) -> None:
-        """Wait until a queued entry is decided.
+        """Wait until a queued entry has left the queue.
 
         Raises:
             Overloaded: the pool has no worker, and as many samples as allowed wait for one.
@@ -284,7 +286,7 @@ class FlowGate:
                 self._follower = None
 
     async def _hold(self, holding: Holding, entry: Entry, event: asyncio.Event, remaining: float) -> None:
-        """Wait until a worker has come or the entry is decided."""
+        """Wait until the pool has a worker or the entry has left the queue."""
         with holding.held(entry.num_sequences):
             self._wake()
             if await _is_set_within(event, min(holding.seconds, remaining)) or entry.state is not EntryState.QUEUED:

@@ -9,14 +9,14 @@ from kvferry.rpc.admission import Work
 
 
 class Gate(Protocol):
-    """What a slot needs of the flow gate."""
+    """The methods of the flow gate that a slot uses."""
 
     async def admit(self, slot: "RequestSlot") -> None:
         """Wait until the request may start."""
         ...
 
     def leave(self, slot: "RequestSlot", *, is_whole: bool) -> None:
-        """Free the request's place; `is_whole` if it ended by itself."""
+        """Free the request's place; `is_whole` is whether it ended by itself."""
         ...
 
     def prefilled(self, entry: Entry, num_tokens: int) -> None:

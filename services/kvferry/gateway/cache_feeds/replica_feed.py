@@ -20,13 +20,14 @@ _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.1
 _MAX_BACKOFF_SECONDS = 30.0
 _STEADY_SECONDS = 30.0
-"""Time in seconds for which a subscription must last after which the backoff is reset."""
+"""Duration of a subscription in seconds after which the backoff is reset."""
 _PART_SECONDS = 10.0
 """Time limit in seconds for the next part of a snapshot."""
 _SNAPSHOT_SECONDS = 120.0
 _PROBE_SECONDS = 5.0
 _FEED_LAG_SECONDS = 5.0
-"""How long an audit waits for the feed to reach the state of the worker's answer, before the feed counts as stalled."""
+"""Time in seconds within which the feed must reach the state of the worker's answer to an audit; later it counts as
+stalled."""
 _LAG_CHECKS = 50
 _NUM_SAMPLES = 64
 _MAX_CATCHING_UP = 2
@@ -37,7 +38,7 @@ _PERSISTENT = frozenset({MapEvent.OTHER_NAMES, MapEvent.FULL, MapEvent.MALFORMED
 
 @dataclass(slots=True)
 class FeedLimits:
-    """Limits what all feeds of a gateway do at the same time, so that snapshots do not block the event loop."""
+    """Limits on the concurrent work of all feeds of a gateway, so that snapshots do not block the event loop."""
 
     catching_up: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CATCHING_UP))
     """Held while a snapshot is received."""

@@ -1,4 +1,4 @@
-"""Reset of the prefix caches of all workers, and of what the gateway knows of them."""
+"""Reset of the prefix caches of all workers, and of the gateway's references to them."""
 
 import asyncio
 from collections.abc import Callable

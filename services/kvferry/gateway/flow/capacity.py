@@ -9,18 +9,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_KV_USAGE = 0.95
-"""Fraction of a worker's KV blocks in use from which on it gets no further sequences; evictable blocks are not in
-use."""
+"""Fraction of a worker's KV blocks in use at which it gets no further sequences; evictable blocks are not in use."""
 PREFILL_TOKENS_PER_WORKER = 16_384
-"""Prompt tokens per worker that may wait for their computation at a time. Workers compute prompts in order of arrival;
-more tokens than keep them busy would only move the queue to where it has no fairness. Eight steps of the default token
-budget."""
+"""Maximum number of dispatched prompt tokens per worker that are not yet computed: eight steps of the default token
+budget. Workers compute prompts in order of arrival; more tokens than keep them busy would only move the queue to the
+workers, where it is not fair between tenants."""
 UNBOUNDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRoom:
-    """The state of one worker that accepts requests, at its last status."""
+    """State of a worker that accepts requests, as of its last status."""
 
     role: str
     max_sequences: int
@@ -28,7 +27,7 @@ class WorkerRoom:
     num_sequences: int
     """Number of sequences on the worker: running, waiting and loading."""
     in_flight: int
-    """Number of these that are this gateway's, at the time of the status."""
+    """Number of these sequences that belong to this gateway, at the time of the status."""
     kv_usage: float
     """Fraction of the KV blocks in use, 0 to 1."""
 
@@ -39,7 +38,7 @@ class WorkerRoom:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences of this gateway that the worker has room for, including those that it has."""
+        """Number of this gateway's sequences that the worker has room for, including those already on it."""
         if self.is_full:
             return self.in_flight
         if not self.max_sequences:
@@ -49,26 +48,28 @@ class WorkerRoom:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bounds on this gateway's dispatched requests, together. A request is dispatched while the dispatched ones are
-    below the bounds on sequences and prefill tokens, so that its own size may exceed what is left."""
+    """Bounds on all dispatched requests of this gateway together. A request is dispatched while those before it are
+    below the bounds on sequences and prefill tokens; its own size may exceed what is left."""
 
     sequences: int = UNBOUNDED
-    """Number of sequences on the fleet."""
+    """Maximum number of this gateway's sequences on the fleet."""
     prefill_tokens: int = UNBOUNDED
-    """Prompt tokens whose first output tokens have not arrived."""
+    """Maximum number of prompt tokens of requests whose first output tokens have not arrived."""
     streams: int = UNBOUNDED
-    """Maximum number of samples in flight; the samples of a request are included, unless it is the only one."""
+    """Maximum number of samples in flight, including those of the next request, unless no other request is in
+    flight."""
 
 
 CLOSED = Room(0, 0, 0)
-"""No request is dispatched."""
+"""Bounds under which no request is dispatched."""
 
 
 def room(workers: Iterable[WorkerRoom], max_streams: int) -> Room:
-    """Return the bounds that the workers which accept requests set.
+    """Return the bounds that follow from the workers that accept requests.
 
     Workers of role `both` count only if there is no pair of a prefill and a decode worker, since only then they are
-    routed to. Without workers there are no bounds other than `max_streams`: the dispatcher reports the reason.
+    routed to. Without workers, `max_streams` is the only bound, and the dispatcher reports why requests cannot be
+    served.
     """
     by_role: dict[str, list[WorkerRoom]] = {"prefill": [], "decode": [], "both": []}
     for worker in workers:
@@ -80,5 +81,5 @@ def room(workers: Iterable[WorkerRoom], max_streams: int) -> Room:
         return Room(streams=max_streams)
     most = min(UNBOUNDED, sum(worker.sequences for worker in generating or computing))
     first = min(UNBOUNDED, sum(worker.sequences for worker in computing))
-    # Every sequence ends on a worker that generates, so that the bound of those workers is the one of the fleet.
+    # Every sequence ends on a worker that generates, so the bound of these workers is that of the fleet.
     return Room(most if first else 0, PREFILL_TOKENS_PER_WORKER * len(computing), max_streams)

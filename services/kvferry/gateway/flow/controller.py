@@ -44,7 +44,7 @@ class QueueSize:
         self.num_bytes += sign * entry.num_bytes
 
     def exceeds(self, bounds: QueueBounds, extra: Entry) -> str:
-        """Return which bound one more entry would exceed, with its value; empty for none."""
+        """Return the bound that one more entry would exceed, with its value; empty if there is none."""
         if self.requests + 1 > bounds.requests:
             return f"{self.requests} requests wait; at most {bounds.requests} may"
         if self.num_bytes + extra.num_bytes > bounds.num_bytes:
@@ -69,7 +69,7 @@ class FlowController:
     def __init__(self, bounds: QueueBounds) -> None:
         """
         Args:
-            bounds: of all queued requests together.
+            bounds: bounds of all queued requests together.
         """
         self._bounds = bounds
         self._queue = FairQueue()
@@ -81,9 +81,9 @@ class FlowController:
         self.num_dispatched = 0
         """Number of dispatched requests that have not ended."""
         self.num_sequences = 0
-        """Number of samples of these that run at a time."""
+        """Number of samples that these requests run at a time."""
         self.prefill_tokens = 0
-        """Prompt tokens of these that are not yet computed."""
+        """Prompt tokens of these requests that are not yet computed."""
 
     @property
     def num_queued(self) -> int:
@@ -123,14 +123,14 @@ class FlowController:
         )
 
     def retry_after(self, now: float) -> float:
-        """Return the seconds until the present queue is dispatched, from 1 to 60."""
+        """Estimate the seconds until the present queue is dispatched, from 1 to 60."""
         return self._rate.retry_after(self.num_queued + 1, now)
 
     def make_room(self, entry: Entry, own: QueueBounds, now: float) -> Sequence[Entry]:
         """Displace requests of lower classes, newest first, until `entry` fits into the bounds.
 
         Args:
-            own: bounds of the tenant's queue; within it, only the tenant's own requests are displaced.
+            own: bounds of the tenant's queue; if they are exceeded, only the tenant's own requests are displaced.
 
         Returns:
             The displaced requests, refused.
@@ -161,7 +161,7 @@ class FlowController:
         return freed.victims
 
     def _free(self, freed: _Freed, bounds: QueueBounds, entry: Entry, tenant: str | None) -> str:
-        """Choose victims until `entry` fits; return which bound is exceeded if it does not."""
+        """Choose victims until `entry` fits; return the bound that is still exceeded, or an empty string."""
         over = freed.size.exceeds(bounds, entry)
         if not over:
             return ""
@@ -219,7 +219,7 @@ class FlowController:
         self._leave(entry, EntryEvent.REFUSE)
 
     def prefilled(self, entry: Entry, num_tokens: float = math.inf) -> None:
-        """Free the capacity of up to `num_tokens` prompt tokens of a dispatched entry, which are computed."""
+        """Free the capacity of up to `num_tokens` prompt tokens of a dispatched entry, which have been computed."""
         freed = int(min(num_tokens, entry.open_prefill_tokens))
         entry.open_prefill_tokens -= freed
         self.prefill_tokens -= freed

@@ -1,4 +1,4 @@
-"""How fast the queue drains, and when a refused client may retry."""
+"""Rate at which the queue drains, and the time after which a refused client may retry."""
 
 import math
 
@@ -28,12 +28,12 @@ class DrainRate:
         if self._started is None:
             return 0.0
         self._decay(now)
-        # The weight of the whole time since the first dispatch, at least a second of it.
+        # The divisor is the weight of the time since the first dispatch, at least a second.
         age = max(1.0, now - self._started)
         return self._weight / (_MEMORY_SECONDS * (1.0 - math.exp(-age / _MEMORY_SECONDS)))
 
     def retry_after(self, num_ahead: int, now: float) -> float:
-        """Return the seconds in which `num_ahead` requests are dispatched at the present rate, from 1 to 60."""
+        """Return the seconds needed to dispatch `num_ahead` requests at the present rate, from 1 to 60."""
         rate = self.per_second(now)
         if rate <= 0.0:
             return MAX_RETRY_SECONDS

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from kvferry.gateway.flow.entry import Entry, EntryState
 
 _SLACK = 64
-"""Heap entries that are no longer valid are removed together when there are more than this and more than valid ones."""
+"""Number of invalid heap entries above which all are removed together, if they also outnumber the valid ones."""
 
 
 class _Flow:
@@ -60,7 +60,7 @@ class _Band:
         """Heap of backlogged tenants by counter; pairs whose counter has changed are skipped."""
 
     def rank(self, flow: _Flow) -> None:
-        """Enter the current counter of a backlogged flow."""
+        """Add a backlogged flow to the heap, with its current counter."""
         if len(self.ranking) > 2 * len(self.flows) + _SLACK:
             self.ranking = [(f.served, f.tenant) for f in self.flows.values() if f.waiting and f is not flow]
             heapq.heapify(self.ranking)
@@ -87,7 +87,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._bands: dict[int, _Band] = {}
         self._priorities: list[int] = []
-        """Heap of the priorities of bands with queued entries; others are skipped. None is in it twice."""
+        """Heap of priorities, each at most once; those of bands without queued entries are skipped."""
         self._listed: set[int] = set()
         """The priorities in the heap."""
         self._num_queued = 0

@@ -1,4 +1,4 @@
-"""What a tenant may use, and how it shares the fleet with others."""
+"""Policy of a tenant: limits on its requests, and its share of the fleet."""
 
 import math
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class TenantPolicy:
     """Smallest and largest priority number of the tenant's requests."""
     requests_per_minute: float | None = None
     request_burst: float | None = None
-    """Requests that may arrive at once; `None` for those of a minute."""
+    """Requests that may arrive at once; `None` for as many as per minute."""
     tokens_per_minute: float | None = None
-    """Prompt and output tokens."""
+    """Prompt and output tokens per minute."""
     token_burst: float | None = None
-    """Tokens that may be used at once; `None` for those of a minute."""
+    """Tokens that may be used at once; `None` for as many as per minute."""
     concurrent_requests: int | None = None
     """Maximum number of requests that are queued or running."""
     models: frozenset[str] | None = None
@@ -51,7 +51,8 @@ class TenantPolicy:
         """Check that the tenant may use a model.
 
         Raises:
-            UnknownModel: it may not. The answer does not reveal whether the model exists, as OpenAI's.
+            UnknownModel: the tenant may not use it. As in OpenAI's API, the error does not reveal whether the model
+                exists.
         """
         if self.models is not None and name not in self.models:
             raise UnknownModel(
@@ -60,7 +61,7 @@ class TenantPolicy:
             )
 
     def bounds(self, default: QueueBounds) -> QueueBounds:
-        """Return the bounds of the tenant's queue, where `default` is that of tenants without own bounds."""
+        """Return the bounds of the tenant's queue; `default` has the bounds of tenants that set none."""
         return QueueBounds(
             default.requests if self.max_queued is None else self.max_queued,
             default.num_bytes if self.max_queued_bytes is None else self.max_queued_bytes,

@@ -1,7 +1,8 @@
 """Quotas of tenants: token buckets of requests and tokens, and concurrent requests.
 
-A request is charged its expected tokens when it is accepted, and the difference to what it used when it ends; the level
-of the bucket may therefore become negative, and the tenant then waits until it is positive again.
+A request is charged its expected tokens when it is accepted, and the charge is corrected to the tokens that it used
+when it ends. The level of the bucket may therefore become negative; the tenant's requests are then refused until the
+level is positive again.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from kvferry.gateway.flow.policy import TenantPolicy
 _SECONDS_PER_MINUTE = 60.0
 MAX_WAIT_SECONDS = 3600.0
 _FIRST_OUTPUT_TOKENS = 256.0
-"""Expected output tokens of a tenant's first requests, if they allow so many."""
+"""Expected output tokens per sample of a tenant's first requests, at most their `max_tokens`."""
 _NEW_SHARE = 0.1
 """Weight of the newest request in a tenant's averages."""
 
@@ -73,7 +74,7 @@ class Quotas:
         return found
 
     def expected_output(self, tenant: str, max_tokens: int) -> float:
-        """Return the expected output tokens of a sample that may have `max_tokens`."""
+        """Return the expected number of output tokens of a sample, at most `max_tokens`."""
         return min(float(max_tokens), self.account(tenant).output_tokens)
 
     def check(self, tenant: str, policy: TenantPolicy, tokens: float, now: float) -> None:

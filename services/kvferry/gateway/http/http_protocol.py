@@ -172,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
-        if not self._in_head and self._head_timer is None:  # the body is of no use any more, but may never end
+        if not self._in_head and self._head_timer is None:  # the body is no longer needed, but may never end
             self._head_timer = self.loop.call_later(self.limits.header_seconds, self._close_silent)
         super().on_response_complete()
 

@@ -40,7 +40,7 @@ class ReadRequest:
     is_echo_alone: bool = False
     """Whether the response leaves out the output."""
     split: SplitOptions | None = None
-    """What is split off the answers; `None` for nothing."""
+    """Options for splitting the answers; `None` if they are not split."""
 
 
 def read_chat(model: TextModel, body: bytes) -> ReadRequest:

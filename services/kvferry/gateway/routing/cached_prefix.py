@@ -26,8 +26,8 @@ class PromptCaches:
         """
         Args:
             names: hashes of the prompt that were computed before.
-            least_blocks: number of blocks from which on a cached prefix decides the choice of a replica; for a shorter
-                prompt, all of its blocks.
+            least_blocks: minimum number of cached blocks that determine the choice of a replica; for a shorter prompt,
+                all of its blocks.
         """
         self._map = cache_map
         self._namers = namers

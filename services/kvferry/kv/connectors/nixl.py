@@ -44,7 +44,8 @@ _IDLE_PROGRESS_SECONDS = 0.02
 
 
 _MAX_BLOCKS = 1 << 21
-"""Most pages of a peer. A descriptor takes 24 bytes here and more in NIXL, whatever memory the peer really has."""
+"""Maximum number of pages of a peer. A descriptor takes 24 bytes here and more in NIXL, even if the peer has less
+memory than it claims."""
 _Place = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 

@@ -117,8 +117,8 @@ class Transport(Protocol):
         ...
 
     def attend(self, busy: bool) -> None:
-        """Tell the transport whether peers may currently be reading this worker's pages (`busy`). A transport that
-        needs CPU time of this process to serve reads polls for progress while `busy`; one-sided ones ignore the call.
+        """Set whether peers may currently be reading this worker's pages (`busy`). A transport that needs CPU time of
+        this process to serve reads polls for progress while `busy`; one-sided ones ignore the call.
         """
         ...
 

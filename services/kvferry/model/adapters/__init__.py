@@ -1,4 +1,5 @@
 """LoRA adapters as PEFT writes them: the configuration, the tensors checked against a model, the content digest.
 
-What PEFT can write and the engine does not compute is refused by name. Imports no tensors library but numpy.
+Features that PEFT can write and the engine does not compute are refused by name. The only tensor library that this
+package imports is numpy.
 """

@@ -1,9 +1,8 @@
-"""Reads adapter_config.json of a PEFT folder: rank, alpha and their patterns; refuses what is not plain LoRA.
+"""Reads adapter_config.json of a PEFT folder: rank, alpha and their patterns; refuses adapters other than plain LoRA.
 
     y = W x + scale B A x        scale = alpha / rank, or alpha / sqrt(rank) with rsLoRA
 
-(Hu et al., LoRA, 2021, section 4.1; Kalajdzievski, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA,
-2023.)
+(Hu et al., LoRA, 2021, section 4.1; Kalajdzievski, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA, 2023)
 """
 
 import math
@@ -19,9 +18,10 @@ MAX_RANK = 256
 """Largest rank of an adapter."""
 _MAX_PATTERNS = 4096
 _MODULE = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
-"""A key of a pattern: the end of a module's name. PEFT also takes regular expressions, whose time is not bounded."""
+"""A key of a pattern: the end of a module's name. PEFT also accepts regular expressions, whose matching time is not
+bounded."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""Initializations that change the weights of the base model, for which the tensors alone are not the adapter."""
+"""Initializations that change the weights of the base model; an adapter's tensors alone then do not suffice."""
 _WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
@@ -30,7 +30,7 @@ _WITHOUT_EFFECT = frozenset(
         "task_type",
     }
 )  # fmt: skip
-"""Fields that say how the adapter was trained or found, and do not change how it is computed; the tensors say which
+"""Fields that describe how the adapter was trained or found and do not change its computation; the tensors show which
 modules it updates."""
 _REFUSED = {
     "use_dora": "DoRA scales the columns of the merged weights; train without use_dora, or merge the adapter",
@@ -47,7 +47,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """How the updates of an adapter are scaled."""
+    """Ranks and scales of the updates of an adapter."""
 
     rank: int
     alpha: float

@@ -26,7 +26,7 @@ from kvferry.model.files.safetensors_file import StoredTensor, open_tensors
 from kvferry.model.tensors import expected_shapes, layer_prefix
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_MAX_HEADER_BYTES = 8 << 20  # 4096 layers of 14 tensors have less
+_MAX_HEADER_BYTES = 8 << 20  # the headers of 4096 layers of 14 tensors are smaller
 _NAME = re.compile(
     r"base_model\.model\.(model\.layers\.(0|[1-9][0-9]{0,3})\.((?:self_attn|mlp)\.[a-z_]+))\.lora_([AB])\.weight"
 )
@@ -56,12 +56,12 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """The updates of an adapter, in the order of rows that the model's weights have in the engine."""
+    """The updates of an adapter, with rows in the order of the model's weights in the engine."""
 
     updates: Mapping[tuple[int, str], LowRank]
     """Updates by layer and linear layer, such as `self_attn.q_proj`."""
     digest: bytes
-    """32 bytes; equal for adapters that compute the same, whatever their files are called."""
+    """32 bytes; equal for adapters that compute the same updates, whatever the names of their files."""
 
     @property
     def rank(self) -> int:

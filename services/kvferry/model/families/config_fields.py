@@ -1,4 +1,4 @@
-"""Reads and checks the fields of a config.json, and refuses fields that decide the computation but that nobody read."""
+"""Reads and checks the fields of a config.json, and refuses unread fields that affect the computation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ Json = Mapping[str, object]
 
 _MAX_REAL = 1e30
 _MAX_NUMBERS = 4096
-"""Most items of a list of numbers; lists have an item per layer or per rotary frequency."""
+"""Maximum number of items in a list of numbers; lists have an item per layer or per rotary frequency."""
 _SHOWN_CHARS = 60
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _OTHER = "this feature is not implemented; serve another checkpoint of the model, or another model"
@@ -106,7 +106,7 @@ class ConfigFields:
         """Return a whole number from 1 to 2^31 - 1.
 
         Raises:
-            ModelFileError: it is none, or it is absent and has no default.
+            ModelFileError: it is not such a number, or it is absent and has no default.
         """
         value = self.value(key)
         value = default if value is None else value
@@ -118,7 +118,7 @@ class ConfigFields:
         """Return a positive number.
 
         Raises:
-            ModelFileError: it is none, or it is absent and has no default.
+            ModelFileError: it is not such a number, or it is absent and has no default.
         """
         value = self.value(key)
         value = default if value is None else value
@@ -138,7 +138,7 @@ class ConfigFields:
         """Return a truth value.
 
         Raises:
-            ModelFileError: it is none.
+            ModelFileError: it is not a truth value.
         """
         value = self.value(key)
         if value is None:
@@ -166,7 +166,7 @@ class ConfigFields:
         """Return the fields of an inner object; `None` if it is absent.
 
         Raises:
-            ModelFileError: it is no object.
+            ModelFileError: it is not an object.
         """
         value = self.value(key)
         if value is None:
@@ -193,7 +193,7 @@ class ConfigFields:
         return tuple(kind == _LAYER_TYPES[1] for kind in value)
 
     def optional_token(self, key: str) -> int | None:
-        """Return a token id; `None` if the field is absent or no number."""
+        """Return a token id; `None` if the field is absent or not a number."""
         value = self.value(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 

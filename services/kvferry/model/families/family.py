@@ -7,7 +7,7 @@ from kvferry.model.config import ModelConfig
 from kvferry.model.families.config_fields import ConfigFields
 
 Adapt = Callable[[ConfigFields, ModelConfig], ModelConfig]
-"""Function that reads a family's own fields: (fields, configuration as of Llama) -> configuration."""
+"""Function that reads a family's own fields: (fields, configuration with Llama's values) -> configuration."""
 
 
 def as_llama(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
@@ -17,7 +17,7 @@ def as_llama(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. What it does not state is as in Llama."""
+    """A family of models. Defaults are those of Llama."""
 
     name: str
     title: str
@@ -44,7 +44,7 @@ def windows_of(
         fields: fields of the model; `layer_types` is read if present.
         llama: the configuration so far.
         window: sliding window in tokens; `None` if the model has none.
-        by_default: whether a layer has a window, without `layer_types`.
+        by_default: function that returns whether a layer has a window if `layer_types` is absent.
 
     Raises:
         ModelFileError: `layer_types` is not valid, or has windows while the model has none.

@@ -16,12 +16,12 @@ _LOCAL_THETA = 10000.0
 
 
 def _gemma(fields: ConfigFields, llama: ModelConfig, period: int) -> ModelConfig:
-    """Read what both generations have.
+    """Read the fields that both generations have.
 
     Args:
         fields: fields of the model.
         llama: the configuration so far.
-        period: every layer of this number has full attention, without `layer_types`.
+        period: if `layer_types` is absent, each layer whose number is a multiple of this has full attention.
     """
     if fields.value("hidden_activation") != _GELU:
         fields.refuse("hidden_activation", f"only {_GELU} is")

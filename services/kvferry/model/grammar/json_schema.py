@@ -20,7 +20,7 @@ _INWARDS = {"exclusiveMinimum": ("minimum", 1), "exclusiveMaximum": ("maximum", 
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Keywords whose value has schemas by name."""
 _VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose value is no schema."""
+"""Keywords whose value is not a schema."""
 _OPTIONS = "x-guidance"
 
 

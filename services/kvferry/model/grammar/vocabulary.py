@@ -50,7 +50,7 @@ class GrammarVocabulary:
         call also prepares the vocabulary, which takes half a second.
 
         Raises:
-            InvalidRequest: the constraint is invalid, uses what is not supported, or is too complex.
+            InvalidRequest: the constraint is invalid, uses an unsupported feature, or is too complex.
         """
         with self._lock:
             known = self._cache.get(constraint)
@@ -102,7 +102,7 @@ class GrammarVocabulary:
                         eos_token=list(tokenizer.eos_token_ids),
                         slices=LLTokenizer.json_slices(),
                     )
-                except Exception as error:  # the library raises several kinds for tokenizers that it cannot read
+                except Exception as error:  # the library raises several types for tokenizers that it cannot read
                     raise InvalidRequest(
                         f"constrained outputs are not available with this model's tokenizer: {first_line(str(error))}",
                         field="constraint",

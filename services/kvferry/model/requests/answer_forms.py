@@ -1,4 +1,4 @@
-"""What a model's answers look like: recognized from its chat template and tokens, or set by parsers."""
+"""The format of a model's answers: recognized from its chat template and tokens, or set by parsers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class AnswerParsers:
 
 
 def answer_form(template: ChatTemplate | None, tokenizer: Tokenizer, parsers: AnswerParsers) -> AnswerForm:
-    """Return what a model's answers look like.
+    """Return the format of a model's answers.
 
     Raises:
         UsageError: the chat template does not fit `parsers`.
@@ -54,7 +54,7 @@ def opens_reasoning(form: AnswerForm, token_ids: Sequence[int], detokenizer: Det
     """Return whether a prompt ends with the beginning of the reasoning.
 
     Args:
-        form: what the model's answers look like.
+        form: format of the model's answers.
         token_ids: the prompt.
         detokenizer: a new detokenizer, which writes the marks of answers.
     """

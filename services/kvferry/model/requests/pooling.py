@@ -10,14 +10,15 @@ from kvferry.core.errors import InvalidRequest
 
 
 class Pooling(StrEnum):
-    """Which hidden states of a prompt a vector is made of (Reimers and Gurevych, Sentence-BERT, 2019, section 3)."""
+    """Selection of the hidden states from which a vector is made (Reimers and Gurevych, Sentence-BERT, 2019, section
+    3)."""
 
     LAST = "last"
-    """That of the last token, the only one that depends on all tokens of a causal model."""
+    """The hidden state of the last token, the only one that depends on all tokens in a causal model."""
     MEAN = "mean"
-    """The mean of all tokens."""
+    """The mean of the hidden states of all tokens."""
     CLS = "cls"
-    """That of the first token; of a causal model it depends on that token alone."""
+    """The hidden state of the first token; in a causal model it depends on that token alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,10 @@ class PoolingParams:
 
     pooling: Pooling = Pooling.LAST
     normalize: bool = True
-    """Whether the vector is divided by its L2 norm; a vector of zeros stays one."""
+    """Whether the vector is divided by its L2 norm; a vector of zeros is unchanged."""
     dimensions: int | None = None
-    """Number of leading values to keep, before the vector is normalized; `None` for all. Only of models trained for it
-    are they a good vector (Kusupati et al., Matryoshka Representation Learning, 2022)."""
+    """Number of leading values to keep, before the vector is normalized; `None` for all. They are a good vector only
+    with models trained for it (Kusupati et al., Matryoshka Representation Learning, 2022)."""
 
 
 def pooling_named(name: str, field: str = "pooling") -> Pooling:

@@ -38,7 +38,7 @@ class ChatTemplate:
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
         """
         Raises:
-            ModelFileError: the template is too long, does not compile, or uses what is not available.
+            ModelFileError: the template is too long, does not compile, or uses an unavailable feature.
         """
         if len(source) > MAX_SOURCE_CHARS:
             raise ModelFileError(

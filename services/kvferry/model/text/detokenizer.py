@@ -56,8 +56,8 @@ class Detokenizer:
         return rest
 
     def _feed_shown(self, token_id: int) -> str:
-        """Add one id of which the text may be returned even if it is a control token, which ends an incomplete
-        character before it."""
+        """Add one id, whose text may be returned even if it is a control token. A shown control token ends an
+        incomplete character before it."""
         tokenizer = self._tokenizer
         if not tokenizer.is_control(token_id):
             if tokenizer.is_byte_level:

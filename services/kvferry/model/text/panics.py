@@ -5,15 +5,15 @@ from contextlib import contextmanager
 
 
 class LibraryPanic(Exception):
-    """The library's code, in Rust, met a state that its authors excluded."""
+    """The library's Rust code panicked: it reached a state that it assumes to be impossible."""
 
 
 @contextmanager
 def panics_as_exceptions() -> Iterator[None]:
     """Raise `LibraryPanic` for a panic in the `with` block.
 
-    The library's runtime raises a panic as a `BaseException` of a class that cannot be imported, which no handler of
-    exceptions would end.
+    The library's runtime raises a panic as a `BaseException` of a class that cannot be imported, which handlers of
+    `Exception` do not catch.
 
     Raises:
         LibraryPanic: the library panicked.

@@ -20,7 +20,7 @@ from kvferry.model.text.tokenizer import Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4
 _MERGES_PER_TOKEN = 16
-"""Most merges per token of the vocabulary; published vocabularies have fewer than 3."""
+"""Maximum number of merges per token of the vocabulary; published vocabularies have fewer than 3."""
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 

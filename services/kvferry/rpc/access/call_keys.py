@@ -89,9 +89,10 @@ class CallVerifier:
     def listen_at(self, address: str, *more: str) -> None:
         """Set the addresses under which callers reach this server: the bound address and the advertised hosts.
 
-        Among IP addresses only those of these hosts are accepted; the wildcard stands for all addresses of this
-        machine. A name is accepted from a gateway or an operator, since it may be a name of this machine that only the
-        caller's name service knows, but from workers, which dial advertised hosts, only if it is one of these hosts.
+        An IP address is accepted only if it belongs to one of these hosts; the wildcard stands for all addresses of
+        this machine. A host name is accepted from a worker only if it is one of these hosts, since workers dial
+        advertised hosts. Every host name is accepted from a gateway or an operator, since it may be a name of this
+        machine that only the caller's name service resolves.
         """
         host, _, self._port = address.rpartition(":")
         self._names = frozenset({host, *more}) | {"localhost"}

@@ -9,7 +9,7 @@ import psutil
 
 _NAME = re.compile(r"[A-Za-z0-9_]([-A-Za-z0-9_.]{0,251}[A-Za-z0-9_])?\.?")
 _NUMERIC = re.compile(r"[0-9.]+")
-"""Forms of IPv4 addresses that some resolvers accept, but that are no names."""
+"""Forms of IPv4 addresses that some resolvers accept, but that are not host names."""
 
 
 def is_host(text: str) -> bool:
@@ -26,7 +26,8 @@ def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def addresses_of(host: str) -> set[str]:
-    """Return the IP addresses of a host, of this machine for the wildcard; none for a name that is unknown here."""
+    """Return the IP addresses of a host, of this machine for the wildcard; empty for a name that this machine cannot
+    resolve."""
     address = ip_of(host)
     if address is None:
         with suppress(OSError):

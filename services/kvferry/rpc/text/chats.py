@@ -1,4 +1,4 @@
-"""Prepares a chat for generation: prompt, what is split off the answer, and the grammar if a call is required."""
+"""Prepares a chat for generation: prompt, options for splitting the answer, and the grammar if a call is required."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class PreparedChat:
     token_ids: Sequence[int]
     sampling: SamplingParams
     split: SplitOptions | None = None
-    """What is split off the answer; `None` for nothing."""
+    """Options for splitting the answer; `None` if it is not split."""
 
 
 def prepare_chat(model: TextModel, messages: ChatMessages, use: ToolUse, sampling: SamplingParams) -> PreparedChat:

@@ -52,7 +52,7 @@ class ConstraintCheck:
         """Check that workers can compile a constraint.
 
         Raises:
-            InvalidRequest: the constraint is invalid, uses what is not supported, or takes too much time or memory.
+            InvalidRequest: the constraint is invalid, uses an unsupported feature, or takes too much time or memory.
             Overloaded: too many constraints are waiting.
             Unavailable: the process does not respond.
         """
@@ -66,7 +66,7 @@ class ConstraintCheck:
                 await self._process.run(compile_constraint, constraint)
             except InvalidRequest as error:
                 if error.reason == _COSTLY and asyncio.get_running_loop().time() - begun < CHECK_SECONDS:
-                    raise  # the process ended for another reason, such as a signal, which says nothing for later
+                    raise  # the process ended for another reason, such as a signal: no verdict is kept
                 verdict = error
             self._verdicts[digest] = verdict
             if len(self._verdicts) > MAX_VERDICTS:
@@ -84,7 +84,7 @@ def compile_constraint(model: TextModel, constraint: Constraint) -> None:
     """Compile a constraint for the model's vocabulary.
 
     Raises:
-        InvalidRequest: the constraint is invalid or uses what is not supported.
+        InvalidRequest: the constraint is invalid or uses an unsupported feature.
     """
     model.check_constraint(constraint)
 

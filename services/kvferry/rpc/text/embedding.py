@@ -30,7 +30,7 @@ Input = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class VectorRequest:
-    """A validated request for the vectors of several inputs; see `TokenRequest` for the fields that are not named."""
+    """A validated request for the vectors of several inputs; see `TokenRequest` for fields without a description."""
 
     request_id: RequestId
     inputs: Sequence[Sequence[int]]

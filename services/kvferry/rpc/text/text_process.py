@@ -189,7 +189,7 @@ def _begin(
 
 
 def _ready() -> None:
-    """Do nothing. The first job of a process, which starts with it."""
+    """Do nothing; used as the first job of a process, to start it."""
 
 
 def _run(limits: TextLimits, job: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:

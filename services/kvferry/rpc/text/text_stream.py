@@ -47,7 +47,7 @@ class TextRequest:
     deadline: float | None = None
     """Deadline, monotonic seconds; `None` for no deadline."""
     split: SplitOptions | None = None
-    """What is split off the answers; `None` returns all of their text as it is."""
+    """Options for splitting the answers; `None` returns all of their text unchanged."""
     queued_seconds: float = 0.0
     """Seconds that the request has waited for its admission."""
     held_bytes: int = 0

@@ -46,7 +46,8 @@ class StackConfig:
     """Flags for every worker, for example `--dtype` or `--kv-memory`."""
     gateway_flags: Sequence[str] = ()
     ticket_key: str = field(default="", repr=False)
-    """Secret of the workers, from which the gateway's key is derived; empty: a random one for each run."""
+    """Secret of the workers, from which the gateway's key is derived; if empty, a random one is generated for each
+    run."""
     api_key: str | None = field(default=None, repr=False)
     """API key for the first token; `None` if the gateway requires none."""
     probe_key: str = field(default="", repr=False)

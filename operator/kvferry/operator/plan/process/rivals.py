@@ -26,8 +26,8 @@ class Rivals:
     """Operator and time of the observation in each pool's status, when it was first seen."""
 
     def look(self, pools: Iterable[Mapping[str, Any]], now: float, wall: float) -> tuple[str, bool]:
-        """Look at all pools; return a message about a rival (empty if there is none) and whether it is certain that the
-        rival works, since it has written a status since the search began.
+        """Look at all pools; return a message about a rival (empty if there is none) and whether the rival is certainly
+        running, since it has written a status since the search began.
 
         Args:
             now: time by the clock of `began`.

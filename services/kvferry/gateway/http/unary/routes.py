@@ -35,7 +35,7 @@ ANSWERS: Mapping[str, Answer] = {
 
 
 class Side(Protocol):
-    """What the handlers need of the client API."""
+    """The part of the client API that the handlers use."""
 
     @property
     def service(self) -> TextService: ...

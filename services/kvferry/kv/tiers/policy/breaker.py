@@ -80,7 +80,7 @@ class Breaker:
         return self._state is BreakerState.CLOSED
 
     def probe(self, now: float) -> bool:
-        """Return whether the caller must probe the server now and report the result with `looked`."""
+        """Return whether the caller must probe the server now and report the result with `probed`."""
         if self._state is not BreakerState.OPEN or now < self._open_until:
             return False
         self._state = BREAKER_MACHINE.next(self._state, BreakerEvent.PROBE)
@@ -109,7 +109,7 @@ class Breaker:
         """Record the result of a probe.
 
         Raises:
-            InvariantBroken: no probe was permitted by `look`.
+            InvariantBroken: no probe was permitted by `probe`.
         """
         if not alive:
             self._backoff = min(2 * self._backoff, self._times.longest_backoff_seconds)

@@ -1,4 +1,4 @@
-"""Splits whole answers: what a model's answers look like, what a request wants to know of one, and the splitter."""
+"""Splits whole answers: the format of a model's answers, the options of a request, and the splitter."""
 
 import secrets
 import string
@@ -22,7 +22,7 @@ def random_letters(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What the answers of a model look like."""
+    """The format of a model's answers."""
 
     call_format: CallFormat = CallFormat.HERMES
     has_reasoning: bool = False
@@ -32,10 +32,10 @@ class AnswerForm:
 
 @dataclass(frozen=True, slots=True)
 class SplitOptions:
-    """What is split off an answer of one request."""
+    """Options for splitting the answers of one request."""
 
     tool_names: tuple[str, ...] = ()
-    """Functions that may be called; empty: calls are not looked for."""
+    """Functions that may be called; if empty, calls are not searched for."""
     max_calls: int | None = None
     """Number of calls to report; further ones are dropped. `None` for no limit."""
     is_reasoning_open: bool = False
@@ -48,8 +48,8 @@ class AnswerSplitter:
     def __init__(self, form: AnswerForm, split: SplitOptions, letters: Callable[[int], str] = random_letters) -> None:
         """
         Args:
-            form: what the model's answers look like.
-            split: what is split off.
+            form: format of the model's answers.
+            split: options for splitting.
             letters: function that returns random letters and digits for the ids of calls.
         """
         self._reasoning = ReasoningSplitter(form.marks, is_open=split.is_reasoning_open) if form.has_reasoning else None
@@ -60,7 +60,7 @@ class AnswerSplitter:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all calls that are reported have ended, so that what follows has no use."""
+        """Whether all calls that are reported have ended, so that the text after them is not needed."""
         return self._calls is not None and self._calls.is_complete
 
     def feed(self, text: str) -> Parts:

@@ -18,7 +18,7 @@ from kvferry.model.text.answers.marks import without_marks
 from kvferry.model.text.answers.pieces import NotACall, Parts
 
 MAX_HELD_CHARS = 1 << 16
-"""Most characters that are held back until it is known whether they are a call."""
+"""Maximum number of characters that are held back until it is known whether they are a call."""
 
 _BLOCK = 1024
 """Characters that are parsed at a time."""

@@ -12,7 +12,7 @@ from kvferry.model.text.answers.json_reader import (
 from kvferry.model.text.answers.pieces import CallDelta, NotACall
 
 MAX_CALLS = 128
-"""Most calls of one answer."""
+"""Maximum number of calls in one answer."""
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _NAME = "name"
 _IGNORED = frozenset({"id", "type"})

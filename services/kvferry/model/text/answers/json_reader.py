@@ -12,9 +12,9 @@ from kvferry.model.text.answers.marks import is_mark
 from kvferry.model.text.answers.pieces import NotACall
 
 MAX_DEPTH = 64
-"""Most arrays and objects inside each other; deeper ones are not arguments of a call."""
+"""Maximum nesting depth of arrays and objects; deeper values are not arguments of a call."""
 MAX_SHORT_STRING = 512
-"""Most characters of a string that is needed as a whole: a key, a name."""
+"""Maximum number of characters of a string that is needed as a whole: a key, a name."""
 SPACE = " \t\r\n"
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = frozenset('"\\/bfnrt')

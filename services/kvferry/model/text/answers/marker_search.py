@@ -41,7 +41,7 @@ class MarkerSearch:
         """Whether nothing but white space came before the text that is held back."""
 
     def feed(self, text: str) -> Found:
-        """Add text. After a marker was found, the caller continues with `rest` as it sees fit."""
+        """Add text. After a marker was found, the caller processes `rest`."""
         held = self._held + text
         self._held = ""
         found = [(at, marker) for marker in self._markers if (at := held.find(marker)) >= 0]

@@ -43,7 +43,7 @@ class Marks:
         return cls({token_ids[text]: mark for text, mark in by_text.items()}, by_text, token_ids)
 
     def written(self, marker: str) -> str:
-        """Return how `marker` is written in the text of an answer: as its mark, or as its text if it is no control
+        """Return how `marker` is written in the text of an answer: as its mark, or as its text if it is not a control
         token."""
         return self.by_text.get(marker, marker)
 
@@ -54,5 +54,5 @@ def is_mark(character: str) -> bool:
 
 
 def without_marks(text: str) -> str:
-    """Return `text` without its marks: control tokens are no part of content."""
+    """Return `text` without its marks: control tokens are not part of the content."""
     return text if text.isascii() or not any(map(is_mark, text)) else "".join(c for c in text if not is_mark(c))

@@ -13,7 +13,7 @@ from kvferry.model.text.answers.pieces import NotACall
 OPENER = "[TOOL_CALLS]"
 _CALL_ID, _ARGS = "[CALL_ID]", "[ARGS]"
 _MAX_HEAD = 256
-"""Most characters of a name and an id."""
+"""Maximum number of characters of a name and of an id."""
 
 
 class Mistral:

@@ -1,4 +1,4 @@
-"""What a request offers a model to call: functions, the choice among them, and how both reach the model.
+"""Tools that a request offers: functions, the choice among them, and their form in the prompt.
 
-A template with tools of its own gets them as they are; for other templates they are written into the system message.
+A template that supports tools gets them unchanged; for other templates they are written into the system message.
 """

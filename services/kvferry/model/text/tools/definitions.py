@@ -12,9 +12,9 @@ MAX_TOOLS = 128
 MAX_NAME_CHARS = 64
 MAX_DESCRIPTION_CHARS = 16_384
 MAX_PARAMETERS_CHARS = 1 << 17
-"""Most characters of the parameter schemas of all functions together, as JSON."""
+"""Maximum number of characters of the parameter schemas of all functions together, as JSON."""
 MAX_DEPTH = 32
-"""Most objects and arrays inside each other in a parameter schema."""
+"""Maximum nesting depth of objects and arrays in a parameter schema."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 
 
@@ -58,7 +58,7 @@ class ToolUse:
     tools: tuple[Tool, ...] = ()
     choice: Choice = Choice.AUTO
     function: str = ""
-    """Name of the function that must be called; empty: any. `choice` is then `required`."""
+    """Name of the function that must be called; empty for any. `choice` is then `required`."""
     is_parallel: bool = True
     """Whether an answer may have several calls."""
 
@@ -148,7 +148,7 @@ def _check_schema(schema: Mapping[str, object], where: str) -> None:
 
 
 def depth_of(value: object) -> int:
-    """Return the number of objects and arrays inside each other, without recursion."""
+    """Return the nesting depth of objects and arrays, without recursion."""
     deepest, left = 0, [(value, 1)]
     while left:
         part, depth = left.pop()

@@ -15,7 +15,7 @@ from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.pythonic_grammar import pythonic_call
 
 MAX_CALLS = 16
-"""Most calls of an answer that must have calls: a small model does not end by itself."""
+"""Maximum number of calls in an answer that must have calls: a small model does not end by itself."""
 _COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", *_COMPOSED})
 """Keywords that say which other members an object may have."""

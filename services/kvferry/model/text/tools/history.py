@@ -11,7 +11,7 @@ from kvferry.core.errors import InvalidRequest, shortened
 from kvferry.model.text.tools.definitions import depth_of
 
 MAX_CALLS = 128
-"""Most calls of one message."""
+"""Maximum number of calls in one message."""
 MAX_ID_CHARS = 256
 MAX_ARGUMENTS_DEPTH = 64
 Message = Mapping[str, object]
@@ -79,7 +79,7 @@ def with_names(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_object(arguments: str) -> object:
-    """Return arguments as an object; as text where they are none, as an answer that was cut off may have them."""
+    """Return arguments as an object, or as text if they are not one, as may happen in an answer that was cut off."""
     try:
         value = from_json(arguments or "{}", allow_inf_nan=False)
     except ValueError:

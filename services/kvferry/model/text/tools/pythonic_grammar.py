@@ -2,7 +2,7 @@
 
 Keywords come in the order of the schema's properties; those that are not required may be left out. Values are written
 as JSON, which the parser of the format reads as well as Python. A schema that says more than which properties exist
-(`anyOf` beside of them, for example) has no such grammar.
+(`anyOf` beside them, for example) has no such grammar.
 """
 
 import json
