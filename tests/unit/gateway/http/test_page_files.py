@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from harness.fakes.scripted_gateway import ScriptedGateway, scripted_gateway
+from harness.waiting import eventually
 
+from kvferry.core.ids import RequestId
 from kvferry.gateway.http.page_files import FOLDER, PageFiles
 
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -118,6 +120,8 @@ async def test_requests_are_listed_newest_first_and_at_most_as_many_as_asked_for
         for number in range(3):
             answer = await clients.post("/v1/completions", json=body, headers={"x-request-id": f"listed-{number}"})
             assert answer.status_code == 200
+            ended = gateway.gateway.dispatcher.journal.find
+            await eventually(lambda name=f"listed-{number}": len(ended("", RequestId(name)) or ()) == 2)
     listed = await client.get("/debug/requests", params={"limit": 2})
     assert [one["request_id"] for one in listed.json()["requests"]] == ["listed-2", "listed-1"]
     one = listed.json()["requests"][0]
