@@ -116,11 +116,11 @@ async def test_requests_are_listed_newest_first_and_at_most_as_many_as_asked_for
     gateway: ScriptedGateway, client: httpx.AsyncClient
 ) -> None:
     body = {"model": "bytes", "prompt": "a secret prompt", "max_tokens": 3, "n": 2}
+    ended = gateway.gateway.dispatcher.journal.find
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as clients:
         for number in range(3):
             answer = await clients.post("/v1/completions", json=body, headers={"x-request-id": f"listed-{number}"})
             assert answer.status_code == 200
-            ended = gateway.gateway.dispatcher.journal.find
             await eventually(lambda name=f"listed-{number}": len(ended("", RequestId(name)) or ()) == 2)
     listed = await client.get("/debug/requests", params={"limit": 2})
     assert [one["request_id"] for one in listed.json()["requests"]] == ["listed-2", "listed-1"]
