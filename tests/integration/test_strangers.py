@@ -60,13 +60,19 @@ def requests(dialed: str) -> dict[str, Any]:
         "/kvferry.v1.KvEvents/Probe": kv_events_pb2.ProbeRequest(),
         "/kvferry.v1.WorkerAdmin/Status": worker_admin_pb2.StatusRequest(),
         "/kvferry.v1.WorkerAdmin/ResetPrefixCache": worker_admin_pb2.ResetPrefixCacheRequest(),
+        "/kvferry.v1.WorkerAdmin/LoadAdapter": worker_admin_pb2.LoadAdapterRequest(name="a", path="a"),
+        "/kvferry.v1.WorkerAdmin/UnloadAdapter": worker_admin_pb2.UnloadAdapterRequest(name="a"),
         "/kvferry.v1.WorkerAdmin/Drain": worker_admin_pb2.DrainRequest(timeout_seconds=0.1),
     }
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[RunningProcess]:
-    with a_worker("both", "--connector", "tcp", "--log-level", "error") as process:
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProcess]:
+    # Without a folder of adapters, a worker answers calls that load one as it answers callers without permission.
+    adapters = str(tmp_path_factory.mktemp("adapters"))
+    with a_worker(
+        "both", "--connector", "tcp", "--log-level", "error", "--adapter-folder", adapters, "--adapter-slots", "1"
+    ) as process:
         yield process
 
 
