@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 MAX_DRAFT_ROWS = 64
 """Maximum number of draft tokens in a step, over all sequences."""
-_MIN_ADVANTAGE = 1.03
+MIN_ADVANTAGE = 1.08
 """Drafts must be estimated to increase the rate by this factor, since prices and probabilities are estimates."""
 
 
@@ -39,7 +39,7 @@ def draft_lengths(gains: Sequence[Sequence[float]], rows: int, seconds: Callable
     taken = [0] * len(gains)
     best = list(taken)
     expected = float(len(gains))
-    best_rate = _MIN_ADVANTAGE * expected / seconds(rows)
+    best_rate = MIN_ADVANTAGE * expected / seconds(rows)
     heap = [(-own[0], index) for index, own in enumerate(gains) if own]
     heapq.heapify(heap)
     for count in range(1, MAX_DRAFT_ROWS + 1):

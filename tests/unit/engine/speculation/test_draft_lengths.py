@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
 from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance
-from kvferry.engine.speculation.draft_lengths import MAX_DRAFT_ROWS, draft_lengths, gains_of
+from kvferry.engine.speculation.draft_lengths import MAX_DRAFT_ROWS, MIN_ADVANTAGE, draft_lengths, gains_of
 from kvferry.engine.speculation.row_prices import RowPrices
 from kvferry.engine.speculation.settings import SpeculationSettings, parse_speculation
 
@@ -30,7 +30,7 @@ def test_the_lengths_have_the_best_expected_rate(own: list[list[float]], more: i
 
     best = max(map(rate, itertools.product(*(range(len(each) + 1) for each in gains))))
     chosen = draft_lengths(gains, rows, seconds)
-    assert rate(chosen) == pytest.approx(best) or (sum(chosen) == 0 and best <= 1.03 * rate(chosen) + 1e-9)
+    assert rate(chosen) == pytest.approx(best) or (sum(chosen) == 0 and best <= MIN_ADVANTAGE * rate(chosen) + 1e-9)
 
 
 def test_no_draft_where_each_row_costs_as_much_as_the_first() -> None:
