@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.core.clock import Clock
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
@@ -110,6 +111,7 @@ def an_engine(
     max_model_tokens: int = 128,
     limits: SchedulerLimits | None = None,
     speculation: Speculation | None = None,
+    clock: Clock | None = None,
 ) -> tuple[Engine, ArithmeticRunner]:
     """Create a small engine and its runner."""
     runner = ArithmeticRunner(num_blocks, block_tokens)
@@ -124,6 +126,7 @@ def an_engine(
         limits=limits or small_limits(),
         namers=BlockNamers(b"secret"),
         speculation=speculation,
+        clock=clock,
     )
     return engine, runner
 

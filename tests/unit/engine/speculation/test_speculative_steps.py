@@ -20,6 +20,7 @@ from harness.fakes.engines import (
 )
 from harness.fakes.masks import FakeMasks, allowed_after, constrained, with_constraint
 
+from kvferry.core.clock import SystemClock
 from kvferry.core.ids import RequestId
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
@@ -43,6 +44,17 @@ class Oracle:
             token = next_token([*known, *draft])
             draft.append((token + 1) % 96 if self._wrong() else token)
         return Draft(tuple(draft), 9)
+
+
+class TickingClock(SystemClock):
+    """A clock that advances by the same time at each reading, so that steps of any number of rows take equally long."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def monotonic(self) -> float:
+        self._now += 0.001
+        return self._now
 
 
 class Silent:
@@ -158,7 +170,7 @@ def test_a_prefill_worker_drafts_nothing() -> None:
 def test_lengths_fall_to_zero_where_drafts_fail_and_rise_again_where_they_would_be_right() -> None:
     lies = True
     speculation = speculating(lambda: lies, PayingDrafts())
-    engine, runner = an_engine(num_blocks=128, max_model_tokens=400, speculation=speculation)
+    engine, runner = an_engine(num_blocks=128, max_model_tokens=400, speculation=speculation, clock=TickingClock())
     engine.add(a_request("a", [1, 2, 3], max_tokens=300))
     for _ in range(60):
         engine.step()
