@@ -10,6 +10,9 @@ number of rows; the best number wins:
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvferry.engine.speculation.row_prices import RowPrices
 
 MAX_DRAFT_ROWS = 64
 """Maximum number of draft tokens in a step, over all sequences."""
@@ -54,3 +57,38 @@ def draft_lengths(gains: Sequence[Sequence[float]], rows: int, seconds: Callable
         if rate > best_rate:
             best, best_rate = list(taken), rate
     return best
+
+
+class Lengths(Protocol):
+    """Chooses how many tokens of each draft a step verifies."""
+
+    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
+        """Return the number of draft tokens of each sequence.
+
+        Args:
+            probabilities: of each sequence, the estimated probability that each draft token is accepted if those
+                before it are.
+            rows: rows of the step without drafts.
+            prices: seconds of a step by its number of rows.
+        """
+        ...
+
+
+class WholeDrafts:
+    """All draft tokens are verified, whatever the load."""
+
+    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
+        """See `Lengths.choose`."""
+        left, lengths = MAX_DRAFT_ROWS, []
+        for own in probabilities:
+            lengths.append(min(len(own), left))
+            left -= lengths[-1]
+        return lengths
+
+
+class PayingDrafts:
+    """As many draft tokens are verified as increase the expected tokens per second."""
+
+    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
+        """See `Lengths.choose`."""
+        return draft_lengths([gains_of(own) for own in probabilities], rows, prices.seconds)

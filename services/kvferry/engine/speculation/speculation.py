@@ -6,13 +6,12 @@ tokens  ◄── sampled rows, up to the first that differs from the draft ─�
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance
-from kvferry.engine.speculation.draft_lengths import MAX_DRAFT_ROWS, draft_lengths, gains_of
+from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import TokenArray
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
 from kvferry.engine.speculation.row_prices import RowPrices
@@ -20,41 +19,6 @@ from kvferry.engine.speculation.settings import AUTO, MAX_DRAFT_TOKENS, NGRAM, O
 
 Drafts = Mapping[RequestId, tuple[int, ...]]
 """Draft tokens of a step, by sequence; sequences without any are absent."""
-
-
-class Lengths(Protocol):
-    """Chooses how many tokens of each draft a step verifies."""
-
-    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
-        """Return the number of draft tokens of each sequence.
-
-        Args:
-            probabilities: of each sequence, the estimated probability that each draft token is accepted if those
-                before it are.
-            rows: rows of the step without drafts.
-            prices: seconds of a step by its number of rows.
-        """
-        ...
-
-
-class WholeDrafts:
-    """All draft tokens are verified, whatever the load."""
-
-    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
-        """See `Lengths.choose`."""
-        left, lengths = MAX_DRAFT_ROWS, []
-        for own in probabilities:
-            lengths.append(min(len(own), left))
-            left -= lengths[-1]
-        return lengths
-
-
-class PayingDrafts:
-    """As many draft tokens are verified as increase the expected tokens per second."""
-
-    def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
-        """See `Lengths.choose`."""
-        return draft_lengths([gains_of(own) for own in probabilities], rows, prices.seconds)
 
 
 @dataclass(slots=True)

@@ -11,9 +11,10 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.speculation.draft_lengths import WholeDrafts
 from kvferry.engine.speculation.matches import Tokens
 from kvferry.engine.speculation.proposers import Draft
-from kvferry.engine.speculation.speculation import Speculation, WholeDrafts
+from kvferry.engine.speculation.speculation import Speculation
 
 PARAMETERS = (
     SamplingParams(temperature=0, max_tokens=24),

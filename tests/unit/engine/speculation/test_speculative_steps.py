@@ -25,10 +25,11 @@ from kvferry.core.ids import RequestId
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.step import StepResult
+from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import Tokens
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft
 from kvferry.engine.speculation.settings import parse_speculation
-from kvferry.engine.speculation.speculation import Lengths, PayingDrafts, Speculation, WholeDrafts, speculation_of
+from kvferry.engine.speculation.speculation import Speculation, speculation_of
 
 
 class Oracle:
