@@ -17,8 +17,9 @@ from kvferry.gateway.cache_map.map_states import MapState
 from kvferry.gateway.config import CacheMapConfig, Endpoint, FleetConfig, GatewayConfig, HttpConfig
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway
+from kvferry.gateway.routing.prefix_hash import PrefixHash
 from kvferry.gateway.routing.prompt_names import prefix_key
-from kvferry.gateway.routing.replica_choice import pick
+from kvferry.gateway.routing.routes import RouteRequest
 from kvferry.model.source import open_model
 from kvferry.rpc.text.model_text import text_model_of
 
@@ -74,7 +75,7 @@ async def asked(gateway: Gateway, prompt: list[int], request_id: str) -> dict[st
 def rendezvous(gateway: Gateway, prompt: list[int]) -> str:
     """Address of the worker that would be chosen without a map."""
     key = prefix_key(BlockNamers(TENANT_KEY), "", prompt, 4)
-    chosen = pick(key, gateway.fleet.candidates().both, 1.25)
+    chosen = PrefixHash(1.25).one(RouteRequest(key), gateway.fleet.candidates().both)
     assert chosen is not None
     return chosen.preferred
 

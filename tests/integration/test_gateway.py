@@ -20,8 +20,9 @@ from kvferry.engine import LLM, SamplingParams
 from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway
+from kvferry.gateway.routing.prefix_hash import PrefixHash
 from kvferry.gateway.routing.prompt_names import prefix_key
-from kvferry.gateway.routing.replica_choice import pick
+from kvferry.gateway.routing.routes import RouteRequest
 from kvferry.model.source import open_model
 from kvferry.rpc.text.model_text import text_model_of
 
@@ -201,7 +202,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(stack, expe
 
 def belongs_to(prompt: list[int], address: str, stack: Stack) -> bool:
     key = prefix_key(BlockNamers(b""), "", prompt, 4)
-    found = pick(key, stack.gateway.fleet.candidates().decode, 1.25)
+    found = PrefixHash(1.25).one(RouteRequest(key), stack.gateway.fleet.candidates().decode)
     return found is not None and found.replica.address == address
 
 

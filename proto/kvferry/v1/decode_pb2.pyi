@@ -154,6 +154,8 @@ class DecodeResponse(_message.Message):
     KV_FIELD_NUMBER: _builtins.int
     CACHED_TICKET_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TICKET_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set on the last message"""
@@ -161,6 +163,10 @@ class DecodeResponse(_message.Message):
     """on the last message, if `want_cached_ticket` was set"""
     num_cached_ticket_tokens: _builtins.int
     """tokens that it covers, prompt and generated"""
+    queue_seconds: _builtins.float
+    """on the first message: from the call to the sequence's first step"""
+    prefill_seconds: _builtins.float
+    """on the first message: from the first step to the first token"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Token]: ...
     @_builtins.property
@@ -184,11 +190,13 @@ class DecodeResponse(_message.Message):
         kv: _abc.Iterable[_common_pb2.KvReport] | None = ...,
         cached_ticket: _builtins.bytes = ...,
         num_cached_ticket_tokens: _builtins.int = ...,
+        queue_seconds: _builtins.float = ...,
+        prefill_seconds: _builtins.float = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.ScoredToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_ticket", b"cached_ticket", "finish_reason", b"finish_reason", "handoff", b"handoff", "kv", b"kv", "num_cached_ticket_tokens", b"num_cached_ticket_tokens", "prefill_seconds", b"prefill_seconds", "prompt_logprobs", b"prompt_logprobs", "queue_seconds", b"queue_seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

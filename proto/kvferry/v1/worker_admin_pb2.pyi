@@ -205,6 +205,8 @@ class WorkerLoad(_message.Message):
     STORES_FIELD_NUMBER: _builtins.int
     EXPORTS_FIELD_NUMBER: _builtins.int
     EXPORTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    TOKENS_TO_COMPUTE_FIELD_NUMBER: _builtins.int
+    BLOCKS_CACHED_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """sequences in the running batch"""
     waiting: _builtins.int
@@ -228,6 +230,10 @@ class WorkerLoad(_message.Message):
     """prompts whose pages are held for offers"""
     exported_blocks: _builtins.int
     """pages held by exports, shared ones counted for each"""
+    tokens_to_compute: _builtins.int
+    """tokens of prompts on the worker that are not computed yet"""
+    blocks_cached: _builtins.int
+    """in the prefix cache, in use or evictable"""
     def __init__(
         self,
         *,
@@ -244,10 +250,12 @@ class WorkerLoad(_message.Message):
         stores: _builtins.int = ...,
         exports: _builtins.int = ...,
         exported_blocks: _builtins.int = ...,
+        tokens_to_compute: _builtins.int = ...,
+        blocks_cached: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "exported_blocks", b"exported_blocks", "exports", b"exports", "loading", b"loading", "open_calls", b"open_calls", "running", b"running", "stores", b"stores", "tickets_claimed", b"tickets_claimed", "tickets_offered", b"tickets_offered", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_quarantined", b"blocks_quarantined", "blocks_total", b"blocks_total", "exported_blocks", b"exported_blocks", "exports", b"exports", "loading", b"loading", "open_calls", b"open_calls", "running", b"running", "stores", b"stores", "tickets_claimed", b"tickets_claimed", "tickets_offered", b"tickets_offered", "tokens_to_compute", b"tokens_to_compute", "transfers", b"transfers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,6 +3,7 @@
 from kvferry.core.dtypes import DTYPES
 from kvferry.core.settings import Setting, seconds, size_bytes, whole
 from kvferry.engine.speculation.settings import checked_speculation
+from kvferry.gateway.config import POLICIES
 from kvferry.model.text.answers.formats import AUTO, CALL_PARSERS, REASONING_PARSERS
 
 MODEL = Setting(
@@ -82,6 +83,13 @@ TENANTS = Setting(
     "tenants",
     "",
     "TOML file with the tenants' hashed keys, shares, quotas and models; read again when it changes.",
+)
+POLICY = Setting(
+    "policy",
+    "seconds",
+    "How workers are chosen. seconds: least estimated time; prefix-hash: cached prefix within a load bound; "
+    "round-robin, least-loaded, random: without regard to caches.",
+    choices=POLICIES,
 )
 PROBE_KEY = Setting(
     "probe_key",
@@ -315,6 +323,7 @@ GATEWAY = (
     *TLS,
     *GATEWAY_KEY,
     *TENANT_KEY,
+    POLICY,
     Setting(
         "prefix_blocks", 4, "Number of leading blocks of a prompt that determine its replica.", parse=whole(1, 1024)
     ),
@@ -387,6 +396,7 @@ UP = (
     HTTP,
     GRPC,
     ADMIN,
+    POLICY,
     API_KEYS,
     TENANTS,
     KV_PREFETCH,

@@ -30,6 +30,10 @@ class WorkerLoad:
     """Number of prompts whose pages are pinned for offers."""
     exported_blocks: int = 0
     """Number of pages pinned by exports; a page that is in several exports counts once for each."""
+    tokens_to_compute: int = 0
+    """Number of prompt tokens of waiting and running sequences that are not computed yet."""
+    blocks_cached: int = 0
+    """Number of KV blocks in the prefix cache, in use or evictable."""
 
     @property
     def num_requests(self) -> int:

@@ -18,6 +18,7 @@ from kvferry.engine.adapters.adapter_store import AdapterInfo, AdapterStore, Loa
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.prefix_index import PrefixIndex
+from kvferry.engine.engine_load import engine_load
 from kvferry.engine.engine_statistics import EngineStatistics
 from kvferry.engine.grammar.grammar_masks import GrammarMasks
 from kvferry.engine.loads.kv_loads import KvLoads
@@ -276,19 +277,8 @@ class Engine:
 
     def load(self) -> WorkerLoad:
         """Count all resources that the engine holds; the worker adds its tickets and calls."""
-        pool = self.allocator.pool
-        return WorkerLoad(
-            running=self.scheduler.num_running,
-            waiting=self.scheduler.num_waiting,
-            loading=self.scheduler.num_loading,
-            blocks_total=pool.num_blocks,
-            blocks_free=pool.num_free,
-            blocks_quarantined=pool.num_quarantined,
-            exports=len(self._exports),
-            exported_blocks=sum(map(len, self._exports.values())),
-            transfers=self._loads.num_transfers,
-            stores=len(self._loads.stores_held),
-        )
+        held_pages = [len(pages) for pages in self._exports.values()]
+        return engine_load(self.scheduler, self._loads, held_pages)
 
     @property
     def speculation(self) -> Speculation | None:
@@ -320,7 +310,7 @@ class Engine:
         """
         self.allocator.check_integrity()
         counted: dict[BlockId, int] = {}
-        tables = (t.blocks for t in self.scheduler.tables())
+        tables = (s.table.blocks for s in self.scheduler.sequences)
         held = [*self._exports.values(), *self._loads.stores_held, *self._loads.prefetches_held]
         for blocks in [*tables, *held]:
             for block in blocks:

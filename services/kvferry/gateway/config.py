@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from kvferry.core.errors import UsageError
 
@@ -59,16 +60,22 @@ class PoolName:
         return f"{self.namespace}/{self.name}"
 
 
+PolicyName = Literal["seconds", "prefix-hash", "round-robin", "least-loaded", "random"]
+"""Name of a routing policy; see `gateway.routing.policies`."""
+POLICIES: tuple[str, ...] = get_args(PolicyName)
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingConfig:
     """Settings of replica selection."""
 
+    policy: PolicyName = "seconds"
     prefix_blocks: int = 4
     """Number of leading full blocks that are hashed into a request's prefix key. Requests with equal keys go to the
     same replica: a small number groups conversations by system prompt, a large number separates them."""
     load_factor: float = 1.25
-    """Bound on a replica's load as a multiple of the average load, greater than 1; requests above it go to the next
-    replica."""
+    """With policy `prefix-hash`: bound on a replica's load as a multiple of the average load, greater than 1; requests
+    above it go to the next replica."""
     kv_prefetch_tokens: int = 1024
     """Minimum prompt length in tokens for prefetching KV while the prompt is still being computed; 0 disables it. The
     default is about two prefill chunks: the last chunk is always transferred after the computation."""

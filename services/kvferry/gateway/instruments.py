@@ -10,7 +10,7 @@ from kvferry.gateway.dashboard.history import Totals
 from kvferry.gateway.dashboard.quantiles import Buckets
 from kvferry.gateway.lifecycle.obligations import State
 from kvferry.gateway.lifecycle.prompt_sources import prompt_sources
-from kvferry.gateway.routing.replica_choice import CachedPrefix
+from kvferry.gateway.routing.replicas import CachedPrefix
 from kvferry.rpc.text.text_stream import Usage
 from kvferry.rpc.text.token_source import Timing
 

@@ -52,6 +52,7 @@ class ScriptedFleet:
         async with asyncio.timeout(10):
             await self.dispatcher.wait_idle()
         await self.workers.idle()
+        assert self.dispatcher.num_committed == 0
         assert [view.in_flight for view in self.fleet.views()] == [0] * len(self.workers.all)
 
 

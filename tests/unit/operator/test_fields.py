@@ -197,6 +197,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         lambda pool: [e["valueFrom"]["secretKeyRef"]["key"] for e in container(pool)["env"] if "TIER_0" in e["name"]],
         ["k"],
     ),
+    "routing.policy": ({"routing": {"policy": "random"}}, flag("policy", GATEWAY), "random"),
     "routing.prefixBlocks": ({"routing": {"prefixBlocks": 9}}, flag("prefix-blocks", GATEWAY), "9"),
     "routing.blockTokens": ({"routing": {"blockTokens": 32}}, flag("block-tokens"), "32"),
     "routing.skipPrefillBelowTokens": (

@@ -119,6 +119,7 @@ def _arguments(pool: Pool) -> list[str]:
         "admin": f"0.0.0.0:{names.GATEWAY_ADMIN}",
         "tenant-key-file": f"{KEYS_FOLDER}/tenant-key",
         "gateway-key-file": f"{KEYS_FOLDER}/gateway-key",
+        "policy": spec.routing.policy,
         "prefix-blocks": spec.routing.prefix_blocks,
         "skip-prefill-below": spec.routing.skip_prefill_below_tokens,
         "kv-prefetch-tokens": spec.routing.kv_prefetch_tokens,

@@ -106,6 +106,7 @@ class Tier(_Struct, frozen=True):
 class Routing(_Struct, frozen=True):
     """Settings for routing requests from the gateway to worker pods."""
 
+    policy: Literal["seconds", "prefix-hash", "round-robin", "least-loaded", "random"] = "seconds"
     prefix_blocks: int = 4
     block_tokens: int = 16
     skip_prefill_below_tokens: int = 0

@@ -45,15 +45,22 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
     counts = f"{sample['prompt_tokens']} prompt ({sample['cached_tokens']} cached), {sample['output_tokens']} generated"
     lines.append(f"  tokens     {counts}")
     for note in sample["routes"]:
-        home = "ranks first" if note["worker"] == note["preferred"] else f"{note['preferred']} was full"
+        home = "" if note["worker"] == note["preferred"] else f", its prefix belongs to {note['preferred']}"
+        load = f"load {note['load']} of {note['capacity']}" if note["capacity"] else f"load {note['load']}"
         lines.append(
-            f"  {note['role']:<9}  {note['worker']}: {note['reason']}, {home}; "
-            f"load {note['load']} of {note['capacity']}, {note['num_candidates']} candidates"
+            f"  {note['role']:<9}  {note['worker']}: {note['reason']} by policy {note['policy']}{home}; "
+            f"{load}, {note['num_candidates']} candidates"
         )
         lines += [
             f"             {one['worker']}: {one['cached_tokens']} tokens cached ({_basis(one)}), load {one['load']}"
+            f"{_terms(one['terms_ms'])}"
             for one in note["candidates"]
         ]
+        for other in note["others"]:
+            workers = " and ".join(filter(None, (other["prefill"], other["decode"])))
+            lines.append(
+                f"             {other['policy']} would take {workers}: {other['estimated_ms']:.1f} ms estimated"
+            )
     for kv in timing["kv"]:
         way = "loaded" if kv["num_chosen"] else "computed"
         why = "by policy or to measure" if kv["is_forced"] else "cheaper"
@@ -73,6 +80,13 @@ def report_lines(request_id: str, sample: dict[str, Any]) -> list[str]:
         f"all {1e3 * timing['total_seconds']:.1f} ms, moved {timing['resumed']} times"
     )
     return lines
+
+
+def _terms(terms_ms: dict[str, float]) -> str:
+    if not terms_ms:
+        return ""
+    parts = ", ".join(f"{name} {ms:.1f}" for name, ms in terms_ms.items() if ms)
+    return f"; {sum(terms_ms.values()):.1f} ms estimated ({parts or 'no term'})"
 
 
 def _basis(candidate: dict[str, Any]) -> str:

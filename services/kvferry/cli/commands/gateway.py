@@ -78,6 +78,7 @@ def command(values: Values) -> None:
         tls=_tls(values),
         tenant_key=next(iter(read_key(values, "tenant_key")), b""),
         routing=RoutingConfig(
+            policy=values["policy"],
             prefix_blocks=values["prefix_blocks"],
             skip_prefill_below_tokens=values["skip_prefill_below"],
             kv_prefetch_tokens=values["kv_prefetch_tokens"],

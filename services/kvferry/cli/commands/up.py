@@ -41,6 +41,8 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         gateway_flags += ["--drain-seconds", str(values["drain_seconds"])]
     if "kv_prefetch_tokens" in has:
         gateway_flags += ["--kv-prefetch-tokens", str(values["kv_prefetch_tokens"])]
+    if "policy" in has:
+        gateway_flags += ["--policy", values["policy"]]
     api_key: str | None = None
     if "api_keys_file" in has and values["api_keys_file"]:
         gateway_flags += ["--api-keys-file", values["api_keys_file"]]

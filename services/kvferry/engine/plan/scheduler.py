@@ -18,14 +18,14 @@ queues; `update` must be called with its result before the next `schedule`.
 """
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import partial
 
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.adapters.adapter_slots import AdapterSlots
-from kvferry.engine.blocks.allocation import Allocator, BlockTable, PageCopy
+from kvferry.engine.blocks.allocation import Allocator, PageCopy
 from kvferry.engine.plan.admission import Admission, num_lacking, num_remaining
 from kvferry.engine.plan.full_blocks import FullBlocks
 from kvferry.engine.plan.kv_jobs import LoadJob, SequenceUpdate
@@ -77,8 +77,6 @@ class Scheduler:
         self._may_admit = False
         self._num_ahead = 0
         self.num_preemptions = 0
-
-    # ------------------------------------------------------------------ adding and aborting sequences
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence.
@@ -292,6 +290,12 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_tokens_to_compute(self) -> int:
+        """Number of tokens of waiting sequences and of prompts under way whose KV is not computed."""
+        under_way = sum(s.num_prompt - s.num_computed for s in self._running if s.num_computed < s.num_prompt)
+        return self._waiting.num_tokens + under_way
+
+    @property
     def num_running(self) -> int:
         """Number of sequences that take part in steps."""
         return len(self._running)
@@ -315,10 +319,6 @@ class Scheduler:
     def sequences(self) -> Collection[Sequence]:
         """All sequences."""
         return self._known.values()
-
-    def tables(self) -> Iterable[BlockTable]:
-        """Return all block tables in use, for integrity checks."""
-        return (s.table for s in self._known.values())
 
     # ------------------------------------------------------------------ inside
 

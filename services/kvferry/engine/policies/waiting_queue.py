@@ -38,6 +38,11 @@ class WaitingQueue(Protocol):
         """Return the sequence to admit next; `None` if the queue is empty."""
         ...
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences that are not computed, cached ones included."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -52,18 +57,21 @@ class RankQueue:
     def __init__(self, rank: RankOf) -> None:
         self._rank = rank
         self._heap: list[tuple[Rank, int, Sequence]] = []
-        self._entries: dict[RequestId, tuple[int, Sequence]] = {}
+        self._entries: dict[RequestId, tuple[int, Sequence, int]] = {}
         self._count = 0
+        self.num_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence."""
         self._count += 1
-        self._entries[sequence.request_id] = (self._count, sequence)
+        num_tokens = sequence.num_tokens - sequence.num_computed
+        self.num_tokens += num_tokens
+        self._entries[sequence.request_id] = (self._count, sequence, num_tokens)
         heapq.heappush(self._heap, (self._rank(sequence), self._count, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence of the queue."""
-        del self._entries[sequence.request_id]
+        self.num_tokens -= self._entries.pop(sequence.request_id)[2]
 
     def first(self) -> Sequence | None:
         """Return the sequence with the lowest rank."""
@@ -78,10 +86,10 @@ class RankQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for _, sequence in self._entries.values())
+        return (sequence for _, sequence, _ in self._entries.values())
 
     def _is_current(self, number: int, sequence: Sequence) -> bool:
-        return self._entries.get(sequence.request_id, (0, None))[0] == number
+        return self._entries.get(sequence.request_id, (0, None, 0))[0] == number
 
 
 class ShortestFirstQueue(RankQueue):
@@ -127,6 +135,12 @@ class TwoLevelQueue:
                 self._staged[sequence.request_id] = sequence
                 sequence = self._waiting.first()
         return min(self._staged.values(), key=self._inner, default=None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences that are not computed, cached ones included."""
+        staged = sum(sequence.num_tokens - sequence.num_computed for sequence in self._staged.values())
+        return self._waiting.num_tokens + staged
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._staged)

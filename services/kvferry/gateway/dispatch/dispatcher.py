@@ -35,12 +35,16 @@ from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
 from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases, Sleep
 from kvferry.gateway.dispatch.route_selection import RETRY_AFTER_SECONDS, RouteSelection
+from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.dispatch.worker_calls import WorkerCalls
 from kvferry.gateway.dispatch.worker_loss import WorkerLost
+from kvferry.gateway.estimates.commitments import Commitments
+from kvferry.gateway.estimates.estimates import Estimates
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.lifecycle.sample_run import SampleRun, Verdict, judge
+from kvferry.gateway.routing.policies import RoutingPolicies
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc.text.token_source import TokenEvent, TokenRequest, Vector
 
@@ -85,8 +89,17 @@ class Dispatcher:
         namers = BlockNamers(config.tenant_key)
         self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
         self._ending = Ending(self._releases, clock, self._instruments)
+        estimates, commitments = Estimates(), Commitments(clock)
+        self._commitments = commitments
+        self._records = WorkRecords(fleet, estimates, commitments)
         self._routes = RouteSelection(
-            fleet, config.routing, namers, cache_map or CacheMap(clock, max_blocks=0), self._instruments
+            fleet,
+            config.routing,
+            namers,
+            cache_map or CacheMap(clock, max_blocks=0),
+            RoutingPolicies(config.routing.policy, estimates, commitments, load_factor=config.routing.load_factor),
+            self._records,
+            self._instruments,
         )
         self.turns = Turns(fleet, namers)
         self._calls = WorkerCalls(
@@ -96,6 +109,7 @@ class Dispatcher:
             KvPrefetches(fleet, config.routing.kv_prefetch_tokens),
             self._releases,
             self._ending,
+            self._records,
             self._instruments,
         )
         self.open_streams = 0
@@ -140,6 +154,7 @@ class Dispatcher:
             raise
         finally:
             self._ending.end(run, Event.CANCEL)
+            self._records.arrived(run)
             self.journal.add(run)
             self._instruments.streams_open.dec()
             self.open_streams -= 1
@@ -149,6 +164,11 @@ class Dispatcher:
     def uncached_tokens(self, scope: str, token_ids: Sequence[int]) -> int:
         """Return the number of tokens of a prompt that would be computed now; see `RouteSelection.uncached_tokens`."""
         return self._routes.uncached_tokens(scope, token_ids)
+
+    @property
+    def num_committed(self) -> int:
+        """Number of samples whose dispatched work is counted; 0 if no stream is open."""
+        return self._commitments.count
 
     async def wait_idle(self) -> None:
         """Return when no stream is open and no clean-up is in flight."""

@@ -12,7 +12,7 @@ import grpc
 
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.routing.replica_choice import Route, RouteReason
+from kvferry.gateway.routing.routes import Route, RouteReason
 from kvferry.v1 import common_pb2, decode_pb2
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from kvferry.core.ids import BlockHash, Incarnation
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.gateway.routing.prompt_names import block_names
-from kvferry.gateway.routing.replica_choice import Pick
+from kvferry.gateway.routing.routes import Pick
 
 _MAX_TURNS = 4096
 

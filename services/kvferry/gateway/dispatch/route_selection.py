@@ -4,30 +4,35 @@ from collections.abc import Sequence
 
 from kvferry.core.errors import Overloaded, Unavailable
 from kvferry.core.hashing import BlockNamers
+from kvferry.core.ids import WorkerId
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import RoutingConfig
 from kvferry.gateway.dispatch.releases import TicketDrop
+from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.dispatch.worker_loss import WorkerLost
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.gateway.routing.cached_prefix import PromptCaches
+from kvferry.gateway.routing.policies import OtherChoice, RoutingPolicies
+from kvferry.gateway.routing.prefix_hash import PrefixHash
 from kvferry.gateway.routing.prompt_names import PromptNames, prefix_key
-from kvferry.gateway.routing.replica_choice import (
+from kvferry.gateway.routing.replica_choice import choose, choose_pooling
+from kvferry.gateway.routing.replicas import (
     CachedTokens,
     Candidates,
-    Route,
-    RouteReason,
-    choose,
-    choose_pooling,
+    Replica,
     nothing_cached,
     readers,
     with_adapter,
 )
 from kvferry.gateway.routing.route_notes import route_notes
+from kvferry.gateway.routing.routes import Policy, Route, RouteReason, RouteRequest
 
 RETRY_AFTER_SECONDS = 1.0
 _MAX_ROUTES = 16
+_ANY = PrefixHash(load_factor=1.0)
+"""Policy where only the existence of a route matters."""
 
 
 class RouteSelection:
@@ -39,12 +44,16 @@ class RouteSelection:
         config: RoutingConfig,
         namers: BlockNamers,
         cache_map: CacheMap,
+        policies: RoutingPolicies,
+        records: WorkRecords,
         instruments: Instruments,
     ) -> None:
         self._fleet = fleet
         self._map = cache_map
         self._config = config
         self._namers = namers
+        self._policies = policies
+        self._records = records
         self._instruments = instruments
 
     def select(self, run: SampleRun, drop_ticket: TicketDrop) -> Route:
@@ -60,6 +69,7 @@ class RouteSelection:
             Overloaded: every worker is at capacity, and no token has been generated yet.
             WorkerLost: no worker accepts requests.
         """
+        self._records.arrived(run)  # its earlier choice is not a load of the workers
         caches = PromptCaches(
             self._map, self._namers, run.names, run.request.scope, run.token_ids, self._config.prefix_blocks
         )
@@ -81,10 +91,17 @@ class RouteSelection:
         spilled = route.decode.spilled or (route.prefill is not None and route.prefill.spilled)
         if run.ticket is None:  # if there is a ticket, this decision was counted before prefill
             self._instruments.routes.labels(route.reason.value, str(spilled).lower()).inc()
+        self._records.dispatched(run, route)
         for chosen in (route.prefill, route.decode):
             if chosen is not None:
                 caches.chose(chosen)
-        run.routes = [*run.routes, *route_notes(route)][-_MAX_ROUTES:]
+        others: tuple[OtherChoice, ...] = ()
+        if run.ticket is None:  # otherwise the comparison was made when the pair was chosen
+            others = self._policies.others(
+                self._request(run, self._candidates(run), caches),
+                lambda policy: self._choose(run, frozenset(run.excluded), caches, policy),
+            )
+        run.routes = [*run.routes, *route_notes(route, self._config.policy, others)][-_MAX_ROUTES:]
         return route
 
     def exists(self, run: SampleRun) -> bool:
@@ -104,9 +121,33 @@ class RouteSelection:
         computing = (*candidates.prefill, *candidates.both) or candidates.decode
         return len(token_ids) - max((caches(replica).tokens for replica in computing), default=0)
 
-    def _choose(self, run: SampleRun, excluded: frozenset[str], cached: CachedTokens = nothing_cached) -> Route | None:
+    def _choose(
+        self,
+        run: SampleRun,
+        excluded: frozenset[str],
+        cached: CachedTokens | None = None,
+        policy: Policy | None = None,
+    ) -> Route | None:
+        """Choose a route by the configured policy or another one; without knowledge of caches, only whether there is
+        one."""
+        candidates = self._candidates(run, excluded)
+        if cached is None:
+            return self._route(run, candidates, _ANY, nothing_cached)
+        return self._route(run, candidates, policy or self._policies.chosen, cached)
+
+    def _candidates(self, run: SampleRun, excluded: frozenset[str] = frozenset()) -> Candidates:
+        return with_adapter(self._fleet.candidates(excluded), run.request.adapter)
+
+    def _request(self, run: SampleRun, candidates: Candidates, cached: CachedTokens) -> RouteRequest:
         asked = run.request
-        candidates = with_adapter(self._fleet.candidates(excluded), asked.adapter)
+        key = prefix_key(self._namers, asked.scope, asked.token_ids, self._config.prefix_blocks)
+        return RouteRequest(key, cached, len(run.token_ids), run.max_new_tokens, _source(run, candidates))
+
+    def _route(self, run: SampleRun, candidates: Candidates, policy: Policy, cached: CachedTokens) -> Route | None:
+        request = self._request(run, candidates, cached)
+        num_prompt = len(run.request.token_ids)
+        if run.pooling is not None:
+            return choose_pooling(request, candidates, policy)
         skip: RouteReason | None = None
         enough_tokens: int | None = None
         if run.ticket is not None:
@@ -116,18 +157,17 @@ class RouteSelection:
                 skip = RouteReason.CONVERTED
         elif run.emitted:
             skip = RouteReason.RESUME
-        elif len(asked.token_ids) < self._config.skip_prefill_below_tokens:
+        elif num_prompt < self._config.skip_prefill_below_tokens:
             skip = RouteReason.SHORT_PROMPT
         elif self._config.skip_prefill_below_tokens:
-            enough_tokens = len(asked.token_ids) - self._config.skip_prefill_below_tokens + 1
-        key = prefix_key(self._namers, asked.scope, asked.token_ids, self._config.prefix_blocks)
-        if run.pooling is not None:
-            return choose_pooling(key, candidates, load_factor=self._config.load_factor, cached=cached)
-        return choose(
-            key,
-            candidates,
-            load_factor=self._config.load_factor,
-            skip_prefill=skip,
-            cached=cached,
-            enough_tokens=enough_tokens,
-        )
+            enough_tokens = num_prompt - self._config.skip_prefill_below_tokens + 1
+        return choose(request, candidates, policy, skip_prefill=skip, enough_tokens=enough_tokens)
+
+
+def _source(run: SampleRun, candidates: Candidates) -> Replica | None:
+    """Return the worker that offers the prompt's KV; `None` if the prompt is not computed yet."""
+    ticket = run.ticket
+    if ticket is None:
+        return None
+    known = (replica for replica in candidates.prefill if replica.address == ticket.address)
+    return next(known, Replica(ticket.address, WorkerId(ticket.address), ticket.fingerprint, 0, ticket.family))

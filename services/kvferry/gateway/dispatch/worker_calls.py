@@ -14,12 +14,13 @@ from kvferry.gateway.dispatch.ending import Ending
 from kvferry.gateway.dispatch.kv_prefetch import KvPrefetches
 from kvferry.gateway.dispatch.prior_turns import Turns
 from kvferry.gateway.dispatch.releases import Releases
+from kvferry.gateway.dispatch.work_records import WorkRecords
 from kvferry.gateway.dispatch.worker_loss import WorkerLost, raise_if_lost, worker_lost
 from kvferry.gateway.fleet.fleet import Fleet
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.lifecycle.sample_run import SampleRun, SealedTicket
-from kvferry.gateway.routing.replica_choice import Pick, Route
+from kvferry.gateway.routing.routes import Pick, Route
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc import wire
 from kvferry.rpc.text.token_source import TokenEvent, Vector
@@ -38,6 +39,7 @@ class WorkerCalls:
         kv_prefetches: KvPrefetches,
         releases: Releases,
         ending: Ending,
+        records: WorkRecords,
         instruments: Instruments,
     ) -> None:
         self._fleet = fleet
@@ -46,6 +48,7 @@ class WorkerCalls:
         self._kv_prefetches = kv_prefetches
         self._releases = releases
         self._ending = ending
+        self._records = records
         self._instruments = instruments
 
     async def prefill(
@@ -74,6 +77,7 @@ class WorkerCalls:
         finish = wire.finish_from_wire(answer.finish_reason)
         run.num_cached_tokens = answer.num_cached_tokens
         self._instruments.prefix_predicted(pick.cached, answer.num_cached_tokens)
+        self._records.prefilled(run, address, answer.num_cached_tokens, answer.prefill_seconds)
         queued = asked.queued_seconds + answer.queue_seconds
         run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
         run.report_kv(wire.kv_reports_from_wire(answer.kv))
@@ -119,6 +123,7 @@ class WorkerCalls:
             request.ticket, request.attempt = run.ticket.sealed, run.ticket.deliveries
             run.ticket = replace(run.ticket, deliveries=run.ticket.deliveries + 1)
         run.time(decode_worker=pick.replica.worker_id)
+        output = _Output(self._clock, self._records.running(address))
         with self._fleet.hold(address) as held:
             run.on(Event.CALL_DECODE)
             call = held.watch(self._fleet.decode(address).Run(request, timeout=remaining))
@@ -126,12 +131,15 @@ class WorkerCalls:
                 async for answer in call:
                     held.note_answer()
                     if answer.HasField("handoff") and run.state is State.DECODING:  # computed, or resumed
-                        self._instruments.prefix_predicted(pick.cached, answer.handoff.num_cached_tokens)
-                    self._note_handoff(run, answer)
+                        self._note_prompt(run, pick, answer)
+                    self._records.arrived(run)
+                    self._note_handoff(run, address, answer)
                     finish = wire.finish_from_wire(answer.finish_reason)
                     tokens, scores = wire.tokens_from_wire(answer.tokens), _scores(run, answer)
                     event = run.emit(tokens, finish, self._clock.monotonic(), scores)
+                    output.add(len(tokens))
                     if finish is not None:
+                        self._records.generated(run, address, output.running, output.num_tokens, output.seconds)
                         self._turns.remember(run, address, answer.cached_ticket, answer.num_cached_ticket_tokens)
                         self._ending.end(run, Event.FINISH)
                         self._releases.settle(call)
@@ -150,7 +158,16 @@ class WorkerCalls:
             Unavailable(f"worker {pick.replica.worker_id} ended a stream without a finish reason"), address
         )
 
-    def _note_handoff(self, run: SampleRun, answer: decode_pb2.DecodeResponse) -> None:
+    def _note_prompt(self, run: SampleRun, pick: Pick, answer: decode_pb2.DecodeResponse) -> None:
+        """Record the computation of the prompt by the worker that generates, from its first message."""
+        num_cached = answer.handoff.num_cached_tokens
+        self._instruments.prefix_predicted(pick.cached, num_cached)
+        self._records.prefilled(run, pick.replica.address, num_cached, answer.prefill_seconds)
+        if not run.emitted:
+            queued = run.request.queued_seconds + answer.queue_seconds
+            run.time(queue_seconds=queued, prefill_seconds=answer.prefill_seconds)
+
+    def _note_handoff(self, run: SampleRun, address: str, answer: decode_pb2.DecodeResponse) -> None:
         """Record the source of the prompt's KV, as reported in the first message; release the ticket if it was not
         used."""
         if not answer.HasField("handoff"):
@@ -173,10 +190,35 @@ class WorkerCalls:
         )
         if handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED:
             self._instruments.handoff_seconds.observe(handoff.seconds)
+            if run.ticket is not None:
+                self._records.handed_off(run, run.ticket.address, address, handoff)
             run.on(Event.FETCH)
             run.ticket = None
         else:
             self._ending.drop_ticket(run, outcome)
+
+
+class _Output:
+    """The tokens of one call after its first message, and their time."""
+
+    def __init__(self, clock: Clock, running: int) -> None:
+        self.running = running
+        """Number of requests on the worker before the call."""
+        self.num_tokens = 0
+        self.seconds = 0.0
+        self._clock = clock
+        self._first: float | None = None
+
+    def add(self, num_tokens: int) -> None:
+        """Count the tokens of a message."""
+        if not num_tokens:
+            return
+        now = self._clock.monotonic()
+        if self._first is None:
+            self._first = now
+        else:
+            self.num_tokens += num_tokens
+            self.seconds = now - self._first
 
 
 def _scores(

@@ -19,7 +19,7 @@ from kvferry.gateway.fleet.member import Hold, Member, WorkerView
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.discovery import Listing
-from kvferry.gateway.routing.replica_choice import Candidates
+from kvferry.gateway.routing.replicas import Candidates
 from kvferry.v1 import decode_pb2_grpc, kv_events_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2_grpc
 
 _log = logging.getLogger(__name__)

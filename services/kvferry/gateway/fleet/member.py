@@ -21,7 +21,7 @@ from kvferry.gateway.config import Endpoint
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.discovery import Listing
-from kvferry.gateway.routing.replica_choice import Replica
+from kvferry.gateway.routing.replicas import Place, Replica
 from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.channel import open_channel
@@ -68,6 +68,7 @@ class WorkerView:
     max_model_tokens: int = 0
     block_tokens: int = 0
     load: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
+    place: Place = Place()  # noqa: RUF009  frozen
     tiers: tuple[worker_admin_pb2.TierStatus, ...] = ()
     adapters: frozenset[AdapterId] = frozenset()
     """Versions of adapters that requests may begin with."""
@@ -96,6 +97,11 @@ class WorkerView:
             block_tokens=self.block_tokens,
             adapters=self.adapters,
             retired_adapters=self.retired_adapters,
+            tokens_to_compute=self.load.tokens_to_compute,
+            blocks_total=self.load.blocks_total,
+            blocks_free=self.load.blocks_free,
+            blocks_cached=self.load.blocks_cached,
+            place=self.place,
         )
 
 
@@ -272,6 +278,7 @@ class Member:
             max_model_tokens=status.max_model_tokens,
             block_tokens=status.block_tokens,
             load=load_from_wire(status.load),
+            place=listing.place,
             tiers=tuple(status.tiers),
             adapters=_versions(status.adapters),
             retired_adapters=_versions(status.retired_adapters),

@@ -13,14 +13,16 @@ from kvferry.gateway.fleet.member import WorkerView
 from kvferry.gateway.fleet.membership import Knowledge, Membership
 from kvferry.gateway.fleet.waking import Waker
 from kvferry.gateway.routing.holding import Holding
+from kvferry.gateway.routing.prefix_hash import PrefixHash
 from kvferry.gateway.routing.replica_choice import choose
+from kvferry.gateway.routing.routes import RouteRequest
 
 MetricFamily = CounterMetricFamily | GaugeMetricFamily
 
 
 def can_serve(fleet: Fleet) -> bool:
     """Return whether a route for a request exists now."""
-    return choose(lambda _: b"readiness", fleet.candidates(), load_factor=1.0) is not None
+    return choose(RouteRequest(lambda _: b"readiness"), fleet.candidates(), PrefixHash(1.0)) is not None
 
 
 def notes(fleet: Fleet) -> list[str]:

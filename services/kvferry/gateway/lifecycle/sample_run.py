@@ -18,6 +18,7 @@ from kvferry.core.errors import (
 from kvferry.core.philox import uniform
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
 from kvferry.gateway.config import RetryConfig
+from kvferry.gateway.estimates.commitments import Commitment
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.routing.prompt_names import PromptNames
 from kvferry.gateway.routing.route_notes import RouteNote
@@ -99,6 +100,8 @@ class SampleRun:
     """Set if a vector of the prompt is computed instead of tokens."""
     names: PromptNames = field(default_factory=PromptNames)
     """Hashes of the blocks of `token_ids`."""
+    commitment: Commitment | None = None
+    """Dispatched work that its workers' statuses do not show yet."""
 
     def __post_init__(self) -> None:
         if self.request.queued_seconds:
@@ -116,6 +119,11 @@ class SampleRun:
     def token_ids(self) -> Sequence[int]:
         """The prompt's tokens and the tokens generated so far."""
         return [*self.request.token_ids, *self.emitted] if self.emitted else self.request.token_ids
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum number of tokens that it may still generate; 0 for a vector."""
+        return 0 if self.pooling is not None else max(0, (self.request.sampling.max_tokens or 0) - len(self.emitted))
 
     @property
     def is_complete(self) -> bool:

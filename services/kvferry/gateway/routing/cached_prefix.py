@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from kvferry.core.hashing import BlockNamers
 from kvferry.gateway.cache_map.cache_map import CacheMap, Lookup
 from kvferry.gateway.routing.prompt_names import PromptNames
-from kvferry.gateway.routing.replica_choice import CachedPrefix, Pick, Replica
+from kvferry.gateway.routing.replicas import CachedPrefix, Replica
+from kvferry.gateway.routing.routes import Pick
 
 MAX_BLOCKS = 4096
 """Maximum number of a prompt's blocks that are looked up; hashing them takes about 5 ms."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvferry.gateway.config import Endpoint
+from kvferry.gateway.routing.replicas import Place
 
 POOL_LABEL = "kvferry.dev/pool"
 ROLE_LABEL = "kvferry.dev/role"
@@ -36,6 +37,8 @@ class Listing:
     endpoint: Endpoint
     stopping: bool = False
     """Whether the pod is terminating: the worker gets no new requests, running requests continue."""
+    place: Place = Place()  # noqa: RUF009  frozen
+    """Node and zone of the pod, if known."""
 
     @property
     def key(self) -> tuple[str, str, Endpoint]:
@@ -110,6 +113,7 @@ def _listings_in(found: Mapping[str, Any]) -> Iterable[tuple[int, Listing]]:
                 role=role,
                 endpoint=Endpoint(address, f"{host}:{ports.get(ADMIN_PORT, ports[WORK_PORT])}"),
                 stopping=_mapping(listed.get("conditions")).get("terminating") is True,
+                place=Place(_label(listed.get("nodeName")), _label(listed.get("zone"))),
             ),
         )
 
@@ -123,6 +127,11 @@ def _host(address: object, family: str) -> str | None:
     if read is None or f"IPv{read.version}" != family:
         return None
     return f"[{read}]" if read.version == 6 else str(read)
+
+
+def _label(value: object) -> str:
+    """Return a name of the API server, empty if it is none."""
+    return value if isinstance(value, str) and len(value) <= _MAX_NAME_CHARS else ""
 
 
 def _is_port(port: object) -> bool:

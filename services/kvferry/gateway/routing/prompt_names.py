@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockHash
-from kvferry.gateway.routing.replica_choice import PrefixKey, Replica
+from kvferry.gateway.routing.replicas import PrefixKey, Replica
 
 
 def block_names(namers: BlockNamers, tenant: str, replica: Replica, token_ids: Sequence[int]) -> list[BlockHash]:

@@ -1,8 +1,10 @@
 """Routing decisions in the form recorded in the journal."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.gateway.routing.replica_choice import Candidate, Pick, Route, RouteReason
+from kvferry.gateway.routing.policies import OtherChoice
+from kvferry.gateway.routing.routes import Candidate, Pick, Route, RouteReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,24 +19,38 @@ class CandidateNote:
     """Number of these that the replica itself had reported."""
     map_state: str
     """State of the replica's map: exact, catching_up or blind."""
+    terms_ms: dict[str, float]
+    """Estimated milliseconds of the request on the replica: queue, prefill, transfer, decode, room, eviction; empty
+    with policies that do not estimate."""
     basis: str
     """Basis of the prediction: exact (reported by the replica), pending (in part dispatched just before) or history
     (dispatched before; the cache is unknown)."""
 
 
 @dataclass(frozen=True, slots=True)
+class OtherNote:
+    """The choice of another policy."""
+
+    policy: str
+    prefill: str
+    decode: str
+    estimated_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class RouteNote:
     """A routing decision."""
 
+    policy: str
     reason: str
     role: str
     worker: str
     preferred: str
-    """Name of the replica that ranks first: by cached tokens, then by rendezvous hashing of the prefix."""
+    """Name of the replica that the prefix belongs to: by cached tokens, then by rendezvous hashing."""
     load: int
     """Load of the chosen replica."""
     capacity: int
-    """Upper bound on a replica's load; a preferred replica at the bound is skipped."""
+    """Upper bound on a replica's load, with policy `prefix-hash`; 0 with the others."""
     num_candidates: int
     cached_tokens: int = 0
     """Number of the prompt's tokens that the chosen replica was predicted to have."""
@@ -42,15 +58,18 @@ class RouteNote:
     """State of the chosen replica's map."""
     candidates: tuple[CandidateNote, ...] = ()
     """The replicas that ranked highest, in order."""
+    others: tuple[OtherNote, ...] = ()
+    """What the other policies would have chosen; with the first worker of a route."""
 
 
-def route_notes(route: Route) -> list[RouteNote]:
+def route_notes(route: Route, policy: str, others: Sequence[OtherChoice] = ()) -> list[RouteNote]:
     """Convert a route to journal entries, one per worker."""
     picks: list[tuple[str, Pick]] = [("prefill" if route.reason is RouteReason.POOLING else "decode", route.decode)]
     if route.prefill is not None:
         picks.insert(0, ("prefill", route.prefill))
     return [
         RouteNote(
+            policy=policy,
             reason=route.reason.value,
             role=role,
             worker=pick.replica.worker_id,
@@ -61,8 +80,9 @@ def route_notes(route: Route) -> list[RouteNote]:
             cached_tokens=pick.cached.tokens,
             map_state=pick.cached.state.value,
             candidates=tuple(map(_candidate_note, pick.ranked)),
+            others=() if number else tuple(map(_other_note, others)),
         )
-        for role, pick in picks
+        for number, (role, pick) in enumerate(picks)
     ]
 
 
@@ -75,4 +95,11 @@ def _candidate_note(candidate: Candidate) -> CandidateNote:
         confirmed_tokens=cached.confirmed_tokens,
         map_state=cached.state.value,
         basis=cached.basis.value,
+        terms_ms={}
+        if candidate.terms is None
+        else {name: round(1e3 * seconds, 3) for name, seconds in candidate.terms._asdict().items()},
     )
+
+
+def _other_note(other: OtherChoice) -> OtherNote:
+    return OtherNote(other.policy, other.prefill, other.decode, round(1e3 * other.seconds, 3))

@@ -119,16 +119,21 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 remote=remote,
             )
         )
-        is_started = False
+        clock = self._context.clock
+        arrived, started = clock.monotonic(), None
         try:
             with stream:
                 async for item in stream:
                     items = [item, *stream.take_ready()]
-                    if not is_started and any(i.is_started for i in items):
-                        is_started = True
+                    if started is None and any(i.is_started for i in items):
+                        started = clock.monotonic()
                         await context.send_initial_metadata(STARTED_METADATA)
+                    is_first = not handoff.reported
                     message = _message(items, handoff)
                     if message is not None:
+                        if is_first and started is not None:
+                            message.queue_seconds = started - arrived
+                            message.prefill_seconds = clock.monotonic() - started
                         if message.handoff.outcome == Outcome.OUTCOME_RECOMPUTED:
                             why = message.handoff.reason
                             _log.info("computed the offered KV: %s", why, extra={"request_id": stream.request_id})

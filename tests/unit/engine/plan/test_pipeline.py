@@ -223,7 +223,7 @@ def test_a_page_that_a_step_under_way_writes_to_is_no_target_of_a_load() -> None
     engine.add(asked("a", [1, 2, 3]))
     for _ in range(3):
         engine.step()
-    (written,) = engine.scheduler.tables()
+    (written,) = (sequence.table for sequence in engine.scheduler.sequences)
     page = written.blocks[-1]
     engine.abort(RequestId("a"))
     engine.add(replace(asked("b", [1] * 9, max_tokens=1), num_generated=1, remote=RemoteKv(8, "ticket")))

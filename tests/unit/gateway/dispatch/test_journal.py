@@ -8,8 +8,12 @@ from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.openai_reply import kv_line
 from kvferry.gateway.lifecycle.obligations import Event
 from kvferry.gateway.lifecycle.sample_run import SampleRun
-from kvferry.gateway.routing.replica_choice import Candidates, Replica, choose
+from kvferry.gateway.routing.policies import OtherChoice
+from kvferry.gateway.routing.prefix_hash import PrefixHash
+from kvferry.gateway.routing.replica_choice import choose
+from kvferry.gateway.routing.replicas import Candidates, Replica
 from kvferry.gateway.routing.route_notes import route_notes
+from kvferry.gateway.routing.routes import RouteRequest
 from kvferry.rpc.text.token_source import KvReport, Timing, TokenRequest
 
 LOADED = KvReport("p", "dram", 0, 128, 64, 1_000_000, 0.001, 0.05, False, 4, 1_000_000, 0.002, "disk: flipped bits")
@@ -19,9 +23,9 @@ COMPUTED = KvReport("d", "peer", 0, 32, 0, 500_000, 0.02, 0.001)
 def a_run(name: str, tenant: str = "a", sample: int = 0) -> SampleRun:
     run = SampleRun(TokenRequest(RequestId(name), [1, 2, 3], SamplingParams(max_tokens=4), sample, tenant))
     replicas = [Replica(f"h:{i}", WorkerId(f"w{i}"), b"f", i) for i in range(2)]
-    route = choose(lambda _: b"key", Candidates(tuple(replicas), tuple(replicas)), load_factor=1.25)
+    route = choose(RouteRequest(lambda _: b"key"), Candidates(tuple(replicas), tuple(replicas)), PrefixHash(1.25))
     assert route is not None
-    run.routes = route_notes(route)
+    run.routes = route_notes(route, "prefix-hash", [OtherChoice("random", "w0", "w1", 0.25)])
     run.report_kv((LOADED, COMPUTED))
     run.on(Event.CANCEL)
     return run
@@ -65,7 +69,9 @@ def test_the_story_names_who_why_and_how_long() -> None:
     assert "loaded 64 tokens from position 0 (cheaper); expected: dram 1.0 ms, computing 50.0 ms" in story
     assert "4 blocks, 1.0 MB in 2.0 ms; then disk: flipped bits" in story
     assert "computed 32 tokens" in story
+    assert "pair by policy prefix-hash" in story
     assert "candidates" in story
+    assert "random would take w0 and w1: 250.0 ms estimated" in story
 
 
 def test_the_header_is_one_line_of_ascii() -> None:

@@ -13,9 +13,12 @@ from kvferry.gateway.cache_map.cache_map import Basis, CacheMap
 from kvferry.gateway.cache_map.feed_events import Digest, SnapshotPart, xor_of
 from kvferry.gateway.cache_map.map_states import MapState
 from kvferry.gateway.routing.cached_prefix import PromptCaches
+from kvferry.gateway.routing.prefix_hash import PrefixHash
 from kvferry.gateway.routing.prompt_names import PromptNames, block_names
-from kvferry.gateway.routing.replica_choice import CachedPrefix, Candidates, Replica, RouteReason, choose, pick
+from kvferry.gateway.routing.replica_choice import choose
+from kvferry.gateway.routing.replicas import CachedPrefix, Candidates, Replica
 from kvferry.gateway.routing.route_notes import route_notes
+from kvferry.gateway.routing.routes import RouteReason, RouteRequest
 
 NAMERS = BlockNamers(b"key")
 PROMPT = [(5 * i) % 97 for i in range(100)]
@@ -68,9 +71,9 @@ def test_a_short_prefix_does_not_decide(cache_map: CacheMap) -> None:
     assert caches(cache_map, PROMPT[:40], least=4)(a).decides, "all two blocks of a short prompt"
     assert not caches(cache_map, PROMPT[:10])(a).decides
     others = [replica(f"w{n}") for n in range(8)]
-    chosen = pick(lambda _: b"k", [a, *others], 1.25, caches(cache_map, least=4))
+    chosen = PrefixHash(1.25).one(RouteRequest(lambda _: b"k", caches(cache_map, least=4)), [a, *others])
     assert chosen is not None
-    bare = pick(lambda _: b"k", [a, *others], 1.25)
+    bare = PrefixHash(1.25).one(RouteRequest(lambda _: b"k"), [a, *others])
     assert bare is not None
     assert chosen.replica == bare.replica
 
@@ -88,11 +91,11 @@ def test_most_cached_tokens_win_within_the_bound_on_load(cache_map: CacheMap) ->
     workers = [replica(f"w{n}") for n in range(4)]
     snapshot(cache_map, workers[2], PROMPT, 6)
     snapshot(cache_map, workers[3], PROMPT, 5)
-    chosen = pick(lambda _: b"k", workers, 1.25, caches(cache_map))
+    chosen = PrefixHash(1.25).one(RouteRequest(lambda _: b"k", caches(cache_map)), workers)
     assert chosen is not None
     assert (chosen.replica.worker_id, chosen.cached.tokens, chosen.spilled) == ("w2", 96, False)
     busy = [replica(one.worker_id, load=3 if one.worker_id == "w2" else 0) for one in workers]
-    chosen = pick(lambda _: b"k", busy, 1.25, caches(cache_map))
+    chosen = PrefixHash(1.25).one(RouteRequest(lambda _: b"k", caches(cache_map)), busy)
     assert chosen is not None
     assert (chosen.replica.worker_id, chosen.preferred, chosen.spilled) == ("w3", "w2", True)
 
@@ -106,14 +109,14 @@ def test_the_choice_is_bounded_and_does_not_depend_on_the_order(terms: list[tupl
         number = blocks[one.worker_id]
         return CachedPrefix(16 * number, 16 * number, number > 0, MapState.EXACT, Basis.EXACT)
 
-    chosen = pick(lambda _: b"k", workers, 1.25, cached)
+    chosen = PrefixHash(1.25).one(RouteRequest(lambda _: b"k", cached), workers)
     assert chosen is not None
     assert chosen.replica.load < chosen.capacity
     free = [one for one in workers if one.load < chosen.capacity]
     assert cached(chosen.replica).tokens == max(cached(one).tokens for one in free)
     shuffled = list(workers)
     rng.shuffle(shuffled)
-    assert pick(lambda _: b"k", shuffled, 1.25, cached) == chosen
+    assert PrefixHash(1.25).one(RouteRequest(lambda _: b"k", cached), shuffled) == chosen
 
 
 def test_a_burst_with_a_new_prefix_goes_to_one_replica_within_the_bound(cache_map: CacheMap) -> None:
@@ -121,7 +124,9 @@ def test_a_burst_with_a_new_prefix_goes_to_one_replica_within_the_bound(cache_ma
     chosen = []
     for _ in range(4):
         found = caches(cache_map)
-        best = pick(lambda _: random.randbytes(8), [replica(n, load) for n, load in loads.items()], 8.0, found)
+        best = PrefixHash(8.0).one(
+            RouteRequest(lambda _: random.randbytes(8), found), [replica(n, load) for n, load in loads.items()]
+        )
         assert best is not None
         found.chose(best)
         loads[best.replica.worker_id] += 1
@@ -139,7 +144,9 @@ def test_a_warm_decode_worker_computes_a_short_tail(cache_map: CacheMap) -> None
     candidates = Candidates(prefill=(p,), decode=(d, e))
 
     def route(enough: int | None):
-        return choose(lambda _: b"k", candidates, load_factor=1.25, cached=caches(cache_map), enough_tokens=enough)
+        return choose(
+            RouteRequest(lambda _: b"k", caches(cache_map)), candidates, PrefixHash(1.25), enough_tokens=enough
+        )
 
     warm, cold, asked_for_none = route(96), route(97), route(None)
     assert warm is not None
@@ -149,7 +156,7 @@ def test_a_warm_decode_worker_computes_a_short_tail(cache_map: CacheMap) -> None
     assert cold.reason is asked_for_none.reason is RouteReason.PAIR
     caches(cache_map, [*PROMPT, *PROMPT]).chose(warm.decode)
     longer = caches(cache_map, [*PROMPT, *PROMPT])
-    again = choose(lambda _: b"k", candidates, load_factor=1.25, cached=longer, enough_tokens=150)
+    again = choose(RouteRequest(lambda _: b"k", longer), candidates, PrefixHash(1.25), enough_tokens=150)
     assert again is not None
     assert again.reason is RouteReason.PAIR, "blocks that the worker has not reported are no reason to skip prefill"
 
@@ -157,9 +164,9 @@ def test_a_warm_decode_worker_computes_a_short_tail(cache_map: CacheMap) -> None
 def test_notes_tell_the_terms_of_every_candidate(cache_map: CacheMap) -> None:
     a, b = replica("a", load=1), replica("b")
     snapshot(cache_map, b, PROMPT, 5)
-    route = choose(lambda _: b"k", Candidates(both=(a, b)), load_factor=1.25, cached=caches(cache_map))
+    route = choose(RouteRequest(lambda _: b"k", caches(cache_map)), Candidates(both=(a, b)), PrefixHash(1.25))
     assert route is not None
-    (note,) = route_notes(route)
+    (note,) = route_notes(route, "prefix-hash")
     assert (note.worker, note.cached_tokens, note.map_state) == ("b", 80, "exact")
     assert [(c.worker, c.load, c.cached_tokens, c.map_state, c.basis) for c in note.candidates] == [
         ("b", 0, 80, "exact", "exact"),

@@ -5,7 +5,7 @@ from harness.fakes.engines import an_engine
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import WorkerId
 from kvferry.gateway.routing.prompt_names import block_names, prefix_key
-from kvferry.gateway.routing.replica_choice import Replica
+from kvferry.gateway.routing.replicas import Replica
 
 TENANT_KEY = b"secret"
 NAMERS = BlockNamers(TENANT_KEY)

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.ids import WorkerId
-from kvferry.gateway.routing import replica_choice
-from kvferry.gateway.routing.replica_choice import Candidates, Replica, RouteReason, choose, readers
+from kvferry.gateway.routing.prefix_hash import PrefixHash
+from kvferry.gateway.routing.replica_choice import choose
+from kvferry.gateway.routing.replicas import Candidates, Replica, readers
+from kvferry.gateway.routing.routes import RouteReason, RouteRequest
 
 _FACTOR = 1.25
 
@@ -23,11 +25,11 @@ _keys = st.binary(min_size=1, max_size=32)
 
 
 def pick(key: bytes, replicas, load_factor: float):
-    return replica_choice.pick(lambda _: key, replicas, load_factor)
+    return PrefixHash(load_factor).one(RouteRequest(lambda _: key), replicas)
 
 
 def route(candidates: Candidates, key: bytes = b"k", skip: RouteReason | None = None):
-    return choose(lambda _: key, candidates, load_factor=_FACTOR, skip_prefill=skip)
+    return choose(RouteRequest(lambda _: key), candidates, PrefixHash(_FACTOR), skip_prefill=skip)
 
 
 @given(_keys, _replicas, st.randoms())

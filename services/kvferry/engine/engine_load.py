@@ -1,0 +1,30 @@
+"""The load of an engine, counted after each step."""
+
+from collections.abc import Sequence
+
+from kvferry.core.load import WorkerLoad
+from kvferry.engine.loads.kv_loads import KvLoads
+from kvferry.engine.plan.scheduler import Scheduler
+
+
+def engine_load(scheduler: Scheduler, loads: KvLoads, exports: Sequence[int]) -> WorkerLoad:
+    """Count all resources that an engine holds. Its cost is in proportion to the running sequences only.
+
+    Args:
+        exports: number of pages of each prompt that is pinned for offers.
+    """
+    pool = scheduler.allocator.pool
+    return WorkerLoad(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        loading=scheduler.num_loading,
+        blocks_total=pool.num_blocks,
+        blocks_free=pool.num_free,
+        blocks_quarantined=pool.num_quarantined,
+        exports=len(exports),
+        exported_blocks=sum(exports),
+        transfers=loads.num_transfers,
+        stores=len(loads.stores_held),
+        tokens_to_compute=scheduler.num_tokens_to_compute,
+        blocks_cached=len(scheduler.allocator.index),
+    )

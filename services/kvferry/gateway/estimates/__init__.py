@@ -1,0 +1,5 @@
+"""Estimates of how long work takes on the workers, fitted to this gateway's requests, and of what it has dispatched.
+
+Pure: values and times in, seconds out. A new term of the routing cost begins here; choosing a worker does not belong
+here (see `gateway.routing`).
+"""

@@ -1,0 +1,149 @@
+"""How long a prompt, a hand-off and an output token take on each worker, from the gateway's own requests.
+
+A worker's estimates are fitted to its own observations; until it has some, those of the whole fleet apply, and until
+the fleet has some, defaults. The first observation of each process is dropped: it contains compilation, page faults and
+connection set-up.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvferry.core.ids import WorkerId
+from kvferry.gateway.estimates.fits import FittedLine
+
+DEFAULT_PREFILL = (0.005, 5e-4)
+"""Seconds of a prompt without any observation: constant, per token."""
+DEFAULT_STEP = (0.02, 6e-4)
+"""Seconds per output token without any observation: constant, per running sequence."""
+DEFAULT_TRANSFER = (0.002, 1e-5)
+"""Seconds of a hand-off without any observation: constant, per token."""
+DEFAULT_OUTPUT_TOKENS = 128.0
+
+_NUM_OWN = 3
+"""Number of observations from which a worker's own fit is used."""
+_MAX_WORKERS = 4096
+_MAX_PAIRS = 16384
+_STEP_SLOPE = 0.05
+"""Assumed share of the time per output token that is in proportion to the running sequences, until loads differ."""
+_EWMA = 0.02
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A run of a worker: durations of different incarnations are not compared."""
+
+    worker: WorkerId
+    incarnation: str
+
+
+class _Fits(Generic[Key]):
+    """Lines by key, with the line of all observations as a fallback; the least recently observed keys are dropped."""
+
+    def __init__(self, slope_share: float, default: tuple[float, float], max_keys: int) -> None:
+        self._slope_share = slope_share
+        self._default = default
+        self._max_keys = max_keys
+        self._lines: OrderedDict[Key, FittedLine] = OrderedDict()
+        self._all = FittedLine(slope_share)
+
+    def add(self, key: Key, amount: float, seconds: float) -> None:
+        line = self._lines.setdefault(key, FittedLine(self._slope_share))
+        self._lines.move_to_end(key)
+        line.add(amount, seconds)
+        self._all.add(amount, seconds)
+        if len(self._lines) > self._max_keys:
+            self._lines.popitem(last=False)
+
+    def line(self, *keys: Key) -> tuple[float, float]:
+        """Return the line of the first key that has enough observations, of all, or the default."""
+        for key in keys:
+            own = self._lines.get(key)
+            if own is not None and own.count >= _NUM_OWN:
+                return own.line()
+        return self._all.line() if self._all.count else self._default
+
+
+class Estimates:
+    """The estimates of one gateway. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._prefills = _Fits[WorkerId](1.0, DEFAULT_PREFILL, _MAX_WORKERS)
+        self._steps = _Fits[WorkerId](_STEP_SLOPE, DEFAULT_STEP, _MAX_WORKERS)
+        self._transfers = _Fits[tuple[str, str]](1.0, DEFAULT_TRANSFER, _MAX_PAIRS)
+        self._warm: OrderedDict[Hashable, None] = OrderedDict()
+        self._output_tokens: float | None = None
+        self._hit_share = 0.0
+
+    # -- observations ------------------------------------------------------------------------------------------------
+
+    def observe_prefill(self, process: Process, num_tokens: int, seconds: float) -> None:
+        """Add the time in which a worker computed `num_tokens` tokens of a prompt, without its queue."""
+        if self._is_warm(("prefill", process)):
+            self._prefills.add(process.worker, num_tokens, seconds)
+
+    def observe_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Add a prompt and the number of its tokens that were cached."""
+        if num_tokens > 0:
+            self._hit_share += _EWMA * (min(1.0, num_cached / num_tokens) - self._hit_share)
+
+    def observe_output(self, process: Process, running: float, num_tokens: int, seconds: float) -> None:
+        """Add a finished output: `num_tokens` tokens after the first one in `seconds`, while `running` sequences were
+        on the worker."""
+        if self._is_warm(("output", process)) and num_tokens > 0:
+            self._steps.add(process.worker, max(1.0, running), seconds / num_tokens)
+
+    def observe_length(self, num_tokens: int) -> None:
+        """Add the number of tokens of a finished output."""
+        if self._output_tokens is None:
+            self._output_tokens = float(num_tokens)
+        self._output_tokens += _EWMA * (num_tokens - self._output_tokens)
+
+    def observe_transfer(
+        self, source: Process, target: Process, distance: str, num_tokens: int, seconds: float
+    ) -> None:
+        """Add a hand-off of the KV of `num_tokens` tokens.
+
+        Args:
+            distance: relation of the places of both workers, for pairs without observations; see `replicas.Place`.
+        """
+        if self._is_warm(("transfer", source, target)):
+            self._transfers.add((source.worker, target.worker), num_tokens, seconds)
+            self._transfers.add(("distance", distance), num_tokens, seconds)
+
+    def _is_warm(self, what: Hashable) -> bool:
+        """Return whether there was an observation of this kind before; note that there is one now."""
+        was_warm = what in self._warm
+        self._warm[what] = None
+        self._warm.move_to_end(what)
+        if len(self._warm) > 2 * _MAX_WORKERS + _MAX_PAIRS:
+            self._warm.popitem(last=False)
+        return was_warm
+
+    # -- predictions -------------------------------------------------------------------------------------------------
+
+    def prefill_line(self, worker: WorkerId) -> tuple[float, float]:
+        """Return the seconds of a prompt on a worker: (constant, per computed token)."""
+        return self._prefills.line(worker)
+
+    def step_line(self, worker: WorkerId) -> tuple[float, float]:
+        """Return the seconds per output token of a sequence on a worker: (constant, per running sequence)."""
+        return self._steps.line(worker)
+
+    def transfer_line(self, source: WorkerId, target: WorkerId, distance: str) -> tuple[float, float]:
+        """Return the seconds of a hand-off between two workers: (constant, per token)."""
+        return self._transfers.line((source, target), ("distance", distance))
+
+    def output_tokens(self, max_tokens: int) -> float:
+        """Return the expected number of output tokens of a request that allows `max_tokens`."""
+        mean = DEFAULT_OUTPUT_TOKENS if self._output_tokens is None else self._output_tokens
+        return min(float(max_tokens), mean) if max_tokens > 0 else mean
+
+    @property
+    def hit_share(self) -> float:
+        """Fraction of prompt tokens that were found in caches lately, 0 to 1: the probability that a cached block is
+        used again before it leaves the cache."""
+        return self._hit_share

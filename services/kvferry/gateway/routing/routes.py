@@ -1,0 +1,160 @@
+"""Routes, the choices they consist of, and the interface of the policies that make them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from blake3 import blake3
+
+from kvferry.core.ids import WorkerId
+from kvferry.gateway.routing.replicas import CachedPrefix, CachedTokens, PrefixKey, Replica, nothing_cached
+
+MAX_RANKED = 8
+"""Number of candidates that a decision keeps for its explanation."""
+
+
+class Work(StrEnum):
+    """Share of a request that a worker is chosen for."""
+
+    PROMPT = "prompt"
+    """Compute the prompt."""
+    GENERATE = "generate"
+    """Generate, with the prompt's KV from a prefill worker."""
+    WHOLE = "whole"
+    """Compute the prompt and generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What the choice of a route depends on, besides the workers."""
+
+    key: PrefixKey
+    cached: CachedTokens = nothing_cached
+    num_tokens: int = 1
+    """Number of tokens of the prompt, and of the output so far."""
+    max_output_tokens: int = 0
+    """Maximum number of further tokens; 0 if unknown."""
+    source: Replica | None = None
+    """Worker that offers the prompt's KV, once it is computed."""
+
+
+class Terms(NamedTuple):
+    """Estimated seconds of a request on a worker."""
+
+    queue: float = 0.0
+    """Computation of the prompts before it."""
+    prefill: float = 0.0
+    """Computation of the part of its prompt that is not cached."""
+    transfer: float = 0.0
+    """Hand-off of the part of its KV that the worker lacks."""
+    decode: float = 0.0
+    """Generation, beside the sequences on the worker."""
+    room: float = 0.0
+    """Wait for KV blocks in use by other sequences."""
+    eviction: float = 0.0
+    """Expected computation of the cached blocks that it evicts."""
+
+    @property
+    def total(self) -> float:
+        """Sum of all terms."""
+        return sum(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica with what its rank is based on."""
+
+    replica: Replica
+    cached: CachedPrefix
+    weight: bytes
+    """Rendezvous weight for the prefix."""
+    terms: Terms | None = None
+    """Estimated seconds; `None` with policies that do not estimate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """The chosen replica and the inputs of the choice."""
+
+    replica: Replica
+    preferred: WorkerId
+    """Name of the replica that the prefix belongs to: where most of it is cached, or that it hashes to."""
+    capacity: int
+    """Upper bound on a replica's load, in requests; 0 if the policy has none."""
+    num_candidates: int
+    cached: CachedPrefix = CachedPrefix()  # noqa: RUF009  frozen
+    """The prompt's cached prefix on the replica."""
+    ranked: tuple[Candidate, ...] = ()
+    """The candidates that rank highest, in order."""
+    terms: Terms | None = None
+    """Estimated seconds on the replica; `None` with policies that do not estimate."""
+
+    @property
+    def spilled(self) -> bool:
+        """Whether a different replica than the preferred one was chosen, because of load."""
+        return self.replica.worker_id != self.preferred
+
+
+class RouteReason(StrEnum):
+    """Reason why a route has these workers."""
+
+    PAIR = "pair"
+    """A prefill and a decode worker with equal KV layouts."""
+    CONVERTED = "converted"
+    """A prefill and a decode worker of the same model with different KV layouts; the decode worker converts the
+    blocks."""
+    SHORT_PROMPT = "short_prompt"
+    """The prompt is short enough for the decode worker to compute it."""
+    SHORT_TAIL = "short_tail"
+    """The decode worker has so much of the prompt in its cache that it computes the rest."""
+    RESUME = "resume"
+    """A resumed stream; only a decode worker is needed."""
+    BOTH = "both"
+    """No pair exists, not even with conversion; a worker of role `both` serves the whole request."""
+    POOLING = "pooling"
+    """A vector of the prompt is computed, by a prefill worker or one of role `both`."""
+    NO_PREFILL = "no_prefill"
+    """No pair and no worker of role `both` exist; the decode worker computes the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The workers that serve a request."""
+
+    prefill: Pick | None
+    """The prefill worker; `None` if the decode worker computes the prompt."""
+    decode: Pick
+    """The worker that generates; with reason `POOLING`, the one that computes the vector."""
+    reason: RouteReason
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds of the request; 0 with policies that do not estimate."""
+        picks = (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+        return sum(pick.terms.total for pick in picks if pick.terms is not None)
+
+
+class Policy(Protocol):
+    """Chooses replicas for requests; used by one gateway."""
+
+    def one(self, asked: RouteRequest, replicas: Sequence[Replica], work: Work) -> Pick | None:
+        """Choose the replica for a share of a request; `None` if `replicas` is empty."""
+        ...
+
+    def pair(
+        self, asked: RouteRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+    ) -> tuple[Pick, Pick] | None:
+        """Choose a prefill replica and a decode replica that reads its blocks.
+
+        Args:
+            prefill: replicas whose blocks at least one of `decode` can read, all with equal layouts or all by
+                conversion; `None` is returned if there are none.
+        """
+        ...
+
+
+def rendezvous_weight(key: bytes, worker_id: WorkerId) -> bytes:
+    """Return the weight of a replica for a prefix; the highest is preferred (Thaler and Ravishankar, "Using name-based
+    mappings to increase hit rates", IEEE/ACM ToN 1998)."""
+    return blake3(key + worker_id.encode()).digest(8)
