@@ -52,8 +52,17 @@ $(READY): requirements.lock pyproject.toml CMakeLists.txt $(wildcard kernels/cpu
 	@$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "kvferry-tests.pth").write_text(str(pathlib.Path("tests").resolve()))'
 	@touch $(READY)
 
+# Tests of one process run on all cores, those of whole stacks alone; with ARGS, one pytest runs what they select.
+QUICK := not gpu and not cluster and not node and not scale and not long
 test: $(READY) redis ## all tests that need no GPU and no cluster, except those of `make test-long`
-	@$(BIN)/python -m pytest -m "not gpu and not cluster and not node and not scale and not long" $(ARGS)
+ifdef ARGS
+	@$(BIN)/python -m pytest -m "$(QUICK)" $(ARGS)
+else
+	@parallel=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(QUICK)" -n auto --maxprocesses 4 --dist worksteal \
+	  tests/unit tests/contract || parallel=$$?; \
+	$(BIN)/python -m pytest -m "$(QUICK)" tests/integration tests/faults tests/fuzz && exit $$parallel
+endif
 
 check: $(READY) lint types layers verify ## format, lint, types, layers, generated files fresh
 
