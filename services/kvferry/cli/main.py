@@ -16,6 +16,10 @@ _COMMANDS = {
     "gateway": ("kvferry.cli.commands.gateway", "Run one gateway process."),
     "operator": ("kvferry.cli.commands.operator", "Reconcile InferencePools in Kubernetes, and preview a rollout."),
     "bench": ("kvferry.cli.commands.bench", "Measure performance and compare it with bounds."),
+    "simulate": (
+        "kvferry.cli.commands.simulate",
+        "Simulate a fleet under a workload: the real decisions in virtual time.",
+    ),
     "doctor": ("kvferry.cli.commands.doctor", "Inspect and measure this machine, or inspect a cluster."),
     "explain": ("kvferry.cli.commands.explain", "Explain an ended request: route, source of its KV, timing."),
     "key": ("kvferry.cli.commands.key", "Make the keys with which a pool's processes authenticate each other."),

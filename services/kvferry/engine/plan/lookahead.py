@@ -10,40 +10,39 @@ step before its input tokens are on the host (`pipeline.PipelinedRunner`).
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Tokens
 from dataclasses import replace
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
+from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import NO_ROWS
 
 
 def share(sequence: Sequence, count: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:
     """Schedule the next `count` tokens of a sequence; with a draft, also its tokens, which follow the last one."""
+    pooling = sequence.pooling
+    masks: Tokens[TokenMask] = ()
+    num_sampled = 1 if pooling is None and sequence.num_computed + count == len(sequence.tokens) else 0
     if draft:
         masks = sequence.mask.after_each(draft) if sequence.mask is not None else ()
-        return replace(
-            share(sequence, count),
-            token_ids=[*sequence.tokens, *draft],
-            num_scheduled=count + len(draft),
-            num_sampled=1 + len(draft),
-            draft_masks=masks,
-        )
-    pooling = sequence.pooling
+        num_sampled = 1 + len(draft)
     return ScheduledSequence(
         request_id=sequence.request_id,
-        token_ids=sequence.tokens,
+        token_ids=[*sequence.tokens, *draft] if draft else sequence.tokens,
         num_prompt=sequence.num_prompt,
         num_computed=sequence.num_computed,
-        num_scheduled=count,
+        num_scheduled=count + len(draft),
         block_ids=sequence.table.blocks,
-        num_sampled=1 if pooling is None and sequence.num_computed + count == len(sequence.tokens) else 0,
+        num_sampled=num_sampled,
         sampling=sequence.sampling,
         sample_index=sequence.sample_index,
         banned_token_ids=sequence.banned_now(),
         table_version=sequence.table.version,
         mask=sequence.mask,
+        draft_masks=masks,
         num_scored=sequence.scored_in(sequence.num_computed, count) if sequence.is_scoring else 0,
         pooled_positions=NO_ROWS if pooling is None else pooling.positions(sequence.num_computed, count),
         adapter_slot=sequence.adapter_slot,

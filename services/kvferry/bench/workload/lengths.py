@@ -1,0 +1,68 @@
+"""Lengths of prompts and outputs: uniform around a mean, or heavy-tailed like those of published traces.
+
+The published means are those of ShareGPT and Alpaca (Kwon et al., Efficient Memory Management for Large Language Model
+Serving with PagedAttention, 2023, figure 11). Their distributions were not published; log-normal lengths with these
+means after truncation, and with more spread for ShareGPT, stand for them here.
+"""
+
+import math
+from dataclasses import dataclass
+from random import Random
+
+from kvferry.core.errors import UsageError
+
+UNIFORM, SHAREGPT, ALPACA = "uniform", "sharegpt", "alpaca"
+MIXES = (UNIFORM, SHAREGPT, ALPACA)
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LengthMix:
+    """Distribution of (input, output) lengths."""
+
+    kind: str = UNIFORM
+    """One of `MIXES`. The heavy-tailed mixes use neither the means nor the spread given here."""
+    num_input: int = 512
+    """Mean number of input tokens."""
+    num_output: int = 128
+    spread: float = 0.0
+    """Relative spread of `uniform`: 0.5 draws lengths from half to one and a half of the mean."""
+    most: int = 2048
+    """Maximum of input and output together for the heavy-tailed mixes: the context of the models of the traces."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UsageError: the kind is unknown, or a number is out of range.
+        """
+        if self.kind not in MIXES:
+            raise UsageError(f"unknown lengths {self.kind!r}; expected one of {', '.join(MIXES)}", field="lengths")
+        for name, least in (("num_input", 1), ("num_output", 1), ("most", 2)):
+            value = getattr(self, name)
+            if not least <= value <= _MOST:
+                raise UsageError(f"{name} is {value}; it must be from {least} to {_MOST}", field=name)
+        if not 0.0 <= self.spread < 1.0:
+            raise UsageError(f"spread is {self.spread}; it must be from 0 to below 1", field="spread")
+
+    def draw(self, draw: Random) -> tuple[int, int]:
+        """Draw the numbers of input and output tokens of a request, each at least 1."""
+        if self.kind == UNIFORM:
+            return self._around(self.num_input, draw), self._around(self.num_output, draw)
+        (mean_in, sigma_in), (mean_out, sigma_out) = _HEAVY[self.kind]
+        while True:  # rejection keeps the shape below the limit; at most a few percent of the draws are rejected
+            num_input = math.ceil(draw.lognormvariate(mean_in, sigma_in))
+            num_output = math.ceil(draw.lognormvariate(mean_out, sigma_out))
+            if num_input + num_output <= self.most:
+                return num_input, num_output
+
+    def _around(self, mean: int, draw: Random) -> int:
+        if not self.spread:
+            return mean
+        return max(1, round(mean * draw.uniform(1.0 - self.spread, 1.0 + self.spread)))
+
+
+_HEAVY = {
+    # (mean and standard deviation of the logarithm) of input and output
+    SHAREGPT: ((4.466, 1.2), (5.448, 1.0)),
+    ALPACA: ((2.809, 0.5), (3.651, 0.9)),
+}

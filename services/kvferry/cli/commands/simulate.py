@@ -1,0 +1,172 @@
+"""`kvferry simulate`: a fleet under a workload, in virtual time."""
+
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvferry.cli.options import print_json, reported
+from kvferry.core.errors import UsageError
+from kvferry.core.process.cores import usable_cores
+
+if TYPE_CHECKING:
+    from kvferry.simulator.files.spec import FleetSpec
+    from kvferry.simulator.fleet import PoolResult
+    from kvferry.simulator.measures import Measures
+
+_MAX_BYTES = 1 << 30
+"""Maximum size of a file that a fleet file names."""
+
+
+@click.command("simulate")
+@click.argument("fleet", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--compare",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Simulate this fleet too, and show what it changes.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to a file."
+)
+@click.option(
+    "--svg", "svg_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the distributions of latencies."
+)
+@click.option("--seed", type=click.IntRange(0, 1 << 53), help="Draw another workload than that of the file's seed.")
+@click.option(
+    "--processes", type=click.IntRange(1, 256), help="Processes among which pools are divided; default: one per core."
+)
+def command(
+    fleet: Path,
+    *,
+    compare: Path | None,
+    json_file: Path | None,
+    svg_file: Path | None,
+    seed: int | None,
+    processes: int | None,
+) -> None:
+    """Simulate the fleet of a TOML file: the decisions are those of the real gateway and engines, the time is virtual.
+
+    \b
+      kvferry simulate docs/examples/fleet.toml
+      kvferry simulate docs/examples/fleet.toml --compare docs/examples/fleet-split.toml
+      kvferry simulate fleet.toml --json result.json --svg latencies.svg
+
+    \b
+    The smallest file: one worker on a device whose step takes 8 ms and 20 us for each token.
+      [[role]]
+      role = "both"
+      [device]
+      step_ms = 8.0
+      token_us = 20.0
+      [workload]
+      requests = 1000
+      rate = 4.0
+
+    All other fields, and how a device profile is measured, are in docs/simulator.md. The same file and seed give the
+    same result, on any machine and with any number of processes. `--json` writes ttft_ms, itl_ms and e2e_ms (p50, p90,
+    p99), goodput (requests per second within the file's `slo`), hit_rate, requests and seconds_simulated; with
+    `--compare`, the same of the other fleet under `compared`.
+    """
+    with reported():
+        from kvferry.simulator.files.picture import picture
+        from kvferry.simulator.files.report import as_json, comparison, lines
+
+        base_spec, base = _simulate(fleet, seed, processes)
+        found = as_json(base_spec, base)
+        click.echo("\n".join(lines(found)))
+        drawn = [(fleet.stem, base.measures)]
+        if compare is not None:
+            other_spec, other = _simulate(compare, seed, processes)
+            compared = as_json(other_spec, other)
+            click.echo(f"\n{compare}:")
+            click.echo("\n".join([*lines(compared), "", *comparison(found, compared)]))
+            found["compared"] = compared
+            drawn.append((compare.stem, other.measures))
+        if svg_file is not None:
+            svg_file.write_text(picture(f"Simulated latencies, seed {base_spec.seed}", drawn), "utf-8")
+        if json_file is not None:
+            json_file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+            print_json(found)
+
+
+def _simulate(path: Path, seed: int | None, processes: int | None) -> "tuple[FleetSpec, PoolResult]":
+    from kvferry.simulator.run import simulate_pool
+
+    spec = _read(path, seed)
+    count = min(spec.pools, processes or usable_cores())
+    if count == 1:
+        with _progress(spec.num_requests * spec.pools, path.stem) as advance:
+            return spec, _merged([simulate_pool(spec, index, advance) for index in range(spec.pools)])
+    with (
+        _progress(spec.num_requests * spec.pools, path.stem) as advance,
+        ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as executor,
+    ):
+        results = []
+        for result in executor.map(_one_pool, [(str(path), seed, index) for index in range(spec.pools)]):
+            advance(result.measures, 0.0)
+            results.append(result)
+        return spec, _merged(results)
+
+
+def _one_pool(asked: tuple[str, int | None, int]) -> "PoolResult":
+    """Simulate one pool in a process of its own."""
+    from kvferry.simulator.run import simulate_pool
+
+    path, seed, index = asked
+    return simulate_pool(_read(Path(path), seed), index)
+
+
+def _merged(results: "list[PoolResult]") -> "PoolResult":
+    whole, *others = results
+    for other in others:
+        whole.merge(other)
+    return whole
+
+
+def _read(path: Path, seed: int | None) -> "FleetSpec":
+    from dataclasses import replace
+
+    from kvferry.simulator.files.spec import read_fleet
+
+    spec = read_fleet(_text(path, "FLEET"), lambda name: _named_file(path.parent, name))
+    return spec if seed is None else replace(spec, seed=seed)
+
+
+def _named_file(folder: Path, name: str) -> str:
+    """Return a file that a fleet file names: a path from its folder, or the name of a shipped device profile."""
+    shipped = resources.files("kvferry.simulator") / "profiles" / f"{name}.toml"
+    if "/" not in name and shipped.is_file():
+        return shipped.read_text("utf-8")
+    return _text(folder / name, name)
+
+
+def _text(path: Path, field: str) -> str:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise UsageError(f"{path} has more than {_MAX_BYTES} bytes; cut it", field=field)
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}; give the path of a text file", field=field) from None
+
+
+@contextmanager
+def _progress(count: int, label: str) -> "Iterator[Callable[[Measures, float], None]]":
+    if not sys.stderr.isatty():
+        yield lambda _measures, _now: None
+        return
+    with click.progressbar(length=count, label=f"  {label}", file=sys.stderr) as bar:
+        shown: dict[int, int] = {}
+
+        def advance(measures: Any, _now: float) -> None:
+            before = shown.get(id(measures), 0)
+            shown[id(measures)] = measures.completed
+            bar.update(measures.completed - before)
+
+        yield advance

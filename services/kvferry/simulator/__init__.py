@@ -1,0 +1,5 @@
+"""Simulator: serves a workload on a fleet of workers in virtual time, with the production classes for every decision.
+
+Pure, and deterministic for a seed. Devices, links and failures are modelled here; schedulers, block pools, routing,
+flow control and hand-offs are imported, never rewritten. This package must not import the shells around them.
+"""

@@ -1,0 +1,32 @@
+"""Picture of one or several simulations as SVG: distributions of the latencies, one curve for each simulation."""
+
+from collections.abc import Sequence
+
+from kvferry.bench.serving.charts import Panel, Points, page
+from kvferry.simulator.measures import Histogram, Measures
+
+_MAX_POINTS = 400
+
+
+def picture(title: str, simulations: Sequence[tuple[str, Measures]]) -> str:
+    """Draw the latencies of simulations.
+
+    Args:
+        simulations: name and measures of each.
+    """
+    panels: list[Panel] = []
+    for name, attribute in (
+        ("time to first token, ms", "ttft"),
+        ("inter-token latency, ms", "itl"),
+        ("time of the whole request, ms", "e2e"),
+        ("time in the gateway's queue, ms", "queue"),
+    ):
+        curves = [(label, _shares(getattr(measures, attribute))) for label, measures in simulations]
+        panels.append((name, "share of tokens" if attribute == "itl" else "share of requests", curves))
+    return page(title, panels)
+
+
+def _shares(histogram: Histogram) -> Points:
+    shares = [(1e3 * value, share) for value, share in histogram.shares() if share < 0.9999]
+    step = max(1, len(shares) // _MAX_POINTS)
+    return shares[::step]

@@ -1,0 +1,97 @@
+"""Reads typed fields of TOML tables; errors name field, value and remedy."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvferry.core.errors import UsageError, shortened
+
+
+class Table:
+    """One table of a file. Every field is taken once; `end` rejects those that remain."""
+
+    def __init__(self, name: str, fields: object) -> None:
+        """
+        Args:
+            name: dotted name of the table, empty for the file itself.
+
+        Raises:
+            UsageError: `fields` is not a table.
+        """
+        if not isinstance(fields, Mapping):
+            raise wrong(name, fields, f"write it as a table, [{name}]")
+        self.name = name
+        self._fields = dict(fields)
+        self._known: list[str] = []
+
+    def path(self, field: str) -> str:
+        """Return the dotted name of a field."""
+        return f"{self.name}.{field}" if self.name else field
+
+    def __contains__(self, field: str) -> bool:
+        return field in self._fields
+
+    def number(self, field: str, default: float, least: float, most: float) -> float:
+        """Take a number; `default` if it is absent."""
+        value = self._take(field, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or math.isnan(value) or not least <= value <= most:
+            raise wrong(self.path(field), value, f"write a number from {least:g} to {most:g}")
+        return float(value)
+
+    def whole(self, field: str, default: int, least: int, most: int) -> int:
+        """Take a whole number; `default` if it is absent."""
+        value = self._take(field, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise wrong(self.path(field), value, f"write a whole number from {least} to {most}")
+        return value
+
+    def text(self, field: str, default: str, choices: Iterable[str] = ()) -> str:
+        """Take a string, one of `choices` if there are any; `default` if it is absent."""
+        value = self._take(field, default)
+        allowed = tuple(choices)
+        if not isinstance(value, str) or (allowed and value not in allowed):
+            raise wrong(self.path(field), value, f"write one of {', '.join(allowed)}" if allowed else "write a string")
+        return value
+
+    def flag(self, field: str, *, default: bool) -> bool:
+        """Take true or false; `default` if it is absent."""
+        value = self._take(field, default)
+        if not isinstance(value, bool):
+            raise wrong(self.path(field), value, "write true or false")
+        return value
+
+    def table(self, field: str) -> "Table":
+        """Take a table; an empty one if it is absent."""
+        return Table(self.path(field), self._take(field, {}))
+
+    def tables(self, field: str, most: int) -> "list[Table]":
+        """Take a list of tables; an empty list if it is absent."""
+        value = self._take(field, [])
+        if not isinstance(value, list) or len(value) > most:
+            raise wrong(self.path(field), value, f"write at most {most} tables, each as [[{self.path(field)}]]")
+        return [Table(f"{self.path(field)}.{index}", one) for index, one in enumerate(value)]
+
+    def over(self, base: "Table") -> "Table":
+        """Return this table with the fields of `base` that it lacks."""
+        return Table(self.name, base._fields | self._fields)
+
+    def end(self) -> None:
+        """Check that all fields were taken.
+
+        Raises:
+            UsageError: a field is unknown.
+        """
+        for field, value in self._fields.items():
+            if field not in self._known:
+                known = ", ".join(self._known) or "none"
+                raise wrong(self.path(field), value, f"remove it; the fields here are {known}")
+
+    def _take(self, field: str, default: Any) -> Any:
+        self._known.append(field)
+        return self._fields.get(field, default)
+
+
+def wrong(field: str, value: object, remedy: str) -> UsageError:
+    """Return the error of an invalid field."""
+    return UsageError(f"{field} is {shortened(repr(value))}; {remedy}", field=field)

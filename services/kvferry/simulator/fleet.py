@@ -1,0 +1,220 @@
+"""One pool on a virtual clock: gateway, workers, links, starts and failures of workers.
+
+Pools share nothing, so that several of them can be simulated in different processes and their measures merged.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.hashing import BlockNamer, BlockNamers
+from kvferry.kv.handoff.offers import OfferTimes
+from kvferry.kv.handoff.transfers import TransferTimes
+from kvferry.simulator.clock import VirtualClock
+from kvferry.simulator.gateway import Gateway, GatewaySettings, Router
+from kvferry.simulator.handoff import Links, Loader, OfferDesk, TransferCounts
+from kvferry.simulator.measures import Measures
+from kvferry.simulator.members import Member, candidate_of, feed_of
+from kvferry.simulator.requests.demand import SimRequest
+from kvferry.simulator.worker.device import DeviceProfile, LinkProfile
+from kvferry.simulator.worker.replica import Replica, ReplicaCounts, ReplicaSettings
+
+Progress = Callable[[Measures, float], None]
+"""Called with the measures and the virtual time, after each thousand events."""
+_EVENTS_PER_CALL = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """The workers of one role."""
+
+    role: str
+    replicas: int
+    device: DeviceProfile
+    engine: ReplicaSettings
+    start_at: float = 0.0
+    """Time at which the workers accept requests, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The loss of a worker: it stops at once, and another one takes its place."""
+
+    at: float
+    role: str
+    index: int = 0
+    restart_seconds: float = 60.0
+    """Seconds until its successor accepts requests, with an empty cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """One pool."""
+
+    roles: tuple[RoleSpec, ...]
+    link: LinkProfile = LinkProfile()  # noqa: RUF009  frozen
+    gateway: GatewaySettings = GatewaySettings()  # noqa: RUF009  frozen
+    failures: tuple[Failure, ...] = ()
+
+
+@dataclass(slots=True)
+class RoleTotals:
+    """Totals of all workers of a role."""
+
+    counts: ReplicaCounts = field(default_factory=ReplicaCounts)
+    pages: int = 0
+    """Pages of all its workers."""
+    replicas: int = 0
+
+    def merge(self, other: "RoleTotals") -> None:
+        """Add the totals of the same role of another pool."""
+        for name in ("steps", "tokens", "sampled", "busy_seconds", "page_seconds", "sequence_seconds"):
+            setattr(self.counts, name, getattr(self.counts, name) + getattr(other.counts, name))
+        self.pages += other.pages
+        self.replicas += other.replicas
+
+
+@dataclass(slots=True)
+class PoolResult:
+    """Results of one pool, or of several that were merged."""
+
+    measures: Measures
+    roles: dict[str, RoleTotals]
+    transfers: TransferCounts
+    preemptions: int
+    events: int
+
+    def merge(self, other: "PoolResult") -> None:
+        """Add the results of another pool."""
+        self.measures.merge(other.measures)
+        for role, totals in other.roles.items():
+            self.roles.setdefault(role, RoleTotals()).merge(totals)
+        for name in ("transfers", "failures", "num_bytes", "seconds"):
+            setattr(self.transfers, name, getattr(self.transfers, name) + getattr(other.transfers, name))
+        self.preemptions += other.preemptions
+        self.events += other.events
+
+
+class Pool:
+    """A simulated pool."""
+
+    def __init__(
+        self, spec: PoolSpec, requests: Iterator[SimRequest], *, router: Router | None = None,
+        on_join: Callable[[Member], None] | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            requests: the requests, in order of arrival.
+            router: the routing policy; default: the gateway's default one.
+            on_join: called with each worker when it joins, for experiments.
+        """
+        self.clock = VirtualClock()
+        self._spec = spec
+        self._requests = requests
+        self._namers = BlockNamers(b"simulator")
+        self.gateway = Gateway(self.clock, spec.gateway, self._namers, router)
+        self._links = Links(spec.link)
+        self._desks: dict[str, OfferDesk] = {}
+        self._transfers = TransferCounts()
+        self._left: list[Member] = []
+        self._on_join = on_join
+        self._incarnations = 0
+        for role in spec.roles:
+            for index in range(role.replicas):
+                start = partial(self._start, role, f"{role.role}-{index}")
+                if role.start_at > 0.0:
+                    self.clock.at(role.start_at, start)
+                else:
+                    start()
+        for failure in spec.failures:
+            self.clock.at(failure.at, partial(self._fail, failure))
+        self._next()
+
+    def run(self, progress: Progress | None = None) -> PoolResult:
+        """Simulate until all requests have ended.
+
+        Raises:
+            InvariantBroken: requests remain that no event will end.
+        """
+        clock, measures, gateway = self.clock, self.gateway.measures, self.gateway
+        while gateway.num_open or self._has_next:
+            for _ in range(_EVENTS_PER_CALL):
+                if not clock.step():
+                    break
+            else:
+                if progress is not None:
+                    progress(measures, clock.now)
+                continue
+            if gateway.num_open:
+                raise InvariantBroken(f"{gateway.num_open} requests can never end; is a prompt larger than the pages?")
+            break
+        return self.result()
+
+    def result(self) -> PoolResult:
+        """Return the results up to now."""
+        measures = self.gateway.measures
+        measures.hit_tokens = measures.queried_tokens = preemptions = 0
+        roles = {role.role: RoleTotals() for role in self._spec.roles}
+        for member in (*self.gateway.members, *self._left):
+            replica = member.replica
+            own = RoleTotals(replica.counts, replica.allocator.pool.num_blocks, 1)
+            roles[member.role].merge(own)
+            preemptions += replica.scheduler.num_preemptions
+            hits, queried = replica.hits
+            if member.role != "decode" or not self._is_split:
+                measures.hit_tokens += hits
+                measures.queried_tokens += queried
+        return PoolResult(measures, roles, self._transfers, preemptions, self.clock.num_events)
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _is_split(self) -> bool:
+        return {"prefill", "decode"} <= {role.role for role in self._spec.roles}
+
+    def _next(self) -> None:
+        """Plan the arrival of the next request."""
+        request = next(self._requests, None)
+        self._has_next = request is not None
+        if request is not None:
+            self.clock.at(request.at, partial(self._arrive, request))
+
+    def _arrive(self, request: SimRequest) -> None:
+        self._next()
+        self.gateway.arrive(request)
+
+    def _start(self, role: RoleSpec, name: str) -> None:
+        self._incarnations += 1
+        incarnation = f"{name}#{self._incarnations}"
+        clock, engine, gateway = self.clock, role.engine, self.gateway
+        loader = Loader(
+            clock, incarnation, self._links, self._desks, TransferTimes(), engine.block_bytes, self._transfers
+        )
+        feed = None
+        if gateway.settings.has_map:
+            feed = feed_of(clock, gateway.cache_map, name, incarnation, gateway.settings.latency)
+        replica = Replica(
+            clock, engine, role.device, gateway, self._namer(name, engine.block_tokens), loader=loader, on_changes=feed
+        )
+        loader.replica = replica
+        desk = self._desks[incarnation] = OfferDesk(clock, incarnation, replica, OfferTimes())
+        candidate = candidate_of(name, engine.block_tokens)
+        member = Member(name, incarnation, role.role, replica, desk, loader, candidate)
+        if self._on_join is not None:
+            self._on_join(member)
+        gateway.join(member)
+
+    def _namer(self, name: str, block_tokens: int) -> Callable[[str], BlockNamer]:
+        fingerprint = candidate_of(name, block_tokens).layout_fingerprint
+        return lambda tenant: self._namers.of(tenant, fingerprint=fingerprint, block_tokens=block_tokens)
+
+    def _fail(self, failure: Failure) -> None:
+        name = f"{failure.role}-{failure.index}"
+        member = self.gateway.members.by_name.get(name)
+        role = next(one for one in self._spec.roles if one.role == failure.role)
+        if member is None:
+            return  # it has not started, or has failed before
+        self._left.append(member)
+        self.clock.after(failure.restart_seconds, partial(self._start, role, name))
+        self.gateway.lose(member, member.replica.stop())

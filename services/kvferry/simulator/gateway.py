@@ -1,0 +1,390 @@
+"""The gateway in virtual time: production flow control, map of caches and routing, for one pool.
+
+arrive --> FlowController --> route --> prefill replica --> offer --> decode replica --> finished
+                ^                                                                           |
+                +------------------------- room of the fleet, tokens used ------------------+
+"""
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.core.errors import InvariantBroken, Overloaded
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.ids import RequestId, TicketId
+from kvferry.engine.plan.kv_jobs import Export
+from kvferry.gateway.cache_map.cache_map import CacheMap
+from kvferry.gateway.config import RoutingConfig
+from kvferry.gateway.flow.capacity import Room, room
+from kvferry.gateway.flow.controller import FlowController, QueueBounds
+from kvferry.gateway.flow.entry import Entry
+from kvferry.gateway.routing.cached_prefix import MAX_BLOCKS, PromptCaches
+from kvferry.gateway.routing.prompt_names import PromptNames, prefix_key
+from kvferry.gateway.routing.replica_choice import (
+    CachedTokens,
+    Candidates,
+    PrefixKey,
+    Route,
+    RouteReason,
+    choose,
+)
+from kvferry.kv.handoff.ticket import Ticket
+from kvferry.simulator.clock import VirtualClock
+from kvferry.simulator.handoff import OfferDesk, remote_of
+from kvferry.simulator.measures import Measures
+from kvferry.simulator.members import Member, Members
+from kvferry.simulator.requests.demand import SimRequest
+from kvferry.simulator.worker.replica import Job
+
+_TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a routing policy chooses for."""
+
+    key: PrefixKey
+    skip_prefill: RouteReason | None
+    enough_tokens: int | None
+    num_tokens: int
+
+
+Router = Callable[[Asked, Candidates, CachedTokens], Route | None]
+"""A routing policy."""
+
+
+def by_prefix(config: RoutingConfig) -> Router:
+    """Return the gateway's default policy, `routing.replica_choice.choose`."""
+
+    def route(asked: Asked, candidates: Candidates, cached: CachedTokens) -> Route | None:
+        return choose(
+            asked.key,
+            candidates,
+            load_factor=config.load_factor,
+            skip_prefill=asked.skip_prefill,
+            cached=cached,
+            enough_tokens=asked.enough_tokens,
+        )
+
+    return route
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Settings of a simulated gateway."""
+
+    routing: RoutingConfig = RoutingConfig()  # noqa: RUF009  frozen
+    max_streams: int = 1 << 20
+    max_queued: int = 1 << 20
+    status_seconds: float = 0.5
+    """Interval between the statuses of a worker."""
+    latency: float = 0.0002
+    """Seconds of a message between gateway and worker."""
+    has_map: bool = True
+    """Whether the gateway subscribes to the workers' caches; otherwise it predicts from what it has dispatched."""
+    slo: Mapping[str, float] = field(default_factory=dict)
+    """Latency targets in seconds, by name: ttft, itl, tpot, e2el."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of tenants in the fair queue."""
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One request in the gateway."""
+
+    request: SimRequest
+    entry: Entry
+    names: PromptNames
+    member: Member | None = None
+    """The worker that serves it now."""
+    decode: Member | None = None
+    """The worker that was chosen to decode."""
+    first: float | None = None
+    """Time of the first token at the worker."""
+    last: float | None = None
+    """Time of the last token at the last worker."""
+    gaps: "array[float] | None" = None
+    offer: tuple[OfferDesk, TicketId] | None = None
+    """The offer of its pages, until it is known to have ended."""
+    attempt: int = 0
+    excluded: frozenset[str] = frozenset()
+    tokens: list[int] | None = None
+    """Prompt and tokens that were generated before the loss of a worker or the hand-off."""
+
+
+class Gateway:
+    """One gateway and its pool. Implements `simulator.replica.Listener`."""
+
+    def __init__(
+        self, clock: VirtualClock, settings: GatewaySettings, namers: BlockNamers, router: Router | None = None
+    ) -> None:
+        self._clock, self.settings, self._namers = clock, settings, namers
+        self._router = router or by_prefix(settings.routing)
+        self.cache_map = CacheMap(clock)
+        self.members = Members()
+        self.measures = Measures()
+        self.controller = FlowController(QueueBounds(settings.max_queued, 1 << 62))
+        self._bounds = QueueBounds(settings.max_queued, 1 << 62)
+        self._room: Room | None = None
+        self._runs: dict[Entry, _Run] = {}
+        self._is_polling = False
+        self._collects_gaps = "itl" in settings.slo
+
+    # ------------------------------------------------------------------ workers
+
+    def join(self, member: Member) -> None:
+        """Add a worker that accepts requests."""
+        self.members.join(member)
+        self._room = None
+        self._pump()
+
+    def lose(self, member: Member, lost: list[Job]) -> None:
+        """Remove a worker that has stopped; its requests continue on others, from the tokens that were streamed."""
+        self.members.leave(member)
+        self.cache_map.leave(member.name)
+        for _ in self.cache_map.sweep():
+            pass
+        self._room = None
+        for job in lost:
+            run = _run_of(job)
+            run.excluded = frozenset({member.name})
+            run.attempt += 1
+            self.measures.resumed += 1
+            run.last = job.last
+            self._dismiss(run)
+            if job.sequence is not None and job.sequence.num_generated:
+                run.tokens = list(job.sequence.tokens)
+            self._send(run, ticket=None)
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests that are queued or running."""
+        return len(self._runs)
+
+    def arrive(self, request: SimRequest) -> None:
+        """Accept or refuse a request."""
+        measures = self.measures
+        measures.arrived += 1
+        num_prompt = len(request.prompt)
+        entry = Entry(
+            tenant=request.tenant,
+            priority=request.priority,
+            cost=float(num_prompt + request.output.count),
+            prefill_tokens=num_prompt,
+            num_bytes=_TOKEN_BYTES * num_prompt,
+            weight=self.settings.weights.get(request.tenant, 1.0),
+        )
+        try:
+            victims = self.controller.make_room(entry, self._bounds, self._clock.now)
+        except Overloaded:
+            measures.refused += 1
+            return
+        for victim in victims:
+            measures.refused += 1
+            del self._runs[victim]
+        gaps = array("d") if self._collects_gaps else None
+        self._runs[entry] = _Run(request, entry, PromptNames(), gaps=gaps)
+        self.controller.submit(entry, self._clock.now)
+        if not self._is_polling:
+            self._is_polling = True
+            self._poll()
+        self._pump()
+
+    def _poll(self) -> None:
+        """Take the statuses of all workers."""
+        for member in self.members:
+            member.reported = member.replica.num_jobs
+            self.members.load_changed(member)
+        self._room = None
+        self._is_polling = bool(self._runs)
+        if self._is_polling:
+            self._clock.after(self.settings.status_seconds, self._poll)
+            self._pump()
+
+    def _pump(self) -> None:
+        """Dispatch what the fleet has room for."""
+        if not self.controller.num_queued or not len(self.members):
+            return
+        if self._room is None:
+            self._room = room((member.room for member in self.members), self.settings.max_streams)
+        for entry in self.controller.dispatch(self._room, self._clock.now):
+            run = self._runs[entry]
+            self.measures.queue.add(self._clock.now - run.request.at)
+            self._send(run, ticket=None)
+
+    # ------------------------------------------------------------------ routing
+
+    def _send(self, run: _Run, ticket: Ticket | None) -> None:
+        """Choose workers for a request and send it."""
+        route, caches = self._route(run, ticket)
+        if route is None:
+            self._clock.after(self.settings.status_seconds, partial(self._send, run, ticket))
+            return
+        target = route.decode if route.prefill is None else route.prefill
+        run.decode = self.members.by_name[route.decode.replica.address]
+        member = self.members.by_name[target.replica.address]
+        if caches is not None:
+            for pick in (route.prefill, route.decode):
+                if pick is not None:
+                    caches.chose(pick)
+        self._submit(run, member, exports=route.prefill is not None, ticket=ticket)
+
+    def _route(self, run: _Run, ticket: Ticket | None) -> tuple[Route | None, PromptCaches | None]:
+        config, tokens = self.settings.routing, run.tokens or run.request.prompt
+        candidates = self.members.candidates(run.excluded)
+        skip: RouteReason | None = None
+        enough: int | None = None
+        if ticket is not None:
+            skip = RouteReason.PAIR
+        elif run.tokens is not None:
+            skip = RouteReason.RESUME
+        elif len(tokens) < config.skip_prefill_below_tokens:
+            skip = RouteReason.SHORT_PROMPT
+        elif config.skip_prefill_below_tokens:
+            enough = len(tokens) - config.skip_prefill_below_tokens + 1
+        tenant = run.request.tenant
+        caches = PromptCaches(self.cache_map, self._namers, run.names, tenant, tokens, config.prefix_blocks)
+        asked = Asked(prefix_key(self._namers, tenant, tokens, config.prefix_blocks), skip, enough, len(tokens))
+        return self._router(asked, candidates, caches), caches
+
+    def _submit(self, run: _Run, member: Member, *, exports: bool, ticket: Ticket | None) -> None:
+        request = run.request
+        run.member = member
+        member.in_flight += 1
+        self.members.load_changed(member)
+        tokens = run.tokens or request.prompt
+        job = Job(
+            request_id=RequestId(f"{request.number}/{run.attempt}"),
+            tokens=tokens,
+            num_prompt=len(request.prompt),
+            output=request.output,
+            arrived=request.at,
+            names=run.names.of(self._namers, request.tenant, member.candidate, tokens, MAX_BLOCKS),
+            tenant=request.tenant,
+            priority=request.priority,
+            exports=exports,
+            remote=None if ticket is None else remote_of(ticket, run.attempt),
+            last=run.last,
+            gaps=run.gaps,
+            context=run,
+        )
+        self._clock.after(self.settings.latency, partial(self._deliver, member, job))
+
+    def _deliver(self, member: Member, job: Job) -> None:
+        if member.replica.is_stopped:  # lost on the way
+            run = _run_of(job)
+            run.attempt += 1
+            self.measures.resumed += 1
+            self._send(run, ticket=None)
+        else:
+            member.replica.submit(job)
+
+    # ------------------------------------------------------------------ what replicas report
+
+    def first_token(self, job: Job, now: float) -> None:
+        """Note the first token of a request."""
+        run = _run_of(job)
+        run.first = now
+        self.measures.ttft.add(now + self.settings.latency - job.arrived)
+        self._clock.after(self.settings.latency, partial(self._prefilled, run))
+
+    def _prefilled(self, run: _Run) -> None:
+        if run.entry in self._runs:
+            self.controller.prefilled(run.entry)
+            self._pump()
+
+    def gap(self, seconds: float, weight: int) -> None:
+        """Note the time between two tokens."""
+        self.measures.itl.add(seconds, weight)
+
+    def exported(self, job: Job, export: Export, now: float) -> None:
+        """Offer the pages of a prompt, and send the request to its decode worker."""
+        run = _run_of(job)
+        member = self._leave(run)
+        sequence = job.sequence
+        if sequence is None:
+            raise InvariantBroken("a job exported pages before it was added")
+        ticket = member.desk.offer(export, export.num_tokens)
+        run.tokens, run.last = list(sequence.tokens), job.last
+        run.offer = member.desk, ticket.id
+        self._clock.after(self.settings.latency, partial(self._hand_off, run, ticket))
+
+    def _hand_off(self, run: _Run, ticket: Ticket) -> None:
+        run.attempt += 1
+        decode = run.decode
+        if decode is None or decode.replica.is_stopped:
+            self._send(run, ticket)
+        else:
+            self._submit(run, decode, exports=False, ticket=ticket)
+
+    def declined(self, job: Job) -> None:
+        """End the offer of pages that are computed again."""
+        self._dismiss(_run_of(job))
+
+    def _dismiss(self, run: _Run) -> None:
+        if run.offer is not None:
+            desk, ticket_id = run.offer
+            run.offer = None
+            if ticket_id in desk.book:
+                self._clock.after(self.settings.latency, partial(desk.release, ticket_id))
+
+    def finished(self, job: Job, now: float) -> None:
+        """Note the end of a request."""
+        run = _run_of(job)
+        self._leave(run)
+        self._dismiss(run)
+        self._clock.at(now + self.settings.latency, partial(self._finish, run, job, now))
+
+    def _leave(self, run: _Run) -> Member:
+        member = run.member
+        if member is None:
+            raise InvariantBroken("a request without a worker ended")
+        member.in_flight -= 1
+        self.members.load_changed(member)
+        return member
+
+    def _finish(self, run: _Run, job: Job, now: float) -> None:
+        measures, request = self.measures, run.request
+        count, end = request.output.count, now + self.settings.latency
+        seconds = end - request.at
+        measures.completed += 1
+        measures.input_tokens += len(request.prompt)
+        measures.output_tokens += count
+        measures.e2e.add(seconds)
+        measures.normalized += seconds / count
+        measures.ended_at = max(measures.ended_at, end)
+        measures.good += self._is_good(run, job, seconds, now)
+        self.controller.finish(run.entry, float(len(request.prompt) + count))
+        del self._runs[run.entry]
+        self._pump()
+
+    def _is_good(self, run: _Run, job: Job, seconds: float, now: float) -> bool:
+        slo = self.settings.slo
+        if not slo:
+            return True
+        first = now if run.first is None else run.first
+        count = run.request.output.count
+        measured = {
+            "ttft": first + self.settings.latency - run.request.at,
+            "tpot": (now - first) / (count - 1) if count > 1 else 0.0,
+            "itl": _p99(job.gaps),
+            "e2el": seconds,
+        }
+        return all(measured[name] <= limit for name, limit in slo.items())
+
+
+def _p99(gaps: "array[float] | None") -> float:
+    if not gaps:
+        return 0.0
+    ordered = sorted(gaps)
+    return ordered[min(len(ordered) - 1, int(0.99 * (len(ordered) - 1) + 0.999999))]
+
+
+def _run_of(job: Job) -> _Run:
+    run = job.context
+    if not isinstance(run, _Run):
+        raise InvariantBroken("a job has no request")
+    return run

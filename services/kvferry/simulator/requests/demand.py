@@ -1,0 +1,152 @@
+"""Requests of a simulation, drawn one by one in order of arrival, so that memory does not grow with their number."""
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from kvferry.bench.workload.arrivals import Arrivals
+from kvferry.bench.workload.lengths import LengthMix
+from kvferry.bench.workload.requests import BenchRequest
+from kvferry.core.errors import UsageError
+from kvferry.simulator.requests.tokens import UNIQUE_ID, Output, Tape
+
+MAX_REQUESTS = 100_000_000
+_CHUNK = 65_536
+"""Number of arrival times that are drawn at once."""
+_MAX_PREFIXES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class SimRequest:
+    """One request."""
+
+    number: int
+    at: float
+    """Arrival in seconds after the start."""
+    prompt: Sequence[int]
+    output: Output
+    tenant: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A tenant of the workload."""
+
+    name: str = ""
+    share: float = 1.0
+    """Share of the requests, relative to other tenants."""
+    weight: float = 1.0
+    """Weight in the gateway's fair queue."""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A synthetic workload: lengths, shared prefixes, turns of conversations, tenants and arrivals."""
+
+    lengths: LengthMix
+    count: int
+    """Number of requests."""
+    arrivals: Arrivals
+    num_prefix: int = 0
+    """Tokens of the prefix that begins each conversation, one of `num_prefixes`."""
+    num_prefixes: int = 1
+    num_turns: int = 1
+    """Turns of a conversation. The prompt of a turn begins with the prompt and the output of the turn before."""
+    turn_seconds: float = 5.0
+    """Seconds between the arrivals of two turns."""
+    most_tokens: int = 1 << 20
+    """Maximum number of prompt and output tokens of a request; a conversation ends before it exceeds them."""
+    tenants: tuple[Tenant, ...] = field(default=(Tenant(),))
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UsageError: a number is out of range.
+        """
+        for name, least, most in (
+            ("count", 1, MAX_REQUESTS), ("num_prefix", 0, 1 << 20), ("num_prefixes", 1, _MAX_PREFIXES),
+            ("num_turns", 1, 10_000), ("turn_seconds", 0.0, 86_400.0), ("most_tokens", 2, 1 << 22),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not least <= value <= most:
+                shown = "requests" if name == "count" else name
+                raise UsageError(
+                    f"workload.{shown} is {value}; it must be from {least} to {most}", field=f"workload.{shown}"
+                )
+
+    def requests(self, tape: Tape, seed: int) -> Iterator[SimRequest]:
+        """Draw the requests, in order of arrival."""
+        draw = Random(f"demand {seed}")  # noqa: S311  a workload needs no secret numbers
+        later: list[tuple[float, int, _Turn]] = []
+        starts = self._starts(draw)
+        start = next(starts, None)
+        made = 0
+        while made < self.count and (start is not None or later):
+            if start is not None and (not later or start <= later[0][0]):
+                turn, at = self._conversation(draw, tape, made), start
+                start = next(starts, None)
+            else:
+                at, _, turn = heapq.heappop(later)
+            num_input, num_output = turn.lengths
+            prompt = [*turn.history, *tape.unique(self.num_prefixes + made, num_input)]
+            output = Output.of(tape, made, num_output)
+            yield SimRequest(made, at, prompt, output, turn.tenant.name, turn.tenant.priority)
+            made += 1
+            if turn.left > 1:
+                following = _Turn([*prompt, *output.ids()], turn.left - 1, turn.tenant, self.lengths.draw(draw))
+                if len(following.history) + sum(following.lengths) <= self.most_tokens:
+                    heapq.heappush(later, (at + self.turn_seconds, made, following))
+
+    def _starts(self, draw: Random) -> Iterator[float]:
+        """Draw the arrivals of the first turns. All are drawn that the requests may need."""
+        left, start = self.count, 0.0
+        while left > 0:
+            some = min(left, _CHUNK)
+            is_last = some == left
+            times = self.arrivals.times(some if is_last else some + 1, draw)
+            for time in times[:some]:
+                yield start + time
+            if not is_last:
+                start += times[some]
+            left -= some
+
+    def _conversation(self, draw: Random, tape: Tape, number: int) -> "_Turn":
+        tenant = self.tenants[0]
+        if len(self.tenants) > 1:
+            tenant = draw.choices(self.tenants, [one.share for one in self.tenants])[0]
+        prefix = tape.unique(draw.randrange(self.num_prefixes), self.num_prefix) if self.num_prefix else []
+        room = self.most_tokens - len(prefix)
+        return _Turn(prefix, self.num_turns, tenant, _within(self.lengths.draw(draw), max(2, room)))
+
+
+@dataclass(slots=True)
+class _Turn:
+    history: list[int]
+    left: int
+    """Number of turns of the conversation that follow, with this one."""
+    tenant: Tenant
+    lengths: tuple[int, int]
+
+
+def _within(lengths: tuple[int, int], most: int) -> tuple[int, int]:
+    """Cut input, then output, so that their sum is at most `most`."""
+    num_input = min(lengths[0], most - 1)
+    return num_input, min(lengths[1], most - num_input)
+
+
+def of_trace(requests: Iterable[BenchRequest], tape: Tape, *, repeat: int = 1) -> Iterator[SimRequest]:
+    """Convert the requests of a trace, which are sorted by arrival.
+
+    Args:
+        repeat: number of copies of each request, all at its time; their prompts share nothing with each other, as those
+            of so many tenants. Replays a trace at a higher load without changing its pattern.
+    """
+    number = 0
+    for request in requests:
+        for copy in range(repeat):
+            prompt = request.prompt if not copy else [UNIQUE_ID + copy, *request.prompt[1:]]
+            yield SimRequest(number, request.at, prompt, Output.of(tape, number, request.num_output))
+            number += 1

@@ -1,0 +1,114 @@
+"""Runs of decode steps that are planned and recorded at once.
+
+While every sequence decodes, none waits and pages are plentiful, one step is like the next. Such steps are passed to
+the production scheduler as one step whose drafts are all accepted: it appends the same tokens to the same sequences,
+takes as many pages and names the same blocks as in single steps. A test compares all times with those of single steps.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import accumulate, repeat
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.engine.plan.scheduler import Scheduler
+from kvferry.engine.plan.sequence import Sequence
+from kvferry.engine.plan.step import StepPlan
+from kvferry.engine.speculation.speculation import Drafts, Speculation
+from kvferry.simulator.worker.device import DeviceProfile
+
+MAX_STEPS = 1024
+"""Maximum number of steps of a run."""
+MIN_STEPS = 3
+"""Shorter runs save nothing."""
+
+
+class KnownDrafts(Speculation):
+    """Drafts of `length` tokens for every sequence. Their values have no effect, since all are accepted."""
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def drafts(self, decoding: Iterable[Sequence], rows: int) -> Drafts:
+        """Return drafts for all decoding sequences."""
+        if not self.length:
+            return {}
+        draft = (0,) * self.length
+        return {sequence.request_id: draft for sequence in decoding}
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Count nothing."""
+
+    def forget(self, request_id: str) -> None:
+        """Forget nothing, since no state is kept."""
+
+
+class DecodeRun:
+    """A run of decode steps of the same sequences."""
+
+    def __init__(self, start: float, num_sequences: int, kv_tokens: int, steps: int, profile: DeviceProfile) -> None:
+        """
+        Args:
+            start: time of the first step's start.
+            kv_tokens: tokens whose KV the first step reads.
+            steps: number of steps.
+        """
+        first = profile.step + profile.token * num_sequences + profile.kv_token * kv_tokens
+        growth = profile.kv_token * num_sequences
+        self.start = start
+        self.ends = list(accumulate((first + growth * index for index in range(steps)), initial=start))[1:]
+        """Time of the end of each step."""
+
+    @property
+    def end(self) -> float:
+        """Time of the end of the last step."""
+        return self.ends[-1]
+
+    def cut(self, now: float) -> bool:
+        """Drop the steps that have not begun; return whether there are any."""
+        kept = next((index + 1 for index, end in enumerate(self.ends) if end >= now), len(self.ends))
+        is_cut = kept < len(self.ends)
+        del self.ends[kept:]
+        return is_cut
+
+    def gaps(self) -> list[float]:
+        """Return the seconds from the end of each step to that of the next."""
+        return [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)]
+
+
+def num_steps(scheduler: Scheduler, running: Iterable[Sequence]) -> int:
+    """Return the number of steps that can be planned at once: until the first sequence ends; 1 if the next step is not
+    like those after it."""
+    if scheduler.num_waiting or scheduler.num_running > scheduler.limits.token_budget:
+        return 1
+    steps, count = MAX_STEPS, 0
+    for sequence in running:
+        if len(sequence.tokens) - sequence.num_computed != 1 or sequence.exports:
+            return 1
+        steps = min(steps, sequence.max_tokens_total - len(sequence.tokens))
+        count += 1
+    if not count:
+        return 1
+    allocator = scheduler.allocator
+    # A sequence takes at most a page more than its steps fill; with drafts, one page for each must stay free.
+    spare = allocator.pool.num_free // count - 3
+    steps = min(steps, spare * allocator.block_tokens)
+    return steps if steps >= MIN_STEPS else 1
+
+
+def plan_run(scheduler: Scheduler, drafts: KnownDrafts, steps: int) -> StepPlan:
+    """Plan `steps` decode steps of all running sequences as one.
+
+    Raises:
+        InvariantBroken: the scheduler planned something else.
+    """
+    limits, count = scheduler.limits, scheduler.num_running
+    drafts.length = steps - 1
+    # The budget bounds a single step, and does not bind in any of these.
+    scheduler.limits = replace(limits, token_budget=count * steps)
+    try:
+        plan = scheduler.schedule()
+    finally:
+        scheduler.limits, drafts.length = limits, 0
+    if len(plan.scheduled) != count or any(map(int.__ne__, (s.num_scheduled for s in plan.scheduled), repeat(steps))):
+        raise InvariantBroken(f"a run of {steps} steps of {count} sequences was planned differently")
+    return plan

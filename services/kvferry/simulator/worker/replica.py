@@ -1,0 +1,369 @@
+"""A worker in virtual time: the production scheduler, block pool, prefix index and KV loads, and a device profile.
+
+    inbox --> scheduler.schedule --> device: seconds of the planned work --> scheduler.update --> listener
+
+As in `engine.Engine.step`, everything that arrives during a step is taken in before the next one is planned.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from kvferry.core.hashing import BlockNamer
+from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.prefix_index import CacheChange, PrefixIndex
+from kvferry.engine.loads.kv_loads import KvLoads
+from kvferry.engine.plan.kv_jobs import Export, SequenceUpdate
+from kvferry.engine.plan.scheduler import Scheduler
+from kvferry.engine.plan.sequence import RemoteKv
+from kvferry.engine.plan.sequence import Sequence as EngineSequence
+from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.kv.interface.connector import KvLoader
+from kvferry.kv.interface.tiering import KvMessage
+from kvferry.kv.pricing.price import LoadPolicy, PriceBook
+from kvferry.simulator.clock import VirtualClock
+from kvferry.simulator.requests.tokens import Output
+from kvferry.simulator.worker.decode_runs import DecodeRun, KnownDrafts, num_steps, plan_run
+from kvferry.simulator.worker.device import DeviceProfile, work_of
+
+SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True)
+_NO_EOS: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One sequence on one replica."""
+
+    request_id: RequestId
+    tokens: Sequence[int]
+    """Prompt, then tokens generated before."""
+    num_prompt: int
+    output: Output
+    arrived: float
+    """Time of the request's arrival at the gateway, seconds."""
+    names: list[BlockHash] = field(default_factory=list)
+    """Names of leading blocks, if they are known."""
+    tenant: str = ""
+    priority: int = 0
+    exports: bool = False
+    """Whether the job ends after one token, and its pages are offered."""
+    remote: RemoteKv | None = None
+    last: float | None = None
+    """Time of the last token; `None` before the first."""
+    gaps: "array[float] | None" = None
+    """Seconds between tokens, if the request collects them."""
+    sequence: EngineSequence | None = None
+    context: object = None
+    """Value of the listener."""
+
+
+class Listener(Protocol):
+    """Receives what happens to the jobs of replicas."""
+
+    def first_token(self, job: Job, now: float) -> None:
+        """The first token of a request, on any replica."""
+        ...
+
+    def gap(self, seconds: float, weight: int) -> None:
+        """The time between two tokens of each of `weight` sequences."""
+        ...
+
+    def declined(self, job: Job) -> None:
+        """The KV of the job's ticket is computed, which is faster than to fetch it."""
+        ...
+
+    def finished(self, job: Job, now: float) -> None:
+        """The job has all tokens."""
+        ...
+
+    def exported(self, job: Job, export: Export, now: float) -> None:
+        """The job's pages are to be offered; the listener owns their references."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """Engine of a replica."""
+
+    num_blocks: int
+    block_tokens: int = 16
+    block_bytes: int = 1
+    limits: SchedulerLimits = SchedulerLimits()  # noqa: RUF009  frozen
+    load_policy: LoadPolicy = LoadPolicy.PRICE
+    takes_runs: bool = True
+    """Whether runs of decode steps are simulated at once (`decode_runs`)."""
+
+
+@dataclass(slots=True)
+class ReplicaCounts:
+    """Totals of one replica."""
+
+    steps: int = 0
+    tokens: int = 0
+    """Tokens that were computed."""
+    sampled: int = 0
+    busy_seconds: float = 0.0
+    page_seconds: float = 0.0
+    """Sum over steps of pages in use times seconds."""
+    sequence_seconds: float = 0.0
+    """Sum over steps of sequences in the step times seconds."""
+
+
+Observer = Callable[["Replica", StepPlan, float], None]
+"""Called with the plan and the seconds of each step, before the step is recorded."""
+
+
+class Replica:
+    """One simulated worker."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        settings: ReplicaSettings,
+        profile: DeviceProfile,
+        listener: Listener,
+        namer: Callable[[str], BlockNamer],
+        *,
+        loader: KvLoader | None = None,
+        on_changes: Callable[[list[CacheChange]], None] | None = None,
+        observer: Observer | None = None,
+        make_allocator: Callable[[], Allocator] | None = None,
+    ) -> None:
+        """
+        Args:
+            namer: returns the block namer of a tenant.
+            loader: fetches KV from other replicas.
+            on_changes: called with the changes of the prefix index after each step.
+            make_allocator: creates the allocator of pages, for baselines; default: the production one.
+        """
+        self._clock, self.settings, self._profile = clock, settings, profile
+        self._listener, self._namer, self._on_changes, self._observer = listener, namer, on_changes, observer
+        index = PrefixIndex()
+        self.allocator = make_allocator() if make_allocator is not None else Allocator(
+            BlockPool(settings.num_blocks, on_reuse=index.forget), index, block_tokens=settings.block_tokens
+        )  # fmt: skip
+        self._drafts = KnownDrafts() if settings.takes_runs and observer is None else None
+        self.scheduler = Scheduler(settings.limits, self.allocator, self._drafts)
+        self._prices = PriceBook(settings.load_policy)
+        self._loads = KvLoads(
+            self.scheduler, self.allocator, loader=loader, tiers=None, prices=self._prices,
+            block_bytes=settings.block_bytes,
+        )  # fmt: skip
+        self.counts = ReplicaCounts()
+        self._jobs: dict[RequestId, Job] = {}
+        self._inbox: deque[Job] = deque()
+        self._is_busy = self._is_stopped = False
+        self._run: DecodeRun | None = None
+        self._run_number = 0
+
+    # ------------------------------------------------------------------ input
+
+    def submit(self, job: Job) -> None:
+        """Accept a job."""
+        self._jobs[job.request_id] = job
+        self._inbox.append(job)
+        self.wake()
+
+    def post(self, message: KvMessage) -> None:
+        """Accept a message of a loader."""
+        self._loads.post(message)
+        self.wake()
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Free the pages of an offer."""
+        self.allocator.pool.release(blocks)
+        self.wake()
+
+    def wake(self) -> None:
+        """Plan a step now, if none is running; a run of decode steps ends with the step that is running."""
+        if not self._is_busy:
+            self._begin()
+        elif self._run is not None and self._run.cut(self._clock.now):
+            self._end_run_at(self._run)
+
+    def stop(self) -> list[Job]:
+        """Stop for ever, as after a crash; return the jobs that are lost."""
+        if self._run is not None:
+            # Tokens of the steps that have ended were streamed; the others are lost.
+            ended = [end for end in self._run.ends if end <= self._clock.now]
+            if ended:
+                self._run.ends = ended
+                self._record_run(self._run)
+            self._run = None
+        self._is_stopped = True
+        lost = list(self._jobs.values())
+        self._jobs.clear()
+        return lost
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the replica has stopped."""
+        return self._is_stopped
+
+    @property
+    def num_jobs(self) -> int:
+        """Number of jobs that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of the pages in use, 0 to 1."""
+        pool = self.allocator.pool
+        return 1.0 - pool.num_free / pool.num_blocks
+
+    @property
+    def hits(self) -> tuple[int, int]:
+        """Prompt tokens that were found in the prefix cache, and those that were looked up."""
+        return self.scheduler.admission.num_hit_tokens, self.scheduler.admission.num_queried_tokens
+
+    # ------------------------------------------------------------------ the step
+
+    def _begin(self) -> None:
+        if self._is_stopped:
+            return
+        self._loads.take_in()
+        while self._inbox:
+            self._add(self._inbox.popleft())
+        scheduler = self.scheduler
+        if not (scheduler.num_running or scheduler.num_waiting):
+            return
+        if self._drafts is not None and not scheduler.num_waiting:
+            running = [s for s in scheduler.sequences if s.state.value == "running"]
+            steps = num_steps(scheduler, running)
+            if steps > 1:
+                kv_tokens = sum(s.num_computed for s in running) + len(running)
+                self._is_busy = True
+                self._run = DecodeRun(self._clock.now, len(running), kv_tokens, steps, self._profile)
+                self._end_run_at(self._run)
+                return
+        plan = scheduler.schedule()
+        self._loads.start_planned()
+        scheduler.take_started()
+        if not plan.scheduled:
+            return
+        seconds = self._profile.seconds(work_of(plan.scheduled))
+        self._is_busy = True
+        self._clock.after(seconds, partial(self._end, plan, seconds))
+
+    def _add(self, job: Job) -> None:
+        sequence = EngineSequence(
+            request_id=job.request_id,
+            tokens=list(job.tokens),
+            num_prompt=job.num_prompt,
+            sampling=SAMPLING,
+            namer=self._namer(job.tenant),
+            max_tokens_total=job.num_prompt + job.output.count,
+            eos_token_ids=_NO_EOS,
+            tenant=job.tenant,
+            priority=job.priority,
+            exports=job.exports,
+            remote=job.remote if self._loads.can_fetch else None,
+            names=list(job.names),
+        )
+        job.sequence = sequence
+        self.scheduler.add(sequence)
+        self._loads.arrive(sequence)
+        if job.remote is not None and sequence.remote is None:
+            self._listener.declined(job)
+
+    def _end(self, plan: StepPlan, seconds: float) -> None:
+        self._is_busy = False
+        if self._is_stopped:
+            return
+        if self._observer is not None:
+            self._observer(self, plan, seconds)
+        self._count(plan, seconds, 1)
+        chunks = [item for item in plan.scheduled if not item.is_decode]
+        if len(chunks) == 1:
+            self._prices.observe_compute(chunks[0].num_computed, chunks[0].num_scheduled, seconds)
+        outputs: dict[RequestId, SequenceOutput] = {}
+        for item in plan.scheduled:
+            if item.num_sampled:
+                job = self._jobs[item.request_id]
+                outputs[item.request_id] = SequenceOutput(
+                    job.output.sampled(len(item.token_ids) - item.num_prompt, 1), item.num_scheduled
+                )
+        now = self._clock.now
+        for update in self.scheduler.update(plan, StepResult(outputs)):
+            self._token(update, now)
+        self._flush()
+        self._begin()
+
+    def _end_run_at(self, run: DecodeRun) -> None:
+        self._run_number += 1
+        self._clock.at(run.end, partial(self._end_run, self._run_number))
+
+    def _end_run(self, number: int) -> None:
+        run = self._run
+        if number != self._run_number or run is None or self._drafts is None:
+            return  # the run was cut after this event was created
+        self._is_busy, self._run = False, None
+        if self._is_stopped:
+            return
+        self._record_run(run)
+        self._begin()
+
+    def _record_run(self, run: DecodeRun) -> None:
+        assert self._drafts is not None
+        steps = len(run.ends)
+        plan = plan_run(self.scheduler, self._drafts, steps)
+        self._count(plan, run.end - run.start, steps)
+        outputs = {
+            item.request_id: SequenceOutput(
+                self._jobs[item.request_id].output.sampled(
+                    len(item.token_ids) - item.num_drafts - item.num_prompt, steps
+                ),
+                steps,
+            )
+            for item in plan.scheduled
+        }
+        gaps = run.gaps()
+        for gap in gaps:
+            self._listener.gap(gap, len(plan.scheduled))
+        for update in self.scheduler.update(plan, StepResult(outputs)):
+            self._token(update, run.ends[0], run.end, gaps)
+        self._flush()
+
+    def _token(self, update: SequenceUpdate, now: float, last: float | None = None, gaps: Sequence[float] = ()) -> None:
+        """Pass the tokens of an update to the listener: the first at `now`, the last at `last`."""
+        job = self._jobs[update.request_id]
+        if job.last is None:
+            self._listener.first_token(job, now)
+        else:
+            self._listener.gap(now - job.last, 1)
+            if job.gaps is not None:
+                job.gaps.append(now - job.last)
+        if job.gaps is not None and gaps:
+            job.gaps.extend(gaps)
+        job.last = now if last is None else last
+        if update.finish_reason is not None:
+            del self._jobs[job.request_id]
+            self._listener.finished(job, job.last)
+        elif update.export is not None:
+            del self._jobs[job.request_id]
+            self._listener.exported(job, update.export, job.last)
+
+    def _count(self, plan: StepPlan, seconds: float, steps: int) -> None:
+        counts, pool = self.counts, self.allocator.pool
+        counts.steps += steps
+        counts.tokens += plan.num_tokens
+        counts.sampled += sum(item.num_sampled for item in plan.scheduled)
+        counts.busy_seconds += seconds
+        counts.page_seconds += seconds * (pool.num_blocks - pool.num_free)
+        counts.sequence_seconds += seconds * len(plan.scheduled)
+
+    def _flush(self) -> None:
+        self.scheduler.blocks.take_progress()
+        self._loads.take_decisions()
+        changes = self.allocator.index.take_changes()
+        if changes and self._on_changes is not None:
+            self._on_changes(changes)

@@ -1,0 +1,190 @@
+"""Fleet files: what they say is what is simulated; errors name field, value and remedy."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvferry.cli.main import main
+from kvferry.core.errors import UsageError
+from kvferry.simulator.files.report import as_json
+from kvferry.simulator.files.spec import read_fleet
+from kvferry.simulator.run import simulate_pool
+
+EXAMPLES = Path(__file__).resolve().parents[4] / "docs" / "examples"
+SMALL = """
+[[role]]
+role = "both"
+[device]
+step_ms = 8.0
+token_us = 20.0
+[workload]
+requests = 30
+rate = 4.0
+num_input = 50
+num_output = 10
+"""
+
+
+def no_files(name: str) -> str:
+    raise UsageError(f"cannot read {name}", field=name)
+
+
+def with_line(table: str, line: str) -> str:
+    """Return the small fleet with a line in one of its tables, instead of the line of the same field."""
+    field = line.split(" = ")[0]
+    text = "\n".join(one for one in SMALL.splitlines() if not one.startswith(f"{field} ="))
+    if not table or line.startswith("[["):
+        return f"{line}\n{text}"
+    return text.replace(f"[{table}]", f"[{table}]\n{line}") if f"[{table}]" in text else f"{text}\n[{table}]\n{line}"
+
+
+def test_the_smallest_file_runs() -> None:
+    spec = read_fleet(SMALL, no_files)
+    found = as_json(spec, simulate_pool(spec, 0))
+    assert found["requests"] == 30
+    assert set(found) >= {"ttft_ms", "itl_ms", "e2e_ms", "goodput", "hit_rate", "requests", "seconds_simulated"}
+    assert found["ttft_ms"]["p50"] == pytest.approx(8.0 + 50 * 0.02 + 0.4, rel=0.3)
+    assert found["itl_ms"]["p50"] == pytest.approx(8.02, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("table", "line", "field", "remedy"),
+    [
+        ("workload", "rate = -1", "workload.rate is -1", "number from"),
+        ("workload", "arrivals = 'often'", "workload.arrivals is 'often'", "poisson"),
+        ("workload", "lengths = 'long'", "workload.lengths is 'long'", "sharegpt"),
+        ("workload", "requests = 0", "workload.requests is 0", "whole number"),
+        ("workload", "requests = 1.5", "workload.requests is 1.5", "whole number"),
+        ("workload", "reqeusts = 5", "workload.reqeusts is 5", "remove it; the fields here are"),
+        ("engine", "blocks = true", "engine.blocks is True", "whole number"),
+        ("engine", "scheduling = 'lifo'", "engine.scheduling is 'lifo'", "fcfs"),
+        ("device", "step_s = 1", "device.step_s is 1", "step_ms"),
+        ("link", "gbps = 0", "link.gbps is 0", "number from"),
+        ("gateway", "policy = 'best'", "gateway.policy is 'best'", "prefix-hash"),
+        ("gateway", "cache_map = 1", "gateway.cache_map is 1", "true or false"),
+        ("", "seed = 'x'", "seed is 'x'", "whole number"),
+        ("", "link = 3", "link is 3", r"\[link\]"),
+        ("", "slo = 'ttft=fast'", "ttft=fast", "ttft=500ms"),
+        ("", "[[failure]]\nrole = 'decode'", "failure.0.role is 'decode'", "both"),
+        ("", "[[failure]]\nindex = 1", "failure.0.index is 1", "from 0 to 0"),
+        ("", "[[role]]\nrole = 'both'", "role is", "once"),
+    ],
+)
+def test_an_invalid_field_is_named_with_its_value_and_a_remedy(table: str, line: str, field: str, remedy: str) -> None:
+    with pytest.raises(UsageError, match=remedy) as caught:
+        read_fleet(with_line(table, line), no_files)
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["", "[workload]", "not toml", "[[role]]\nrole = 'prefill'"])
+def test_a_file_without_a_fleet_is_an_error(text: str) -> None:
+    with pytest.raises(UsageError):
+        read_fleet(text, no_files)
+
+
+def test_a_role_has_its_own_device_and_engine_on_top_of_the_common_one() -> None:
+    text = """
+    [engine]
+    blocks = 100
+    max_sequences = 7
+    [device]
+    step_ms = 1
+    [[role]]
+    role = "prefill"
+    engine = {blocks = 50}
+    [[role]]
+    role = "decode"
+    device = {step_ms = 2}
+    """
+    prefill, decode = read_fleet(text, no_files).pool.roles
+    assert (prefill.engine.num_blocks, decode.engine.num_blocks) == (50, 100)
+    assert prefill.engine.limits.max_sequences == 7
+    assert (prefill.device.step, decode.device.step) == (0.001, 0.002)
+
+
+def test_traces_and_profiles_are_read_by_name() -> None:
+    files = {
+        "day.jsonl": '{"timestamp": 0, "input_length": 20, "output_length": 3, "hash_ids": [1]}\n'
+        '{"timestamp": 500, "input_length": 30, "output_length": 3, "hash_ids": [1]}\n',
+        "fast": "step_ms = 1\n[measured]\ndate = 'today'\n",
+    }
+    text = "[[role]]\n[device]\nprofile = 'fast'\n[workload]\ntrace = 'day.jsonl'\nrepeat = 2\n"
+    spec = read_fleet(text, files.__getitem__)
+    assert spec.num_requests == 4
+    assert simulate_pool(spec, 0).measures.completed == 4
+
+
+def test_pools_divide_the_requests_and_the_rate() -> None:
+    spec = read_fleet(f"pools = 3\n{SMALL}", no_files)
+    assert spec.demand.count == 10
+    assert spec.demand.arrivals.rate == pytest.approx(4.0 / 3)
+    first, second = (simulate_pool(spec, index) for index in range(2))
+    assert first.measures.ended_at != second.measures.ended_at
+    first.merge(second)
+    assert first.measures.completed == 20
+    assert first.roles["both"].replicas == 2
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, ["simulate", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.toml"
+    path.write_text(SMALL)
+    return path
+
+
+def test_the_command_writes_the_promised_json_and_a_picture(fleet: Path, tmp_path: Path) -> None:
+    output = run(fleet, "--json", tmp_path / "r.json", "--svg", tmp_path / "r.svg")
+    found = json.loads(output.splitlines()[-1])
+    assert found == json.loads((tmp_path / "r.json").read_text())
+    for name in ("ttft_ms", "itl_ms", "e2e_ms"):
+        assert set(found[name]) == {"p50", "p90", "p99"}
+    assert (found["requests"], found["hit_rate"]) == (30, 0.0)
+    assert (tmp_path / "r.svg").read_text().startswith("<svg")
+
+
+def test_compare_shows_both_and_the_change(fleet: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text(SMALL.replace("step_ms = 8.0", "step_ms = 16.0"))
+    output = run(fleet, "--compare", other, "--json", tmp_path / "r.json")
+    found = json.loads(output.splitlines()[-1])
+    assert found["compared"]["itl_ms"]["p50"] == pytest.approx(2 * found["itl_ms"]["p50"], rel=0.02)
+    assert "+99" in output or "+100" in output
+
+
+def test_the_result_depends_on_the_seed_and_not_on_the_processes(fleet: Path, tmp_path: Path) -> None:
+    fleet.write_text(f"pools = 2\n{SMALL}")
+    seeded = [json.loads(run(fleet, "--seed", s, "--json", tmp_path / "r").splitlines()[-1]) for s in (1, 1, 2)]
+    assert seeded[0] == seeded[1] != seeded[2]
+    alone = json.loads(run(fleet, "--seed", 1, "--processes", 1, "--json", tmp_path / "r").splitlines()[-1])
+    assert alone == seeded[0]
+
+
+def test_errors_end_with_status_2_and_name_the_field(fleet: Path) -> None:
+    fleet.write_text(SMALL.replace("rate = 4.0", "rate = 'x'"))
+    assert "workload.rate is 'x'" in run(fleet, code=2)
+    assert "cannot read" in run(fleet.with_name("none.toml"), code=2)
+
+
+@pytest.mark.parametrize("name", ["fleet.toml", "fleet-split.toml", "fleet-thousand.toml"])
+def test_the_examples_of_the_docs_run(name: str, tmp_path: Path) -> None:
+    """With fewer requests than they have."""
+    text = (EXAMPLES / name).read_text()
+    requests, pools = tomllib.loads(text)["workload"]["requests"], tomllib.loads(text).get("pools", 1)
+    shown = f"{requests:_}" if f"{requests:_}" in text else str(requests)
+    small = tmp_path / name
+    small.write_text(text.replace(f"requests = {shown}", "requests = 60").replace(f"pools = {pools}", "pools = 1", 1))
+    found = json.loads(run(small, "--json", tmp_path / "r.json").splitlines()[-1])
+    assert found["requests"] == 60
+    assert found["goodput"] > 0
