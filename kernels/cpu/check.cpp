@@ -43,21 +43,21 @@ struct Packed {
   std::vector<uint8_t> data;
 };
 
-Packed random_matrix(const std::string& wanted, GgufType type, int rows, int cols) {
+Packed random_matrix(const std::string& wanted, RowType type, int rows, int cols) {
   Packed p;
   p.matrix = packed_layout(wanted, {type}, rows, cols);
   p.data.resize(p.matrix.panel_bytes * size_t(p.matrix.panels));
   std::vector<uint8_t> raw(row_bytes(type, cols) * size_t(rows));
-  if (type == GgufType::f32) {
+  if (type == RowType::f32) {
     const auto values = floats(size_t(rows) * cols, 0.1f);
     std::memcpy(raw.data(), values.data(), raw.size());
   } else {  // random codes with scales of about 0.01
     for (auto& byte : raw) byte = uint8_t(draw(0, 255));
-    const size_t block = type == GgufType::q6_k ? 210 : type == GgufType::q8_0 ? 34 : 20;
-    for (size_t at = type == GgufType::q6_k ? 208 : 0; at < raw.size(); at += block) {
+    const size_t block = type == RowType::q6_k ? 210 : type == RowType::q8_0 ? 34 : 20;
+    for (size_t at = type == RowType::q6_k ? 208 : 0; at < raw.size(); at += block) {
       raw[at] = uint8_t(draw(0, 255));
-      raw[at + 1] = type == GgufType::q6_k ? 0x0c : 0x20;
-      if (type == GgufType::q4_1) raw[at + 3] = 0x9c;
+      raw[at + 1] = type == RowType::q6_k ? 0x0c : 0x20;
+      if (type == RowType::q4_1) raw[at + 3] = 0x9c;
     }
   }
   std::vector<int64_t> order(static_cast<size_t>(rows));
@@ -74,7 +74,7 @@ struct World {
   std::vector<std::vector<float>> vectors;
   std::vector<Layer> layers;
 
-  World(const std::string& wanted, GgufType type, int input_bits) {
+  World(const std::string& wanted, RowType type, int input_bits) {
     model.input_bits = input_bits;
     model.kv_heads = draw(1, 3);
     model.heads = model.kv_heads * one_of({1, 2, 3, 4, 5, 7, 8, 16, 20, 70});
@@ -89,14 +89,14 @@ struct World {
     vectors.reserve(64);
     const auto norm = [&](int n) { return vectors.emplace_back(floats(size_t(n), 1.0f)).data(); };
     const auto matrix = [&](int rows, int cols) {
-      GgufType t = type;
+      RowType t = type;
       if (wanted == "mixed")
-        t = GgufType(one_of({int(GgufType::f32), int(GgufType::q4_1), int(GgufType::q8_0), int(type)}));
-      if (row_bytes(t, cols) == 0) t = GgufType::f32;  // the inputs do not fill whole blocks
+        t = RowType(one_of({int(RowType::f32), int(RowType::q4_1), int(RowType::q8_0), int(type)}));
+      if (row_bytes(t, cols) == 0) t = RowType::f32;  // the inputs do not fill whole blocks
       std::string form = wanted;
-      if (t != GgufType::f32) {
+      if (t != RowType::f32) {
         form = "shipped";
-      } else if (wanted == "mixed" || type != GgufType::f32) {
+      } else if (wanted == "mixed" || type != RowType::f32) {
         form = std::array<const char*, 3>{"f32", "f16", "bf16"}[size_t(draw(0, 2))];
       }
       return matrices.emplace_back(random_matrix(form, t, rows, cols)).matrix;
@@ -183,7 +183,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
   return logits;
 }
 
-bool check(const Level& level, const std::string& wanted, GgufType type, KvType kv_type, int input_bits) {
+bool check(const Level& level, const std::string& wanted, RowType type, KvType kv_type, int input_bits) {
   const World world(wanted, type, input_bits);
   const Model& m = world.model;
   const int block_tokens = one_of({1, 3, 5, 8, 16, 17, 24, 32, 48});
@@ -245,11 +245,11 @@ int main(int count, char** arguments) {
   if (count > 1) rng.seed(unsigned(std::atoi(arguments[1])));
   struct Form {
     const char* wanted;
-    GgufType type;
+    RowType type;
   };
-  const Form forms[] = {{"f32", GgufType::f32},      {"f16", GgufType::f32},      {"bf16", GgufType::f32},
-                        {"shipped", GgufType::q4_1}, {"shipped", GgufType::q8_0}, {"shipped", GgufType::q6_k},
-                        {"mixed", GgufType::q6_k}};
+  const Form forms[] = {{"f32", RowType::f32},      {"f16", RowType::f32},      {"bf16", RowType::f32},
+                        {"shipped", RowType::q4_1}, {"shipped", RowType::q8_0}, {"shipped", RowType::q6_k},
+                        {"mixed", RowType::q6_k}};
   for (const Level* level : usable_levels())
     for (const Form& form : forms)
       for (KvType kv_type : {KvType::f32, KvType::bf16, KvType::int8})

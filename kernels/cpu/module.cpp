@@ -63,9 +63,9 @@ A exactly(nb::handle from, const char* what) {
   return array;
 }
 
-std::vector<GgufType> gguf_types(const std::vector<int>& types) {
-  std::vector<GgufType> found;
-  for (int type : types) found.push_back(GgufType(type));
+std::vector<RowType> row_types(const std::vector<int>& types) {
+  std::vector<RowType> found;
+  for (int type : types) found.push_back(RowType(type));
   return found;
 }
 
@@ -79,9 +79,9 @@ struct PackedMatrix {
 
 PackedMatrix make_matrix(const std::string& wanted, const std::vector<int>& types, int rows, int cols) {
   require(rows > 0 && cols > 0 && !types.empty(), "a matrix needs rows, columns and types");
-  for (GgufType type : gguf_types(types))
+  for (RowType type : row_types(types))
     require(row_bytes(type, cols) > 0, "columns do not divide into the type's blocks");
-  return {packed_layout(wanted, gguf_types(types), rows, cols), {}};
+  return {packed_layout(wanted, row_types(types), rows, cols), {}};
 }
 
 void pack_matrix(PackedMatrix& packed, const std::vector<int>& types, const std::vector<Array<const uint8_t>>& parts,
@@ -93,9 +93,9 @@ void pack_matrix(PackedMatrix& packed, const std::vector<int>& types, const std:
   std::vector<Part> list;
   int64_t total = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
-    const size_t bytes = row_bytes(GgufType(types[i]), m.cols);
+    const size_t bytes = row_bytes(RowType(types[i]), m.cols);
     require(bytes > 0 && parts[i].size() % bytes == 0, "a part is not a whole number of rows");
-    list.push_back({GgufType(types[i]), parts[i].data(), int(parts[i].size() / bytes)});
+    list.push_back({RowType(types[i]), parts[i].data(), int(parts[i].size() / bytes)});
     total += list.back().rows;
   }
   for (size_t r = 0; r < order.size(); ++r)
@@ -396,5 +396,5 @@ NB_MODULE(_cpu, m) {
         "Streams an array: the bound that memory bandwidth sets.");
   m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "of_bytes"_a = false,
         "Runs multiply-adds in registers and returns the number of operations.");
-  m.def("row_bytes", [](int type, int cols) { return row_bytes(GgufType(type), cols); }, "type_id"_a, "cols"_a);
+  m.def("row_bytes", [](int type, int cols) { return row_bytes(RowType(type), cols); }, "type_id"_a, "cols"_a);
 }

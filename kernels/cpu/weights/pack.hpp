@@ -22,8 +22,10 @@
 
 namespace kvferry {
 
-// Type numbers of GGUF.
-enum class GgufType : int {
+// Types of rows, with the numbers of GGUF. From 1000: types for checkpoints of other formats, whose values no type of
+// GGUF expresses. Their blocks of 32 are a float32 scale, for wide4 a float32 minimum, and codes as in q4_1 or q8_0.
+// as_f16 and as_bf16 are float32 rows that "shipped" rounds to 16 bits.
+enum class RowType : int {
   f32 = 0,
   f16 = 1,
   q4_0 = 2,
@@ -36,18 +38,24 @@ enum class GgufType : int {
   q4_k = 12,
   q5_k = 13,
   q6_k = 14,
-  bf16 = 30
+  iq4_nl = 20,
+  bf16 = 30,
+  wide4 = 1000,
+  wide8 = 1001,
+  as_f16 = 1002,
+  as_bf16 = 1003
 };
 
 // Bytes of a row of `cols` values; 0 if `cols` is not a multiple of the type's block.
-size_t row_bytes(GgufType type, int cols);
+size_t row_bytes(RowType type, int cols);
 
 // Returns the packed format for rows of these types. `wanted` is "shipped", "f32", "f16" or "bf16". "shipped" keeps a
-// common type; mixed quantized types become 8-bit codes with float32 scales, other mixtures become f32. `data` is null.
-Matrix packed_layout(const std::string& wanted, const std::vector<GgufType>& types, int rows, int cols);
+// common type. Of mixed types, 4-bit codes become 4-bit codes with float32 scales and minima, other codes become 8-bit
+// codes with float32 scales, and the rest becomes f32. `data` is null.
+Matrix packed_layout(const std::string& wanted, const std::vector<RowType>& types, int rows, int cols);
 
 struct Part {
-  GgufType type;
+  RowType type;
   const uint8_t* data;  // [rows][row_bytes]
   int rows;
 };
@@ -56,6 +64,6 @@ struct Part {
 void pack(const Matrix& matrix, const std::vector<Part>& parts, const int64_t* order, uint8_t* out);
 
 // Dequantizes a row of a file.
-void dequantize_row(GgufType type, const uint8_t* data, int cols, float* out);
+void dequantize_row(RowType type, const uint8_t* data, int cols, float* out);
 
 }  // namespace kvferry

@@ -3,7 +3,7 @@
 For all file formats, names and shapes are those of Hugging Face checkpoints ([out, in] for projections).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,21 +19,47 @@ FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Stored:
     """The rows of a tensor in their stored format."""
 
-    type_id: int
-    """GGUF type number; unquantized types also have numbers."""
-    data: npt.NDArray[np.uint8]
-    """Bytes of the rows, flat, in stored order. May be a read-only view of the mapped file."""
-    order: npt.NDArray[np.int64]
-    """Index of the stored row for each row of the tensor."""
+    __slots__ = ("_load", "order", "type_id")
+
+    def __init__(
+        self,
+        type_id: int,
+        data: npt.NDArray[np.uint8] | Callable[[], npt.NDArray[np.uint8]],
+        order: npt.NDArray[np.int64],
+    ) -> None:
+        """
+        Args:
+            type_id: number of the type of rows: of GGUF, which has numbers of unquantized types as well, or of
+                `quantized.representation.Kept`.
+            data: bytes of the rows, flat, in stored order, or a function that makes them. May be a read-only view of
+                the mapped file.
+            order: index of the stored row for each row of the tensor.
+        """
+        self.type_id = type_id
+        self._load = data
+        self.order = order
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """Bytes of the rows, flat, in stored order."""
+        return self._load() if callable(self._load) else self._load
 
     @classmethod
     def plain(cls, type_id: int, data: npt.NDArray[np.uint8], rows: int) -> "Stored":
         """Create a tensor whose rows are stored in order."""
         return cls(type_id, data, np.arange(rows, dtype=np.int64))
+
+    @classmethod
+    def later(cls, type_id: int, load: Callable[[], npt.NDArray[np.uint8]], rows: int) -> "Stored":
+        """Create a tensor whose rows, in order, are converted each time when `data` is read."""
+        return cls(type_id, load, np.arange(rows, dtype=np.int64))
+
+    def reordered(self, order: npt.NDArray[np.int64]) -> "Stored":
+        """Return the tensor with rows in another order: row i is what row `order[i]` is."""
+        return Stored(self.type_id, self._load, self.order[order])
 
 
 F32, F16, BF16 = 0, 1, 30
@@ -61,6 +87,11 @@ class TensorSource(Protocol):
         Raises:
             KeyError: the model has no tensor `name`.
         """
+        ...
+
+    def weights(self) -> list[str]:
+        """Return lines for people about the types of the tensors, and how quantized matrices are kept and why not
+        smaller; may read all scales."""
         ...
 
     def release(self) -> None:

@@ -96,6 +96,10 @@ class TinyTensors:
         values = self.read(name)
         return Stored.plain(F32, np.ascontiguousarray(values).view(np.uint8).reshape(-1), len(values))
 
+    def weights(self) -> list[str]:
+        """See `TensorSource.weights`."""
+        return []
+
     def release(self) -> None:
         """Do nothing: no weights are cached."""
 

@@ -15,10 +15,10 @@ LEVELS = compiled.levels()
 ROUNDING = LEVELS[2:]
 """Those that round inputs to bfloat16 where weights have 16 bits, or codes."""
 FORMS = [("f32", "F32"), ("bf16", "F32"), ("f16", "F32"), ("shipped", "F32"), ("shipped", "F16"), ("shipped", "BF16")]
-CODED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+CODED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
 FORMS += [("shipped", name) for name in CODED] + [("bf16", "Q4_1"), ("f32", "Q6_K")]
 SCALE_PLACES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-PLAIN = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)}
+PLAIN = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,)}
 ROWS = (1, 2, 3, 4, 5, 6, 7, 13, 16, 17, 31, 32, 33, 64, 97, 130)
 
 Floats = npt.NDArray[np.float32]
@@ -209,13 +209,24 @@ def test_rows_are_packed_in_the_order_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("Q4_1", "Q8_0"), ("Q4_K", "Q6_K"), ("Q4_0", "Q5_1"), ("F16", "Q8_0"), ("F16", "BF16")]
+    ("names", "form"),
+    [
+        (("Q4_1", "Q8_0"), "codes8"),
+        (("Q4_K", "Q6_K"), "codes8"),
+        (("Q4_0", "Q5_1"), "codes8"),
+        (("Q4_0", "IQ4_NL"), "codes8"),
+        (("Q4_0", "Q4_1"), "codes4"),
+        (("Q4_0", "Q4_K"), "codes4"),
+        (("F16", "Q8_0"), "f32"),
+        (("F16", "BF16"), "f32"),
+    ],
 )
-def test_tensors_of_different_kinds_share_a_matrix(names: tuple[str, str]) -> None:
+def test_tensors_of_different_kinds_share_a_matrix(names: tuple[str, str], form: str) -> None:
     rng = np.random.default_rng(11)
     parts = [random_rows(name, 10, 256, rng) for name in names]
     kinds = [int(GGMLQuantizationType[name]) for name in names]
     matrix = compiled.make_matrix("shipped", kinds, 20, 256)
+    assert matrix.format == form
     out = np.empty(matrix.num_bytes, np.uint8)
     matrix.pack(kinds, [np.ascontiguousarray(p).reshape(-1) for p in parts], np.arange(20), out)
     matrix.attach(out)

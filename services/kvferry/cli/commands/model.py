@@ -64,7 +64,8 @@ def inspect_model(model: str, dtype: str, block_tokens: int, *, as_json: bool) -
             print_json(found)
             return
         for name, value in found.items():
-            click.echo(f"{name:<22} {value}")
+            for line in value if isinstance(value, list) else [value]:
+                click.echo(f"{name:<22} {line}")
 
 
 def describe(source: ModelSource, dtype: str, block_tokens: int) -> dict[str, object]:
@@ -86,6 +87,7 @@ def describe(source: ModelSource, dtype: str, block_tokens: int) -> dict[str, ob
         "digest": source.digest,
         "parameters": parameters,
         "tensors": len(shapes),
+        "weights": source.tensors.weights(),
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

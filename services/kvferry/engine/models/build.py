@@ -76,6 +76,8 @@ def build_model(
     level = level_of(chosen)
     if numerics == FAST:
         _check_fast(level, dtype)
+    for line in tensors.weights():
+        _log.info("weights: %s", line)
     count = threads or usable_cores()
     if level:
         form = WEIGHTS[weights]

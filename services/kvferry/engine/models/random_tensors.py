@@ -60,6 +60,10 @@ class RandomTensors:
         data: npt.NDArray[np.uint8] = values.view(torch.uint8).reshape(-1).numpy()
         return Stored.plain(_TYPE_IDS[self._dtype], data, len(values))
 
+    def weights(self) -> list[str]:
+        """See `TensorSource.weights`."""
+        return []
+
     def release(self) -> None:
         """Do nothing, since no tensor is kept."""
 

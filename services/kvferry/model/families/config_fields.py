@@ -59,7 +59,7 @@ reads such a field, declares that it ignores it as `transformers` does, or the v
 class ConfigFields:
     """Fields of one object in a config.json, with the defaults of a family."""
 
-    def __init__(self, raw: Json, where: Path, defaults: Json | None = None) -> None:
+    def __init__(self, raw: Json, where: Path | str, defaults: Json | None = None) -> None:
         """
         Args:
             raw: the object.

@@ -65,6 +65,13 @@ class GgufModel:
         """Return the shape of every tensor by its Hugging Face name."""
         return {name: info.shape for name, info in self._tensors.items()}
 
+    def weights(self) -> list[str]:
+        """Return a line for each type of tensors, with their number and bytes."""
+        found: dict[str, list[TensorInfo]] = {}
+        for info in self._tensors.values():
+            found.setdefault(info.type_name, []).append(info)
+        return [f"{kind}: {len(of)} tensors of {sum(i.num_bytes for i in of)} bytes" for kind, of in found.items()]
+
     def storage(self) -> Mapping[str, TensorInfo]:
         """Return type, shape and file position of every tensor by its Hugging Face name."""
         return self._tensors

@@ -54,6 +54,7 @@ TENSOR_TYPES = {
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18),
     30: ("BF16", 1, 2),
 }
 """(name, elements per block, bytes per block) by type number."""

@@ -4,8 +4,8 @@ import json
 import mmap
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,10 @@ from kvferry.model.config import ModelConfig
 from kvferry.model.families.config_fields import Json
 from kvferry.model.families.registry import family_of, read_config
 from kvferry.model.files.regular_file import read_file
-from kvferry.model.files.safetensors_file import StoredTensor, open_tensors
-from kvferry.model.tensors import BF16, F16, F32, HEAD, Shape, Stored, check_shapes
+from kvferry.model.files.safetensors_file import FLOAT_TYPES, QUANTIZED_TYPES, StoredTensor, open_tensors
+from kvferry.model.quantized.checkpoint import FIELD, collect, read_method, without_idle_biases
+from kvferry.model.quantized.representation import Choice, QuantizedMatrix, report
+from kvferry.model.tensors import BF16, F16, F32, HEAD, Shape, Stored, check_shapes, expected_shapes
 
 _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
 _ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.(?:weight|bias)|norm\.weight)$")
@@ -35,57 +37,86 @@ class SafetensorsModel:
         self.path = folder
         raw = read_json(folder / "config.json")
         self.weight_files = _weight_files(folder)
-        self._tensors: dict[str, StoredTensor] = {}
+        method = read_method(raw, folder / "config.json")
+        found: dict[str, StoredTensor] = {}
         for path in self.weight_files:
-            for tensor, stored in open_tensors(path).items():
-                if tensor in self._tensors:
+            for tensor, stored in open_tensors(path, types=QUANTIZED_TYPES if method else FLOAT_TYPES).items():
+                if tensor in found:
                     raise ModelFileError(f"{path}: tensor {tensor!r} is in more than one file of the folder")
-                self._tensors[tensor] = stored
+                found[tensor] = stored
+        self._files = {id(stored.data): stored.data for stored in found.values()}
         generation = folder / "generation_config.json"
         self.config = read_config(
-            raw,
+            {field: value for field, value in raw.items() if field != FIELD},
             name or folder.resolve().name,
             folder / "config.json",
             read_json(generation) if generation.is_file() else None,
         )
+        self._matrices: dict[str, QuantizedMatrix] = {}
+        self._notes: tuple[str, ...] = ()
+        if method:
+            found, self._matrices = collect(method, found, str(folder))
+            found = without_idle_biases(found, self._matrices, expected_shapes(self.config))
+            self._notes = method.notes
+        self._tensors = found
         if family_of(raw, folder / "config.json").has_fused_tensors:
             self._tensors = _split(self._tensors, self.config)
+            self._matrices = _split(self._matrices, self.config)
         if self.config.tie_word_embeddings:
             self._tensors.pop(HEAD, None)  # some checkpoints duplicate the tied matrix
+            self._matrices.pop(HEAD, None)
         # Old Llama checkpoints store the rotary frequencies, which are derived from the configuration.
         self._tensors = {n: t for n, t in self._tensors.items() if not n.endswith("rotary_emb.inv_freq")}
         check_shapes(self.config, self.shapes(), str(folder))
 
     def shapes(self) -> Mapping[str, Shape]:
         """Return the shape of every tensor by name."""
-        return {name: stored.shape for name, stored in self._tensors.items()}
+        return {name: stored.shape for name, stored in (self._tensors | self._matrices).items()}
+
+    def choices(self) -> Mapping[str, Choice]:
+        """Return how each quantized matrix is kept, by name; reads all scales."""
+        return {name: matrix.choice for name, matrix in self._matrices.items()}
+
+    def weights(self) -> list[str]:
+        """Return a line for each way in which quantized matrices are kept, and for what is not done as the checkpoint
+        asks; empty for a checkpoint that is not quantized."""
+        return [*report(self.choices()), *self._notes]
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """Read a tensor as float32; return a read-only view of the file if the tensor is stored as F32."""
-        order = self._order(name)
-        values = self._tensors[name].values()
+        matrix = self._matrices.get(name)
+        values = self._tensors[name].values() if matrix is None else matrix.values()
+        order = self._order(name, len(values))
         return values if order is None else values[order]
 
-    def _order(self, name: str) -> npt.NDArray[np.int64] | None:
+    def _order(self, name: str, rows: int) -> npt.NDArray[np.int64] | None:
         """Return the stored row of each row of a tensor; `None` if the rows are stored in order."""
-        return rotated_first(self.config, self._tensors[name].shape[0]) if _ROTATED.search(name) else None
+        return rotated_first(self.config, rows) if _ROTATED.search(name) else None
 
     def stored(self, name: str) -> Stored:
-        """Return the rows of a matrix, as stored in the file."""
+        """Return the rows of a matrix, as stored in the file, or as a quantized matrix is kept."""
+        matrix = self._matrices.get(name)
+        if matrix is not None:
+            kept = matrix.stored()
+            order = self._order(name, matrix.shape[0])
+            return kept if order is None else kept.reordered(order)
         stored = self._tensors[name]
-        data = np.frombuffer(stored.data, dtype=np.uint8, count=stored.num_bytes, offset=stored.start)
-        order = self._order(name)
+        data = stored.raw().view(np.uint8).reshape(-1)
+        order = self._order(name, stored.shape[0])
         if order is not None:
             return Stored(_TYPE_IDS[stored.dtype], data, order)
         return Stored.plain(_TYPE_IDS[stored.dtype], data, stored.shape[0])
 
     def release(self) -> None:
         """Unmap the files' resident pages from this process; the pages may stay in the page cache."""
-        for data in {id(stored.data): stored.data for stored in self._tensors.values()}.values():
+        for data in self._files.values():
             data.madvise(mmap.MADV_DONTNEED)
 
 
-def _split(tensors: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+_Rows = TypeVar("_Rows", StoredTensor, QuantizedMatrix)
+
+
+def _split(tensors: Mapping[str, _Rows], config: ModelConfig) -> dict[str, _Rows]:
     """Return the tensors with fused projections as separate tensors, which are ranges of rows of the fused ones.
     Tensors whose shape does not fit are left for the shape check."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -93,17 +124,17 @@ def _split(tensors: dict[str, StoredTensor], config: ModelConfig) -> dict[str, S
         "qkv_proj.weight": (("q_proj", q), ("k_proj", kv), ("v_proj", kv)),
         "gate_up_proj.weight": (("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)),
     }
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, _Rows] = {}
     for name, stored in tensors.items():
         room, _, last = name.rpartition(".weight")[0].rpartition(".")
         parts = fused.get(f"{last}.weight", ()) if name.endswith(".weight") else ()
         if not parts or len(stored.shape) != 2 or stored.shape[0] != sum(rows for _, rows in parts):
             found[name] = stored
             continue
-        start = stored.start
+        first = 0
         for part, rows in parts:
-            found[f"{room}.{part}.weight"] = replace(stored, shape=(rows, stored.shape[1]), start=start)
-            start += rows * stored.row_bytes
+            found[f"{room}.{part}.weight"] = stored.rows(first, rows)
+            first += rows
     return found
 
 

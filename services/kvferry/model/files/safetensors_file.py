@@ -7,8 +7,8 @@ data. The header is checked completely before data is used. The file is memory-m
 import json
 import math
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -19,7 +19,20 @@ from kvferry.core.errors import ModelFileError
 from kvferry.model.files.regular_file import map_file
 from kvferry.model.tensors import Shape
 
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+FLOAT_TYPES = ("F32", "F16", "BF16")
+QUANTIZED_TYPES = (*FLOAT_TYPES, "F8_E4M3", "I8", "U8", "I32", "I64")
+"""Types of tensors of a quantized checkpoint."""
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+_NUMPY = {
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F8_E4M3": "u1",
+    "I8": "i1",
+    "U8": "u1",
+    "I32": "<i4",
+    "I64": "<i8",
+}
 MAX_HEADER_BYTES = 100 << 20
 """Largest header that the format allows."""
 _MAX_DIMENSIONS = 8
@@ -45,23 +58,33 @@ class StoredTensor:
         """Bytes of the values of one index of the first dimension."""
         return math.prod(self.shape[1:]) * _BYTES[self.dtype]
 
-    def values(self) -> npt.NDArray[np.float32]:
-        """Read the values as float32; a read-only view of the file if they are stored as F32."""
+    def rows(self, first: int, count: int) -> "StoredTensor":
+        """Return a range of indices of the first dimension."""
+        return replace(self, shape=(count, *self.shape[1:]), start=self.start + first * self.row_bytes)
+
+    def raw(self) -> npt.NDArray[np.generic]:
+        """Return a read-only view of the file; types that numpy lacks are integers of the same size."""
         count = math.prod(self.shape)
+        found = np.frombuffer(self.data, dtype=_NUMPY[self.dtype], count=count, offset=self.start)
+        return found.reshape(self.shape)
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """Read the values of a float type as float32; a read-only view of the file if they are stored as F32."""
+        raw = self.raw()
         if self.dtype == "BF16":
-            halves = np.frombuffer(self.data, dtype="<u2", count=count, offset=self.start)
-            return (halves.astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
-        kind = "<f4" if self.dtype == "F32" else "<f2"
-        values = np.frombuffer(self.data, dtype=kind, count=count, offset=self.start).reshape(self.shape)
-        return values.astype(np.float32, copy=False)
+            return (raw.astype(np.uint32) << 16).view(np.float32)
+        return raw.astype(np.float32, copy=False)
 
 
-def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[str, StoredTensor]:
+def open_tensors(
+    path: Path, max_header_bytes: int = MAX_HEADER_BYTES, types: Sequence[str] = FLOAT_TYPES
+) -> dict[str, StoredTensor]:
     """Map a file and check its tensor table.
 
     Args:
         path: the file.
         max_header_bytes: largest header; its JSON is parsed as a whole.
+        types: types that tensors may have.
 
     Raises:
         ModelFileError: lengths, types, shapes or ranges are inconsistent.
@@ -83,7 +106,7 @@ def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[s
     table.pop("__metadata__", None)
     tensors: dict[str, StoredTensor] = {}
     end = 0
-    entries = [(name, *_entry(name, entry, damaged)) for name, entry in table.items()]
+    entries = [(name, *_entry(name, entry, types, damaged)) for name, entry in table.items()]
     for name, dtype, shape, begin, stop in sorted(entries, key=lambda e: (e[3], e[4])):
         if begin != end:
             raise damaged(f"tensor {name!r} begins at {begin}, where {end} is expected (a hole or an overlap)")
@@ -94,12 +117,14 @@ def open_tensors(path: Path, max_header_bytes: int = MAX_HEADER_BYTES) -> dict[s
     return tensors
 
 
-def _entry(name: str, entry: object, damaged: Callable[[str], ModelFileError]) -> tuple[str, Shape, int, int]:
+def _entry(
+    name: str, entry: object, types: Sequence[str], damaged: Callable[[str], ModelFileError]
+) -> tuple[str, Shape, int, int]:
     if not isinstance(entry, dict):
         raise damaged(f"tensor {name!r} is not described by an object")
     dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _BYTES:
-        raise damaged(f"tensor {name!r} has type {dtype!r}; supported are {', '.join(_BYTES)}")
+    if not isinstance(dtype, str) or dtype not in types:
+        raise damaged(f"tensor {name!r} has type {dtype!r}; supported are {', '.join(types)}")
     if isinstance(shape, list) and len(shape) > _MAX_DIMENSIONS:
         raise damaged(f"tensor {name!r} has {len(shape)} dimensions")
     if not _are_sizes(shape) or not _are_sizes(span) or len(span) != 2:

@@ -54,6 +54,9 @@ class Merged:
         values = np.ascontiguousarray(self.read(name), dtype=np.float32)
         return Stored.plain(F32, values.reshape(-1).view(np.uint8), len(values))
 
+    def weights(self) -> list[str]:
+        return self._tensors.weights()
+
     def release(self) -> None:
         self._tensors.release()
 

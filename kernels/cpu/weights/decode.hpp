@@ -1,0 +1,40 @@
+// Rows of files decoded to codes, scales and minima.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "weights/pack.hpp"
+
+namespace kvferry {
+
+struct RowTraits {
+  int width;       // values per stored block
+  int bytes;       // bytes per stored block
+  int block;       // values per scale; 0: not quantized
+  bool wide_code;  // codes need 8 bits
+  bool half_scales, has_min;
+  float offset;  // added to every code, if it is the same for all codes
+};
+
+// Throws if the type is unknown.
+RowTraits traits_of(RowType type);
+
+// A quantized row: value = scale * code + minimum, with a scale and a minimum per 16 values.
+struct CodedRow {
+  std::vector<int8_t> codes;
+  std::vector<float> scales, minima;               // per 16 values
+  std::vector<uint16_t> half_scales, half_minima;  // bits of the file, for formats with float16 scales
+
+  explicit CodedRow(int cols)
+      : codes(size_t(cols)),
+        scales(size_t(cols) / 16),
+        minima(size_t(cols) / 16),
+        half_scales(size_t(cols) / 16),
+        half_minima(size_t(cols) / 16) {}
+};
+
+// Decodes a row of a quantized type.
+void decode_row(RowType type, const uint8_t* data, int cols, CodedRow& row);
+
+}  // namespace kvferry

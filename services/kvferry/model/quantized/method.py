@@ -1,0 +1,25 @@
+"""Interface of the formats of quantized checkpoints."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.model.quantized.packed_words import Parts
+from kvferry.model.quantized.representation import QuantizedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A format, with the fields of a checkpoint."""
+
+    name: str
+    """Value of `quant_method`."""
+    parts: frozenset[str]
+    """Last parts of the names of the tensors of a quantized module, other than `weight`."""
+    read: Callable[[Parts], QuantizedMatrix]
+    """Function from the tensors of a module to its matrix. Raises ModelFileError."""
+    is_excluded: Callable[[str], bool] = lambda _: False
+    """Function that returns whether the fields say that a module is not quantized."""
+    dropped: frozenset[str] = frozenset()
+    """Last parts of the names of tensors that have no effect here, such as scales of activations."""
+    notes: tuple[str, ...] = ()
+    """What is not done as the checkpoint asks, for people."""

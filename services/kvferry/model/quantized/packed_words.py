@@ -1,0 +1,71 @@
+"""Unpacks 32-bit words of 4-bit or 8-bit codes, and checks the shapes of the tensors of a module."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import ModelFileError
+from kvferry.model.files.safetensors_file import StoredTensor
+from kvferry.model.tensors import Shape
+
+Codes = npt.NDArray[np.uint8]
+FLOATS = ("F16", "BF16", "F32")
+
+
+def unpack_words(words: npt.NDArray[np.generic], bits: int, order: Sequence[int] | None = None) -> Codes:
+    """Unpack words along the last axis: [..., n] int32 to [..., n * 32 / bits] codes.
+
+    Args:
+        words: the words.
+        bits: bits of a code, 4 or 8.
+        order: which code of its word each of a word's fields is, lowest bits first; default: in order.
+    """
+    count = 32 // bits
+    raw = words.view(np.uint32)
+    codes = np.empty((*words.shape, count), np.uint8)
+    for place in range(count):
+        codes[..., order[place] if order else place] = (raw >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
+    return codes.reshape(*words.shape[:-1], words.shape[-1] * count)
+
+
+class Parts:
+    """The tensors of one module, by the last part of their names."""
+
+    def __init__(self, module: str, tensors: Mapping[str, StoredTensor], where: str) -> None:
+        self.module = module
+        self._tensors = tensors
+        self._where = where
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def has_shape(self, name: str, shape: Shape) -> bool:
+        """Return whether the module has a tensor of this shape."""
+        return name in self._tensors and self._tensors[name].shape == shape
+
+    def damaged(self, what: str) -> ModelFileError:
+        """Return the error for tensors that do not fit together."""
+        return ModelFileError(f"{self._where}: the quantized module {self.module!r} {what}. The file is damaged")
+
+    def take(self, name: str, types: Sequence[str], shape: Shape | None = None) -> StoredTensor:
+        """Return a tensor of the module.
+
+        Args:
+            name: last part of its name.
+            types: allowed types.
+            shape: required shape; `None`: any matrix.
+
+        Raises:
+            ModelFileError: the tensor is missing or has another type or shape.
+        """
+        found = self._tensors.get(name)
+        if found is None:
+            raise self.damaged(f"has no tensor {name!r}")
+        if found.dtype not in types:
+            raise self.damaged(f"has {name} of type {found.dtype} instead of {' or '.join(types)}")
+        if shape is None and (len(found.shape) != 2 or 0 in found.shape):
+            raise self.damaged(f"has {name} of shape {list(found.shape)} instead of a matrix")
+        if shape is not None and found.shape != shape:
+            raise self.damaged(f"has {name} of shape {list(found.shape)} instead of {list(shape)}")
+        return found

@@ -1,0 +1,93 @@
+"""How a quantized matrix is kept in memory: the candidates, smallest first, and why each was passed over.
+
+Kept types are numbers of rows as kernels/cpu/weights/pack.hpp reads them. Some are types of GGUF; the numbers from 1000
+are those of checkpoints that GGUF has no exact type for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.model.tensors import Shape, Stored
+
+BLOCK = 32
+"""Inputs with one scale in kept codes."""
+
+
+class Kept(Enum):
+    """What a matrix is kept as: (type number, description)."""
+
+    CODES4 = (2, "4-bit codes with a float16 scale per 32 inputs")
+    CODES4_WIDE = (1000, "4-bit codes with a float32 scale and minimum per 32 inputs")
+    CODES8 = (8, "8-bit codes with a float16 scale per 32 inputs")
+    CODES8_WIDE = (1001, "8-bit codes with a float32 scale per 32 inputs")
+    FLOAT16 = (1002, "float16")
+    BFLOAT16 = (1003, "bfloat16")
+
+    @property
+    def type_id(self) -> int:
+        """Number of the type of rows."""
+        return self.value[0]
+
+    @property
+    def title(self) -> str:
+        """Description for people."""
+        return self.value[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a matrix is kept as."""
+
+    kept: Kept
+    scheme: str
+    """The scheme of the checkpoint, for people."""
+    passed_over: tuple[tuple[Kept, str], ...] = ()
+    """Smaller candidates, each with the reason why it was not chosen."""
+
+    @property
+    def line(self) -> str:
+        """Description in one line."""
+        by_reason: dict[str, list[str]] = {}
+        for kept, reason in self.passed_over:
+            by_reason.setdefault(reason, []).append(kept.title)
+        others = "".join(f"; not {' or '.join(titles)}: {reason}" for reason, titles in by_reason.items())
+        return f"{self.scheme}, kept as {self.kept.title}{others}"
+
+
+class QuantizedMatrix(Protocol):
+    """A matrix [outputs, inputs] of a quantized checkpoint. Immutable; its data stay in the mapped file."""
+
+    @property
+    def shape(self) -> Shape:
+        """(outputs, inputs)."""
+        ...
+
+    @property
+    def choice(self) -> Choice:
+        """How the matrix is kept; reads scales, but no codes."""
+        ...
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """Dequantize to a new float32 array [outputs, inputs]."""
+        ...
+
+    def stored(self) -> Stored:
+        """Return the rows as they are kept, in order; they are converted when `Stored.data` is read."""
+        ...
+
+    def rows(self, first: int, count: int) -> "QuantizedMatrix":
+        """Return a range of rows."""
+        ...
+
+
+def report(choices: Mapping[str, Choice]) -> list[str]:
+    """Return a line for each distinct choice, with the number of its matrices and the name of the first."""
+    names: dict[str, list[str]] = {}
+    for name, choice in choices.items():
+        names.setdefault(choice.line, []).append(name)
+    return [f"{of[0]}{f' and {len(of) - 1} more' if len(of) > 1 else ''}: {line}" for line, of in names.items()]
