@@ -9,10 +9,11 @@ from functools import partial
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.hashing import BlockNamer, BlockNamers
+from kvferry.gateway.routing.routes import Policy
 from kvferry.kv.handoff.offers import OfferTimes
 from kvferry.kv.handoff.transfers import TransferTimes
 from kvferry.simulator.clock import VirtualClock
-from kvferry.simulator.gateway import Gateway, GatewaySettings, Router
+from kvferry.simulator.gateway import Gateway, GatewaySettings
 from kvferry.simulator.handoff import Links, Loader, OfferDesk, TransferCounts
 from kvferry.simulator.measures import Measures
 from kvferry.simulator.members import Member, candidate_of, feed_of
@@ -100,20 +101,20 @@ class Pool:
     """A simulated pool."""
 
     def __init__(
-        self, spec: PoolSpec, requests: Iterator[SimRequest], *, router: Router | None = None,
+        self, spec: PoolSpec, requests: Iterator[SimRequest], *, policy: Policy | None = None,
         on_join: Callable[[Member], None] | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
             requests: the requests, in order of arrival.
-            router: the routing policy; default: the gateway's default one.
+            policy: the routing policy; default: the one of the settings.
             on_join: called with each worker when it joins, for experiments.
         """
         self.clock = VirtualClock()
         self._spec = spec
         self._requests = requests
         self._namers = BlockNamers(b"simulator")
-        self.gateway = Gateway(self.clock, spec.gateway, self._namers, router)
+        self.gateway = Gateway(self.clock, spec.gateway, self._namers, policy)
         self._links = Links(spec.link)
         self._desks: dict[str, OfferDesk] = {}
         self._transfers = TransferCounts()

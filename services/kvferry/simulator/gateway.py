@@ -6,7 +6,7 @@ arrive --> FlowController --> route --> prefill replica --> offer --> decode rep
 """
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,58 +16,26 @@ from kvferry.core.ids import RequestId, TicketId
 from kvferry.engine.plan.kv_jobs import Export
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import RoutingConfig
+from kvferry.gateway.estimates.commitments import Commitment, Commitments
+from kvferry.gateway.estimates.estimates import Estimates
 from kvferry.gateway.flow.capacity import Room, room
 from kvferry.gateway.flow.controller import FlowController, QueueBounds
 from kvferry.gateway.flow.entry import Entry
 from kvferry.gateway.routing.cached_prefix import MAX_BLOCKS, PromptCaches
+from kvferry.gateway.routing.policies import make_policy
 from kvferry.gateway.routing.prompt_names import PromptNames, prefix_key
-from kvferry.gateway.routing.replica_choice import (
-    CachedTokens,
-    Candidates,
-    PrefixKey,
-    Route,
-    RouteReason,
-    choose,
-)
+from kvferry.gateway.routing.replica_choice import choose
+from kvferry.gateway.routing.routes import Policy, Route, RouteReason, RouteRequest
 from kvferry.kv.handoff.ticket import Ticket
 from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.handoff import OfferDesk, remote_of
 from kvferry.simulator.measures import Measures
 from kvferry.simulator.members import Member, Members
+from kvferry.simulator.records import Records
 from kvferry.simulator.requests.demand import SimRequest
 from kvferry.simulator.worker.replica import Job
 
 _TOKEN_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a routing policy chooses for."""
-
-    key: PrefixKey
-    skip_prefill: RouteReason | None
-    enough_tokens: int | None
-    num_tokens: int
-
-
-Router = Callable[[Asked, Candidates, CachedTokens], Route | None]
-"""A routing policy."""
-
-
-def by_prefix(config: RoutingConfig) -> Router:
-    """Return the gateway's default policy, `routing.replica_choice.choose`."""
-
-    def route(asked: Asked, candidates: Candidates, cached: CachedTokens) -> Route | None:
-        return choose(
-            asked.key,
-            candidates,
-            load_factor=config.load_factor,
-            skip_prefill=asked.skip_prefill,
-            cached=cached,
-            enough_tokens=asked.enough_tokens,
-        )
-
-    return route
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +47,11 @@ class GatewaySettings:
     max_queued: int = 1 << 20
     status_seconds: float = 0.5
     """Interval between the statuses of a worker."""
+    exact_status: bool = True
+    """Whether statuses show the state of a worker at their time; otherwise that after its last event, which takes less
+    time with many workers."""
+    seed: int = 0
+    """Seed of the policy `random`."""
     latency: float = 0.0002
     """Seconds of a message between gateway and worker."""
     has_map: bool = True
@@ -105,6 +78,11 @@ class _Run:
     last: float | None = None
     """Time of the last token at the last worker."""
     gaps: "array[float] | None" = None
+    commitment: Commitment | None = None
+    running: int = 0
+    """Requests on its worker when its output began."""
+    source: Member | None = None
+    """The worker that has computed its prompt."""
     offer: tuple[OfferDesk, TicketId] | None = None
     """The offer of its pages, until it is known to have ended."""
     attempt: int = 0
@@ -117,10 +95,18 @@ class Gateway:
     """One gateway and its pool. Implements `simulator.replica.Listener`."""
 
     def __init__(
-        self, clock: VirtualClock, settings: GatewaySettings, namers: BlockNamers, router: Router | None = None
+        self, clock: VirtualClock, settings: GatewaySettings, namers: BlockNamers, policy: Policy | None = None
     ) -> None:
+        """
+        Args:
+            policy: the routing policy; default: the one of the settings.
+        """
         self._clock, self.settings, self._namers = clock, settings, namers
-        self._router = router or by_prefix(settings.routing)
+        estimates, commitments, routing = Estimates(), Commitments(clock), settings.routing
+        self._policy = policy or make_policy(
+            routing.policy, estimates, commitments, load_factor=routing.load_factor, seed=settings.seed
+        )
+        self._records = Records(estimates, commitments)
         self.cache_map = CacheMap(clock)
         self.members = Members()
         self.measures = Measures()
@@ -196,8 +182,9 @@ class Gateway:
     def _poll(self) -> None:
         """Take the statuses of all workers."""
         for member in self.members:
-            member.reported = member.replica.num_jobs
-            self.members.load_changed(member)
+            if self.settings.exact_status:
+                member.replica.catch_up()
+            self.members.reported(member)
         self._room = None
         self._is_polling = bool(self._runs)
         if self._is_polling:
@@ -219,6 +206,7 @@ class Gateway:
 
     def _send(self, run: _Run, ticket: Ticket | None) -> None:
         """Choose workers for a request and send it."""
+        self._arrived(run)  # its earlier choice is not a load of the workers
         route, caches = self._route(run, ticket)
         if route is None:
             self._clock.after(self.settings.status_seconds, partial(self._send, run, ticket))
@@ -226,13 +214,15 @@ class Gateway:
         target = route.decode if route.prefill is None else route.prefill
         run.decode = self.members.by_name[route.decode.replica.address]
         member = self.members.by_name[target.replica.address]
-        if caches is not None:
-            for pick in (route.prefill, route.decode):
-                if pick is not None:
-                    caches.chose(pick)
+        run.commitment = self._records.dispatched(
+            run.tokens or run.request.prompt, run.request.output.count, route, has_kv=ticket is not None
+        )
+        for pick in (route.prefill, route.decode):
+            if pick is not None:
+                caches.chose(pick)
         self._submit(run, member, exports=route.prefill is not None, ticket=ticket)
 
-    def _route(self, run: _Run, ticket: Ticket | None) -> tuple[Route | None, PromptCaches | None]:
+    def _route(self, run: _Run, ticket: Ticket | None) -> tuple[Route | None, PromptCaches]:
         config, tokens = self.settings.routing, run.tokens or run.request.prompt
         candidates = self.members.candidates(run.excluded)
         skip: RouteReason | None = None
@@ -247,8 +237,18 @@ class Gateway:
             enough = len(tokens) - config.skip_prefill_below_tokens + 1
         tenant = run.request.tenant
         caches = PromptCaches(self.cache_map, self._namers, run.names, tenant, tokens, config.prefix_blocks)
-        asked = Asked(prefix_key(self._namers, tenant, tokens, config.prefix_blocks), skip, enough, len(tokens))
-        return self._router(asked, candidates, caches), caches
+        asked = RouteRequest(
+            prefix_key(self._namers, tenant, tokens, config.prefix_blocks),
+            caches,
+            len(tokens),
+            run.request.output.count,
+            None if ticket is None or run.source is None else run.source.candidate,
+        )
+        return choose(asked, candidates, self._policy, skip_prefill=skip, enough_tokens=enough), caches
+
+    def _arrived(self, run: _Run) -> None:
+        self._records.arrived(run.commitment)
+        run.commitment = None
 
     def _submit(self, run: _Run, member: Member, *, exports: bool, ticket: Ticket | None) -> None:
         request = run.request
@@ -296,6 +296,22 @@ class Gateway:
             self.controller.prefilled(run.entry)
             self._pump()
 
+    def answered(self, job: Job, now: float) -> None:
+        """Note the first token on a worker."""
+        run = _run_of(job)
+        if run.member is not None:
+            if job.remote is None:
+                self._records.prefilled(job, run.member, now)
+            run.running = run.member.candidate.load
+        if not job.exports:
+            self._arrived(run)
+
+    def fetched(self, job: Job, num_blocks: int, seconds: float) -> None:
+        """Note a hand-off."""
+        run = _run_of(job)
+        if run.source is not None and run.member is not None:
+            self._records.handed_off(run.source, run.member, num_blocks, seconds)
+
     def gap(self, seconds: float, weight: int) -> None:
         """Note the time between two tokens."""
         self.measures.itl.add(seconds, weight)
@@ -309,7 +325,7 @@ class Gateway:
             raise InvariantBroken("a job exported pages before it was added")
         ticket = member.desk.offer(export, export.num_tokens)
         run.tokens, run.last = list(sequence.tokens), job.last
-        run.offer = member.desk, ticket.id
+        run.offer, run.source = (member.desk, ticket.id), member
         self._clock.after(self.settings.latency, partial(self._hand_off, run, ticket))
 
     def _hand_off(self, run: _Run, ticket: Ticket) -> None:
@@ -334,7 +350,8 @@ class Gateway:
     def finished(self, job: Job, now: float) -> None:
         """Note the end of a request."""
         run = _run_of(job)
-        self._leave(run)
+        self._records.generated(job, self._leave(run), run.running, run.request.output.count)
+        self._arrived(run)
         self._dismiss(run)
         self._clock.at(now + self.settings.latency, partial(self._finish, run, job, now))
 

@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from kvferry.core.ids import WorkerId
+from kvferry.core.load import WorkerLoad
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.cache_map.feed_events import Delta, Digest, SnapshotPart, xor_of
+from kvferry.gateway.estimates.estimates import Process
 from kvferry.gateway.flow.capacity import WorkerRoom
-from kvferry.gateway.routing.replica_choice import Candidates
-from kvferry.gateway.routing.replica_choice import Replica as Candidate
+from kvferry.gateway.routing.replicas import Candidates
+from kvferry.gateway.routing.replicas import Replica as Candidate
 from kvferry.simulator.clock import VirtualClock
 from kvferry.simulator.handoff import Loader, OfferDesk
 from kvferry.simulator.worker.replica import Replica
@@ -32,10 +34,15 @@ class Member:
     candidate: Candidate
     in_flight: int = 0
     """Requests of the gateway on this worker."""
-    reported: int = 0
-    """Requests in its last status."""
+    reported: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
+    """The load of its last status."""
     place: int = 0
     """Index among the workers of its role."""
+
+    @property
+    def process(self) -> Process:
+        """Key of its estimates."""
+        return Process(WorkerId(self.name), self.incarnation)
 
     @property
     def room(self) -> WorkerRoom:
@@ -82,9 +89,27 @@ class Members:
 
     def load_changed(self, member: Member) -> None:
         """Update the load of a worker: the larger of the requests sent to it and those that it has reported."""
-        load = max(member.in_flight, member.reported)
-        if load != member.candidate.load and self.by_name.get(member.name) is member:
-            member.candidate = self._candidates[member.role][member.place] = replace(member.candidate, load=load)
+        load = max(member.in_flight, member.reported.num_requests)
+        if load != member.candidate.load:
+            self._replace(member, replace(member.candidate, load=load))
+
+    def reported(self, member: Member) -> None:
+        """Take the status of a worker."""
+        load = member.reported = member.replica.load
+        candidate = replace(
+            member.candidate,
+            load=max(member.in_flight, load.num_requests),
+            tokens_to_compute=load.tokens_to_compute,
+            blocks_total=load.blocks_total,
+            blocks_free=load.blocks_free,
+            blocks_cached=load.blocks_cached,
+        )
+        if candidate != member.candidate:
+            self._replace(member, candidate)
+
+    def _replace(self, member: Member, candidate: Candidate) -> None:
+        if self.by_name.get(member.name) is member:
+            member.candidate = self._candidates[member.role][member.place] = candidate
             self._known[member.role] = ()
 
     def candidates(self, excluded: frozenset[str] = frozenset()) -> Candidates:

@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from kvferry.bench.workload.arrivals import POISSON, PROCESSES, Arrivals
 from kvferry.bench.workload.lengths import MIXES, UNIFORM, LengthMix
@@ -11,8 +12,8 @@ from kvferry.bench.workload.requests import BenchRequest
 from kvferry.bench.workload.traces import read_trace
 from kvferry.core.errors import UsageError
 from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.engine.policies.policy import POLICIES
-from kvferry.gateway.config import RoutingConfig
+from kvferry.engine.policies.policy import POLICIES as SCHEDULING
+from kvferry.gateway.config import POLICIES, PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.files.tables import Table, wrong
 from kvferry.simulator.fleet import Failure, PoolSpec, RoleSpec
@@ -29,7 +30,6 @@ MAX_FILE_BYTES = 1 << 20
 _MOST_SECONDS = 1e7
 ReadText = Callable[[str], str]
 """Returns the text of a file that a fleet file names."""
-POLICY_NAMES = ("prefix-hash",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def read_fleet(text: str, read: ReadText) -> FleetSpec:
     workload = top.table("workload")
     tenants = _tenants(top)
     demand, trace, repeat = _demand(workload, tenants, read, pools)
-    gateway = _gateway(top.table("gateway"), slo, link, tenants)
+    gateway = _gateway(top.table("gateway"), slo, link, tenants, seed)
     failures = _failures(top, roles)
     top.end()
     return FleetSpec(seed, pools, PoolSpec(roles, link, gateway, failures), demand, trace, repeat, prices)
@@ -144,7 +144,7 @@ def _engine(table: Table) -> ReplicaSettings:
             max_chunk_tokens=table.whole("max_chunk_tokens", default.max_chunk_tokens, 1, 1 << 20),
             max_mixed_tokens=table.whole("max_mixed_tokens", default.max_mixed_tokens, 1, 1 << 20),
             max_sequences=table.whole("max_sequences", default.max_sequences, 1, 1 << 16),
-            scheduling=table.text("scheduling", default.scheduling, POLICIES),
+            scheduling=table.text("scheduling", default.scheduling, SCHEDULING),
             reserve_share=table.number("reserve_share", default.reserve_share, 0.0, 0.5),
         ),
         load_policy=LoadPolicy(table.text("load_policy", LoadPolicy.PRICE.value, [p.value for p in LoadPolicy])),
@@ -193,11 +193,13 @@ def _tenants(top: Table) -> tuple[Tenant, ...]:
     return tuple(found) or (Tenant(),)
 
 
-def _gateway(table: Table, slo: dict[str, float], link: LinkProfile, tenants: tuple[Tenant, ...]) -> GatewaySettings:
+def _gateway(
+    table: Table, slo: dict[str, float], link: LinkProfile, tenants: tuple[Tenant, ...], seed: int
+) -> GatewaySettings:
     default = RoutingConfig()
-    table.text("policy", POLICY_NAMES[0], POLICY_NAMES)
     settings = GatewaySettings(
         routing=RoutingConfig(
+            policy=cast("PolicyName", table.text("policy", default.policy, POLICIES)),
             prefix_blocks=table.whole("prefix_blocks", default.prefix_blocks, 1, 4096),
             load_factor=table.number("load_factor", default.load_factor, 1.0001, 1e6),
             skip_prefill_below_tokens=table.whole("skip_prefill_below_tokens", 0, 0, 1 << 20),
@@ -205,6 +207,8 @@ def _gateway(table: Table, slo: dict[str, float], link: LinkProfile, tenants: tu
         max_streams=table.whole("max_streams", 1 << 20, 1, 1 << 24),
         max_queued=table.whole("max_queued", 1 << 20, 1, 1 << 24),
         status_seconds=table.number("status_seconds", 0.5, 0.01, 60.0),
+        exact_status=table.flag("exact_status", default=True),
+        seed=seed,
         latency=link.latency,
         has_map=table.flag("cache_map", default=True),
         slo=slo,

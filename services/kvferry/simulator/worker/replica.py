@@ -8,24 +8,26 @@ As in `engine.Engine.step`, everything that arrives during a step is taken in be
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from kvferry.core.hashing import BlockNamer
 from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.core.load import WorkerLoad
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.blocks.allocation import Allocator
 from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.prefix_index import CacheChange, PrefixIndex
+from kvferry.engine.engine_load import engine_load
 from kvferry.engine.loads.kv_loads import KvLoads
 from kvferry.engine.plan.kv_jobs import Export, SequenceUpdate
 from kvferry.engine.plan.scheduler import Scheduler
-from kvferry.engine.plan.sequence import RemoteKv
+from kvferry.engine.plan.sequence import RemoteKv, SequenceState
 from kvferry.engine.plan.sequence import Sequence as EngineSequence
 from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
 from kvferry.engine.plan.step_budget import SchedulerLimits
-from kvferry.kv.interface.connector import KvLoader
+from kvferry.kv.interface.connector import KvLoader, LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
 from kvferry.simulator.clock import VirtualClock
@@ -59,6 +61,10 @@ class Job:
     """Time of the last token; `None` before the first."""
     gaps: "array[float] | None" = None
     """Seconds between tokens, if the request collects them."""
+    started: float = 0.0
+    """Time at which its computation on this replica began."""
+    first: float | None = None
+    """Time of the first token on this replica."""
     sequence: EngineSequence | None = None
     context: object = None
     """Value of the listener."""
@@ -69,6 +75,14 @@ class Listener(Protocol):
 
     def first_token(self, job: Job, now: float) -> None:
         """The first token of a request, on any replica."""
+        ...
+
+    def answered(self, job: Job, now: float) -> None:
+        """The first token on this replica."""
+        ...
+
+    def fetched(self, job: Job, num_blocks: int, seconds: float) -> None:
+        """KV of the job was fetched from another replica."""
         ...
 
     def gap(self, seconds: float, weight: int) -> None:
@@ -174,6 +188,8 @@ class Replica:
     def post(self, message: KvMessage) -> None:
         """Accept a message of a loader."""
         self._loads.post(message)
+        if isinstance(message, LoadOutcome) and message.failure is None and message.request_id in self._jobs:
+            self._listener.fetched(self._jobs[message.request_id], message.num_blocks, message.seconds)
         self.wake()
 
     def release(self, blocks: Sequence[BlockId]) -> None:
@@ -190,17 +206,25 @@ class Replica:
 
     def stop(self) -> list[Job]:
         """Stop for ever, as after a crash; return the jobs that are lost."""
-        if self._run is not None:
-            # Tokens of the steps that have ended were streamed; the others are lost.
-            ended = [end for end in self._run.ends if end <= self._clock.now]
-            if ended:
-                self._run.ends = ended
-                self._record_run(self._run)
-            self._run = None
+        self._record_ended()
+        self._run = None
         self._is_stopped = True
         lost = list(self._jobs.values())
         self._jobs.clear()
         return lost
+
+    def catch_up(self) -> None:
+        """Record the steps of a run that have ended, and plan the one that is running, so that `load` is as after
+        single steps."""
+        run = self._run
+        if run is None or run.end <= self._clock.now:
+            return
+        end = next(end for end in run.ends if end > self._clock.now)
+        begun = self._record_ended()
+        self._run = None
+        plan = self.scheduler.schedule()
+        seconds = end - begun
+        self._clock.at(end, partial(self._end, plan, seconds))
 
     # ------------------------------------------------------------------ views
 
@@ -213,6 +237,15 @@ class Replica:
     def num_jobs(self) -> int:
         """Number of jobs that have not ended."""
         return len(self._jobs)
+
+    @property
+    def load(self) -> WorkerLoad:
+        """The load that the replica reports."""
+        load = engine_load(self.scheduler, self._loads, ())
+        waiting = [len(job.tokens) for job in self._inbox]
+        return replace(
+            load, waiting=load.waiting + len(waiting), tokens_to_compute=load.tokens_to_compute + sum(waiting)
+        )
 
     @property
     def kv_usage(self) -> float:
@@ -237,8 +270,10 @@ class Replica:
         if not (scheduler.num_running or scheduler.num_waiting):
             return
         if self._drafts is not None and not scheduler.num_waiting:
-            running = [s for s in scheduler.sequences if s.state.value == "running"]
-            steps = num_steps(scheduler, running)
+            running = [s for s in scheduler.sequences if s.state is SequenceState.RUNNING]
+            # First tokens are reported when they are made, and a run is recorded at its end.
+            has_begun = all(self._jobs[s.request_id].first is not None for s in running)
+            steps = num_steps(scheduler, running) if has_begun else 1
             if steps > 1:
                 kv_tokens = sum(s.num_computed for s in running) + len(running)
                 self._is_busy = True
@@ -247,7 +282,8 @@ class Replica:
                 return
         plan = scheduler.schedule()
         self._loads.start_planned()
-        scheduler.take_started()
+        for request_id in scheduler.take_started():
+            self._jobs[request_id].started = self._clock.now
         if not plan.scheduled:
             return
         seconds = self._profile.seconds(work_of(plan.scheduled))
@@ -312,6 +348,18 @@ class Replica:
         self._record_run(run)
         self._begin()
 
+    def _record_ended(self) -> float:
+        """Record the steps of the run that have ended; return the time at which the next one began."""
+        run = self._run
+        if run is None:
+            return self._clock.now
+        ended = [end for end in run.ends if end <= self._clock.now]
+        if not ended:
+            return run.start
+        run.ends = ended
+        self._record_run(run)
+        return ended[-1]
+
     def _record_run(self, run: DecodeRun) -> None:
         assert self._drafts is not None
         steps = len(run.ends)
@@ -344,6 +392,9 @@ class Replica:
                 job.gaps.append(now - job.last)
         if job.gaps is not None and gaps:
             job.gaps.extend(gaps)
+        if job.first is None:
+            job.first = now
+            self._listener.answered(job, now)
         job.last = now if last is None else last
         if update.finish_reason is not None:
             del self._jobs[job.request_id]

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from kvferry.cli.main import main
 from kvferry.core.errors import UsageError
+from kvferry.gateway.config import POLICIES
 from kvferry.simulator.files.report import as_json
 from kvferry.simulator.files.spec import read_fleet
 from kvferry.simulator.run import simulate_pool
@@ -77,6 +78,16 @@ def test_an_invalid_field_is_named_with_its_value_and_a_remedy(table: str, line:
     with pytest.raises(UsageError, match=remedy) as caught:
         read_fleet(with_line(table, line), no_files)
     assert field in caught.value.message
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("roles", ["", "[[role]]\nrole = 'prefill'\n"])
+def test_every_policy_of_the_gateway_routes(policy: str, roles: str) -> None:
+    text = SMALL.replace('role = "both"', 'role = "decode"\nreplicas = 2' if roles else 'role = "both"\nreplicas = 2')
+    spec = read_fleet(f"{roles}{text}[gateway]\npolicy = '{policy}'\n", no_files)
+    result = simulate_pool(spec, 0)
+    assert result.measures.completed == 30
+    assert result.measures.ttft._buckets == simulate_pool(spec, 0).measures.ttft._buckets
 
 
 @pytest.mark.parametrize("text", ["", "[workload]", "not toml", "[[role]]\nrole = 'prefill'"])

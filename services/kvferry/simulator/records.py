@@ -1,0 +1,64 @@
+"""What a simulated gateway has dispatched, and what it took: the inputs of routing by estimated seconds.
+
+The rules of `gateway.dispatch.work_records`, whose shell takes the same from the answers of workers.
+"""
+
+import math
+from collections.abc import Sequence
+
+from kvferry.gateway.estimates.commitments import Commitment, Commitments
+from kvferry.gateway.estimates.estimates import Estimates
+from kvferry.gateway.routing.routes import Route
+from kvferry.simulator.members import Member
+from kvferry.simulator.worker.replica import Job
+
+
+class Records:
+    """The records of one gateway."""
+
+    def __init__(self, estimates: Estimates, commitments: Commitments) -> None:
+        self._estimates, self._commitments = estimates, commitments
+
+    def dispatched(self, tokens: Sequence[int], most: int, route: Route, *, has_kv: bool) -> Commitment:
+        """Count the work of a request on the workers of its route.
+
+        Args:
+            tokens: prompt, and tokens that were generated before.
+            most: maximum number of further tokens.
+            has_kv: whether a prefill worker has computed the prompt.
+        """
+        computing = route.prefill or (None if has_kv else route.decode)
+        decode = route.decode.replica
+        new_tokens = len(tokens) - route.decode.cached.tokens + math.ceil(self._estimates.output_tokens(most))
+        commitment = Commitment(
+            prompt_address="" if computing is None else computing.replica.address,
+            prompt_tokens=0 if computing is None else max(1, len(tokens) - computing.cached.tokens),
+            decode_address=decode.address,
+            decode_blocks=-(-new_tokens // decode.block_tokens),
+        )
+        self._commitments.add(commitment)
+        return commitment
+
+    def arrived(self, commitment: Commitment | None) -> None:
+        """Stop counting the work of a request."""
+        if commitment is not None:
+            self._commitments.release(commitment)
+
+    def prefilled(self, job: Job, member: Member, now: float) -> None:
+        """Record the computation of a prompt."""
+        num_cached = 0 if job.sequence is None else job.sequence.num_cached
+        self._estimates.observe_prompt(len(job.tokens), num_cached)
+        self._estimates.observe_prefill(member.process, len(job.tokens) - num_cached, now - job.started)
+
+    def handed_off(self, source: Member, target: Member, num_blocks: int, seconds: float) -> None:
+        """Record a hand-off."""
+        num_tokens = num_blocks * target.candidate.block_tokens
+        self._estimates.observe_transfer(source.process, target.process, "unknown", num_tokens, seconds)
+
+    def generated(self, job: Job, member: Member, running: int, num_output: int) -> None:
+        """Record a finished output of `num_output` tokens; `running` requests were on the worker when it began."""
+        self._estimates.observe_length(num_output)
+        if job.first is not None and job.last is not None and job.sequence is not None:
+            num_tokens = job.sequence.num_tokens - len(job.tokens) - 1
+            mean = (running + member.candidate.load) / 2
+            self._estimates.observe_output(member.process, mean, num_tokens, job.last - job.first)
