@@ -1,15 +1,14 @@
-"""Asynchronous page copies between device and host, with pinned memory, a separate stream and events.
+"""Page copies between a GPU and the host's mirror of its pages, on a separate stream.
 
-    computes     ──step──┬──────────── step ───────────┬── step ──
-                         │ event                       │ event
-    copies               └── run, run, run ── event ───┴ ..       users of the pages wait for the event
+    computes   ──step──┬──────────── step ──────────── step ──
+                       │ event
+    copies             └── run, run, run ── event          the calling thread waits for this event; steps do not
 
-Each run of consecutive blocks is copied by one call, since pages are block-major and a run is one contiguous range on
-both sides. On the CPU, the same calls copy synchronously.
+Row i of the mirror is page i, so each run of consecutive pages is one contiguous range on both sides, and one call.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,83 +16,112 @@ from kvferry.core.errors import UsageError
 from kvferry.kernels.block_moves import runs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """Page copies in flight."""
+class CopyStream(Protocol):
+    """A stream of copies beside the stream of the steps."""
 
-    calls: int
-    """Number of copy calls to the driver, one per run."""
-    event: torch.cuda.Event | None
-    """Event recorded after the copies; `None` if the copies are already complete."""
+    def after_steps(self) -> None:
+        """Order the following copies after all steps launched so far."""
+        ...
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the copies are complete; reading it does not block."""
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Launch a copy of contiguous bytes."""
+        ...
 
-    def before_next_step(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Make later launches on the stream wait for the copies; the caller does not wait."""
-        if self.event is not None:
-            (stream or torch.cuda.current_stream()).wait_event(self.event)
+    def wait(self) -> None:
+        """Wait until all copies are complete."""
+        ...
+
+
+class CudaCopyStream:
+    """`CopyStream` of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._compute = torch.cuda.default_stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def after_steps(self) -> None:
+        launched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        launched.record(self._compute)
+        self._stream.wait_event(launched)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        # A blocking event: the thread sleeps instead of spinning on a core that the steps' launches need.
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(self._stream)
+        copied.synchronize()
 
 
 class HostCopies:
-    """Page copies between one device and the host. Use it on the thread that launches the device's steps."""
+    """Copies between the pages of one device and their mirror. Use it on one thread, which may be another one than that
+    of the steps."""
 
-    def __init__(self, device: torch.device | str) -> None:
-        self._device = torch.device(device)
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def staging(self, pages: torch.Tensor, count: int) -> torch.Tensor:
-        """Allocate host memory for `count` pages, pinned unless the device is the CPU: [count, layers, 2, K, B, D]."""
-        return torch.empty(count, *pages.shape[1:], dtype=pages.dtype, pin_memory=self._stream is not None)
-
-    def to_host(self, pages: torch.Tensor, blocks: Sequence[int], host: torch.Tensor) -> Copy:
-        """Copy `pages[blocks]` to the first rows of `host`, after all launches so far.
+    def __init__(self, pages: torch.Tensor, host: memoryview, stream: CopyStream) -> None:
+        """
+        Args:
+            pages: [num_blocks, ...] contiguous.
+            host: the mirror, num_blocks rows of the bytes of a page each; see `pin`. It must outlive this object.
+            stream: makes the copies.
 
         Raises:
-            UsageError: shapes, dtypes or devices do not match, or a block is out of range.
+            UsageError: sizes do not match, or `pages` is not contiguous.
         """
-        self._check(pages, blocks, host)
-        return self._copy([(host[r.at : r.at + r.count], pages[r.first : r.first + r.count]) for r in runs(blocks)])
+        if not pages.is_contiguous():
+            raise UsageError("the pages are not contiguous", field="pages")
+        if pages.numel() * pages.element_size() != host.nbytes:
+            raise UsageError(
+                f"the mirror has {host.nbytes} bytes, the pages have {pages.numel() * pages.element_size()}",
+                field="host",
+            )
+        self._pages = pages.view(len(pages), -1).view(torch.uint8)
+        self._host = torch.frombuffer(host, dtype=torch.uint8).view(len(pages), -1)
+        self._stream = stream
 
-    def to_device(self, host: torch.Tensor, pages: torch.Tensor, blocks: Sequence[int]) -> Copy:
-        """Copy the first rows of `host` to `pages[blocks]`, after all launches so far.
+    def to_host(self, blocks: Sequence[int]) -> None:
+        """Copy pages to their rows, after all steps launched before; return when the copies are complete.
 
         Raises:
-            UsageError: shapes, dtypes or devices do not match, or a block is out of range.
+            UsageError: a block is out of range.
         """
-        self._check(pages, blocks, host)
-        return self._copy([(pages[r.first : r.first + r.count], host[r.at : r.at + r.count]) for r in runs(blocks)])
+        self._copy(self._host, self._pages, blocks)
 
-    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
-        if self._stream is None:
-            for target, source in pairs:
-                target.copy_(source)
-            return Copy(len(pairs), None)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        return Copy(len(pairs), event)
+    def to_device(self, blocks: Sequence[int]) -> None:
+        """Copy rows to their pages, after all steps launched before; return when the copies are complete.
 
-    def _check(self, pages: torch.Tensor, blocks: Sequence[int], host: torch.Tensor) -> None:
-        if pages.device.type != self._device.type or host.device.type != "cpu":
+        Raises:
+            UsageError: a block is out of range.
+        """
+        self._copy(self._pages, self._host, blocks)
+
+    @torch.inference_mode()
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, blocks: Sequence[int]) -> None:
+        if len(blocks) and not 0 <= min(blocks) <= max(blocks) < len(target):
             raise UsageError(
-                f"pages are on {pages.device} and host memory on {host.device}; this object copies for {self._device}"
+                f"blocks {min(blocks)} to {max(blocks)} are out of range: the pool has {len(target)} pages",
+                field="blocks",
             )
-        if pages.shape[1:] != host.shape[1:] or pages.dtype != host.dtype or len(host) < len(blocks):
-            raise UsageError(
-                f"{len(blocks)} pages {tuple(pages.shape[1:])} of {pages.dtype} and room for {len(host)} pages"
-                f" {tuple(host.shape[1:])} of {host.dtype}"
-            )
-        if not (pages.is_contiguous() and host.is_contiguous()):
-            raise UsageError("pages or host memory are not contiguous; call contiguous() on them first")
-        if self._stream is not None and not host.is_pinned():
-            raise UsageError("the host memory is not pinned, so a copy would block; allocate it with staging()")
-        if len(blocks) and not 0 <= min(blocks) <= max(blocks) < len(pages):
-            raise UsageError(f"blocks {min(blocks)} to {max(blocks)} are out of range: the pool has {len(pages)} pages")
+        self._stream.after_steps()
+        for run in runs(blocks):
+            span = slice(run.first, run.first + run.count)
+            self._stream.copy(target[span], source[span])
+        self._stream.wait()
+
+
+def pin(memory: memoryview) -> None:
+    """Pin host memory for the rest of the process, so that copies run beside the steps.
+
+    Raises:
+        UsageError: the driver rejects it, for example because of the limit on locked memory.
+    """
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cudart.cudaHostRegister(host.data_ptr(), host.numel(), 0))
+    if code:
+        raise UsageError(
+            f"the driver does not pin {host.numel()} bytes of host memory for KV (CUDA error {code}); raise the limit "
+            "on locked memory (ulimit -l), or set a smaller --kv-memory",
+            field="kv_memory",
+        )

@@ -1,7 +1,7 @@
 """Settings of all commands. Their names, units and defaults are a public interface."""
 
 from kvferry.core.dtypes import DTYPES
-from kvferry.core.settings import Setting, seconds, size_bytes, whole
+from kvferry.core.settings import Setting, device_name, seconds, share, size_bytes, size_or_auto, whole
 from kvferry.engine.speculation.settings import checked_speculation
 from kvferry.gateway.config import POLICIES
 from kvferry.model.text.answers.formats import AUTO, CALL_PARSERS, REASONING_PARSERS
@@ -116,8 +116,8 @@ ENGINE = (
     Setting(
         "device",
         "auto",
-        "Device that runs the model; auto: a GPU if torch detects one. Workers support only the CPU.",
-        choices=("auto", "cpu", "cuda"),
+        "Device that runs the model: cpu, cuda, cuda:N (the GPU with index N); auto: a GPU if torch detects one.",
+        parse=device_name,
     ),
     Setting(
         "dtype",
@@ -160,7 +160,18 @@ ENGINE = (
         "Compute threads per worker; 0: one per core; in a stack, a share of the cores that depends on the role.",
         parse=whole(0, 1024),
     ),
-    Setting("kv_memory", 1 << 30, "Memory for KV pages, for example 512MiB or 4GiB.", parse=size_bytes),
+    Setting(
+        "kv_memory",
+        0,
+        "Memory for KV pages, for example 512MiB or 4GiB; auto: 1GiB on the CPU, and on a GPU what its share leaves.",
+        parse=size_or_auto,
+    ),
+    Setting(
+        "gpu_memory_share",
+        0.9,
+        "Share of a GPU's memory for a worker, weights included; in a stack, divided by the workers of the GPU.",
+        parse=share,
+    ),
     Setting("block_tokens", 16, "Tokens per KV page.", parse=whole(1, 1024)),
     Setting(
         "max_model_tokens",

@@ -152,6 +152,27 @@ def size_bytes(text: str) -> int:
     return number
 
 
+def size_or_auto(text: str) -> int:
+    """Parse a size in bytes, or `auto`, which is 0."""
+    return 0 if text.strip().lower() in ("auto", "0") else size_bytes(text)
+
+
+def share(text: str) -> float:
+    """Parse a share, greater than 0 and at most 1."""
+    number = float(text)
+    if not 0 < number <= 1:  # also rejects NaN
+        raise ValueError("must be greater than 0 and at most 1")
+    return number
+
+
+def device_name(text: str) -> str:
+    """Parse `auto`, `cpu`, `cuda` or `cuda:N`."""
+    name, colon, number = text.partition(":")
+    if text in ("auto", "cpu", "cuda") or (name == "cuda" and colon and number.isdecimal() and len(number) < 4):
+        return text
+    raise ValueError("must be auto, cpu, cuda or cuda:N, for example cuda:1")
+
+
 def boolean(text: str) -> bool:
     """Parse `true` or `false` in their usual spellings."""
     lowered = text.strip().lower()

@@ -22,14 +22,16 @@ from kvferry.engine.models.build import build_model
 from kvferry.engine.models.model import Model
 from kvferry.engine.run.build_runner import build_runner
 from kvferry.engine.run.runner import Runner
-from kvferry.engine.settings import ASYNC_STEPS, LOAD_FORMATS, ON, EngineSettings
+from kvferry.engine.settings import ASYNC_STEPS, DEFAULT_KV_BYTES, LOAD_FORMATS, ON, EngineSettings
 from kvferry.engine.speculation.settings import parse_speculation
 from kvferry.engine.speculation.speculation import speculation_of
 from kvferry.engine.tensors.compute_dtype import choose_dtype
 from kvferry.engine.tensors.device import CPU, choose_device
 from kvferry.engine.tensors.dtype_record import recorded_dtype
 from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kernels.families import device_kind
 from kvferry.kv.interface.connector import KvLoader, PageMemory
+from kvferry.kv.interface.mirror import SAME_PAGES, PageMirror
 from kvferry.kv.interface.tiering import KvTiers
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pricing.price import PriceBook
@@ -59,6 +61,8 @@ class LoadedModel:
     model: Model
     dtype: str
     """Data type of the KV."""
+    kv_bytes: int
+    """Memory for the KV pages of an engine."""
 
     @property
     def layout(self) -> KvLayout:
@@ -84,10 +88,10 @@ class LoadedModel:
             UsageError: fewer than two pages fit.
         """
         block_bytes = self.layout.block_bytes
-        count = self.settings.kv_bytes // block_bytes
+        count = self.kv_bytes // block_bytes
         if count < _MIN_BLOCKS:
             raise UsageError(
-                f"kv_memory of {self.settings.kv_bytes} bytes is too small: a page takes {block_bytes} bytes, and at "
+                f"kv_memory of {self.kv_bytes} bytes is too small: a page takes {block_bytes} bytes, and at "
                 f"least {_MIN_BLOCKS} are needed",
                 field="kv_memory",
             )
@@ -103,10 +107,10 @@ class LoadedModel:
         block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
         least = min(MIN_KV_TOKENS, self.context_tokens)
         needed = max(_MIN_BLOCKS, -(-least // block_tokens))
-        count = self.settings.kv_bytes // block_bytes
+        count = self.kv_bytes // block_bytes
         if count < needed:
             raise UsageError(
-                f"kv_memory of {self.settings.kv_bytes} bytes holds the KV of {count * block_tokens} tokens, fewer "
+                f"kv_memory of {self.kv_bytes} bytes holds the KV of {count * block_tokens} tokens, fewer "
                 f"than {least:,}, so that most requests could not be served; set kv_memory to at least "
                 f"{-(-needed * block_bytes // _MIB)}MiB, or max_model_tokens to a shorter context",
                 field="kv_memory",
@@ -124,7 +128,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
 
     Args:
         settings: the engine's settings.
-        device: overrides `settings.device`; workers keep their pages in host memory.
+        device: overrides `settings.device`.
 
     Raises:
         KvferryError: the model is unknown or damaged, or a setting is not valid for it.
@@ -147,19 +151,55 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
     check_adapter_settings(settings, config.name)
     dtype = _dtype(settings, config, where)
     tensors = _random_tensors(config, dtype, where, settings.seed) if source is None else source.tensors
-    model = build_model(
-        config,
-        tensors,
-        dtype=dtype,
-        weights=settings.weights,
-        numerics=settings.numerics,
-        device=where,
-        kernels=settings.kernels,
-        threads=settings.threads,
-    )
+    try:
+        model = build_model(
+            config,
+            tensors,
+            dtype=dtype,
+            weights=settings.weights,
+            numerics=settings.numerics,
+            device=where,
+            kernels=settings.kernels,
+            threads=settings.threads,
+        )
+    except RuntimeError as error:  # of torch; the class for exhausted memory cannot be named without importing torch
+        if where == CPU or type(error).__name__ != "OutOfMemoryError":
+            raise
+        raise UsageError(
+            f"the weights of {config.name} do not fit into the memory of the GPU: {error}", field="model"
+        ) from error
     if settings.adapters and model.why_no_adapters is not None:
         raise UsageError(f"adapters cannot be served: {model.why_no_adapters}", field="adapters")
-    return LoadedModel(settings, config, source, model, dtype)
+    return LoadedModel(settings, config, source, model, dtype, _kv_bytes(settings, config, where))
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePages:
+    """The pages of an engine with transports."""
+
+    runner: Runner
+    """Computes with the pages."""
+    mirror: PageMirror
+    """Relation of the pages to the memory that transports access."""
+
+
+def engine_pages(loaded: LoadedModel, memory: PageMemory) -> EnginePages:
+    """Build a model's runner over the memory that a transport has allocated, or over pages on the model's device, of
+    which that memory is the mirror.
+
+    Raises:
+        UsageError: the memory for KV is too small, or host memory for the mirror cannot be pinned.
+    """
+    if device_kind(loaded.model.device) == CPU:
+        return EnginePages(runner_for(loaded, memory), SAME_PAGES)
+    from kvferry.engine.gpu.device_mirror import DeviceMirror  # imports torch
+    from kvferry.kernels.host_copies import CudaCopyStream, HostCopies, pin
+
+    runner = runner_for(loaded)
+    pages = runner.kv.pages
+    pin(memory.pages)
+    copies = HostCopies(pages, memory.pages, CudaCopyStream(pages.device))
+    return EnginePages(runner, DeviceMirror(copies, memory.epochs))
 
 
 def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
@@ -167,7 +207,8 @@ def runner_for(loaded: LoadedModel, memory: PageMemory | None = None) -> Runner:
 
     Args:
         loaded: the model.
-        memory: memory for the pages that a transport has allocated; default: memory allocated on the model's device.
+        memory: host memory for the pages that a transport has allocated; default: memory allocated on the model's
+            device.
 
     Raises:
         UsageError: the memory for KV is too small.
@@ -269,6 +310,25 @@ def _adapters(loaded: LoadedModel) -> AdapterStore | None:
         store.add(name, load_adapter(loaded, Path(path)))
         store.trim((), lambda _: False)
     return store
+
+
+def _kv_bytes(settings: EngineSettings, config: ModelConfig, device: str) -> int:
+    """Return the memory for KV pages: as set, or by the device.
+
+    Raises:
+        UsageError: the weights leave no memory for KV.
+    """
+    if settings.kv_bytes or device == CPU:
+        return settings.kv_bytes or DEFAULT_KV_BYTES
+    import torch
+
+    from kvferry.engine.gpu.memory import GpuMemory, activation_bytes, kv_budget
+
+    free, total = torch.cuda.mem_get_info()
+    limits = settings.limits
+    step_bytes = activation_bytes(config, rows=limits.token_budget, max_sequences=limits.max_sequences)
+    found = GpuMemory(total, free, torch.cuda.memory_reserved())
+    return kv_budget(found, settings.gpu_memory_share, step_bytes)
 
 
 def _masks(loaded: LoadedModel, on_mask: Callable[[], None] | None) -> GrammarMasks | None:

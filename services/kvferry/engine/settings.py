@@ -7,6 +7,8 @@ from kvferry.kv.pricing.price import LoadPolicy
 
 LOAD_FORMATS = ("auto", "dummy")
 """Valid values of `load_format`: weights from the model's files, or random weights."""
+DEFAULT_KV_BYTES = 1 << 30
+"""Memory for KV pages on the CPU, unless it is set."""
 ON, OFF = "on", "off"
 ASYNC_STEPS = (ON, OFF)
 """Valid values of `async_steps`."""
@@ -24,7 +26,7 @@ class EngineSettings:
     load_format: str = "auto"
     """One of `LOAD_FORMATS`. `dummy` generates random weights and has no tokenizer: prompts are token ids."""
     device: str = "auto"
-    """`cpu`, `cuda`, or `auto`: a GPU if torch detects one. Pages are on the same device."""
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if torch detects one. Pages are on the same device."""
     dtype: str = "auto"
     """Data type of KV and activations: `float32`, `bfloat16`, `float16`, `int8` (KV only, compiled kernels), or `auto`:
     bfloat16 with compiled kernels and on GPUs, otherwise float32 or bfloat16, whichever is measured to be faster.
@@ -43,8 +45,11 @@ class EngineSettings:
     """Speculative decoding, parsed by `speculation.settings.parse_speculation`."""
     threads: int = 0
     """Compute threads; 0 uses one thread per available core."""
-    kv_bytes: int = 1 << 30
-    """Memory for KV pages, in bytes."""
+    kv_bytes: int = 0
+    """Memory for KV pages, in bytes; 0: `DEFAULT_KV_BYTES` in host memory, and what `gpu_memory_share` leaves on a
+    GPU."""
+    gpu_memory_share: float = 0.9
+    """Share of a GPU's memory for the engine, weights included."""
     block_tokens: int = 16
     """Tokens per block; 16 is the usual trade-off between internal fragmentation and table length."""
     max_model_tokens: int = 0

@@ -34,6 +34,7 @@ from kvferry.kv.interface.connector import (
     ReadError,
     Transport,
 )
+from kvferry.kv.interface.mirror import SAME_PAGES, CopyError, PageMirror
 from kvferry.kv.pages.digests import page_digests
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pages.relayout import Relayout
@@ -79,6 +80,7 @@ class Fetcher:
         times: TransferTimes | None = None,
         max_parallel: int = 4,
         pages: memoryview | None = None,
+        mirror: PageMirror = SAME_PAGES,
         requires_digests: bool = False,
     ) -> None:
         """
@@ -87,6 +89,7 @@ class Fetcher:
             max_parallel: maximum number of concurrent transfers.
             pages: the engine's pages, for conversions and digests; without them, only pages with an equal layout are
                 read.
+            mirror: relation of the memory that the transport writes to the engine's pages.
             requires_digests: whether to reject tickets without digests. If a ticket has digests, they are always
                 verified.
         """
@@ -97,6 +100,7 @@ class Fetcher:
         self._clock = clock
         self._times = times or TransferTimes()
         self._pages = pages
+        self._mirror = mirror
         self._requires_digests = requires_digests
         # Space for four pages of this layout, or two pages in float32, the largest dtype of a peer.
         place_bytes = max(_PLACE_BYTES, 4 * layout.block_bytes, 2 * replace(layout, dtype=FLOAT32).block_bytes)
@@ -207,7 +211,7 @@ class Fetcher:
             case effects.Forget():
                 self._forget(peer)
             case effects.Report(failure):
-                self._report(job, failure)
+                self._report(job, failure or self._why_not_copied(job))
             case effects.Quiet():
                 if job.place is not None:
                     self._staging.give_back(job.place)
@@ -221,6 +225,10 @@ class Fetcher:
 
     def _start_read(self, job: _Job) -> Read:
         attempt, relayout = job.attempt, job.relayout
+        try:
+            self._mirror.settle()
+        except CopyError as error:
+            raise ReadError(str(error)) from error
         if relayout is None:
             return self._transport.read(job.peer, attempt.remote, attempt.local)
         if self._pages is None:
@@ -269,6 +277,14 @@ class Fetcher:
         read.wait(job.pause)
         job.pause = min(2 * job.pause, _LONGEST_PAUSE_SECONDS)
         return []
+
+    def _why_not_copied(self, job: _Job) -> str | None:
+        """Copy the verified pages to the engine's device; return the reason of a failure."""
+        try:
+            self._mirror.to_device(job.attempt.local)
+        except CopyError as error:
+            return str(error)
+        return None
 
     def _report(self, job: _Job, failure: str | None) -> None:
         num_blocks = 0 if failure else len(job.attempt.local)

@@ -70,12 +70,6 @@ class WorkerConfig:
                 "use 'shm', 'nixl' or 'tcp', or role 'split'",
                 field="connector",
             )
-        if self.engine.device not in {"auto", "cpu"}:
-            raise UsageError(
-                f"device {self.engine.device!r}: connector {self.connector!r} transfers pages in host memory, and "
-                "workers do not support GPU pages yet; use --device cpu (kvferry bench and LLM(...) run on GPUs)",
-                field="device",
-            )
         if self.tier_object_tokens % self.engine.block_tokens:
             raise UsageError(
                 f"tier_object_tokens={self.tier_object_tokens} is not a multiple of block_tokens="

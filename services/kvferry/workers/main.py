@@ -21,7 +21,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.ids import new_incarnation
 from kvferry.engine.build import LoadedModel, load_model
-from kvferry.engine.tensors.device import sees_gpu
+from kvferry.engine.tensors.device import CPU
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.metrics_page import MetricsPage
 from kvferry.workers.unit import UnitEndpoint, WorkerUnit, host_of
@@ -124,9 +124,10 @@ class _Process:
 
 
 def _load(config: WorkerConfig) -> LoadedModel:
-    if config.engine.device == "auto" and sees_gpu():
-        _log.warning("a GPU is present but not used: workers support only pages in host memory")
-    return load_model(config.engine, device="cpu")
+    loaded = load_model(config.engine)
+    if loaded.model.device != CPU:
+        _log.info("computing on %s, with %d MiB for KV", loaded.model.device, loaded.kv_bytes >> 20)
+    return loaded
 
 
 def _check_reach(config: WorkerConfig, place: UnitEndpoint) -> None:

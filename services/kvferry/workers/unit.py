@@ -11,13 +11,14 @@ from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.core.hashing import BlockNamer, BlockNamers, check_name
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
-from kvferry.engine.build import LoadedModel, build_engine, runner_for
+from kvferry.engine.build import EnginePages, LoadedModel, build_engine, engine_pages
 from kvferry.engine.engine import Engine
 from kvferry.engine.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.messages import EngineRequest, MaskReady
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.interface.connector import PageMemory, Transport, TransportSetup
+from kvferry.kv.interface.mirror import PageMirror
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.populate import populate_in_background
 from kvferry.kv.registry import open_transport
@@ -46,7 +47,7 @@ from kvferry.workers.config import DIGEST, WorkerConfig
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
 from kvferry.workers.handoff.offer_desk import OfferDesk
-from kvferry.workers.handoff.page_digester import PageDigester
+from kvferry.workers.handoff.page_publisher import PagePublisher
 from kvferry.workers.handoff.peers import GrpcPeerControl
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
 from kvferry.workers.local_source import LocalSource
@@ -69,6 +70,8 @@ class _Parts:
     engine: Engine
     commands: CommandQueue
     memory: PageMemory
+    """Memory that transports access."""
+    pages: EnginePages
     transport: Transport
     control: GrpcPeerControl
     fetcher: Fetcher
@@ -107,12 +110,15 @@ class WorkerUnit:
         incarnation: Incarnation,
         clock: Clock,
         on_failure: Callable[[BaseException], None],
+        make_pages: Callable[[LoadedModel, PageMemory], EnginePages] = engine_pages,
     ) -> None:
         """
         Args:
             on_failure: called on the event loop after the engine has raised an unexpected error; the process should
                 exit.
+            make_pages: makes the engine's pages beside the memory that transports access.
         """
+        self._make_pages = make_pages
         self._config, self._endpoint, self._model = config, endpoint, model
         self._incarnation = incarnation
         self._clock = clock
@@ -208,6 +214,7 @@ class WorkerUnit:
         )
         transport = open_transport(config.connector, self._incarnation, setup)
         memory = transport.allocate(num_blocks, layout.block_bytes)
+        pages = self._make_pages(model, memory)
         commands = CommandQueue()
         control = GrpcPeerControl(self._identity, self._signer, self._keyring)
         fetcher = Fetcher(
@@ -217,19 +224,20 @@ class WorkerUnit:
             commands.put,
             clock=self._clock,
             pages=memory.pages,
+            mirror=pages.mirror,
             requires_digests=config.verify_kv == DIGEST,
         )
-        tiers = self._open_tiers(memory, layout, commands)
+        tiers = self._open_tiers(memory, pages.mirror, layout, commands)
         engine = build_engine(
             model,
-            runner_for(model, memory),
+            pages.runner,
             namers=BlockNamers(config.tenant_key),
             epochs=memory.epochs,
             loader=fetcher,
             tiers=tiers,
             on_mask=lambda: commands.put(MaskReady()),
         )
-        return _Parts(engine, commands, memory, transport, control, fetcher, tiers)
+        return _Parts(engine, commands, memory, pages, transport, control, fetcher, tiers)
 
     def _identity(self) -> common_pb2.WorkerIdentity:
         return common_pb2.WorkerIdentity(worker_id=self._worker_id, incarnation=self._incarnation)
@@ -276,6 +284,7 @@ class WorkerUnit:
         parts.fetcher.close()
         if parts.tiers is not None:
             parts.tiers.close()
+        parts.pages.mirror.close()
         parts.transport.close()
         parts.control.close()
 
@@ -307,7 +316,9 @@ class WorkerUnit:
         """Create the verifier of calls to one server."""
         return CallVerifier(self._config.ticket_secrets)
 
-    def _open_tiers(self, memory: PageMemory, layout: KvLayout, commands: CommandQueue) -> TierStack | None:
+    def _open_tiers(
+        self, memory: PageMemory, mirror: PageMirror, layout: KvLayout, commands: CommandQueue
+    ) -> TierStack | None:
         config = self._config
         if not config.tiers:
             return None
@@ -324,19 +335,21 @@ class WorkerUnit:
             object_blocks=blocks,
             listener=commands.put,
             clock=self._clock,
+            mirror=mirror,
         )
 
     def _services(self) -> list[Service]:
         following = PrefillProgress()
-        digester = PageDigester(
+        publisher = PagePublisher(
             self._parts.memory.pages,
             self._model.layout.block_bytes,
-            enabled=self._config.verify_kv == DIGEST,
+            self._parts.pages.mirror,
+            with_digests=self._config.verify_kv == DIGEST,
         )
-        prefill = PrefillService(self.context, self._desk, self._keyring, following, digester)
-        transfer = TransferService(self.context, self._desk, self._keyring, self._parts.transport, following, digester)
+        prefill = PrefillService(self.context, self._desk, self._keyring, following, publisher)
+        transfer = TransferService(self.context, self._desk, self._keyring, self._parts.transport, following, publisher)
         prefetcher = KvPrefetcher(self.context, self._namer, self._signer, self._keyring)
-        decode = DecodeService(self.context, self._keyring, self._parts.control, prefetcher, digester)
+        decode = DecodeService(self.context, self._keyring, self._parts.control, prefetcher, publisher)
         events = KvEventsService(self._cache)
         feed = Service("kvferry.v1.KvEvents", lambda s: kv_events_pb2_grpc.add_KvEventsServicer_to_server(events, s))
         pages = Service(

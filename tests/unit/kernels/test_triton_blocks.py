@@ -8,10 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.core.errors import UsageError
-from kvferry.kernels.block_moves import Overlay, Run, runs
+from kvferry.kernels.block_moves import Overlay, runs
 from kvferry.kernels.gpu.family import DEVICE_OPS
-from kvferry.kernels.host_copies import HostCopies
 from kvferry.kernels.ops import DeviceOps
 from kvferry.kernels.reference import forward as reference
 from kvferry.kv.pages.layout import KvLayout
@@ -151,26 +149,3 @@ def test_runs_are_the_list_again_and_no_two_could_be_one(blocks: list[int]) -> N
     assert [b for r in found for b in range(r.first, r.first + r.count)] == blocks
     assert [a for r in found for a in range(r.at, r.at + r.count)] == list(range(len(blocks)))
     assert all(a.first + a.count != b.first for a, b in itertools.pairwise(found))
-
-
-def test_host_copies_take_a_call_for_each_run(device: torch.device) -> None:
-    assert runs([4, 5, 6, 1, 2, 9]) == [Run(4, 0, 3), Run(1, 3, 2), Run(9, 5, 1)]
-    pages, blocks = pool(10, dtype=torch.float16).to(device), [4, 5, 6, 1, 2, 9]
-    copies = HostCopies(device)
-    host = copies.staging(pages, 8)
-    out = copies.to_host(pages, blocks, host)
-    out.before_next_step()
-    back = torch.zeros_like(pages)
-    again = copies.to_device(host, back, blocks)
-    again.before_next_step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert (out.calls, again.calls, out.is_done, again.is_done) == (3, 3, True, True)
-    expected = torch.zeros_like(pages)
-    expected[blocks] = pages[blocks]
-    assert torch.equal(back, expected)
-    for wrong in ([10], [-1], [0] * 9):
-        with pytest.raises(UsageError, match=r"blocks|pages"):
-            copies.to_host(pages, wrong, host)
-    with pytest.raises(UsageError, match="not contiguous"):
-        copies.to_host(pages.transpose(3, 4).contiguous().transpose(3, 4), [0], host)

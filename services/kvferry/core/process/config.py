@@ -28,6 +28,19 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, **changes}
 
 
+def show_one_gpu(number: int) -> None:
+    """Make only one of this process's GPUs visible to CUDA, as device 0. Must be called before CUDA is initialized.
+
+    Args:
+        number: index among the GPUs that are visible now.
+    """
+    visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    if number < len(visible):
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[number]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1" if visible else str(number)
+
+
 def cache_dir() -> Path:
     """Return the folder for downloaded files: `$XDG_CACHE_HOME/kvferry`, or `~/.cache/kvferry`.
 

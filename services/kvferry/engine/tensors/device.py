@@ -4,6 +4,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvferry.core.errors import UsageError
+from kvferry.core.process.config import show_one_gpu
 
 AUTO, CPU, CUDA = "auto", "cpu", "cuda"
 DEVICES = (AUTO, CPU, CUDA)
@@ -16,14 +17,19 @@ def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
     """Choose the device of a model; return a torch device string.
 
     Args:
-        wanted: one of `DEVICES`. `auto` selects a GPU if torch detects one and the requested kernels run on it.
+        wanted: one of `DEVICES`, or `cuda:N`, the GPU with this index, which is then the only one that this process
+            uses. `auto` selects a GPU if torch detects one and the requested kernels run on it.
         kernels: one of `models.build.KERNELS`; compiled kernels run on CPUs only.
 
     Raises:
-        UsageError: `wanted` is unknown, or it is `cuda` and torch detects no GPU.
+        UsageError: `wanted` is unknown, or it names a GPU that torch does not detect.
     """
-    if wanted not in DEVICES:
-        raise UsageError(f"unknown device {wanted!r}; expected one of {', '.join(DEVICES)}", field="device")
+    name, colon, number = wanted.partition(":")
+    if name not in DEVICES or (colon and not (name == CUDA and number.isdecimal() and len(number) < 4)):
+        raise UsageError(f"unknown device {wanted!r}; expected one of {', '.join(DEVICES)}, cuda:N", field="device")
+    if colon:
+        _only(int(number))
+        wanted = name
     if wanted == CPU or (wanted == AUTO and kernels.startswith(_COMPILED)):
         return CPU
     if wanted == AUTO:
@@ -31,10 +37,28 @@ def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
     if torch_sees_gpu():
         return CUDA
     raise UsageError(
-        "device 'cuda' needs a GPU, and torch detects none: use --device cpu, or check the driver and that torch"
-        f" is built for it (installed: {version('torch')})",
+        f"device '{name}{colon}{number}' needs a GPU, and torch detects none: use --device cpu, or check the driver "
+        f"and that torch is built for it (installed: {version('torch')})",
         field="device",
     )
+
+
+def _only(number: int) -> None:
+    """Use only the GPU with this index.
+
+    Raises:
+        UsageError: this process uses another one already.
+    """
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        show_one_gpu(number)
+    elif number != torch.cuda.current_device():
+        raise UsageError(
+            f"device 'cuda:{number}' cannot be selected: this process already uses cuda:{torch.cuda.current_device()}. "
+            "Use one process for each GPU",
+            field="device",
+        )
 
 
 def sees_gpu() -> bool:

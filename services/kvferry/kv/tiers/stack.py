@@ -26,6 +26,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.ids import BlockHash, BlockId, RequestId
 from kvferry.kv.interface.connector import LoadOutcome, LoadPart, PagesQuiet
+from kvferry.kv.interface.mirror import SAME_PAGES, CopyError, PageMirror
 from kvferry.kv.interface.tiering import KvListener, TierAnswer, TierSource
 from kvferry.kv.tiers.dram import DramTier
 from kvferry.kv.tiers.interface.tier import ObjectKey, Presence, Tier, TierError, TierMiss
@@ -51,8 +52,8 @@ class _Job:
     into: list[list[memoryview]]
     """For each object, the target buffers of its blocks, in order. Blocks that are not needed have scratch buffers,
     since a tier may verify the whole object in its target buffers."""
-    blocks: list[int]
-    """For each object, the number of its blocks that are needed."""
+    pages: list[Sequence[BlockId]]
+    """For each object, the pages of its blocks that are needed."""
     started: float
     left: int
     arrived: list[bool] = field(default_factory=list)
@@ -74,15 +75,17 @@ class TierStack:
         listener: KvListener,
         clock: Clock,
         parallel: int = 4,
+        mirror: PageMirror = SAME_PAGES,
     ) -> None:
         """
         Args:
             tiers: the tiers, nearest first; a DRAM tier, if any, must be the first.
-            pages: the engine's page memory.
+            pages: the memory of the pages that transports access.
             block_bytes: bytes of one page.
             object_blocks: number of blocks per storage object.
             listener: called with answers and outcomes, on a thread of this stack.
             parallel: number of objects that are read from slow tiers concurrently.
+            mirror: relation of `pages` to the engine's pages.
 
         Raises:
             InvariantBroken: `tiers` is empty, or a DRAM tier is not the first.
@@ -94,6 +97,7 @@ class TierStack:
         self._memory = tiers[0] if isinstance(tiers[0], DramTier) else None
         self._slow = {t.name: t for t in tiers if t is not self._memory}
         self._pages = pages
+        self._mirror = mirror
         self._block_bytes = block_bytes
         self._listener = listener
         self._clock = clock
@@ -167,7 +171,7 @@ class TierStack:
             wanted = targets[max(0, start) : start + size]
             aside = [self._block(scratch, i) for i in range(max(0, -start))]
             made.into.append([*aside, *(self._block(self._pages, b) for b in wanted)])
-            made.blocks.append(len(wanted))
+            made.pages.append(wanted)
         made.left = len(made.into)
         made.arrived = [False] * made.left
         with self._lock:
@@ -183,7 +187,8 @@ class TierStack:
         return not self._behind.was_given(key)
 
     def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:
-        self._behind.store(job, key, [self._block(self._pages, b) for b in pages])
+        parts = [self._block(self._pages, b) for b in pages]
+        self._behind.store(job, key, parts, lambda: self._mirror.to_host(pages, None))
 
     def cancel(self, request_id: RequestId) -> None:
         with self._lock:
@@ -294,6 +299,7 @@ class TierStack:
         try:
             if job.cancelled.is_set():
                 raise TierError("cancelled")
+            self._mirror.settle()
             used = self._load_object(key, where, job.into[index], deadline)
             job.arrived[index] = True
         except TierError as error:
@@ -353,14 +359,18 @@ class TierStack:
         whole = next((i for i, here in enumerate(job.arrived) if not here), len(job.arrived))
         with self._lock:
             del self._jobs[job.number]
-        blocks = sum(job.blocks[:whole])
+        pages = [page for part in job.pages[:whole] for page in part]
+        try:
+            self._mirror.to_device(pages)
+        except CopyError as error:
+            whole, pages, job.failure = 0, [], str(error)
         self._listener(
             LoadOutcome(
                 request_id=job.request_id,
                 job=job.number,
-                failure=None if whole == len(job.arrived) else job.failure,
-                num_blocks=blocks,
-                num_bytes=blocks * self._block_bytes,
+                failure=None if whole == len(job.arrived) and not job.failure else job.failure,
+                num_blocks=len(pages),
+                num_bytes=len(pages) * self._block_bytes,
                 seconds=self._clock.monotonic() - job.started,
                 parts=tuple(job.parts.values()),
                 source=job.source.sources[0],

@@ -78,8 +78,9 @@ class WriteBehind:
         with self._lock:
             self._recent.miss(key.name for key in keys)
 
-    def store(self, job: int, key: ObjectKey, parts: list[memoryview]) -> None:
-        """Store one object; `parts` must not change until `StoreDone`."""
+    def store(self, job: int, key: ObjectKey, parts: list[memoryview], prepare: Callable[[], None]) -> None:
+        """Store one object; `parts` must not change until `StoreDone`, except by `prepare`, which is called before they
+        are read."""
         with self._lock:
             dropped = self._num_active >= _MAX_STORES or self._closing.is_set()
             if not dropped:
@@ -89,7 +90,7 @@ class WriteBehind:
             self._count(self._first, dropped=1)
             self._listener(StoreDone(job))
         else:
-            self._copying.submit(self._copy, job, key, parts)
+            self._copying.submit(self._copy, job, key, parts, prepare)
 
     @property
     def num_active(self) -> int:
@@ -107,8 +108,10 @@ class WriteBehind:
     def _first(self) -> str:
         return "dram" if self._memory is not None else self._slow[0].name
 
-    def _copy(self, job: int, key: ObjectKey, parts: list[memoryview]) -> None:
+    def _copy(self, job: int, key: ObjectKey, parts: list[memoryview], prepare: Callable[[], None]) -> None:
         try:
+            if not self._closing.is_set():
+                prepare()
             source = None if self._closing.is_set() else self._copied(key, parts)
             if source is not None:
                 self._storing.submit(self._write, key, source)

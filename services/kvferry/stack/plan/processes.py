@@ -11,6 +11,8 @@ MAX_WORKERS = 64
 # single worker a longer spin makes decode 1.5 times as fast; two workers on the same cores become three times slower.
 _SPIN_ALONE = "3000"
 _SPIN_SHARED = "100"
+_GPU_SHARE = 0.9
+"""Share of a GPU's memory for all workers together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,12 @@ def compute_threads(config: StackConfig, role: str) -> int:
     return max(1, config.cores // (config.prefill + config.decode + config.both))
 
 
+def gpu_memory_share(config: StackConfig) -> float:
+    """Return the share of each GPU's memory for one engine, if all workers compute on the same GPU."""
+    engines = config.prefill + config.decode + config.both
+    return round(_GPU_SHARE / max(1, engines), 3)
+
+
 def worker_specs(config: StackConfig, secrets: Mapping[str, str]) -> list[ProcessSpec]:
     """Return the specs of the worker processes. Placeholders such as `{grpc}` stand for the addresses that the first
     start binds."""
@@ -99,7 +107,8 @@ def worker_specs(config: StackConfig, secrets: Mapping[str, str]) -> list[Proces
         fixed = ("worker", "--role", role, "--model", config.model, "--connector", config.connector)
         addresses = ("--listen", "{grpc}", "--admin", "{admin}")
         threads = ("--threads", str(compute_threads(config, role)))
-        return ProcessSpec(name, (*fixed, *addresses, *threads, *more, *config.worker_flags), environment)
+        memory = ("--gpu-memory-share", str(gpu_memory_share(config)))
+        return ProcessSpec(name, (*fixed, *addresses, *threads, *memory, *more, *config.worker_flags), environment)
 
     if config.connector == "memory":
         pairs = [

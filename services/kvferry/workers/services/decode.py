@@ -23,7 +23,7 @@ from kvferry.v1 import decode_pb2, decode_pb2_grpc
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
 from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
-from kvferry.workers.handoff.page_digester import PageDigester
+from kvferry.workers.handoff.page_publisher import PagePublisher
 
 _log = logging.getLogger(__name__)
 
@@ -80,9 +80,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         keyring: Keyring,
         control: PeerControl,
         kv_prefetch: KvPrefetcher,
-        digester: PageDigester,
+        publisher: PagePublisher,
     ) -> None:
-        self._digester = digester
+        self._publisher = publisher
         self._kv_prefetch = kv_prefetch
         self._context = context
         self._keyring = keyring
@@ -208,7 +208,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             epochs=kept.epochs,
             expires_wall=own.clock.wall() + _KEPT_SECONDS,
             held=False,
-            digests=await self._digester.digests(kept.blocks),
+            digests=await self._publisher.publish(kept.blocks, kept.epochs),
         )
         message.cached_ticket, message.num_cached_ticket_tokens = self._keyring.seal(ticket), kept.num_tokens
 

@@ -21,7 +21,7 @@ from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
 from kvferry.workers.handoff.offer_desk import OfferDesk
-from kvferry.workers.handoff.page_digester import PageDigester
+from kvferry.workers.handoff.page_publisher import PagePublisher
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
 from kvferry.workers.services.pooling import compute_vector
 
@@ -40,9 +40,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         desk: OfferDesk,
         keyring: Keyring,
         following: PrefillProgress,
-        digester: PageDigester,
+        publisher: PagePublisher,
     ) -> None:
-        self._digester = digester
+        self._publisher = publisher
         self._context = context
         self._following = following
         self._keyring = keyring
@@ -144,7 +144,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if update is None or update.export is None or item.export is None or not request.offer:
             return ()
         try:
-            return await self._digester.digests(update.export.blocks)
+            return await self._publisher.publish(update.export.blocks, update.export.epochs)
         except BaseException:
             self._context.loop.release_export(item.export)  # cancelled before the offer was made: free the export
             raise

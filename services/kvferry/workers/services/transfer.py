@@ -14,7 +14,7 @@ from kvferry.kv.interface.connector import Transport
 from kvferry.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 from kvferry.workers.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
-from kvferry.workers.handoff.page_digester import PageDigester
+from kvferry.workers.handoff.page_publisher import PagePublisher
 from kvferry.workers.handoff.peer_layouts import check_equal, check_reader, layout_to_wire
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
 
@@ -31,9 +31,9 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         keyring: Keyring,
         transport: Transport,
         following: PrefillProgress,
-        digester: PageDigester,
+        publisher: PagePublisher,
     ) -> None:
-        self._digester = digester
+        self._publisher = publisher
         self._context = context
         self._following = following
         self._desk = desk
@@ -85,7 +85,7 @@ class TransferService(kv_transfer_pb2_grpc.KvTransferServicer):
         check_equal(request.fingerprint, self._context.layout)
         number = 0
         async for progress in self._following.follow(request.ticket_id):
-            digests = await self._digester.digests(progress.blocks)
+            digests = await self._publisher.publish(progress.blocks, progress.epochs)
             sealed = BlocksSeal(
                 request.ticket_id,
                 self._context.incarnation,

@@ -1,5 +1,6 @@
 """Where an engine computes: a GPU if one is seen and nothing speaks against it; what cannot be is said by name."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_gpu_that_is_not_there_and_a_device_that_nobody_knows_are_refused(monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="device 'cuda' needs a GPU, and torch detects none: use --device cpu"):
         choose_device("cuda")
-    with pytest.raises(UsageError, match="unknown device 'tpu'; expected one of auto, cpu, cuda") as caught:
+    with pytest.raises(UsageError, match="unknown device 'tpu'; expected one of auto, cpu, cuda, cuda:N") as caught:
         choose_device("tpu")
     assert caught.value.field == "device"
 
@@ -70,34 +71,38 @@ def test_pages_elsewhere_than_the_model_are_refused() -> None:
         Runner(model, PagedKv.allocate(shape, 2, "meta"))
 
 
-@pytest.mark.parametrize("connector", ["shm", "tcp", "nixl"])
-def test_a_worker_says_why_its_pages_cannot_be_on_a_gpu(connector: str) -> None:
-    with pytest.raises(
-        UsageError, match=f"device 'cuda': connector '{connector}' transfers pages in host memory.*--device cpu"
-    ):
-        WorkerConfig(
-            role="prefill",
-            engine=EngineSettings(model="tiny", device="cuda"),
-            connector=connector,
-            ticket_secrets=(b"0123456789abcdef",),
-        )
-
-
-def test_a_worker_beside_a_gpu_computes_on_the_cpu_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "visible", "chosen"), [("cuda:1", "", "1"), ("cuda:1", "4,6", "6"), ("cuda:2", "4", "-1")]
+)
+def test_one_gpu_is_the_only_one_that_the_process_sees(monkeypatch, wanted: str, visible: str, chosen: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(device, "_DRIVERS", (Path(__file__),))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert choose_device(wanted) == "cuda"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
 
-    def config_of(wanted: str) -> WorkerConfig:
-        engine = EngineSettings(model="tiny", threads=1, device=wanted)
-        return WorkerConfig("prefill", engine, connector="tcp", ticket_secrets=(b"0123456789abcdef",))
 
-    assert worker_main._load(config_of("auto")).model.device == "cpu"
-    assert "a GPU is present but not used" in caplog.text
-    caplog.clear()
-    worker_main._load(config_of("cpu"))
-    assert caplog.text == ""
+def test_a_second_gpu_in_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert choose_device("cuda:0") == "cuda"
+    with pytest.raises(UsageError, match=r"already uses cuda:0\. Use one process for each GPU"):
+        choose_device("cuda:3")
+
+
+@pytest.mark.parametrize("wanted", ["cuda:", "cuda:x", "cuda:-1", "cpu:0", "cuda:1234", "auto:1"])
+def test_other_forms_of_a_device_are_refused(wanted: str) -> None:
+    with pytest.raises(UsageError, match="expected one of auto, cpu, cuda, cuda:N"):
+        choose_device(wanted)
+
+
+def test_workers_and_stacks_refuse_a_gpu_that_is_not_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    engine = EngineSettings(model="tiny", device="cuda")
+    config = WorkerConfig("prefill", engine, connector="tcp", ticket_secrets=(b"0123456789abcdef",))
+    with pytest.raises(UsageError, match="device 'cuda' needs a GPU, and torch detects none"):
+        worker_main._load(config)
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput", "kernels"])

@@ -25,7 +25,7 @@ from kvferry.rpc.server import Service, start_server
 from kvferry.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from kvferry.workers.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
-from kvferry.workers.handoff.page_digester import PageDigester
+from kvferry.workers.handoff.page_publisher import PagePublisher
 from kvferry.workers.handoff.prefill_progress import PrefillProgress
 from kvferry.workers.services.prefill import PrefillService
 
@@ -68,7 +68,7 @@ class Worker:
         await self.stub.Release(prefill_pb2.ReleaseRequest(ticket_id=ticket_id), timeout=30)
 
 
-NO_DIGESTS = PageDigester(memoryview(b""), 1, enabled=False)
+NO_DIGESTS = PagePublisher(memoryview(b""), 1, with_digests=False)
 
 
 @pytest.fixture

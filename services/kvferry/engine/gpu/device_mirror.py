@@ -1,0 +1,81 @@
+"""The mirror of a device's pages: one thread makes all copies, in the order of the requests."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from kvferry.core.epochs import EpochTable
+from kvferry.core.ids import BlockId
+from kvferry.kv.interface.mirror import CopyError
+
+COPY_SECONDS = 30.0
+"""Time limit of a request, including those before it. A copy of 1 GiB takes 0.1 s over a slow bus; a device that takes
+longer than this is lost."""
+
+
+class PageCopies(Protocol):
+    """Copies between the pages of a device and their rows in host memory. Both methods return when the copies are
+    complete, and order them after all steps launched before the call."""
+
+    def to_host(self, blocks: Sequence[int]) -> None:
+        """Copy pages to their rows."""
+        ...
+
+    def to_device(self, blocks: Sequence[int]) -> None:
+        """Copy rows to their pages."""
+        ...
+
+
+class DeviceMirror:
+    """`PageMirror` of a device. Thread-safe.
+
+    The order of the requests, on one thread, makes rows safe. A copy to the host is preceded by a check of the page's
+    epoch on the same thread. The copy is therefore made before the page is allocated again, and ends before the
+    `settle` of the next writer of its row, or it is not made.
+    """
+
+    def __init__(self, copies: PageCopies, epochs: EpochTable, *, seconds: float = COPY_SECONDS) -> None:
+        """
+        Args:
+            copies: makes the copies.
+            epochs: epoch of each page, written by the engine's thread when it allocates a page.
+            seconds: time limit of each call.
+        """
+        self._copies = copies
+        self._epochs = epochs
+        self._seconds = seconds
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
+        self._closed = threading.Event()
+
+    def settle(self) -> None:
+        self._wait(lambda: None)
+
+    def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None) -> None:
+        def copy() -> None:
+            current = blocks
+            if epochs is not None:
+                current = [b for b, epoch in zip(blocks, epochs, strict=True) if self._epochs[b] == epoch]
+            if current:
+                self._copies.to_host(current)
+
+        self._wait(copy)
+
+    def to_device(self, blocks: Sequence[BlockId]) -> None:
+        self._wait(lambda: self._copies.to_device(blocks))
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, copy: Callable[[], None]) -> None:
+        if self._closed.is_set():
+            raise CopyError("the worker is stopping")
+        try:
+            made: Future[None] = self._thread.submit(copy)
+            made.result(self._seconds)
+        except TimeoutError as error:
+            made.cancel()
+            raise CopyError(f"the device did not complete a copy of pages in {self._seconds:g} s") from error
+        except Exception as error:  # of the device, or of the pool that is shut down
+            raise CopyError(f"pages were not copied between host and device: {error}") from error

@@ -1,0 +1,80 @@
+"""The mirror: host memory that transports and tiers access, of pages that an engine keeps on a device.
+
+    P   engine ── pages on the device ──to_host──► mirror ── transport, tiers ──► peers, storage
+    D   peers, storage ── transport, tiers ──► mirror ──to_device──► pages on the device ── engine
+
+Row i of the mirror is page i. It has the content of the device's page only after `to_host` or `to_device`, and only as
+long as the epoch of the page does not change. Hence the two rules of this interface:
+
+- A page is named to peers (in offers, progress reports, tickets of prior turns) after `to_host`.
+- A transport writes to a row after `settle`, so that no earlier copy writes to it, too; the engine computes with the
+  page after `to_device`.
+
+An engine that keeps its pages in host memory has no mirror: transports access the pages (`SAME_PAGES`).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvferry.core.ids import BlockId
+
+
+class CopyError(Exception):
+    """Pages could not be copied; their content on the other side is unknown."""
+
+
+class PageMirror(Protocol):
+    """The mirror of one engine's pages. Every method blocks for a bounded time, and can be called from any thread but
+    the engine's."""
+
+    def settle(self) -> None:
+        """Wait until no copy that was requested before writes to the mirror.
+
+        Raises:
+            CopyError: the copies did not end in time.
+        """
+        ...
+
+    def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None) -> None:
+        """Copy pages to the mirror, after all steps that were launched before.
+
+        Args:
+            epochs: epochs of the pages when they had the content to be copied. Pages whose epoch has changed are
+                skipped: a transport may be writing to their rows, and readers reject their old content. `None` if the
+                caller holds the pages.
+
+        Raises:
+            CopyError: the pages were not copied.
+        """
+        ...
+
+    def to_device(self, blocks: Sequence[BlockId]) -> None:
+        """Copy rows of the mirror to the pages, after all steps that were launched before.
+
+        Raises:
+            CopyError: the pages were not copied.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the resources; copies in progress are completed. Idempotent."""
+        ...
+
+
+class SamePages:
+    """The absence of a mirror: transports and engine access the same memory."""
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None) -> None:
+        """Do nothing."""
+
+    def to_device(self, blocks: Sequence[BlockId]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+SAME_PAGES = SamePages()

@@ -1,0 +1,48 @@
+"""Makes pages readable for peers: copies them to the mirror, and computes their digests."""
+
+import asyncio
+from collections.abc import Sequence
+
+from kvferry.core.errors import Unavailable
+from kvferry.core.ids import BlockId
+from kvferry.kv.interface.mirror import SAME_PAGES, CopyError, PageMirror
+from kvferry.kv.pages.digests import page_digests
+
+
+class PagePublisher:
+    """Publishes the pages of one engine. Copies and digests are made on another thread; without both, nothing is
+    done."""
+
+    def __init__(
+        self, pages: memoryview, block_bytes: int, mirror: PageMirror = SAME_PAGES, *, with_digests: bool
+    ) -> None:
+        """
+        Args:
+            pages: the memory that transports access.
+            mirror: relation of this memory to the engine's pages.
+            with_digests: whether to compute digests, for `--verify-kv digest`.
+        """
+        self._pages = pages
+        self._block_bytes = block_bytes
+        self._mirror = mirror
+        self._with_digests = with_digests
+
+    async def publish(self, blocks: Sequence[BlockId], epochs: Sequence[int]) -> tuple[bytes, ...]:
+        """Make pages readable; return their digests, empty without digests.
+
+        Unpinned pages may be reused meanwhile; in this case their epochs differ from `epochs`, and peers use neither
+        content nor digests.
+
+        Raises:
+            Unavailable: the pages could not be copied from the device.
+        """
+        if self._mirror is SAME_PAGES and not self._with_digests:
+            return ()
+        return await asyncio.to_thread(self._publish, blocks, epochs)
+
+    def _publish(self, blocks: Sequence[BlockId], epochs: Sequence[int]) -> tuple[bytes, ...]:
+        try:
+            self._mirror.to_host(blocks, epochs)
+        except CopyError as error:
+            raise Unavailable(str(error), reason="DEVICE_COPY_FAILED") from error
+        return tuple(page_digests(self._pages, self._block_bytes, blocks)) if self._with_digests else ()

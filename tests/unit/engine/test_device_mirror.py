@@ -1,0 +1,99 @@
+"""The mirror's order of copies: what protects a row from two writers, and a reader from old content."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvferry.engine.gpu.device_mirror import DeviceMirror
+from kvferry.kv.interface.mirror import CopyError
+
+
+class Gated:
+    """Copies that begin when they are requested and end when the gate is opened."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.begun = threading.Event()
+        self.log: list[tuple[str, list[int]]] = []
+        self.error: Exception | None = None
+
+    def to_host(self, blocks) -> None:
+        self._copy("host", blocks)
+
+    def to_device(self, blocks) -> None:
+        self._copy("device", blocks)
+
+    def _copy(self, kind: str, blocks) -> None:
+        self.begun.set()
+        assert self.gate.wait(20)
+        if self.error is not None:
+            raise self.error
+        self.log.append((kind, list(blocks)))
+
+
+@pytest.fixture
+def gated():
+    copies = Gated()
+    yield copies
+    copies.gate.set()
+
+
+def test_settling_waits_for_the_copies_requested_before(gated: Gated) -> None:
+    mirror = DeviceMirror(gated, [0] * 8)
+    with ThreadPoolExecutor(2) as callers:
+        copying = callers.submit(mirror.to_host, [1, 2], None)
+        assert gated.begun.wait(20)
+        settled = callers.submit(mirror.settle)
+        assert not settled.done()
+        assert not copying.done()
+        gated.gate.set()
+        settled.result(20)
+        assert gated.log == [("host", [1, 2])]
+        copying.result(20)
+    mirror.close()
+
+
+def test_pages_whose_epoch_has_changed_are_not_copied(gated: Gated) -> None:
+    epochs = [5, 6, 7]
+    mirror = DeviceMirror(gated, epochs)
+    with ThreadPoolExecutor(3) as callers:
+        first = callers.submit(mirror.to_device, [0])
+        assert gated.begun.wait(20)
+        second = callers.submit(mirror.to_host, [0, 1, 2], [5, 6, 7])
+        epochs[1] = 8  # allocated again while the copy waits
+        gated.gate.set()
+        first.result(20)
+        second.result(20)
+    assert gated.log == [("device", [0]), ("host", [0, 2])]
+    mirror.to_host([1], [6])
+    assert len(gated.log) == 2, "nothing is left to copy"
+    mirror.to_host([1], None)
+    assert gated.log[-1] == ("host", [1]), "held pages are copied whatever their epoch"
+    mirror.close()
+
+
+def test_copies_are_made_in_the_order_of_the_requests(gated: Gated) -> None:
+    mirror = DeviceMirror(gated, [0] * 8)
+    gated.gate.set()
+    for number in range(8):
+        (mirror.to_host if number % 2 else mirror.to_device)([number], *([None] if number % 2 else []))
+    assert [blocks for _, blocks in gated.log] == [[n] for n in range(8)]
+    mirror.close()
+
+
+def test_a_lost_device_fails_the_copy_and_a_stuck_one_does_so_in_time(gated: Gated) -> None:
+    gated.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    stuck = DeviceMirror(gated, [0] * 8, seconds=0.05)
+    with pytest.raises(CopyError, match=r"did not complete a copy of pages in 0\.05 s"):
+        stuck.to_device([1])
+    gated.gate.set()
+    broken = DeviceMirror(gated, [0] * 8)
+    with pytest.raises(CopyError, match="illegal memory access"):
+        broken.to_host([1], None)
+    assert gated.log == []
+    stuck.close()
+    broken.close()
+    broken.close()
+    with pytest.raises(CopyError, match="stopping"):
+        broken.settle()
