@@ -13,13 +13,15 @@ from kvferry.gateway.routing.routes import Policy
 from kvferry.kv.handoff.offers import OfferTimes
 from kvferry.kv.handoff.transfers import TransferTimes
 from kvferry.simulator.clock import VirtualClock
-from kvferry.simulator.gateway import Gateway, GatewaySettings
-from kvferry.simulator.handoff import Links, Loader, OfferDesk, TransferCounts
+from kvferry.simulator.gateway import Gateway
 from kvferry.simulator.measures import Measures
 from kvferry.simulator.members import Member, candidate_of, feed_of
 from kvferry.simulator.requests.demand import SimRequest
+from kvferry.simulator.runs import GatewaySettings
 from kvferry.simulator.worker.device import DeviceProfile, LinkProfile
-from kvferry.simulator.worker.replica import Replica, ReplicaCounts, ReplicaSettings
+from kvferry.simulator.worker.handoff import Links, Loader, OfferDesk, TransferCounts
+from kvferry.simulator.worker.jobs import ReplicaCounts, ReplicaSettings
+from kvferry.simulator.worker.replica import Replica
 
 Progress = Callable[[Measures, float], None]
 """Called with the measures and the virtual time, after each thousand events."""
@@ -139,17 +141,11 @@ class Pool:
             InvariantBroken: requests remain that no event will end.
         """
         clock, measures, gateway = self.clock, self.gateway.measures, self.gateway
-        while gateway.num_open or self._has_next:
-            for _ in range(_EVENTS_PER_CALL):
-                if not clock.step():
-                    break
-            else:
-                if progress is not None:
-                    progress(measures, clock.now)
-                continue
-            if gateway.num_open:
-                raise InvariantBroken(f"{gateway.num_open} requests can never end; is a prompt larger than the pages?")
-            break
+        while (gateway.num_open or self._has_next) and clock.step():
+            if progress is not None and clock.num_events % _EVENTS_PER_CALL == 0:
+                progress(measures, clock.now)
+        if gateway.num_open:
+            raise InvariantBroken(f"{gateway.num_open} requests can never end; is a prompt larger than the pages?")
         return self.result()
 
     def result(self) -> PoolResult:
@@ -159,7 +155,8 @@ class Pool:
         roles = {role.role: RoleTotals() for role in self._spec.roles}
         for member in (*self.gateway.members, *self._left):
             replica = member.replica
-            own = RoleTotals(replica.counts, replica.allocator.pool.num_blocks, 1)
+            is_present = not replica.is_stopped  # the successor of a lost worker counts in its place
+            own = RoleTotals(replica.counts, is_present * replica.allocator.pool.num_blocks, int(is_present))
             roles[member.role].merge(own)
             preemptions += replica.scheduler.num_preemptions
             hits, queried = replica.hits

@@ -6,17 +6,14 @@ arrive --> FlowController --> route --> prefill replica --> offer --> decode rep
 """
 
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.core.errors import InvariantBroken, Overloaded
 from kvferry.core.hashing import BlockNamers
-from kvferry.core.ids import RequestId, TicketId
+from kvferry.core.ids import RequestId
 from kvferry.engine.plan.kv_jobs import Export
 from kvferry.gateway.cache_map.cache_map import CacheMap
-from kvferry.gateway.config import RoutingConfig
-from kvferry.gateway.estimates.commitments import Commitment, Commitments
+from kvferry.gateway.estimates.commitments import Commitments
 from kvferry.gateway.estimates.estimates import Estimates
 from kvferry.gateway.flow.capacity import Room, room
 from kvferry.gateway.flow.controller import FlowController, QueueBounds
@@ -28,67 +25,15 @@ from kvferry.gateway.routing.replica_choice import choose
 from kvferry.gateway.routing.routes import Policy, Route, RouteReason, RouteRequest
 from kvferry.kv.handoff.ticket import Ticket
 from kvferry.simulator.clock import VirtualClock
-from kvferry.simulator.handoff import OfferDesk, remote_of
 from kvferry.simulator.measures import Measures
 from kvferry.simulator.members import Member, Members
 from kvferry.simulator.records import Records
 from kvferry.simulator.requests.demand import SimRequest
-from kvferry.simulator.worker.replica import Job
+from kvferry.simulator.runs import GatewaySettings, Run, p99, run_of
+from kvferry.simulator.worker.handoff import remote_of
+from kvferry.simulator.worker.jobs import Job
 
 _TOKEN_BYTES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """Settings of a simulated gateway."""
-
-    routing: RoutingConfig = RoutingConfig()  # noqa: RUF009  frozen
-    max_streams: int = 1 << 20
-    max_queued: int = 1 << 20
-    status_seconds: float = 0.5
-    """Interval between the statuses of a worker."""
-    exact_status: bool = True
-    """Whether statuses show the state of a worker at their time; otherwise that after its last event, which takes less
-    time with many workers."""
-    seed: int = 0
-    """Seed of the policy `random`."""
-    latency: float = 0.0002
-    """Seconds of a message between gateway and worker."""
-    has_map: bool = True
-    """Whether the gateway subscribes to the workers' caches; otherwise it predicts from what it has dispatched."""
-    slo: Mapping[str, float] = field(default_factory=dict)
-    """Latency targets in seconds, by name: ttft, itl, tpot, e2el."""
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of tenants in the fair queue."""
-
-
-@dataclass(slots=True, eq=False)
-class _Run:
-    """One request in the gateway."""
-
-    request: SimRequest
-    entry: Entry
-    names: PromptNames
-    member: Member | None = None
-    """The worker that serves it now."""
-    decode: Member | None = None
-    """The worker that was chosen to decode."""
-    first: float | None = None
-    """Time of the first token at the worker."""
-    last: float | None = None
-    """Time of the last token at the last worker."""
-    gaps: "array[float] | None" = None
-    commitment: Commitment | None = None
-    running: int = 0
-    """Requests on its worker when its output began."""
-    source: Member | None = None
-    """The worker that has computed its prompt."""
-    offer: tuple[OfferDesk, TicketId] | None = None
-    """The offer of its pages, until it is known to have ended."""
-    attempt: int = 0
-    excluded: frozenset[str] = frozenset()
-    tokens: list[int] | None = None
-    """Prompt and tokens that were generated before the loss of a worker or the hand-off."""
 
 
 class Gateway:
@@ -113,7 +58,7 @@ class Gateway:
         self.controller = FlowController(QueueBounds(settings.max_queued, 1 << 62))
         self._bounds = QueueBounds(settings.max_queued, 1 << 62)
         self._room: Room | None = None
-        self._runs: dict[Entry, _Run] = {}
+        self._runs: dict[Entry, Run] = {}
         self._is_polling = False
         self._collects_gaps = "itl" in settings.slo
 
@@ -133,7 +78,7 @@ class Gateway:
             pass
         self._room = None
         for job in lost:
-            run = _run_of(job)
+            run = run_of(job)
             run.excluded = frozenset({member.name})
             run.attempt += 1
             self.measures.resumed += 1
@@ -172,7 +117,7 @@ class Gateway:
             measures.refused += 1
             del self._runs[victim]
         gaps = array("d") if self._collects_gaps else None
-        self._runs[entry] = _Run(request, entry, PromptNames(), gaps=gaps)
+        self._runs[entry] = Run(request, entry, PromptNames(), gaps=gaps)
         self.controller.submit(entry, self._clock.now)
         if not self._is_polling:
             self._is_polling = True
@@ -204,7 +149,7 @@ class Gateway:
 
     # ------------------------------------------------------------------ routing
 
-    def _send(self, run: _Run, ticket: Ticket | None) -> None:
+    def _send(self, run: Run, ticket: Ticket | None) -> None:
         """Choose workers for a request and send it."""
         self._arrived(run)  # its earlier choice is not a load of the workers
         route, caches = self._route(run, ticket)
@@ -222,7 +167,7 @@ class Gateway:
                 caches.chose(pick)
         self._submit(run, member, exports=route.prefill is not None, ticket=ticket)
 
-    def _route(self, run: _Run, ticket: Ticket | None) -> tuple[Route | None, PromptCaches]:
+    def _route(self, run: Run, ticket: Ticket | None) -> tuple[Route | None, PromptCaches]:
         config, tokens = self.settings.routing, run.tokens or run.request.prompt
         candidates = self.members.candidates(run.excluded)
         skip: RouteReason | None = None
@@ -246,11 +191,11 @@ class Gateway:
         )
         return choose(asked, candidates, self._policy, skip_prefill=skip, enough_tokens=enough), caches
 
-    def _arrived(self, run: _Run) -> None:
+    def _arrived(self, run: Run) -> None:
         self._records.arrived(run.commitment)
         run.commitment = None
 
-    def _submit(self, run: _Run, member: Member, *, exports: bool, ticket: Ticket | None) -> None:
+    def _submit(self, run: Run, member: Member, *, exports: bool, ticket: Ticket | None) -> None:
         request = run.request
         run.member = member
         member.in_flight += 1
@@ -275,7 +220,7 @@ class Gateway:
 
     def _deliver(self, member: Member, job: Job) -> None:
         if member.replica.is_stopped:  # lost on the way
-            run = _run_of(job)
+            run = run_of(job)
             run.attempt += 1
             self.measures.resumed += 1
             self._send(run, ticket=None)
@@ -286,19 +231,19 @@ class Gateway:
 
     def first_token(self, job: Job, now: float) -> None:
         """Note the first token of a request."""
-        run = _run_of(job)
+        run = run_of(job)
         run.first = now
         self.measures.ttft.add(now + self.settings.latency - job.arrived)
         self._clock.after(self.settings.latency, partial(self._prefilled, run))
 
-    def _prefilled(self, run: _Run) -> None:
+    def _prefilled(self, run: Run) -> None:
         if run.entry in self._runs:
             self.controller.prefilled(run.entry)
             self._pump()
 
     def answered(self, job: Job, now: float) -> None:
         """Note the first token on a worker."""
-        run = _run_of(job)
+        run = run_of(job)
         if run.member is not None:
             if job.remote is None:
                 self._records.prefilled(job, run.member, now)
@@ -308,7 +253,7 @@ class Gateway:
 
     def fetched(self, job: Job, num_blocks: int, seconds: float) -> None:
         """Note a hand-off."""
-        run = _run_of(job)
+        run = run_of(job)
         if run.source is not None and run.member is not None:
             self._records.handed_off(run.source, run.member, num_blocks, seconds)
 
@@ -318,7 +263,7 @@ class Gateway:
 
     def exported(self, job: Job, export: Export, now: float) -> None:
         """Offer the pages of a prompt, and send the request to its decode worker."""
-        run = _run_of(job)
+        run = run_of(job)
         member = self._leave(run)
         sequence = job.sequence
         if sequence is None:
@@ -328,7 +273,7 @@ class Gateway:
         run.offer, run.source = (member.desk, ticket.id), member
         self._clock.after(self.settings.latency, partial(self._hand_off, run, ticket))
 
-    def _hand_off(self, run: _Run, ticket: Ticket) -> None:
+    def _hand_off(self, run: Run, ticket: Ticket) -> None:
         run.attempt += 1
         decode = run.decode
         if decode is None or decode.replica.is_stopped:
@@ -338,9 +283,9 @@ class Gateway:
 
     def declined(self, job: Job) -> None:
         """End the offer of pages that are computed again."""
-        self._dismiss(_run_of(job))
+        self._dismiss(run_of(job))
 
-    def _dismiss(self, run: _Run) -> None:
+    def _dismiss(self, run: Run) -> None:
         if run.offer is not None:
             desk, ticket_id = run.offer
             run.offer = None
@@ -349,13 +294,13 @@ class Gateway:
 
     def finished(self, job: Job, now: float) -> None:
         """Note the end of a request."""
-        run = _run_of(job)
+        run = run_of(job)
         self._records.generated(job, self._leave(run), run.running, run.request.output.count)
         self._arrived(run)
         self._dismiss(run)
         self._clock.at(now + self.settings.latency, partial(self._finish, run, job, now))
 
-    def _leave(self, run: _Run) -> Member:
+    def _leave(self, run: Run) -> Member:
         member = run.member
         if member is None:
             raise InvariantBroken("a request without a worker ended")
@@ -363,7 +308,7 @@ class Gateway:
         self.members.load_changed(member)
         return member
 
-    def _finish(self, run: _Run, job: Job, now: float) -> None:
+    def _finish(self, run: Run, job: Job, now: float) -> None:
         measures, request = self.measures, run.request
         count, end = request.output.count, now + self.settings.latency
         seconds = end - request.at
@@ -378,7 +323,7 @@ class Gateway:
         del self._runs[run.entry]
         self._pump()
 
-    def _is_good(self, run: _Run, job: Job, seconds: float, now: float) -> bool:
+    def _is_good(self, run: Run, job: Job, seconds: float, now: float) -> bool:
         slo = self.settings.slo
         if not slo:
             return True
@@ -387,21 +332,7 @@ class Gateway:
         measured = {
             "ttft": first + self.settings.latency - run.request.at,
             "tpot": (now - first) / (count - 1) if count > 1 else 0.0,
-            "itl": _p99(job.gaps),
+            "itl": p99(job.gaps),
             "e2el": seconds,
         }
         return all(measured[name] <= limit for name, limit in slo.items())
-
-
-def _p99(gaps: "array[float] | None") -> float:
-    if not gaps:
-        return 0.0
-    ordered = sorted(gaps)
-    return ordered[min(len(ordered) - 1, int(0.99 * (len(ordered) - 1) + 0.999999))]
-
-
-def _run_of(job: Job) -> _Run:
-    run = job.context
-    if not isinstance(run, _Run):
-        raise InvariantBroken("a job has no request")
-    return run

@@ -13,7 +13,7 @@ from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.replicas import Candidates
 from kvferry.gateway.routing.replicas import Replica as Candidate
 from kvferry.simulator.clock import VirtualClock
-from kvferry.simulator.handoff import Loader, OfferDesk
+from kvferry.simulator.worker.handoff import Loader, OfferDesk
 from kvferry.simulator.worker.replica import Replica
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"

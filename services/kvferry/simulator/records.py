@@ -10,7 +10,7 @@ from kvferry.gateway.estimates.commitments import Commitment, Commitments
 from kvferry.gateway.estimates.estimates import Estimates
 from kvferry.gateway.routing.routes import Route
 from kvferry.simulator.members import Member
-from kvferry.simulator.worker.replica import Job
+from kvferry.simulator.worker.jobs import Job
 
 
 class Records:

@@ -8,12 +8,12 @@ from kvferry.bench.workload.lengths import LengthMix
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.fleet import Failure, Pool, PoolSpec, RoleSpec
-from kvferry.simulator.gateway import GatewaySettings
 from kvferry.simulator.members import Member
 from kvferry.simulator.requests.demand import Demand
 from kvferry.simulator.requests.tokens import Tape
+from kvferry.simulator.runs import GatewaySettings
 from kvferry.simulator.worker.device import DeviceProfile, LinkProfile
-from kvferry.simulator.worker.replica import ReplicaSettings
+from kvferry.simulator.worker.jobs import ReplicaSettings
 
 DEVICE = DeviceProfile(step=0.008, token=2e-5, kv_token=1e-8, pair=1e-10)
 ENGINE = ReplicaSettings(num_blocks=2048, block_bytes=16 * 1024, load_policy=LoadPolicy.ALWAYS)

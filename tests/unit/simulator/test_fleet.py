@@ -91,6 +91,7 @@ def test_the_requests_of_a_lost_worker_continue_on_others(roles: dict[str, int])
     assert m.ttft.count == 120  # no first token is counted twice
     assert m.output_tokens == a_pool(demand, roles).run().measures.output_tokens
     check_idle(pool)
+    assert {name: totals.replicas for name, totals in pool.result().roles.items()} == roles
 
 
 def test_the_loss_of_a_prefill_worker_in_a_transfer_costs_time_only() -> None:

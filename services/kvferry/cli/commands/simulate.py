@@ -99,7 +99,7 @@ def command(
 def _simulate(path: Path, seed: int | None, processes: int | None) -> "tuple[FleetSpec, PoolResult]":
     from kvferry.simulator.run import simulate_pool
 
-    spec = _read(path, seed)
+    spec = read_fleet_file(path, seed)
     count = min(spec.pools, processes or usable_cores())
     if count == 1:
         with _progress(spec.num_requests * spec.pools, path.stem) as advance:
@@ -120,7 +120,7 @@ def _one_pool(asked: tuple[str, int | None, int]) -> "PoolResult":
     from kvferry.simulator.run import simulate_pool
 
     path, seed, index = asked
-    return simulate_pool(_read(Path(path), seed), index)
+    return simulate_pool(read_fleet_file(Path(path), seed), index)
 
 
 def _merged(results: "list[PoolResult]") -> "PoolResult":
@@ -130,7 +130,12 @@ def _merged(results: "list[PoolResult]") -> "PoolResult":
     return whole
 
 
-def _read(path: Path, seed: int | None) -> "FleetSpec":
+def read_fleet_file(path: Path, seed: int | None = None) -> "FleetSpec":
+    """Read a fleet file, and the files that it names.
+
+    Raises:
+        UsageError: a file cannot be read, or a field is invalid.
+    """
     from dataclasses import replace
 
     from kvferry.simulator.files.spec import read_fleet

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvferry.simulator.files.spec import FleetSpec
-from kvferry.simulator.fleet import PoolResult
+from kvferry.simulator.fleet import PoolResult, RoleTotals
 
 
 def as_json(spec: FleetSpec, result: PoolResult) -> dict[str, Any]:
@@ -42,15 +42,15 @@ def as_json(spec: FleetSpec, result: PoolResult) -> dict[str, Any]:
     return found
 
 
-def _role(totals: Any, seconds: float) -> dict[str, float]:
-    counts = totals.counts
+def _role(totals: RoleTotals, seconds: float) -> dict[str, float]:
+    counts, replicas = totals.counts, max(1, totals.replicas)  # 0 if all are lost at the end
     busy = counts.busy_seconds or 1.0
     return {
         "replicas": totals.replicas,
-        "utilization": round(counts.busy_seconds / (seconds * totals.replicas), 4) if seconds else 0.0,
+        "utilization": round(counts.busy_seconds / (seconds * replicas), 4) if seconds else 0.0,
         "steps": counts.steps,
         "mean_batch": round(counts.sequence_seconds / busy, 3),
-        "kv_usage": round(counts.page_seconds / busy * totals.replicas / totals.pages, 4) if totals.pages else 0.0,
+        "kv_usage": round(counts.page_seconds / busy * replicas / totals.pages, 4) if totals.pages else 0.0,
     }
 
 

@@ -17,12 +17,12 @@ from kvferry.gateway.config import POLICIES, PolicyName, RoutingConfig
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.simulator.files.tables import Table, wrong
 from kvferry.simulator.fleet import Failure, PoolSpec, RoleSpec
-from kvferry.simulator.gateway import GatewaySettings
 from kvferry.simulator.members import BOTH, ROLES
 from kvferry.simulator.requests.demand import MAX_REQUESTS, Demand, SimRequest, Tenant, of_trace
 from kvferry.simulator.requests.tokens import Tape
+from kvferry.simulator.runs import GatewaySettings
 from kvferry.simulator.worker.device import DeviceProfile, LinkProfile
-from kvferry.simulator.worker.replica import ReplicaSettings
+from kvferry.simulator.worker.jobs import ReplicaSettings
 
 MAX_REPLICAS = 10_000
 MAX_POOLS = 1000

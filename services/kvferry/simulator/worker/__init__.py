@@ -1,4 +1,5 @@
-"""One simulated worker: the production scheduler and pages on a device profile, and how a profile is fitted.
+"""Simulated workers: the production scheduler and pages on a device profile, hand-offs over links, fits of profiles.
 
-The duration of a step is decided here, and nothing about its content. This package must not know the gateway.
+The duration of a step and of a transfer is decided here, and nothing about their content. This package must not know
+the gateway.
 """

@@ -78,7 +78,9 @@ class DecodeRun:
 def num_steps(scheduler: Scheduler, running: Iterable[Sequence]) -> int:
     """Return the number of steps that can be planned at once: until the first sequence ends; 1 if the next step is not
     like those after it."""
-    if scheduler.num_waiting or scheduler.num_running > scheduler.limits.token_budget:
+    # Without a place, none is admitted until a sequence ends.
+    may_admit = scheduler.num_waiting > 0 and scheduler.admission.has_place
+    if may_admit or scheduler.num_running > scheduler.limits.token_budget:
         return 1
     steps, count = MAX_STEPS, 0
     for sequence in running:

@@ -5,15 +5,13 @@
 As in `engine.Engine.step`, everything that arrives during a step is taken in before the next one is planned.
 """
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from kvferry.core.hashing import BlockNamer
-from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.load import WorkerLoad
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.blocks.allocation import Allocator
@@ -21,117 +19,36 @@ from kvferry.engine.blocks.block_pool import BlockPool
 from kvferry.engine.blocks.prefix_index import CacheChange, PrefixIndex
 from kvferry.engine.engine_load import engine_load
 from kvferry.engine.loads.kv_loads import KvLoads
-from kvferry.engine.plan.kv_jobs import Export, SequenceUpdate
+from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.plan.scheduler import Scheduler
-from kvferry.engine.plan.sequence import RemoteKv, SequenceState
 from kvferry.engine.plan.sequence import Sequence as EngineSequence
+from kvferry.engine.plan.sequence import SequenceState
 from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
-from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.speculation.speculation import Speculation
 from kvferry.kv.interface.connector import KvLoader, LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
-from kvferry.kv.pricing.price import LoadPolicy, PriceBook
+from kvferry.kv.pricing.price import PriceBook
 from kvferry.simulator.clock import VirtualClock
-from kvferry.simulator.requests.tokens import Output
 from kvferry.simulator.worker.decode_runs import DecodeRun, KnownDrafts, num_steps, plan_run
 from kvferry.simulator.worker.device import DeviceProfile, work_of
+from kvferry.simulator.worker.jobs import Job, Listener, ReplicaCounts, ReplicaSettings
 
 SAMPLING = SamplingParams(temperature=0.0, ignore_eos=True)
 _NO_EOS: frozenset[int] = frozenset()
 
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One sequence on one replica."""
-
-    request_id: RequestId
-    tokens: Sequence[int]
-    """Prompt, then tokens generated before."""
-    num_prompt: int
-    output: Output
-    arrived: float
-    """Time of the request's arrival at the gateway, seconds."""
-    names: list[BlockHash] = field(default_factory=list)
-    """Names of leading blocks, if they are known."""
-    tenant: str = ""
-    priority: int = 0
-    exports: bool = False
-    """Whether the job ends after one token, and its pages are offered."""
-    remote: RemoteKv | None = None
-    last: float | None = None
-    """Time of the last token; `None` before the first."""
-    gaps: "array[float] | None" = None
-    """Seconds between tokens, if the request collects them."""
-    started: float = 0.0
-    """Time at which its computation on this replica began."""
-    first: float | None = None
-    """Time of the first token on this replica."""
-    sequence: EngineSequence | None = None
-    context: object = None
-    """Value of the listener."""
-
-
-class Listener(Protocol):
-    """Receives what happens to the jobs of replicas."""
-
-    def first_token(self, job: Job, now: float) -> None:
-        """The first token of a request, on any replica."""
-        ...
-
-    def answered(self, job: Job, now: float) -> None:
-        """The first token on this replica."""
-        ...
-
-    def fetched(self, job: Job, num_blocks: int, seconds: float) -> None:
-        """KV of the job was fetched from another replica."""
-        ...
-
-    def gap(self, seconds: float, weight: int) -> None:
-        """The time between two tokens of each of `weight` sequences."""
-        ...
-
-    def declined(self, job: Job) -> None:
-        """The KV of the job's ticket is computed, which is faster than to fetch it."""
-        ...
-
-    def finished(self, job: Job, now: float) -> None:
-        """The job has all tokens."""
-        ...
-
-    def exported(self, job: Job, export: Export, now: float) -> None:
-        """The job's pages are to be offered; the listener owns their references."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSettings:
-    """Engine of a replica."""
-
-    num_blocks: int
-    block_tokens: int = 16
-    block_bytes: int = 1
-    limits: SchedulerLimits = SchedulerLimits()  # noqa: RUF009  frozen
-    load_policy: LoadPolicy = LoadPolicy.PRICE
-    takes_runs: bool = True
-    """Whether runs of decode steps are simulated at once (`decode_runs`)."""
-
-
-@dataclass(slots=True)
-class ReplicaCounts:
-    """Totals of one replica."""
-
-    steps: int = 0
-    tokens: int = 0
-    """Tokens that were computed."""
-    sampled: int = 0
-    busy_seconds: float = 0.0
-    page_seconds: float = 0.0
-    """Sum over steps of pages in use times seconds."""
-    sequence_seconds: float = 0.0
-    """Sum over steps of sequences in the step times seconds."""
-
-
 Observer = Callable[["Replica", StepPlan, float], None]
 """Called with the plan and the seconds of each step, before the step is recorded."""
+
+
+MakeScheduler = Callable[[ReplicaSettings, Speculation | None], Scheduler]
+"""Creates a replica's scheduler, with its allocator."""
+
+
+def make_production_scheduler(settings: ReplicaSettings, speculation: Speculation | None) -> Scheduler:
+    """Create a scheduler as an engine does."""
+    index = PrefixIndex()
+    pool = BlockPool(settings.num_blocks, on_reuse=index.forget)
+    return Scheduler(settings.limits, Allocator(pool, index, block_tokens=settings.block_tokens), speculation)
 
 
 class Replica:
@@ -148,23 +65,20 @@ class Replica:
         loader: KvLoader | None = None,
         on_changes: Callable[[list[CacheChange]], None] | None = None,
         observer: Observer | None = None,
-        make_allocator: Callable[[], Allocator] | None = None,
+        make_scheduler: MakeScheduler | None = None,
     ) -> None:
         """
         Args:
             namer: returns the block namer of a tenant.
             loader: fetches KV from other replicas.
             on_changes: called with the changes of the prefix index after each step.
-            make_allocator: creates the allocator of pages, for baselines; default: the production one.
+            make_scheduler: creates the scheduler and its allocator, for baselines; default: the production ones.
         """
         self._clock, self.settings, self._profile = clock, settings, profile
         self._listener, self._namer, self._on_changes, self._observer = listener, namer, on_changes, observer
-        index = PrefixIndex()
-        self.allocator = make_allocator() if make_allocator is not None else Allocator(
-            BlockPool(settings.num_blocks, on_reuse=index.forget), index, block_tokens=settings.block_tokens
-        )  # fmt: skip
         self._drafts = KnownDrafts() if settings.takes_runs and observer is None else None
-        self.scheduler = Scheduler(settings.limits, self.allocator, self._drafts)
+        self.scheduler = (make_scheduler or make_production_scheduler)(settings, self._drafts)
+        self.allocator = self.scheduler.allocator
         self._prices = PriceBook(settings.load_policy)
         self._loads = KvLoads(
             self.scheduler, self.allocator, loader=loader, tiers=None, prices=self._prices,
@@ -173,7 +87,7 @@ class Replica:
         self.counts = ReplicaCounts()
         self._jobs: dict[RequestId, Job] = {}
         self._inbox: deque[Job] = deque()
-        self._is_busy = self._is_stopped = False
+        self._is_busy = self._is_waking = self._is_stopped = False
         self._run: DecodeRun | None = None
         self._run_number = 0
 
@@ -198,9 +112,12 @@ class Replica:
         self.wake()
 
     def wake(self) -> None:
-        """Plan a step now, if none is running; a run of decode steps ends with the step that is running."""
+        """Plan a step, if none is running, after everything that arrives at this time; a run of decode steps ends with
+        the step that is running."""
         if not self._is_busy:
-            self._begin()
+            if not self._is_waking:
+                self._is_waking = True
+                self._clock.at(self._clock.now, self._wake)
         elif self._run is not None and self._run.cut(self._clock.now):
             self._end_run_at(self._run)
 
@@ -260,6 +177,11 @@ class Replica:
 
     # ------------------------------------------------------------------ the step
 
+    def _wake(self) -> None:
+        self._is_waking = False
+        if not self._is_busy:
+            self._begin()
+
     def _begin(self) -> None:
         if self._is_stopped:
             return
@@ -269,7 +191,7 @@ class Replica:
         scheduler = self.scheduler
         if not (scheduler.num_running or scheduler.num_waiting):
             return
-        if self._drafts is not None and not scheduler.num_waiting:
+        if self._drafts is not None:
             running = [s for s in scheduler.sequences if s.state is SequenceState.RUNNING]
             # First tokens are reported when they are made, and a run is recorded at its end.
             has_begun = all(self._jobs[s.request_id].first is not None for s in running)

@@ -116,6 +116,16 @@ def test_a_role_has_its_own_device_and_engine_on_top_of_the_common_one() -> None
     assert (prefill.device.step, decode.device.step) == (0.001, 0.002)
 
 
+def test_a_report_of_a_fleet_whose_worker_is_lost_at_the_end() -> None:
+    text = SMALL.replace('role = "both"', 'role = "both"\nreplicas = 2') + (
+        "[[failure]]\nat = 1\nindex = 0\nrestart_seconds = 1000\n"
+    )
+    spec = read_fleet(text, no_files)
+    found = as_json(spec, simulate_pool(spec, 0))
+    assert found["roles"]["both"]["replicas"] == 1
+    assert found["requests"] == 30
+
+
 def test_traces_and_profiles_are_read_by_name() -> None:
     files = {
         "day.jsonl": '{"timestamp": 0, "input_length": 20, "output_length": 3, "hash_ids": [1]}\n'

@@ -1,0 +1,85 @@
+"""Settings of a simulated gateway, and its requests."""
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvferry.core.errors import InvariantBroken
+from kvferry.core.ids import TicketId
+from kvferry.gateway.config import RoutingConfig
+from kvferry.gateway.estimates.commitments import Commitment
+from kvferry.gateway.flow.entry import Entry
+from kvferry.gateway.routing.prompt_names import PromptNames
+from kvferry.simulator.members import Member
+from kvferry.simulator.requests.demand import SimRequest
+from kvferry.simulator.worker.handoff import OfferDesk
+from kvferry.simulator.worker.jobs import Job
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Settings of a simulated gateway."""
+
+    routing: RoutingConfig = RoutingConfig()  # noqa: RUF009  frozen
+    max_streams: int = 1 << 20
+    max_queued: int = 1 << 20
+    status_seconds: float = 0.5
+    """Interval between the statuses of a worker."""
+    exact_status: bool = True
+    """Whether statuses show the state of a worker at their time; otherwise that after its last event, which takes less
+    time with many workers."""
+    seed: int = 0
+    """Seed of the policy `random`."""
+    latency: float = 0.0002
+    """Seconds of a message between gateway and worker."""
+    has_map: bool = True
+    """Whether the gateway subscribes to the workers' caches; otherwise it predicts from what it has dispatched."""
+    slo: Mapping[str, float] = field(default_factory=dict)
+    """Latency targets in seconds, by name: ttft, itl, tpot, e2el."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weights of tenants in the fair queue."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One request in the gateway."""
+
+    request: SimRequest
+    entry: Entry
+    names: PromptNames
+    member: Member | None = None
+    """The worker that serves it now."""
+    decode: Member | None = None
+    """The worker that was chosen to decode."""
+    first: float | None = None
+    """Time of the first token at the worker."""
+    last: float | None = None
+    """Time of the last token at the last worker."""
+    gaps: "array[float] | None" = None
+    commitment: Commitment | None = None
+    running: int = 0
+    """Requests on its worker when its output began."""
+    source: Member | None = None
+    """The worker that has computed its prompt."""
+    offer: tuple[OfferDesk, TicketId] | None = None
+    """The offer of its pages, until it is known to have ended."""
+    attempt: int = 0
+    excluded: frozenset[str] = frozenset()
+    tokens: list[int] | None = None
+    """Prompt and tokens that were generated before the loss of a worker or the hand-off."""
+
+
+def p99(gaps: "array[float] | None") -> float:
+    """Return the 99th percentile of seconds between tokens; 0 without any."""
+    if not gaps:
+        return 0.0
+    ordered = sorted(gaps)
+    return ordered[min(len(ordered) - 1, int(0.99 * (len(ordered) - 1) + 0.999999))]
+
+
+def run_of(job: Job) -> Run:
+    """Return the request of a job."""
+    run = job.context
+    if not isinstance(run, Run):
+        raise InvariantBroken("a job has no request")
+    return run

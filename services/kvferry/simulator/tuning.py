@@ -1,0 +1,200 @@
+"""Search for the settings of a fleet with the most goodput: one field at a time, each value in the simulator.
+
+    best <- the fleet as it is
+    repeat: for each field, for the values next to the best one: simulate; keep the best if it gains enough
+    until a whole round changes nothing, or the simulations are used up
+
+Fields interact (a larger chunk needs a larger budget), so that rounds repeat. A change that gains less than
+`LEAST_GAIN` is not made: it would be noise on another workload.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvferry.engine.policies.policy import POLICIES as SCHEDULING
+from kvferry.gateway.config import POLICIES
+from kvferry.simulator.files.spec import FleetSpec
+from kvferry.simulator.fleet import PoolResult
+from kvferry.simulator.members import DECODE, PREFILL
+
+LEAST_GAIN = 0.01
+"""Relative gain from which a change is made."""
+ENGINE_FIELDS: Mapping[str, tuple[int, ...]] = {
+    "max_mixed_tokens": (32, 64, 128, 256, 512, 1024, 2048),
+    "max_chunk_tokens": (64, 128, 256, 512, 1024, 2048, 4096),
+    "token_budget": (256, 512, 1024, 2048, 4096, 8192),
+    "max_sequences": (4, 8, 16, 32, 64, 128, 256),
+}
+"""Fields of `SchedulerLimits` with the values to try, ascending."""
+SPLIT = "prefill:decode"
+_SKIPS = (0, 64, 256, 1024, 4096)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Score:
+    """What a simulation is worth; larger is better."""
+
+    goodput: float
+    """Requests per second within the latency targets."""
+    speed: float
+    """Inverse of the mean time of a whole request; decides between fleets with nearly equal goodput."""
+
+    @classmethod
+    def of(cls, result: PoolResult) -> "Score":
+        """Return the score of a result."""
+        mean = result.measures.e2e.mean
+        return cls(result.measures.goodput, 1.0 / mean if mean else 0.0)
+
+    def gain_over(self, other: "Score") -> float:
+        """Return the relative gain in goodput, or in speed if goodput differs by less than `LEAST_GAIN`."""
+        gain = self.goodput / other.goodput - 1.0 if other.goodput else float(self.goodput > 0.0)
+        if abs(gain) >= LEAST_GAIN or not other.speed:
+            return gain
+        return self.speed / other.speed - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change that was made."""
+
+    name: str
+    before: str
+    after: str
+    gain: float
+    """Relative gain over the fleet before the change."""
+
+
+@dataclass(slots=True)
+class Tuned:
+    """The result of a search."""
+
+    spec: FleetSpec
+    base: Score
+    score: Score
+    changes: list[Change] = field(default_factory=list)
+    simulations: int = 1
+
+
+Simulate = Callable[[FleetSpec], Score]
+
+
+def tune(spec: FleetSpec, simulate: Simulate, *, most: int, on_try: Callable[[str], None] = lambda _: None) -> Tuned:
+    """Search for better settings.
+
+    Args:
+        simulate: returns the score of a fleet.
+        most: maximum number of simulations.
+        on_try: called with the name and the value of each simulation.
+    """
+    base = simulate(spec)
+    found = Tuned(spec, base, base)
+    while True:
+        is_changed = False
+        for name in _names(spec):
+            is_changed |= _improve(found, name, simulate, most, on_try)
+        if not is_changed or found.simulations >= most:
+            return found
+
+
+def _improve(found: Tuned, name: str, simulate: Simulate, most: int, on_try: Callable[[str], None]) -> bool:
+    """Try the neighbours of a field's value, and go on in the direction that gains; return whether it was changed."""
+    is_changed = False
+    tried = {_value(found.spec, name)}
+    while found.simulations < most:
+        best: tuple[float, str, FleetSpec, Score] | None = None
+        for value, spec in _neighbours(found.spec, name):
+            if value in tried or found.simulations >= most:
+                continue
+            tried.add(value)
+            on_try(f"{name} = {value}")
+            score = simulate(spec)
+            found.simulations += 1
+            gain = score.gain_over(found.score)
+            if gain >= LEAST_GAIN and (best is None or gain > best[0]):
+                best = gain, value, spec, score
+        if best is None:
+            return is_changed
+        gain, value, spec, score = best
+        found.changes.append(Change(name, _value(found.spec, name), value, gain))
+        found.spec, found.score, is_changed = spec, score, True
+    return is_changed
+
+
+def _names(spec: FleetSpec) -> list[str]:
+    roles = {role.role for role in spec.pool.roles}
+    is_split = {PREFILL, DECODE} <= roles
+    split = [SPLIT, "gateway.skip_prefill_below_tokens"] if is_split else []
+    return ["gateway.policy", *split, *(f"engine.{name}" for name in ENGINE_FIELDS), "engine.scheduling"]
+
+
+def _value(spec: FleetSpec, name: str) -> str:
+    table, _, field_name = name.partition(".")
+    if name == SPLIT:
+        return ":".join(str(_role(spec, role).replicas) for role in (PREFILL, DECODE))
+    if table == "gateway":
+        return str(getattr(spec.pool.gateway.routing, field_name))
+    return str(getattr(spec.pool.roles[0].engine.limits, field_name))
+
+
+def _neighbours(spec: FleetSpec, name: str) -> Iterator[tuple[str, FleetSpec]]:
+    """Yield the values next to the present one, with their fleets."""
+    table, _, field_name = name.partition(".")
+    if name == SPLIT:
+        prefill, decode = _role(spec, PREFILL).replicas, _role(spec, DECODE).replicas
+        for step in (-1, 1):
+            if prefill + step > 0 and decode - step > 0:
+                sizes = {PREFILL: prefill + step, DECODE: decode - step}
+                roles = tuple(replace(role, replicas=sizes.get(role.role, role.replicas)) for role in spec.pool.roles)
+                yield f"{sizes[PREFILL]}:{sizes[DECODE]}", replace(spec, pool=replace(spec.pool, roles=roles))
+    elif table == "gateway":
+        choices: tuple[Any, ...] = POLICIES if field_name == "policy" else _SKIPS
+        for value in choices if field_name == "policy" else _beside(_SKIPS, int(_value(spec, name))):
+            changed: dict[str, Any] = {field_name: value}
+            routing = replace(spec.pool.gateway.routing, **changed)
+            gateway = replace(spec.pool.gateway, routing=routing)
+            yield str(value), replace(spec, pool=replace(spec.pool, gateway=gateway))
+    else:
+        values: tuple[Any, ...] = tuple(SCHEDULING)
+        if field_name in ENGINE_FIELDS:
+            values = _beside(ENGINE_FIELDS[field_name], int(_value(spec, name)))
+        for value in values:
+            yield str(value), _with_limit(spec, field_name, value)
+
+
+def _beside(values: tuple[int, ...], present: int) -> tuple[int, ...]:
+    below = [value for value in values if value < present][-1:]
+    above = [value for value in values if value > present][:1]
+    return (*below, *above)
+
+
+def _with_limit(spec: FleetSpec, name: str, value: Any) -> FleetSpec:
+    changed: dict[str, Any] = {name: value}
+    roles = tuple(
+        replace(role, engine=replace(role.engine, limits=replace(role.engine.limits, **changed)))
+        for role in spec.pool.roles
+    )
+    return replace(spec, pool=replace(spec.pool, roles=roles))
+
+
+def _role(spec: FleetSpec, name: str) -> Any:
+    return next(role for role in spec.pool.roles if role.role == name)
+
+
+def fields_of(found: Tuned) -> str:
+    """Return the fields that the search has changed, as the tables of a fleet file."""
+    names = dict.fromkeys(change.name for change in found.changes)
+    by_table: dict[str, list[str]] = {}
+    for name in names:
+        table, _, field_name = name.partition(".")
+        value = _value(found.spec, name)
+        if name == SPLIT:
+            prefill, decode = value.split(":")
+            by_table["# role"] = [f"# prefill: replicas = {prefill}", f"# decode: replicas = {decode}"]
+        else:
+            by_table.setdefault(table, []).append(f"{field_name} = {value if value.isdigit() else repr(value)}")
+    return "\n".join(
+        line
+        for table, lines in by_table.items()
+        for line in ([*lines, ""] if table.startswith("#") else [f"[{table}]", *lines, ""])
+    ).replace("'", '"')

@@ -1,0 +1,105 @@
+"""Jobs of a replica, its settings and totals, and the interface through which it reports."""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvferry.core.ids import BlockHash, RequestId
+from kvferry.engine.plan.kv_jobs import Export
+from kvferry.engine.plan.sequence import RemoteKv
+from kvferry.engine.plan.sequence import Sequence as EngineSequence
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.kv.pricing.price import LoadPolicy
+from kvferry.simulator.requests.tokens import Output
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One sequence on one replica."""
+
+    request_id: RequestId
+    tokens: Sequence[int]
+    """Prompt, then tokens generated before."""
+    num_prompt: int
+    output: Output
+    arrived: float
+    """Time of the request's arrival at the gateway, seconds."""
+    names: list[BlockHash] = field(default_factory=list)
+    """Names of leading blocks, if they are known."""
+    tenant: str = ""
+    priority: int = 0
+    exports: bool = False
+    """Whether the job ends after one token, and its pages are offered."""
+    remote: RemoteKv | None = None
+    last: float | None = None
+    """Time of the last token; `None` before the first."""
+    gaps: "array[float] | None" = None
+    """Seconds between tokens, if the request collects them."""
+    started: float = 0.0
+    """Time at which its computation on this replica began."""
+    first: float | None = None
+    """Time of the first token on this replica."""
+    sequence: EngineSequence | None = None
+    context: object = None
+    """Value of the listener."""
+
+
+class Listener(Protocol):
+    """Receives what happens to the jobs of replicas."""
+
+    def first_token(self, job: Job, now: float) -> None:
+        """The first token of a request, on any replica."""
+        ...
+
+    def answered(self, job: Job, now: float) -> None:
+        """The first token on this replica."""
+        ...
+
+    def fetched(self, job: Job, num_blocks: int, seconds: float) -> None:
+        """KV of the job was fetched from another replica."""
+        ...
+
+    def gap(self, seconds: float, weight: int) -> None:
+        """The time between two tokens of each of `weight` sequences."""
+        ...
+
+    def declined(self, job: Job) -> None:
+        """The KV of the job's ticket is computed, which is faster than to fetch it."""
+        ...
+
+    def finished(self, job: Job, now: float) -> None:
+        """The job has all tokens."""
+        ...
+
+    def exported(self, job: Job, export: Export, now: float) -> None:
+        """The job's pages are to be offered; the listener owns their references."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """Engine of a replica."""
+
+    num_blocks: int
+    block_tokens: int = 16
+    block_bytes: int = 1
+    limits: SchedulerLimits = SchedulerLimits()  # noqa: RUF009  frozen
+    load_policy: LoadPolicy = LoadPolicy.PRICE
+    takes_runs: bool = True
+    """Whether runs of decode steps are simulated at once (`decode_runs`)."""
+
+
+@dataclass(slots=True)
+class ReplicaCounts:
+    """Totals of one replica."""
+
+    steps: int = 0
+    tokens: int = 0
+    """Tokens that were computed."""
+    sampled: int = 0
+    busy_seconds: float = 0.0
+    page_seconds: float = 0.0
+    """Sum over steps of pages in use times seconds."""
+    sequence_seconds: float = 0.0
+    """Sum over steps of sequences in the step times seconds."""

@@ -1,0 +1,131 @@
+"""Baseline schedulers: contiguous reservations for whole requests, static batches, and pages without sharing.
+
+A reserved chunk is at least as large as the pages of its sequence, so that the production block pool beneath is never
+short: the reservations alone decide what is admitted.
+"""
+
+from collections.abc import Callable, Sequence
+
+from kvferry.core.ids import BlockHash, BlockId, RequestId
+from kvferry.engine.blocks.allocation import Allocator
+from kvferry.engine.blocks.block_pool import BlockPool
+from kvferry.engine.blocks.prefix_index import PrefixIndex
+from kvferry.engine.plan.admission import Admission, Headroom
+from kvferry.engine.plan.scheduler import Scheduler
+from kvferry.engine.plan.sequence import Sequence as EngineSequence
+from kvferry.engine.plan.step import ScheduledSequence
+from kvferry.engine.plan.step_budget import SchedulerLimits, StepBudget
+from kvferry.engine.speculation.speculation import Speculation
+from kvferry.testing.baselines.buddy import BuddyMemory
+
+Rule = Callable[[EngineSequence], int]
+"""Number of slots that are reserved for a sequence. `max_tokens_total` is its true length in a simulation."""
+
+
+def whole_context(context: int) -> Rule:
+    """Reserve the model's context: Orca (Max)."""
+    return lambda sequence: context
+
+
+def power_of_two(context: int) -> Rule:
+    """Reserve the prompt, and the output rounded up to a power of two: Orca (Pow2)."""
+
+    def rule(sequence: EngineSequence) -> int:
+        output = sequence.max_tokens_total - sequence.num_prompt
+        return min(context, sequence.num_prompt + (1 << (output - 1).bit_length()))
+
+    return rule
+
+
+def true_length(sequence: EngineSequence) -> int:
+    """Reserve the prompt and the true output: Orca (Oracle), which cannot be built."""
+    return sequence.max_tokens_total
+
+
+class PrivatePages(Allocator):
+    """Allocator that finds nothing in the prefix cache, so that no two sequences share pages."""
+
+    def peek(self, names: Sequence[BlockHash], tokens: Sequence[int], *, max_tokens: int) -> list[BlockId]:
+        """Find nothing."""
+        return []
+
+
+class _ReservingAdmission(Admission):
+    """Admits a sequence when a chunk for its whole length is free, and holds the chunk until it ends."""
+
+    memory: BuddyMemory
+    rule: Rule
+    chunks: dict[RequestId, tuple[int, int]]
+
+    @property
+    def has_place(self) -> bool:
+        """Whether the first waiting sequence can have a chunk."""
+        first = self._waiting.first()
+        return super().has_place and (first is None or self.memory.fits(self.rule(first)))
+
+    def give_back_slot(self, sequence: EngineSequence) -> None:
+        """Give the chunk of a sequence back."""
+        super().give_back_slot(sequence)
+        chunk = self.chunks.pop(sequence.request_id, None)
+        if chunk is not None:
+            self.memory.give(chunk)
+
+    def _admit_one(
+        self, sequence: EngineSequence, hit: list[BlockId], room: StepBudget, pages: Headroom,
+        planned: list[ScheduledSequence],
+    ) -> bool:  # fmt: skip
+        chunk = self.memory.take(self.rule(sequence))
+        if chunk is None:
+            return False
+        if not super()._admit_one(sequence, hit, room, pages, planned):
+            self.memory.give(chunk)
+            return False
+        self.chunks[sequence.request_id] = chunk
+        return True
+
+
+class ReservingScheduler(Scheduler):
+    """Scheduler with iteration-level batching over reserved chunks (Yu et al., Orca, OSDI 2022)."""
+
+    def __init__(
+        self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None, *, memory: BuddyMemory,
+        rule: Rule,
+    ) -> None:  # fmt: skip
+        super().__init__(limits, allocator, speculation)
+        self.memory, self.rule = memory, rule
+        self.chunks: dict[RequestId, tuple[int, int]] = {}
+        admission = self.admission = _ReservingAdmission(
+            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading,
+            slots=self.slots,
+        )  # fmt: skip
+        admission.memory, admission.rule, admission.chunks = memory, rule, self.chunks
+
+
+class _StaticAdmission(Admission):
+    batch: int
+
+    @property
+    def has_place(self) -> bool:
+        """Whether no batch is running, or the one that is being filled has a place."""
+        is_filling = all(sequence.num_generated == 0 and not sequence.num_computed for sequence in self._running)
+        return (not self._running or is_filling) and len(self._running) < self.batch
+
+
+class StaticScheduler(Scheduler):
+    """Scheduler that runs a batch of a fixed size to its end before it takes the next (FasterTransformer-like)."""
+
+    def __init__(
+        self, limits: SchedulerLimits, allocator: Allocator, speculation: Speculation | None, *, batch: int
+    ) -> None:
+        super().__init__(limits, allocator, speculation)
+        admission = self.admission = _StaticAdmission(
+            limits, allocator, self._policy, waiting=self._waiting, running=self._running, loading=self._loading,
+            slots=self.slots,
+        )  # fmt: skip
+        admission.batch = batch
+
+
+def private_pages(num_blocks: int, block_tokens: int) -> Allocator:
+    """Return an allocator without sharing."""
+    index = PrefixIndex()
+    return PrivatePages(BlockPool(num_blocks, on_reuse=index.forget), index, block_tokens=block_tokens)

@@ -1,0 +1,103 @@
+"""All rows of the table of results."""
+
+from harness.results import capacity, fleets, memory, policies, sharing
+from harness.results.rows import Row
+
+_PAPER = "PagedAttention"
+_THESIS = "vLLM thesis"
+ROWS: tuple[Row, ...] = (
+    Row(
+        1, f"{_PAPER}, figure 2", "Paging removes the waste of KV memory: share that holds tokens",
+        "20.4 % Orca (Max), 26.8 % (Pow2), 38.2 % (Oracle), 96.3 % paged",
+        "same order, each within 5 points, paged at least 95 %", memory.useful_shares,
+    ),
+    Row(
+        2, f"{_PAPER}, section 4.3", "A sequence wastes less than one block, and no page is lost to fragmentation",
+        "by design", "true after every step", memory.waste_bound, is_fast=True,
+    ),
+    Row(
+        3, f"{_PAPER}, figure 13", "More requests are batched at the same rate",
+        "ShareGPT 2/s: 7.00, 9.81, 13.62, 30.42 paged; Alpaca 30/s: 7.00, 43.24, 72.75, 132.44 paged",
+        "ShareGPT: at least 1.8 times Oracle and 3.5 times Max", memory.batched_requests,
+    ),
+    Row(
+        4, f"{_PAPER}, figure 12", "Higher request rate at equal latency, ShareGPT",
+        "1.7 to 2.7 times Oracle, 2.7 to 8 times Max, up to 22 times FasterTransformer",
+        "at least 1.5 times Oracle and 2.5 times Max; static batches are worst", capacity.rates,
+    ),
+    Row(
+        5, f"{_PAPER}, abstract", "2 to 4 times the throughput at equal latency", "2 to 4 times",
+        "geometric mean at least 2 over the baselines and workloads", capacity.overall,
+    ),
+    Row(
+        6, f"{_PAPER}, figure 12f", "The gain disappears where memory does not bind", "smaller, not stated",
+        "below 1.2 times Oracle", capacity.compute_bound,
+    ),
+    Row(
+        7, f"{_PAPER}, figure 14", "The gain over Oracle grows with the number of samples",
+        "Alpaca: 1.3 times with one sample, more with 2, 4 and 6", "rises with the number of samples",
+        capacity.samples,
+    ),
+    Row(
+        8, f"{_PAPER}, figure 15", "Memory saved by sharing between samples",
+        "Alpaca 6.09, 8.53, 9.79 % with 2, 4, 6 samples; ShareGPT 16.2 to 30.5 %",
+        "Alpaca within 3 points; ShareGPT rising", sharing.saved_pages,
+    ),
+    Row(
+        9, f"{_PAPER}, section 4.4", "Prompts are a small part of the KV memory with parallel sampling", "12 %",
+        "reported, no line", sharing.prompt_share,
+    ),
+    Row(
+        10, f"{_PAPER}, figure 16", "A shared prefix raises the request rate",
+        "1.67 times Oracle with 80 tokens, 3.58 times with 341", "at least 1.3 and 2.5 times, more for the longer one",
+        capacity.shared_prefix,
+    ),
+    Row(
+        11, f"{_PAPER}, figure 17", "Twice the rate for chats with prompts of 1,024 tokens",
+        "2 times the three baselines",
+        "at least 1.3 times; with KV kept between rounds more", capacity.chat,
+    ),
+    Row(
+        13, f"{_PAPER}, figure 18b", "A block of 16 tokens suits long and short requests",
+        "ShareGPT best from 16 to 128, Alpaca at 16 and 32", "16 within 5 % of the best; 256 clearly worse for Alpaca",
+        memory.block_sizes,
+    ),
+    Row(
+        17, f"{_THESIS}, section 4.4.3", "A preempted request continues after one pass",
+        "one pass instead of one per token", "one step", policies.recovery, is_fast=True,
+    ),
+    Row(
+        18, f"{_THESIS}, section 4.5", "Shortest remaining time first avoids head-of-line blocking",
+        "100,000 tokens before 100: step 13 with FIFO, 1 with SRTF",
+        "at once instead of step 13; mean TTFT srtf <= two-level < fcfs", policies.head_of_line,
+    ),
+    Row(
+        19, f"{_THESIS}, section 4.5.3", "Two levels bound the wait that SRTF does not", "no number",
+        "a long prompt in a stream of short ones waits less than half as long as with srtf", policies.no_starvation,
+    ),
+    Row(
+        20, f"{_THESIS}, section 4.5.2", "SRTF raises the hit rate of the prefix cache", "no number",
+        "srtf and two-level above fcfs", policies.hit_rates,
+    ),
+    Row(
+        27, f"{_THESIS}, section 2.1", "Sizes of KV caches",
+        "800 KB a token and 1.6 GB for OPT-13B; 400 KB, 40 GB and 12 ms for 100,000 tokens", "exact",
+        memory.kv_sizes, is_fast=True,
+    ),
+    Row(
+        28, "Inside vLLM, prefix caching", "Only the part after the cached blocks is computed", "example",
+        "prompt less the full blocks of the common prefix", policies.suffix_only, is_fast=True,
+    ),
+    Row(
+        30, "Inside vLLM, chunked prefill", "Chunks bound the time of a step", "no number",
+        "p99 ITL falls, and no step exceeds the bound of its budget", policies.chunks, is_fast=True,
+    ),
+    Row(
+        31, f"{_THESIS}, section 4.4.4", "Separate prefill isolates ITL from bursts of prompts", "no number",
+        "lower p99 ITL than together, also in chunks; bytes moved are those of the prompts", fleets.disaggregation,
+    ),
+    Row(
+        36, "Inside vLLM, load score", "Routing by load and by prefix beats taking turns", "no number",
+        "least-loaded below round-robin in p99 TTFT; more hits and lower p99 TTFT by prefix", fleets.routing,
+    ),
+)  # fmt: skip

@@ -1,0 +1,42 @@
+"""The recorded results are those of the table, and the fast ones are made again."""
+
+import pytest
+from harness.results.__main__ import PAGE, chosen, recorded
+from harness.results.page import page
+from harness.results.rows import Row
+from harness.results.table import ROWS
+
+FAST = [row for row in ROWS if row.is_fast]
+
+
+def test_every_row_is_recorded_as_it_stands_in_the_table() -> None:
+    found = recorded()
+    assert sorted(found) == [row.number for row in ROWS]
+    for row in ROWS:
+        kept = found[row.number]
+        assert (kept["id"], kept["claim"], kept["original"], kept["pass_line"]) == (
+            row.source, row.claim, row.original, row.pass_line,
+        )  # fmt: skip
+        assert kept["command"] == row.command
+
+
+def test_a_miss_says_why() -> None:
+    assert all(row["why"] for row in recorded().values() if not row["passed"])
+
+
+def test_the_page_shows_the_record() -> None:
+    assert page([recorded()[row.number] for row in ROWS]) == PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize("row", FAST, ids=lambda row: f"H{row.number}")
+def test_fast_rows_give_the_recorded_outcome_again(row: Row) -> None:
+    outcome, kept = row.run(), recorded()[row.number]
+    assert (outcome.ours, outcome.passed) == (kept["ours"], kept["passed"])
+
+
+def test_rows_are_chosen_by_number_or_source() -> None:
+    assert [row.number for row in chosen(["H4"])] == [4]
+    assert [row.number for row in chosen([ROWS[0].source, "H4"])] == [1, 4]
+    assert chosen([]) == list(ROWS)
+    with pytest.raises(SystemExit, match="the rows are H1"):
+        chosen(["H99"])
