@@ -62,6 +62,7 @@ class StatusResponse(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     RETIRED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill, decode, both"""
     model: _builtins.str
@@ -84,6 +85,8 @@ class StatusResponse(_message.Message):
     """MAC of the nonce and the port of the request services"""
     max_sequences: _builtins.int
     """in the running batch; 0: unknown"""
+    num_steps: _builtins.int
+    """steps of the engine since it started"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -122,10 +125,11 @@ class StatusResponse(_message.Message):
         max_sequences: _builtins.int = ...,
         adapters: _abc.Iterable[_common_pb2.Adapter] | None = ...,
         retired_adapters: _abc.Iterable[_common_pb2.Adapter] | None = ...,
+        num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "max_sequences", b"max_sequences", "model", b"model", "model_digest", b"model_digest", "proof", b"proof", "ready", b"ready", "retired_adapters", b"retired_adapters", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "max_sequences", b"max_sequences", "model", b"model", "model_digest", b"model_digest", "num_steps", b"num_steps", "proof", b"proof", "ready", b"ready", "retired_adapters", b"retired_adapters", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -153,6 +153,11 @@ class EngineLoop:
         self.adapters = engine.adapter_infos
         """The registered adapters; the engine's thread replaces the tuple after each change."""
 
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of the engine so far."""
+        return self._engine.statistics.num_steps
+
     def start(self) -> None:
         """Start the engine's thread."""
         self._loop = asyncio.get_running_loop()

@@ -152,6 +152,10 @@ class FleetConfig:
     silent_polls: int = 2
     """Number of consecutive unanswered status polls, with no token received between them, after which calls to the
     worker are cancelled. A single missed poll only diverts new requests; cancelled calls must be recomputed."""
+    stalled_polls: int = 60
+    """Consecutive statuses with running sequences and without a new step of the engine, after which calls to the worker
+    are cancelled and it gets no new requests: 30 s at the default interval. The longest step, a chunk of a large model
+    on a CPU, takes a few seconds."""
     max_backoff_seconds: float = 2.0
     """Maximum interval between status polls of a worker that does not answer."""
 

@@ -28,6 +28,7 @@ def fleet_config(workers: ScriptedWorkers, status_timeout_seconds: float = 2.0) 
         status_interval_seconds=0.02,
         status_timeout_seconds=status_timeout_seconds,
         max_backoff_seconds=0.1,
+        stalled_polls=3,
     )
 
 

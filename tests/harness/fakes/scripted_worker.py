@@ -111,6 +111,8 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
         self.max_model_tokens = 512
         self.max_sequences = 0
         """Maximum number of sequences in the running batch; 0 if the worker does not report it."""
+        self.num_steps = 0
+        """Reported number of steps; 0 if the worker does not report it."""
         self.running = 0
         """Reported number of running sequences, for those of other gateways."""
         self.step_tokens = 1
@@ -181,6 +183,7 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
             max_model_tokens=self.max_model_tokens,
             block_tokens=16,
             max_sequences=self.max_sequences,
+            num_steps=self.num_steps,
         )
         response.identity.worker_id = self.worker_id
         response.identity.incarnation = self.incarnation

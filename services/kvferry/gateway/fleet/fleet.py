@@ -83,7 +83,7 @@ class Fleet:
         for key, listing in listed.items():
             if key in known:
                 continue
-            member = Member(listing, self._model, self._keys)
+            member = Member(listing, self._model, self._keys, stalled_polls=self._config.stalled_polls)
             self._members.append(member)
             if self._is_running:
                 _log.info("worker %s (%s) added", listing.name, listing.endpoint.address)
@@ -226,6 +226,8 @@ class Fleet:
                 backoff = min(2 * backoff, self._config.max_backoff_seconds)
             else:
                 member.saw(status, clears_suspicion=member.num_suspicions == suspicions)
+                if member.is_stalled:
+                    member.lose_calls("its engine makes no step")
                 delay = self._config.status_interval_seconds
                 backoff, silent_polls = _FIRST_BACKOFF_SECONDS, 0
             self.num_polls += 1

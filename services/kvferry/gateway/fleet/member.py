@@ -18,6 +18,7 @@ from kvferry.core.errors import Unauthenticated
 from kvferry.core.ids import AdapterId, Incarnation, WorkerId
 from kvferry.core.load import WorkerLoad
 from kvferry.gateway.config import Endpoint
+from kvferry.gateway.fleet.step_watch import StepWatch
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.discovery import Listing
@@ -133,10 +134,11 @@ class Hold:
 class Member:
     """Channels and latest status of a worker. Changed only on the event loop."""
 
-    def __init__(self, listing: Listing, model: str, keys: WorkerKeys | None) -> None:
+    def __init__(self, listing: Listing, model: str, keys: WorkerKeys | None, *, stalled_polls: int) -> None:
         """
         Args:
             keys: sign the calls; `None` for workers that do not check them, in tests.
+            stalled_polls: see `FleetConfig.stalled_polls`.
         """
         self.listing = listing
         """The worker's latest listing."""
@@ -147,6 +149,7 @@ class Member:
         self.why_suspect = ""
         self.num_suspicions = 0
         self.wake = asyncio.Event()
+        self._steps = StepWatch(stalled_polls)
         self._model = model
         self._keys = keys
         self._signer = None if keys is None else keys.signers[0]
@@ -247,6 +250,7 @@ class Member:
         before = self.view().why_not
         self._status = status
         load = load_from_wire(status.load)
+        self._steps.observe(status.identity.incarnation, status.num_steps, load.running)
         self._room = WorkerRoom(
             self.listing.role, status.max_sequences, load.num_requests, len(self.held), load.kv_usage
         )
@@ -255,6 +259,11 @@ class Member:
         after = self.view().why_not
         if before != after:
             _log.info("worker %s: %s", self.address, after or f"accepts {self.listing.role} requests")
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the worker answers, but its engine makes no step."""
+        return self._steps.is_stalled
 
     def view(self) -> WorkerView:
         """Return an immutable snapshot of the worker's state."""
@@ -317,6 +326,8 @@ class Member:
             return settled
         if not status.ready:
             return "not ready"
+        if self._steps.is_stalled:
+            return f"its engine has made no step for {self._steps.count} statuses, with requests running"
         return self.why_suspect
 
 

@@ -88,6 +88,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             tiers=self._tier_statuses(),
             family=own.layout.family,
             max_sequences=own.max_sequences,
+            num_steps=own.loop.num_steps,
             adapters=[_adapter(info) for info in own.loop.adapters if info.retired_until is None],
             retired_adapters=[
                 _adapter(info)

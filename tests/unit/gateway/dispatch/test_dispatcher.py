@@ -244,6 +244,28 @@ async def test_a_stream_leaves_a_decode_worker_that_is_frozen(frozen_pairs, afte
     frozen.mute = False
 
 
+@pytest.mark.parametrize("after", [0, 1, 5])
+async def test_a_stream_leaves_a_worker_that_answers_and_makes_no_step(two_pairs, after):
+    workers = two_pairs.workers.decode
+    whoever_is_first(workers, "decode", Fault(Act.HANG, after_tokens=after))
+    task = asyncio.create_task(collect(two_pairs, ask()))
+    reached = [asyncio.create_task(w.fault_reached.wait()) for w in workers]
+    await asyncio.wait(reached, return_when=asyncio.FIRST_COMPLETED)
+    for waiting in reached:
+        waiting.cancel()
+    stalled = next(w for w in workers if w.fault_reached.is_set())
+    stalled.num_steps, stalled.running = 9, 1
+    events = await task
+    check(events, ask())
+    assert [len(w.decodes) for w in workers] == [1, 1]
+    assert events[-1].timing.resumed == 1
+    (why,) = [view.why_not for view in two_pairs.fleet.views() if view.endpoint.address == stalled.address]
+    assert why.startswith("its engine has made no step for ")
+    stalled.num_steps = 10
+    await two_pairs.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
+    stalled.running = 0
+
+
 async def test_a_frozen_prefill_worker_is_replaced_and_its_answer_released(frozen_pairs):
     workers = frozen_pairs.workers.prefill
     whoever_is_first(workers, "prefill", Fault(Act.LOSE_ANSWER))
