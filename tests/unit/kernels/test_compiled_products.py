@@ -198,6 +198,13 @@ def test_inputs_that_fill_no_group(form: str, cols: int, level: str) -> None:
     np.testing.assert_allclose(run(level, pack(form, "F32", raw, cols), x), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", CODED)
+def test_rows_are_dequantized_to_the_bits_of_the_library(name: str) -> None:
+    raw = random_rows(name, 24, 512, np.random.default_rng(13))
+    got = run("portable", pack("f32", name, raw, 512), np.eye(512, dtype=np.float32)).T
+    np.testing.assert_array_equal(got, values_of("f32", name, raw).astype(np.float32))
+
+
 def test_rows_are_packed_in_the_order_asked_for() -> None:
     rng = np.random.default_rng(3)
     raw = random_rows("Q4_1", 20, 64, rng)

@@ -4,6 +4,7 @@ import contextlib
 import struct
 import tracemalloc
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,15 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.kernels.test_compiled_products import random_rows
 
 from kvferry.core.errors import ModelFileError
+from kvferry.engine.models.build import build_model
+from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
+from kvferry.model.config import ModelConfig
 from kvferry.model.files.gguf_file import GgufModel
 from kvferry.model.files.gguf_header import Array, read_header
 from kvferry.model.source import ModelSource, open_model
@@ -22,6 +29,8 @@ from kvferry.model.text.byte_level import CHARACTER_OF
 from kvferry.model.text.tokenizer_files import tokenizer_from_gguf
 
 CONFIG = tiny.config()
+PLAIN_KINDS = ("F16", "BF16", "Q5_1")
+"""Types that the library's quantizer writes."""
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -49,9 +58,16 @@ def stored_order(weights: np.ndarray, heads: int) -> np.ndarray:
     return weights.reshape(heads, 2, weights.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weights.shape)
 
 
-def write_tiny(path: Path, pairs: Mapping[str, object] | None = None, kind: GGMLQuantizationType | None = None) -> Path:
-    """The tiny model as a GGUF file, by the reference library's writer. `pairs` of `None` leave a key out."""
-    c, source = CONFIG, tiny.TinyTensors(CONFIG)
+def write_tiny(
+    path: Path,
+    pairs: Mapping[str, object] | None = None,
+    kind: GGMLQuantizationType | None = None,
+    c: ModelConfig = CONFIG,
+    coded: Mapping[str, GGMLQuantizationType] | None = None,
+) -> Path:
+    """The tiny model as a GGUF file, by the reference library's writer. `pairs` of `None` leave a key out. Tensors
+    whose names end as in `coded` have random codes of that type."""
+    source, rng = tiny.TinyTensors(c), np.random.default_rng(0)
     values: dict[str, object] = {
         "llama.block_count": c.num_layers,
         "llama.context_length": c.max_model_tokens,
@@ -85,7 +101,12 @@ def write_tiny(path: Path, pairs: Mapping[str, object] | None = None, kind: GGML
         weights = source.read(name)
         if "q_proj" in name or "k_proj" in name:
             weights = stored_order(weights, c.num_heads if "q_proj" in name else c.num_kv_heads)
-        if kind is not None and weights.ndim == 2 and weights.shape[1] % 32 == 0:
+        as_coded = next((each for end, each in (coded or {}).items() if name.endswith(end)), None)
+        if as_coded is not None and as_coded.name not in PLAIN_KINDS:
+            writer.add_tensor(stored_name(name), random_rows(as_coded.name, *weights.shape, rng), raw_dtype=as_coded)
+        elif as_coded is not None:
+            writer.add_tensor(stored_name(name), quantize(weights, as_coded), raw_dtype=as_coded)
+        elif kind is not None and weights.ndim == 2 and weights.shape[1] % 32 == 0:
             writer.add_tensor(stored_name(name), quantize(weights, kind), raw_dtype=kind)
         else:
             writer.add_tensor(stored_name(name), np.ascontiguousarray(weights))
@@ -120,6 +141,48 @@ def test_each_type_is_read_as_the_library_reads_it(tmp_path: Path, kind: str) ->
     for name in ("lm_head.weight", "model.layers.1.mlp.down_proj.weight"):
         stored = theirs[stored_name(name)]
         np.testing.assert_array_equal(ours.read(name), dequantize(stored.data, stored.tensor_type))
+
+
+WIDE = replace(CONFIG, hidden_size=256, intermediate_size=512, head_dim=64)
+MIXTURE = {
+    "q_proj.weight": GGMLQuantizationType.Q4_K,
+    "k_proj.weight": GGMLQuantizationType.Q4_K,
+    "v_proj.weight": GGMLQuantizationType.Q6_K,
+    "o_proj.weight": GGMLQuantizationType.Q5_K,
+    "0.mlp.gate_proj.weight": GGMLQuantizationType.Q3_K,
+    "0.mlp.up_proj.weight": GGMLQuantizationType.Q2_K,
+    "1.mlp.gate_proj.weight": GGMLQuantizationType.IQ4_NL,
+    "1.mlp.up_proj.weight": GGMLQuantizationType.Q5_1,
+    "0.mlp.down_proj.weight": GGMLQuantizationType.Q6_K,
+    "1.mlp.down_proj.weight": GGMLQuantizationType.BF16,
+    "embed_tokens.weight": GGMLQuantizationType.Q6_K,
+    "lm_head.weight": GGMLQuantizationType.F16,
+}
+"""Mixtures as in files of Q4_K_M and others, and more types."""
+
+
+def test_a_mixture_of_types_is_read_as_the_library_reads_it_and_computed_alike(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", c=WIDE, coded=MIXTURE)
+    model = GgufModel(path)
+    theirs = {t.name: t for t in GGUFReader(path).tensors}
+    for name in model.shapes():
+        stored = theirs[stored_name(name)]
+        expected = dequantize(stored.data, stored.tensor_type) if stored.data.dtype == np.uint8 else stored.data
+        ours = model.read(name)
+        if "q_proj" in name or "k_proj" in name:
+            ours = stored_order(ours, WIDE.num_heads if "q_proj" in name else WIDE.num_kv_heads)
+        np.testing.assert_array_equal(ours, expected.astype(np.float32).reshape(ours.shape))
+    assert {line.split(":")[0] for line in model.weights()} == {"F32", *(kind.name for kind in MIXTURE.values())}
+    logits = []
+    for kernels in ("torch", "compiled"):
+        built = build_model(model.config, model, dtype="float32", kernels=kernels)
+        pages = PagedKv.allocate(KvLayout.of(model.config, block_tokens=16, dtype="float32"), 2)
+        at = np.arange(9, dtype=np.int64)
+        batch = StepBatch(at * 11, at, at, np.array([9]), np.array([9]), np.zeros((1, 1), np.int64), at)
+        values = built.compute(batch, pages).values
+        logits.append(np.stack([np.array(values[row]) for row in range(9)]))
+    assert logits[0].std() > 0.1
+    np.testing.assert_allclose(logits[1], logits[0], atol=2e-3 * logits[0].std())
 
 
 def test_the_embedded_model_is_read_as_the_library_reads_it(smollm: ModelSource) -> None:
