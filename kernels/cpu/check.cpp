@@ -73,6 +73,7 @@ struct World {
   std::vector<Packed> matrices;
   std::vector<std::vector<float>> vectors;
   std::vector<Layer> layers;
+  std::vector<Expert> experts;
 
   World(const std::string& wanted, RowType type, int input_bits) {
     model.input_bits = input_bits;
@@ -85,7 +86,9 @@ struct World {
     model.max_tokens = kLongest + 20;
     model.epsilon = 1e-5f;
     model.scale = 1.0f / std::sqrt(float(model.head_dim));
-    matrices.reserve(64);
+    const bool has_experts = draw(0, 1);
+    matrices.reserve(128);
+    experts.reserve(32);
     vectors.reserve(64);
     const auto norm = [&](int n) { return vectors.emplace_back(floats(size_t(n), 1.0f)).data(); };
     const auto matrix = [&](int rows, int cols) {
@@ -110,8 +113,23 @@ struct World {
       layer.k_norm = i ? norm(model.head_dim) : nullptr;
       layer.output = matrix(model.hidden, width);
       layer.mlp_norm = norm(model.hidden);
-      layer.gate_up = matrix(2 * ((model.intermediate + kPanel - 1) / kPanel * kPanel), model.hidden);
-      layer.down = matrix(model.hidden, model.intermediate);
+      const auto gate_up_rows = [](int inner) { return 2 * ((inner + kPanel - 1) / kPanel * kPanel); };
+      if (i && has_experts) {
+        layer.mixture.count = draw(1, 20);
+        layer.mixture.active = draw(1, std::min(layer.mixture.count, 6));
+        layer.mixture.renormalizes = draw(0, 1);
+        layer.mixture.has_shared = draw(0, 1);
+        const int all = layer.mixture.count + (layer.mixture.has_shared ? 1 : 0), inner = 32 * draw(1, 4);
+        layer.mixture.router = matrix(all, model.hidden);
+        for (int e = 0; e < all; ++e) {
+          const int size = e < layer.mixture.count ? inner : draw(1, 90);
+          experts.push_back({matrix(gate_up_rows(size), model.hidden), matrix(model.hidden, size)});
+        }
+        layer.mixture.experts = experts.data();
+      } else {
+        layer.gate_up = matrix(gate_up_rows(model.intermediate), model.hidden);
+        layer.down = matrix(model.hidden, model.intermediate);
+      }
       layers.push_back(layer);
     }
     model.layers = layers.data();
@@ -130,6 +148,7 @@ struct World {
       if (draw(0, 2)) layer.cos = cos, layer.sin = sin;
       layer.window = draw(0, 2) ? 0 : one_of({1, 7, 16, 100, 256, 300});
       if (placement > 1) layer.attention_output_norm = layer.mlp_output_norm = norm(model.hidden);
+      if (layer.mixture.count) layer.mlp_output_norm = nullptr;
       if (placement == 2) layer.attention_norm = layer.mlp_norm = nullptr;
       if (!draw(0, 3)) {
         layer.q_norm_whole = norm(width);

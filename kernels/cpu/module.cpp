@@ -1,6 +1,5 @@
 // Python bindings of the compiled kernels: they validate arguments, release the GIL and call the kernels.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -12,32 +11,22 @@
 #include <vector>
 
 #include "data/batch.hpp"
+#include "data/batch_checks.hpp"
 #include "data/matrix.hpp"
 #include "data/model.hpp"
 #include "runtime/pool.hpp"
 #include "weights/pack.hpp"
 #include "attention/item.hpp"
 #include "step/adapter_layout.hpp"
-#include "step/batch_checks.hpp"
 #include "step/level.hpp"
 #include "step/step.hpp"
 #include "levels/levels.hpp"
+#include "bindings.hpp"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace kvferry {
 namespace {
-
-template <class T>
-using Array = nb::ndarray<T, nb::numpy, nb::c_contig, nb::device::cpu>;
-using Bytes = Array<uint8_t>;
-using Ints = Array<const int64_t>;
-using Floats = Array<const float>;
-
-void require(bool holds, const std::string& what) {
-  if (!holds) throw nb::value_error(what.c_str());
-}
 
 bool is_width(int input_bits) { return input_bits == 8 || input_bits == 16 || input_bits == 32; }
 
@@ -52,71 +41,6 @@ const Level& usable(const std::string& level) {
   const Level* found = level_named(level);
   require(found != nullptr, "this machine does not run level " + level);
   return *found;
-}
-
-// Casts to an array without conversion: a converted copy would be freed while the kernels still point to it.
-template <class A>
-A exactly(nb::handle from, const char* what) {
-  A array;
-  if (!nb::try_cast<A>(from, array, false))
-    throw nb::type_error((std::string(what) + " must be a contiguous numpy array of the right type").c_str());
-  return array;
-}
-
-std::vector<RowType> row_types(const std::vector<int>& types) {
-  std::vector<RowType> found;
-  for (int type : types) found.push_back(RowType(type));
-  return found;
-}
-
-// A matrix whose memory Python owns.
-struct PackedMatrix {
-  Matrix matrix;
-  std::vector<nb::object> owners;
-
-  size_t bytes() const { return matrix.panel_bytes * size_t(matrix.panels); }
-};
-
-PackedMatrix make_matrix(const std::string& wanted, const std::vector<int>& types, int rows, int cols) {
-  require(rows > 0 && cols > 0 && !types.empty(), "a matrix needs rows, columns and types");
-  for (RowType type : row_types(types))
-    require(row_bytes(type, cols) > 0, "columns do not divide into the type's blocks");
-  return {packed_layout(wanted, row_types(types), rows, cols), {}};
-}
-
-void pack_matrix(PackedMatrix& packed, const std::vector<int>& types, const std::vector<Array<const uint8_t>>& parts,
-                 Ints order, Bytes out) {
-  const Matrix& m = packed.matrix;
-  require(types.size() == parts.size(), "every part needs a type");
-  require(order.size() == size_t(m.rows), "the order does not name every row");
-  require(out.size() == packed.bytes(), "the packed matrix has another size");
-  std::vector<Part> list;
-  int64_t total = 0;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const size_t bytes = row_bytes(RowType(types[i]), m.cols);
-    require(bytes > 0 && parts[i].size() % bytes == 0, "a part is not a whole number of rows");
-    list.push_back({RowType(types[i]), parts[i].data(), int(parts[i].size() / bytes)});
-    total += list.back().rows;
-  }
-  for (size_t r = 0; r < order.size(); ++r)
-    require(order.data()[r] >= -1 && order.data()[r] < total, "the order names a row that is not there");
-  nb::gil_scoped_release released;
-  pack(m, list, order.data(), out.data());
-}
-
-void attach(PackedMatrix& packed, nb::object data, nb::object bias) {
-  require(packed.matrix.data == nullptr, "the matrix has its data already");
-  const auto bytes = exactly<Array<const uint8_t>>(data, "packed data");
-  require(bytes.size() == packed.bytes(), "the packed matrix has another size");
-  const float* values = nullptr;
-  if (!bias.is_none()) {
-    const auto given = exactly<Floats>(bias, "a bias");
-    require(given.size() == size_t(packed.matrix.panels) * kPanel, "a bias needs a value for every padded row");
-    values = given.data();
-  }
-  packed.matrix.data = bytes.data();
-  packed.matrix.bias = values;
-  packed.owners = {data, bias};
 }
 
 // An adapter of one model, whose memory Python owns.
@@ -157,7 +81,7 @@ class Runner {
     m.final_norm = floats(parts["final_norm"], m.hidden);
     m.head_norm = floats(parts["head_norm"], m.hidden);
     const size_t angles = size_t(m.max_tokens) * m.head_dim;
-    const int width = m.heads * m.head_dim, gate_up = 2 * ((m.intermediate + kPanel - 1) / kPanel * kPanel);
+    const int width = m.heads * m.head_dim;
     for (nb::handle item : layers) {
       const auto from = nb::cast<nb::dict>(item);
       Layer layer;
@@ -180,8 +104,13 @@ class Runner {
       layer.mlp_output_norm = optional("mlp_output_norm", m.hidden);
       layer.output = matrix(from["output"], m.hidden, width);
       layer.mlp_norm = optional("mlp_norm", m.hidden);
-      layer.gate_up = matrix(from["gate_up"], gate_up, m.hidden);
-      layer.down = matrix(from["down"], m.hidden, m.intermediate);
+      if (from.contains("mixture")) {
+        layer.mixture = mixture(nb::cast<nb::dict>(from["mixture"]));
+        require(!layer.mlp_output_norm, "outputs of experts have no norm");
+      } else {
+        layer.gate_up = matrix(from["gate_up"], gate_up_rows(m.intermediate), m.hidden);
+        layer.down = matrix(from["down"], m.hidden, m.intermediate);
+      }
       layers_.push_back(layer);
     }
     require(!layers_.empty(), "a model needs a layer");
@@ -215,6 +144,7 @@ class Runner {
     auto packed = std::make_unique<PackedAdapter>();
     packed->model = this;
     packed->adapter.is_bf16 = is_bf16;
+    require(experts_.empty(), "models with experts take no adapters");
     require(layers.size() == layers_.size(), "an adapter needs an entry for every layer");
     for (size_t i = 0; i < layers.size(); ++i) {
       const auto from = nb::cast<nb::dict>(layers[i]);
@@ -297,6 +227,27 @@ class Runner {
   }
 
  private:
+  static int gate_up_rows(int intermediate) { return 2 * ((intermediate + kPanel - 1) / kPanel * kPanel); }
+  // `from`: "router", "active", "renormalizes", "experts" and "shared": pairs of gate_up and down, or None.
+  Mixture mixture(nb::dict from) {
+    Mixture found;
+    auto experts = nb::cast<std::vector<nb::object>>(from["experts"]);
+    found.count = int(experts.size());
+    found.active = nb::cast<int>(from["active"]);
+    found.renormalizes = nb::cast<bool>(from["renormalizes"]);
+    found.has_shared = !from["shared"].is_none();
+    require(found.active > 0 && found.active <= found.count, "more experts are active than there are");
+    if (found.has_shared) experts.push_back(nb::borrow(from["shared"]));
+    found.router = matrix(from["router"], int(experts.size()), model_.hidden);
+    std::vector<Expert>& list = experts_.emplace_back();
+    for (nb::handle each : experts) {
+      const auto pair = nb::cast<nb::tuple>(each);
+      const int inner = nb::cast<PackedMatrix&>(pair[1]).matrix.cols;
+      list.push_back({matrix(pair[0], gate_up_rows(inner), model_.hidden), matrix(pair[1], model_.hidden, inner)});
+    }
+    found.experts = list.data();
+    return found;
+  }
   Matrix matrix(nb::handle from, int rows, int cols) {
     const auto& packed = nb::cast<PackedMatrix&>(from);
     require(packed.matrix.rows == rows && packed.matrix.cols == cols && packed.matrix.data,
@@ -314,7 +265,8 @@ class Runner {
   Pool& pool_;
   Model model_;
   std::vector<Layer> layers_;
-  std::mutex one_step_;  // engines in one process may share a model
+  std::vector<std::vector<Expert>> experts_;  // of each layer that has some
+  std::mutex one_step_;                       // engines in one process may share a model
   std::vector<nb::object> owners_;
   std::unique_ptr<Step> step_;
 };

@@ -138,9 +138,14 @@ def test_a_feature_that_is_ignored_changes_the_logits(name: str, folders: Folder
         return np.stack(recorded.rows)
 
     whole = logits_of(source.config)
+    if (experts := source.config.experts) is not None:
+        for change in ({"renormalizes": not experts.renormalizes}, {"active": experts.active - 1}):
+            assert np.abs(logits_of(replace(source.config, experts=replace(experts, **change))) - whole).max() > 0.01
     for feature in used:
         # Other tensors are refused by the check of shapes, other factors of frequencies when the file is read.
-        if feature in {"norm_placement", "qk_norm_spans_heads"} or (feature == "rotary_dim" and is_long(name)):
+        if feature in {"norm_placement", "qk_norm_spans_heads", "experts"} or (
+            feature == "rotary_dim" and is_long(name)
+        ):
             continue
         without = replace(source.config, **{feature: defaults[feature]})
         assert np.abs(logits_of(without) - whole).max() > 10 * TOLERANCE, feature

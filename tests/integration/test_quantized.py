@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.fakes.stepping import generate
 from harness.kernels.family_checkpoints import CHECKPOINTS, LLAMA3, Checkpoint
-from harness.kernels.quantized_checkpoints import FORMS, write_quantized
+from harness.kernels.quantized_checkpoints import FORMS, quantize_folder, write_quantized
 from integration.test_families import Recorder
 
 from kvferry.engine.models.build import build_model
@@ -82,6 +82,23 @@ def test_fused_projections_are_split_and_partly_rotated_heads_reordered(form: st
     folder, theirs = folders(form, "phi3")
     weights = "float32" if kernels == "compiled" else "shipped"
     assert largest_difference(folder, theirs, kernels, weights) < EXACT
+
+
+@pytest.mark.parametrize("form", ["awq", "packed"])
+def test_experts_are_kept_like_other_matrices(form: str, tmp_path: Path) -> None:
+    shape = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+    Checkpoint("Qwen3Moe", SMALL | shape | {"norm_topk_prob": True}).write(tmp_path)
+    quantize_folder(FORMS[form], tmp_path)
+    source = open_model(str(tmp_path))
+    assert sum(".experts." in name for name in SafetensorsModel(tmp_path).choices()) == 2 * 6 * 3
+    rows = []
+    for kernels in ("torch", "compiled"):
+        recorded: Any = Recorder(build_model(source.config, source.tensors, dtype="float32", kernels=kernels))
+        kv = PagedKv.allocate(KvLayout.of(source.config, block_tokens=4, dtype="float32"), 256)
+        generate(Runner(recorded, kv), PROMPTS, NEW_TOKENS)
+        rows.append(np.stack(recorded.rows))
+    assert rows[0].std() > 0.5
+    np.testing.assert_allclose(rows[1], rows[0], rtol=0, atol=3 * EXACT)
 
 
 def test_a_module_that_is_excluded_keeps_16_bits_and_the_others_do_not(folders: Any) -> None:

@@ -4,6 +4,22 @@
 
 namespace kvferry {
 
+// A gated MLP that computes some of the rows.
+struct Expert {
+  Matrix gate_up;  // as in Layer
+  Matrix down;
+};
+
+// Experts instead of an MLP (Shazeer et al., Outrageously Large Neural Networks, 2017, section 2).
+struct Mixture {
+  int count = 0;   // experts among which the router chooses; 0 without experts
+  int active = 0;  // experts of a row
+  bool renormalizes = false;
+  bool has_shared = false;          // one more expert computes all rows
+  Matrix router;                    // [count, hidden], and a row for the gate of the shared expert
+  const Expert* experts = nullptr;  // [count], then the shared expert
+};
+
 // Norm weights are null where a layer has no such norm.
 struct Layer {
   const float* attention_norm = nullptr;  // [hidden]
@@ -21,6 +37,7 @@ struct Layer {
   Matrix gate_up;  // panels alternate: 16 gate outputs, then the 16 corresponding up outputs
   Matrix down;
   const float* mlp_output_norm = nullptr;
+  Mixture mixture;  // then gate_up and down have no panels, and mlp_output_norm is null
 };
 
 struct Model {

@@ -7,7 +7,7 @@
 #include "data/adapter.hpp"
 #include "data/matrix.hpp"
 #include "data/model.hpp"
-#include "step/batch_checks.hpp"
+#include "data/batch_checks.hpp"
 
 namespace kvferry {
 

@@ -10,7 +10,8 @@
 
 namespace kvferry {
 
-// Phases named shrink compute the inner products of adapters; only batches with adapters have them.
+// Phases named shrink compute the inner products of adapters; only batches with adapters have them. Those
+// after pick are of layers with experts.
 enum class Phase : int {
   embed,
   qkv,
@@ -27,12 +28,19 @@ enum class Phase : int {
   shrink_gate_up,
   shrink_down,
   head,
-  pick
+  pick,
+  route,
+  plan_experts,
+  gather,
+  expert_gate_up,
+  expert_down,
+  combine
 };
-constexpr int kPhases = 16;
+constexpr int kPhases = 22;
 constexpr const char* kPhaseNames[kPhases] = {
-    "embed", "qkv",       "rotate",     "attend",        "merge",          "output",      "mlp_norm", "gate_up",
-    "down",  "next_norm", "shrink_qkv", "shrink_output", "shrink_gate_up", "shrink_down", "head",     "pick"};
+    "embed", "qkv",          "rotate",     "attend",         "merge",          "output",      "mlp_norm", "gate_up",
+    "down",  "next_norm",    "shrink_qkv", "shrink_output",  "shrink_gate_up", "shrink_down", "head",     "pick",
+    "route", "plan_experts", "gather",     "expert_gate_up", "expert_down",    "combine"};
 
 class Step;
 

@@ -20,7 +20,9 @@
 #include "attention/write_kv.hpp"
 #include "step/adapted.hpp"
 #include "step/elementwise.hpp"
+#include "step/gated.hpp"
 #include "step/level.hpp"
+#include "step/mixture.hpp"
 #include "step/step.hpp"
 
 namespace kvferry::KVFERRY_LEVEL {
@@ -209,55 +211,13 @@ static inline void merge_partials(Step& step, int chunk) {
   }
 }
 
-// Writes activation(gate) * up of one tile of the gate and up product, whose panels alternate.
-template <bool IsGelu>
-static inline void write_gated(const Matrix& m, const Rows& to, bool rough, const Tile& tile) {
-  const auto finish = [&](int row, int pair, V gate, V up) {
-    const size_t at = size_t(row) * to.stride + size_t(pair) * kPanel;
-    if (to.forms.f32) prefetch_for_write(to.f32 + at, size_t(to.stride));
-    if (to.forms.bf16) prefetch_for_write(to.bf16 + at, size_t(to.stride));
-    store_input(to, row, pair * kPanel, v_mul(IsGelu ? gelu_tanh(gate) : silu(gate, rough), up));
-    // Padding inputs are multiplied by zero weights, but stale memory there may contain non-finite values, so it is
-    // zeroed.
-    for (int i = (pair + 1) * kPanel; 2 * pair + 2 == m.panels && i < to.stride; i += kPanel)
-      store_input(to, row, i, v_zero());
-  };
-  for (int r = 0; r < tile.rows; ++r) {
-    const int row = tile.row + r;
-    for (int c = 0; c + 1 < tile.columns; c += 2) finish(row, (tile.panel + c) / 2, tile.at(r, c), tile.at(r, c + 1));
-    if (tile.columns > 1) continue;
-    float* gate = to.f32 + size_t(row) * to.stride + size_t(tile.panel / 2) * kPanel;
-    if (tile.panel % 2 == 0) {  // stored until the up panel, the next panel of the same chunk, is computed
-      v_store(gate, tile.at(r, 0));
-    } else {
-      finish(row, tile.panel / 2, v_load(gate), tile.at(r, 0));
-    }
-  }
-}
-
-// Not inlined: beside an inlined GELU, or in a second instance of the product, the code for SiLU was slower by 7 %.
-[[gnu::noinline]] static void write_gelu_gated(const Matrix& m, const Rows& to, bool rough, const Tile& tile) {
-  write_gated<true>(m, to, rough, tile);
-}
-
-static inline void gate_up_chunk(Step& step, const Matrix& m, const Expansion* expansion, int chunk, int thread) {
-  const Rows to = step.hidden_up;
-  const bool rough = !to.forms.f32 || to.forms.bytes, is_gelu = step.model.is_gelu;
-  product_chunk(m, step.x, step.batch.rows, step.gate_up_blocking, chunk, step.scratch(thread), expansion,
-                [=, &m](const Tile& tile) {
-                  is_gelu ? write_gelu_gated(m, to, rough, tile) : write_gated<false>(m, to, rough, tile);
-                });
-}
-
 // Adds a product to the residual, or stores it if it has a norm, which needs whole rows.
 static inline void accumulate_chunk(Step& step, const Matrix& m, const float* output_norm, const Rows& from,
                                     const Blocking& blocking, const Expansion* expansion, int chunk, int thread) {
   const size_t stride = size_t(step.x.stride);
-  if (output_norm) {
-    product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread), expansion,
-                  [to = step.projected, stride](const Tile& tile) { store_tile(tile, to, stride, int(stride)); });
-    return;
-  }
+  if (output_norm)
+    return store_product(m, from, step.batch.rows, blocking, expansion, chunk, step.scratch(thread), step.projected,
+                         stride);
   product_chunk(m, from, step.batch.rows, blocking, chunk, step.scratch(thread), expansion,
                 [residual = step.residual, stride, by = step.model.residual_scale](const Tile& tile) {
                   float* to = residual + size_t(tile.row) * stride + size_t(tile.panel) * kPanel;
@@ -338,7 +298,10 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     case Phase::mlp_norm:
       norm_rows(step, layer.attention_output_norm, layer.mlp_norm, first, until(step.batch.rows));
       break;
-    case Phase::gate_up: gate_up_chunk(step, layer.gate_up, expansion(&AdapterLayer::gate_up), chunk, thread); break;
+    case Phase::gate_up:
+      gated_product(layer.gate_up, step.x, step.batch.rows, step.gate_up_blocking, expansion(&AdapterLayer::gate_up),
+                    chunk, step.scratch(thread), step.hidden_up, m.is_gelu);
+      break;
     case Phase::down:
       accumulate_chunk(step, layer.down, layer.mlp_output_norm, step.hidden_up, step.down_blocking,
                        expansion(&AdapterLayer::down), chunk, thread);
@@ -358,6 +321,7 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     case Phase::shrink_down: shrink_run(step, phase, layer_index, chunk); break;
     case Phase::head: head_chunk(step, chunk, thread); break;
     case Phase::pick: argmax_row(step, chunk); break;
+    default: run_mixture_chunk(step, phase, layer.mixture, chunk, thread); break;
   }
 }
 
@@ -373,6 +337,12 @@ static size_t scratch_bytes(const Model& m) {
     consider(m.layers[i].output);
     consider(m.layers[i].gate_up);
     consider(m.layers[i].down);
+    const Mixture& mixture = m.layers[i].mixture;
+    consider(mixture.router);
+    for (int e = 0; e < mixture.count + (mixture.has_shared ? 1 : 0); ++e) {
+      consider(mixture.experts[e].gate_up);
+      consider(mixture.experts[e].down);
+    }
   }
   return most;
 }

@@ -24,6 +24,11 @@ constexpr Phase kAdaptedLayerPhases[] = {
     Phase::shrink_qkv,    Phase::qkv,    Phase::rotate,   Phase::attend,         Phase::merge,
     Phase::shrink_output, Phase::output, Phase::mlp_norm, Phase::shrink_gate_up, Phase::gate_up,
     Phase::shrink_down,   Phase::down,   Phase::next_norm};
+// For models with experts; a phase that a layer lacks has no chunks.
+constexpr Phase kMixtureLayerPhases[] = {
+    Phase::qkv,      Phase::rotate,         Phase::attend,      Phase::merge,   Phase::output,
+    Phase::mlp_norm, Phase::gate_up,        Phase::down,        Phase::route,   Phase::plan_experts,
+    Phase::gather,   Phase::expert_gate_up, Phase::expert_down, Phase::combine, Phase::next_norm};
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int ceil_div(int n, int of) { return (n + of - 1) / of; }
@@ -53,9 +58,25 @@ Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), th
   x_forms_ = forms_of(model.head);
   for (int i = 0; i < model.num_layers; ++i) {
     const Layer& layer = model.layers[i];
-    x_forms_ = x_forms_ | forms_of(layer.qkv) | forms_of(layer.gate_up);
+    x_forms_ = x_forms_ | forms_of(layer.qkv);
     attended_forms_ = attended_forms_ | forms_of(layer.output);
-    up_forms_ = up_forms_ | forms_of(layer.down);
+    const Mixture& mixture = layer.mixture;
+    if (!mixture.count) {
+      if (first_dense_ < 0) first_dense_ = i;
+      x_forms_ = x_forms_ | forms_of(layer.gate_up);
+      up_forms_ = up_forms_ | forms_of(layer.down);
+    } else {
+      if (first_mixture_ < 0) first_mixture_ = i;
+      const int shared = mixture.has_shared ? 1 : 0;
+      most_per_row_ = std::max(most_per_row_, mixture.active + shared);
+      most_experts_ = std::max(most_experts_, mixture.count + shared);
+      x_forms_ = x_forms_ | forms_of(mixture.router);
+      for (int e = 0; e < mixture.count + shared; ++e) {
+        x_forms_ = x_forms_ | forms_of(mixture.experts[e].gate_up);
+        expert_up_forms_ = expert_up_forms_ | forms_of(mixture.experts[e].down);
+        most_expert_inputs_ = std::max(most_expert_inputs_, mixture.experts[e].down.cols);
+      }
+    }
     has_windows_ = has_windows_ || layer.window > 0;
     has_output_norms_ = has_output_norms_ || layer.attention_output_norm || layer.mlp_output_norm;
   }
@@ -101,7 +122,7 @@ void Step::prepare(const Batch& b) {
   const int capacity = round_up(rows, 64);  // batches of similar size share one memory layout
   x = allocate_rows(x_, capacity, model.hidden, x_forms_);
   attended = allocate_rows(attended_, capacity, model.heads * model.head_dim, attended_forms_);
-  hidden_up = allocate_rows(up_, capacity, round_up(model.intermediate, kPanel), up_forms_);
+  if (first_dense_ >= 0) hidden_up = allocate_rows(up_, capacity, round_up(model.intermediate, kPanel), up_forms_);
   residual = static_cast<float*>(residual_.reserve(size_t(capacity) * x.stride * 4));
   if (has_output_norms_) projected = static_cast<float*>(projected_.reserve(size_t(capacity) * x.stride * 4));
   qkv = static_cast<float*>(qkv_.reserve(size_t(capacity) * model.layers[0].qkv.panels * kPanel * 4));
@@ -109,8 +130,10 @@ void Step::prepare(const Batch& b) {
   output_blocking = choose_blocking(level, model.layers[0].output, batch.rows, threads_);
   // A gate panel and its up panel produce 16 inputs of `down`. A group of 32 inputs needs two such pairs from one
   // thread.
-  gate_up_blocking = choose_blocking(level, model.layers[0].gate_up, batch.rows, threads_, 4);
-  down_blocking = choose_blocking(level, model.layers[0].down, batch.rows, threads_);
+  if (first_dense_ >= 0) {
+    gate_up_blocking = choose_blocking(level, model.layers[first_dense_].gate_up, batch.rows, threads_, 4);
+    down_blocking = choose_blocking(level, model.layers[first_dense_].down, batch.rows, threads_);
+  }
   head_blocking = choose_blocking(level, model.head, batch.num_sampled, threads_);
   row_chunk = batch.rows <= 8 ? 8 : std::clamp(ceil_div(batch.rows, threads_ * 4), 4, 32);
   row_affinity_ = has_row_affinity(level, batch.rows, threads_);
@@ -120,7 +143,21 @@ void Step::prepare(const Batch& b) {
     for (Cursor& cursor : cursors_) cursor.taken.store(0, std::memory_order_relaxed);
   }
   plan_adapters(capacity);
+  plan_experts(capacity);
   plan_attention();
+}
+
+// Allocates the memory of layers with experts; they are planned while the step runs.
+void Step::plan_experts(int capacity) {
+  if (first_mixture_ < 0) return;
+  const Matrix& router = model.layers[first_mixture_].mixture.router;
+  const int entries = capacity * most_per_row_;
+  experts.clear(batch.rows, most_per_row_, most_experts_);
+  router_logits = static_cast<float*>(router_.reserve(size_t(capacity) * size_t(router.panels) * kPanel * 4));
+  router_blocking = choose_blocking(level, router, batch.rows, threads_);
+  expert_x = allocate_rows(expert_x_, batch.rows > 1 ? entries : 1, model.hidden, x_forms_);
+  expert_up = allocate_rows(expert_up_, entries, round_up(most_expert_inputs_, kPanel), expert_up_forms_);
+  expert_out = static_cast<float*>(expert_out_.reserve(size_t(entries) * size_t(x.stride) * 4));
 }
 
 // Sorts the rows with adapters by adapter, and cuts them into runs.
@@ -236,29 +273,56 @@ void Step::plan_partition(int partition, int heads_at_once, int most_sharers) {
   }
 }
 
-static int phases_per_layer(const Batch& batch) {
-  return int(batch.num_adapters ? std::size(kAdaptedLayerPhases) : std::size(kLayerPhases));
+namespace {
+
+// Phases of a layer, for a batch and a model.
+struct LayerPhases {
+  const Phase* phases;
+  int count;
+};
+
+template <size_t N>
+LayerPhases all_of(const Phase (&phases)[N]) {
+  return {phases, int(N)};
 }
 
-int Step::phases() const { return 1 + phases_per_layer(batch) * model.num_layers + (batch.num_sampled ? 2 : 0); }
+LayerPhases layer_phases(const Batch& batch, bool has_experts) {
+  if (has_experts) return all_of(kMixtureLayerPhases);
+  return batch.num_adapters ? all_of(kAdaptedLayerPhases) : all_of(kLayerPhases);
+}
 
-static Phase phase_at(int index, const Batch& batch, int num_layers, int& layer) {
+Phase phase_at(int index, LayerPhases each, int num_layers, int& layer) {
   layer = 0;
   if (index == 0) return Phase::embed;
-  const int inner = index - 1, each = phases_per_layer(batch);
-  if (inner >= each * num_layers) return inner == each * num_layers ? Phase::head : Phase::pick;
-  layer = inner / each;
-  return (batch.num_adapters ? kAdaptedLayerPhases : kLayerPhases)[inner % each];
+  const int inner = index - 1;
+  if (inner >= each.count * num_layers) return inner == each.count * num_layers ? Phase::head : Phase::pick;
+  layer = inner / each.count;
+  return each.phases[inner % each.count];
+}
+
+}  // namespace
+
+int Step::phases() const {
+  return 1 + layer_phases(batch, first_mixture_ >= 0).count * model.num_layers + (batch.num_sampled ? 2 : 0);
 }
 
 int Step::chunks(int index) const {
   int layer;
-  switch (phase_at(index, batch, model.num_layers, layer)) {
+  const Phase phase = phase_at(index, layer_phases(batch, first_mixture_ >= 0), model.num_layers, layer);
+  const bool has_experts = model.layers[layer].mixture.count > 0;
+  switch (phase) {
     case Phase::qkv: return qkv_blocking.count;
     case Phase::attend: return int(items.size());
     case Phase::output: return output_blocking.count;
-    case Phase::gate_up: return gate_up_blocking.count;
-    case Phase::down: return down_blocking.count;
+    case Phase::gate_up: return has_experts ? 0 : gate_up_blocking.count;
+    case Phase::down: return has_experts ? 0 : down_blocking.count;
+    case Phase::route: return has_experts ? router_blocking.count : 0;
+    case Phase::plan_experts: return has_experts ? 1 : 0;
+    case Phase::gather:
+      return has_experts && experts.has_gathered ? ceil_div(batch.rows * experts.per_row, row_chunk) : 0;
+    case Phase::expert_gate_up: return has_experts ? experts.chunks(&ExpertRun::gate_up_end) : 0;
+    case Phase::expert_down: return has_experts ? experts.chunks(&ExpertRun::down_end) : 0;
+    case Phase::combine: return has_experts ? ceil_div(batch.rows, row_chunk) : 0;
     case Phase::shrink_qkv:
     case Phase::shrink_output:
     case Phase::shrink_gate_up:
@@ -274,14 +338,19 @@ int Step::chunks(int index) const {
 
 void Step::run(int index, int chunk, int thread) {
   int layer;
-  const Phase phase = phase_at(index, batch, model.num_layers, layer);
+  const Phase phase = phase_at(index, layer_phases(batch, first_mixture_ >= 0), model.num_layers, layer);
   if (row_affinity_ && phase != Phase::attend && phase < Phase::head) chunk = claim_chunk(index, thread);
-  if (!is_timed) {
-    level.run(*this, phase, layer, chunk, thread);
-    return;
-  }
+  const auto compute = [&] {
+    if (phase == Phase::plan_experts) {
+      const Mixture& mixture = model.layers[layer].mixture;
+      experts.plan(mixture, level, router_logits, mixture.router.panels * kPanel, batch.rows, threads_);
+    } else {
+      level.run(*this, phase, layer, chunk, thread);
+    }
+  };
+  if (!is_timed) return compute();
   const auto begun = std::chrono::steady_clock::now();
-  level.run(*this, phase, layer, chunk, thread);
+  compute();
   seconds[size_t(thread)][size_t(phase)] +=
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
 }

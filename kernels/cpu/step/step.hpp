@@ -13,6 +13,7 @@
 #include "runtime/pool.hpp"
 #include "products/blocking.hpp"
 #include "attention/item.hpp"
+#include "step/experts.hpp"
 #include "step/level.hpp"
 
 namespace kvferry {
@@ -41,6 +42,13 @@ class Step final : public Job {
   float* partials = nullptr;    // for split sequences: [head_dim values, max score, sum] per row, partition and head
   Blocking qkv_blocking, output_blocking, gate_up_blocking, down_blocking, head_blocking;
   int row_chunk = 0;  // rows per chunk in row-wise phases
+  // Layers with experts: the router's outputs, inputs that are gathered for an expert, inputs of down, and outputs. All
+  // but the first are by entry of the plan.
+  ExpertPlan experts;
+  float* router_logits = nullptr;  // [rows][panels * 16 of the router]
+  Rows expert_x, expert_up;
+  float* expert_out = nullptr;  // [entries][stride of x]
+  Blocking router_blocking;
   // Rows with adapters, sorted by adapter, and the runs of rows with one adapter that are shrunk together.
   struct AdapterRun {
     int adapter, first, count;  // rows adapted_rows[first .. first + count - 1]
@@ -64,6 +72,7 @@ class Step final : public Job {
   // is called once per chunk, so a chunk always remains.
   int claim_chunk(int index, int thread);
   void plan_adapters(int capacity);
+  void plan_experts(int capacity);
   void plan_attention();
   void plan_partition(int partition, int heads_at_once, int most_sharers);
   static Rows allocate_rows(Buffer& buffer, int rows, int width, InputForms forms);
@@ -77,7 +86,9 @@ class Step final : public Job {
 
   int threads_;
   bool has_windows_ = false, has_output_norms_ = false;
-  InputForms x_forms_, attended_forms_, up_forms_;
+  InputForms x_forms_, attended_forms_, up_forms_, expert_up_forms_;
+  int first_dense_ = -1, first_mixture_ = -1;  // first layer without and with experts
+  int most_per_row_ = 0, most_experts_ = 0, most_expert_inputs_ = 0;
   // Number of chunks claimed from a thread's rows; each counter has its own cache line.
   struct alignas(64) Cursor {
     std::atomic<int> taken{0};
@@ -87,6 +98,7 @@ class Step final : public Job {
   std::vector<SharedPartition> shared_partitions_;
   std::vector<int> next_sharer_;  // per sequence: the next sequence in its SharedPartition
   Buffer x_, attended_, up_, residual_, projected_, qkv_, partials_, shrunk_;
+  Buffer router_, expert_x_, expert_up_, expert_out_;
   std::vector<Buffer> scratches_;
 };
 

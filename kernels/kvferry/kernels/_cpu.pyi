@@ -34,7 +34,7 @@ class Runner:
         self,
         shape: dict[str, int | float],
         parts: dict[str, Matrix | Floats],
-        layers: list[dict[str, Matrix | Floats | int | None]],
+        layers: list[dict[str, Matrix | Floats | int | dict[str, object] | None]],
         level: str,
         pool: Pool,
     ) -> None: ...

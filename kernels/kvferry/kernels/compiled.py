@@ -126,7 +126,7 @@ def make_pool(threads: int) -> "Pool":
 def make_runner(
     shape: dict[str, int | float],
     parts: "dict[str, Matrix | npt.NDArray[np.float32]]",
-    layers: "list[dict[str, Matrix | npt.NDArray[np.float32] | int | None]]",
+    layers: "list[dict[str, Matrix | npt.NDArray[np.float32] | int | dict[str, object] | None]]",
     level: str,
     pool: "Pool",
 ) -> "Runner":

@@ -31,8 +31,27 @@ class LayerRope(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """Mixture of experts instead of an MLP (Shazeer et al., Outrageously Large Neural Networks, 2017, section 2). A
+    router's softmax weighs all experts, and the most probable ones compute a token."""
+
+    count: int
+    active: int
+    """Experts that compute a token."""
+    intermediate_size: int
+    """Of each expert."""
+    renormalizes: bool
+    """Whether the weights of the active experts are divided by their sum."""
+    shared_size: int = 0
+    """Intermediate size of the expert that computes all tokens, weighed by the sigmoid of its own gate; 0 for none
+    (Dai et al., DeepSeekMoE, 2024, section 3.2)."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers with an MLP instead."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Configuration of a dense decoder-only transformer. The defaults are Llama's; `model/families` sets what differs
+    """Configuration of a decoder-only transformer. The defaults are Llama's; `model/families` sets what differs
     in other families."""
 
     name: str
@@ -88,6 +107,12 @@ class ModelConfig:
     qk_norm_spans_heads: bool = False
     """Whether `qk_norm` normalizes a whole projection instead of each head (OLMo 2)."""
     activation: Activation = Activation.SILU
+    experts: Experts | None = None
+    """Experts of the layers; `None` for a dense model."""
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return the experts of a layer; `None` for an MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
     def score_scale(self) -> float:

@@ -18,7 +18,7 @@ VERSION = 1
 FEATURES = (
     "rope_scaling", "rotary_dim", "local_rope_theta", "unrotated_layers", "windows", "attention_scale",
     "attention_soft_cap", "logit_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "norm_placement",
-    "norm_offset", "qk_norm_spans_heads", "activation",
+    "norm_offset", "qk_norm_spans_heads", "activation", "experts",
 )  # fmt: skip
 """Fields of `ModelConfig` in the digest."""
 

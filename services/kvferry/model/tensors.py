@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.config import ModelConfig, NormPlacement
+from kvferry.model.config import Experts, ModelConfig, NormPlacement
 
 Shape = tuple[int, ...]
 EMBEDDING = "model.embed_tokens.weight"
@@ -145,9 +145,6 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
         "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, q),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
     }
     layer |= dict.fromkeys(layer_norms(config).names, (hidden,))
     if config.qkv_bias:
@@ -161,15 +158,53 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden), FINAL_NORM: (hidden,)}
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
+    dense = _mlp_shapes("mlp.", hidden, inner)
+    sparse = _expert_shapes(config.experts, hidden) if config.experts is not None else {}
     for index in range(config.num_layers):
-        shapes |= {layer_prefix(index) + name: shape for name, shape in layer.items()}
+        mlp = dense if config.experts_of(index) is None else sparse
+        shapes |= {layer_prefix(index) + name: shape for name, shape in (layer | mlp).items()}
+    return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
+    return {
+        f"{prefix}gate_proj.weight": (inner, hidden),
+        f"{prefix}up_proj.weight": (inner, hidden),
+        f"{prefix}down_proj.weight": (hidden, inner),
+    }
+
+
+ROUTER = "mlp.gate.weight"
+"""Weight of the router [experts, hidden], after the layer's prefix."""
+SHARED, SHARED_GATE = "mlp.shared_expert.", "mlp.shared_expert_gate.weight"
+"""Prefix of the shared expert's tensors, and its gate [1, hidden]."""
+
+
+def expert_prefix(index: int) -> str:
+    """Return the prefix of the tensor names of an expert, after the layer's prefix."""
+    return f"mlp.experts.{index}."
+
+
+def _expert_shapes(experts: Experts, hidden: int) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {ROUTER: (experts.count, hidden)}
+    for index in range(experts.count):
+        shapes |= _mlp_shapes(expert_prefix(index), hidden, experts.intermediate_size)
+    if experts.shared_size:
+        shapes |= {SHARED_GATE: (1, hidden)} | _mlp_shapes(SHARED, hidden, experts.shared_size)
     return shapes
 
 
 def linear_weights(config: ModelConfig) -> int:
-    """Return the number of weights in the projections of all layers, without embedding and output head."""
-    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
-    return config.num_layers * (attention + 3 * config.intermediate_size * config.hidden_size)
+    """Return the number of weights in the projections of all layers that compute a token, without embedding and output
+    head: of experts, only the active ones."""
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    total = 0
+    for index in range(config.num_layers):
+        experts, inner = config.experts_of(index), 3 * config.intermediate_size
+        if experts is not None:
+            inner = experts.count + 3 * (experts.active * experts.intermediate_size + experts.shared_size)
+        total += (attention + inner) * config.hidden_size
+    return total
 
 
 def check_shapes(config: ModelConfig, found: Mapping[str, Shape], where: str) -> None:

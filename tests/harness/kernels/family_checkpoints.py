@@ -51,6 +51,8 @@ class Checkpoint:
                 elif value.ndim == 2:
                     gain = 1.0 if "embed_tokens" in name else 1.5
                     value.copy_(torch.randn_like(value) * gain / value.shape[1] ** (0.5 if gain > 1 else 0.25))
+                elif value.ndim == 3:  # all experts
+                    value.copy_(torch.randn_like(value) * 1.5 / value.shape[2] ** 0.5)
                 else:
                     value.copy_(torch.randn_like(value) * 0.3)
         return model
@@ -94,6 +96,7 @@ _GEMMA = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+_EXPERTS: dict[str, object] = {"num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
 CHECKPOINTS = {
     "llama": Checkpoint("Llama", {"rope_parameters": LLAMA3}),
     "llama-linear": Checkpoint("Llama", {"rope_parameters": LINEAR, "tie_word_embeddings": True}),
@@ -135,6 +138,15 @@ CHECKPOINTS = {
         },
         config_class="Gemma3TextConfig",
     ),
+    "mixtral": Checkpoint(
+        "Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": WINDOW, "head_dim": 16}
+    ),
+    "qwen2_moe": Checkpoint(
+        "Qwen2Moe",
+        _EXPERTS
+        | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False, "mlp_only_layers": [1], "qkv_bias": True},
+    ),
+    "qwen3_moe": Checkpoint("Qwen3Moe", _EXPERTS | {"norm_topk_prob": True, "head_dim": 16, "decoder_sparse_step": 2}),
 }
 """By name, with the family's name up to a dash."""
 

@@ -184,15 +184,23 @@ def is_quantized(name: str) -> bool:
     return name.endswith("proj.weight") and "layers.1.mlp.down_proj" not in name
 
 
+def quantize_folder(form: Form, folder: Path) -> dict[str, torch.Tensor]:
+    """Quantize the projections of a checkpoint in place; return their dequantized weights by name."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    values: dict[str, torch.Tensor] = {}
+    for name in [name for name in tensors if is_quantized(name)]:
+        parts, values[name] = form.quantize(tensors.pop(name))
+        tensors |= {f"{name.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, path)
+    edit_config(folder, quantization_config=json.loads(json.dumps(form.config)))
+    return values
+
+
 def write_quantized(form: Form, made: Checkpoint, folder: Path) -> Any:
     """Write a checkpoint in a format; return the transformers model with the dequantized weights."""
     model = made.write(folder)
-    path = folder / "model.safetensors"
-    tensors, state = load_file(path), model.state_dict()
-    for name in [name for name in tensors if is_quantized(name)]:
-        parts, values = form.quantize(tensors.pop(name))
-        tensors |= {f"{name.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()}
+    state = model.state_dict()
+    for name, values in quantize_folder(form, folder).items():
         state[name].copy_(values)
-    save_file(tensors, path)
-    edit_config(folder, quantization_config=json.loads(json.dumps(form.config)))
     return model

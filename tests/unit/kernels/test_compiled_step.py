@@ -22,7 +22,7 @@ from kvferry.kernels import compiled
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pages.relayout import plan
 from kvferry.model import tiny
-from kvferry.model.config import ModelConfig
+from kvferry.model.config import Experts, ModelConfig
 from kvferry.model.tensors import HEAD, Stored
 
 LEVELS = compiled.levels()
@@ -36,6 +36,8 @@ VARIANTS = [
     replace(tiny.config(), num_heads=6, num_kv_heads=1, head_dim=48, hidden_size=80, intermediate_size=49),
     replace(tiny.config(), num_heads=9, num_kv_heads=3, head_dim=32, hidden_size=33, tie_word_embeddings=True),
     *FEATURED.values(),
+    replace(tiny.config(), experts=Experts(6, 2, 48, renormalizes=True)),
+    replace(tiny.config(), experts=Experts(9, 3, 33, renormalizes=False, shared_size=20, dense_layers=(0,))),
 ]
 BLOCK = 16
 Piece = tuple[int, int, int]

@@ -103,7 +103,11 @@ def write_tiny(
             weights = stored_order(weights, c.num_heads if "q_proj" in name else c.num_kv_heads)
         as_coded = next((each for end, each in (coded or {}).items() if name.endswith(end)), None)
         if as_coded is not None and as_coded.name not in PLAIN_KINDS:
-            writer.add_tensor(stored_name(name), random_rows(as_coded.name, *weights.shape, rng), raw_dtype=as_coded)
+            writer.add_tensor(
+                stored_name(name),
+                random_rows(as_coded.name, weights.shape[0], weights.shape[1], rng),
+                raw_dtype=as_coded,
+            )
         elif as_coded is not None:
             writer.add_tensor(stored_name(name), quantize(weights, as_coded), raw_dtype=as_coded)
         elif kind is not None and weights.ndim == 2 and weights.shape[1] % 32 == 0:

@@ -28,7 +28,7 @@ COMPILED_FEATURES = frozenset(
     {
         "rope_scaling", "rotary_dim", "local_rope_theta", "unrotated_layers", "windows", "attention_scale",
         "attention_soft_cap", "logit_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "norm_placement",
-        "norm_offset", "qk_norm_spans_heads", "activation",
+        "norm_offset", "qk_norm_spans_heads", "activation", "experts",
     }
 )  # fmt: skip
 """Features of `ModelConfig` that the compiled kernels implement."""
@@ -105,6 +105,17 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     if kernels not in KERNELS:
         raise UsageError(f"unknown kernels {kernels!r}; expected one of {', '.join(KERNELS)}", field="kernels")
     reason = "other kernels were requested" if kernels in FAMILIES else why_not_compiled(config, dtype, device)
+    if config.experts is not None and device_kind(device) != "cpu":
+        raise UsageError(
+            f"mixtures of experts (experts of the family {config.architecture}) are computed on CPUs only, not on"
+            f" {device} (--device cpu)",
+            field="device",
+        )
+    if config.experts is not None and kernels == "triton":
+        raise UsageError(
+            f"the Triton kernels do not implement experts of the family {config.architecture}; use --kernels torch",
+            field="kernels",
+        )
     if reason and dtype == INT8:
         raise UsageError(f"KV in int8 needs the compiled kernels, and {reason}; use bfloat16 (--dtype)", field="dtype")
     if kernels in FAMILIES:

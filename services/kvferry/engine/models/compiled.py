@@ -1,4 +1,4 @@
-"""Dense decoder on the compiled CPU kernels, one native call per step; computes the same function as `transformer`.
+"""Decoder on the compiled CPU kernels, one native call per step; computes the same function as `transformer`.
 
 Gate and up rows are interleaved in panels of 16, so that the thread that computes a gate value also has the
 corresponding up value.
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvferry.core.dtypes import FLOAT32
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.models.compiled_adapter import CompiledAdapter, pack_adapter
-from kvferry.engine.models.model import Logits
+from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, Logits
 from kvferry.engine.models.rotary import rotary_table
 from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.device import CPU
@@ -27,9 +27,13 @@ from kvferry.model.tensors import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
+    ROUTER,
+    SHARED,
+    SHARED_GATE,
     Stored,
     TensorSource,
     check_shapes,
+    expert_prefix,
     layer_norms,
     layer_prefix,
 )
@@ -42,7 +46,7 @@ _NO_HIDDEN = np.empty((0, 0), np.float32)
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Parts = dict[str, "Matrix | Floats"]
-LayerParts = dict[str, "Matrix | Floats | int | None"]
+LayerParts = dict[str, "Matrix | Floats | int | dict[str, object] | None"]
 
 
 class CompiledTransformer:
@@ -102,8 +106,8 @@ class CompiledTransformer:
             "is_gelu": int(config.activation is Activation.GELU_TANH),
             "input_bits": 8 if rounds_inputs else 32 if dtype == FLOAT32 else 16,
         }
-        self.weight_bytes = loader.num_bytes
-        """Total bytes of all packed matrices, nearly all of which a step reads."""
+        self.weight_bytes = loader.num_bytes - loader.idle_bytes
+        """See `model.Model.weight_bytes`."""
         self.rounds_inputs = rounds_inputs
         self._own = threading.local()
         self._runner = compiled.make_runner(shape, parts, layers, level, compiled.make_pool(threads))
@@ -139,7 +143,7 @@ class CompiledTransformer:
     @property
     def why_no_adapters(self) -> str | None:
         """See `model.Model.why_no_adapters`."""
-        return None
+        return None if self.config.experts is None else EXPERTS_TAKE_NO_ADAPTERS
 
     def pack_adapter(self, adapter: Adapter) -> CompiledAdapter:
         """See `model.Model.pack_adapter`."""
@@ -201,6 +205,8 @@ class _Loader:
         kinds = {config.rope_of(layer) for layer in range(config.num_layers)} - {LayerRope.NONE}
         self._angles = {kind: rotary_table(config, kind) for kind in kinds}
         self.num_bytes = 0
+        self.idle_bytes = 0
+        """Bytes of experts that do not compute a row."""
         self.has_codes = False
 
     def load(self) -> tuple[Parts, list[LayerParts]]:
@@ -228,7 +234,7 @@ class _Loader:
 
     def _layer(self, index: int) -> LayerParts:
         config, at = self._config, layer_prefix(index)
-        attention, mlp, hidden = at + "self_attn.", at + "mlp.", config.hidden_size
+        attention, hidden = at + "self_attn.", config.hidden_size
         bias = tuple(f"{attention}{x}_proj.bias" for x in "qkv") if config.qkv_bias else ()
         cos, sin = self._angles.get(config.rope_of(index), (None, None))
         query_norm, key_norm = (self._norm(f"{attention}{x}_norm.weight") if config.qk_norm else None for x in "qk")
@@ -251,12 +257,35 @@ class _Loader:
             "output": self._matrix((attention + "o_proj.weight",), config.num_heads * config.head_dim),
             "attention_output_norm": norm(norms.attention_output),
             "mlp_norm": norm(norms.mlp),
-            "gate_up": self._matrix(
-                (mlp + "gate_proj.weight", mlp + "up_proj.weight"), hidden, order=_alternate(config.intermediate_size)
-            ),
-            "down": self._matrix((mlp + "down_proj.weight",), config.intermediate_size),
             "mlp_output_norm": norm(norms.mlp_output),
+        } | self._mlp_or_mixture(index)
+
+    def _mlp_or_mixture(self, index: int) -> LayerParts:
+        experts, at = self._config.experts_of(index), layer_prefix(index)
+        if experts is None:
+            gate_up, down = self._mlp(at + "mlp.", self._config.intermediate_size)
+            return {"gate_up": gate_up, "down": down}
+        names = (at + ROUTER, at + SHARED_GATE) if experts.shared_size else (at + ROUTER,)
+        found = [self._mlp(at + expert_prefix(i), experts.intermediate_size) for i in range(experts.count)]
+        self.idle_bytes += (
+            sum(m.num_bytes for pair in found for m in pair) * (experts.count - experts.active) // (experts.count)
+        )
+        return {
+            "mixture": {
+                "router": self._matrix(names, self._config.hidden_size),
+                "active": experts.active,
+                "renormalizes": experts.renormalizes,
+                "experts": found,
+                "shared": self._mlp(at + SHARED, experts.shared_size) if experts.shared_size else None,
+            }
         }
+
+    def _mlp(self, at: str, inner: int) -> "tuple[Matrix, Matrix]":
+        """Describe the matrices of a gated MLP or of an expert."""
+        gate_up = self._matrix(
+            (at + "gate_proj.weight", at + "up_proj.weight"), self._config.hidden_size, order=_alternate(inner)
+        )
+        return gate_up, self._matrix((at + "down_proj.weight",), inner)
 
     def _norm(self, name: str) -> Floats:
         """Read the weight of a norm, with the family's offset."""

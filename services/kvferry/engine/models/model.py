@@ -12,6 +12,9 @@ from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import ModelConfig
 
+EXPERTS_TAKE_NO_ADAPTERS = "adapters of models with experts are not implemented; merge them into the weights"
+"""`Model.why_no_adapters` of such models."""
+
 
 class LogitRows(Protocol):
     """Logits [R, vocabulary] float32: a host array, or rows on a device that are copied to the host on access."""
@@ -83,7 +86,7 @@ class Model(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Total bytes of all weight matrices, which a step reads."""
+        """Bytes of the weight matrices that a step of one row reads: all, except experts that are not active."""
         ...
 
     @property

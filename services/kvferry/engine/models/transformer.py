@@ -1,10 +1,12 @@
-"""Dense decoder over torch tensors, for all families; their features are fields of `ModelConfig`.
+"""Decoder over torch tensors, for all families; their features are fields of `ModelConfig`.
 
 Per layer, with T rows of one step's ragged batch (norms on the outputs only in some families, then also without norms
 on the inputs):
 
     hidden -> norm -> q, k, v -> (norm) rotate q, k, write k, v to pages -> attention -> output -> (norm)  ┐ added to
     hidden -> norm -> gate, up -> silu * -> down -> (norm)                                                  ┘ residual
+
+With experts, the last line is that of each active expert of a row (`mixture`).
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.engine.models.model import Logits
+from kvferry.engine.models.mixture import mix
+from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, Logits
 from kvferry.engine.models.rotary import rotary_table
 from kvferry.engine.models.torch_adapter import (
     DOWN,
@@ -25,7 +28,7 @@ from kvferry.engine.models.torch_adapter import (
     pack_adapter,
     step_adapters,
 )
-from kvferry.engine.models.weights import Weights, load_weights
+from kvferry.engine.models.weights import MixtureOfExperts, Weights, load_weights
 from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.device_batch import DeviceBatch
 from kvferry.engine.tensors.paged_kv import PagedKv
@@ -118,7 +121,7 @@ class Transformer:
         self.kernels = ops.name
         self.rounds_inputs = False
         self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)
-        """Total bytes of all weight matrices, which a step reads."""
+        """See `model.Model.weight_bytes`."""
         self._weights = weights
         self._ropes = tuple(config.rope_of(layer) for layer in range(config.num_layers))
         self._angles = {kind: _angles(config, kind, self.torch_device) for kind in dict.fromkeys(self._ropes)}
@@ -139,6 +142,8 @@ class Transformer:
     @property
     def why_no_adapters(self) -> str | None:
         """See `model.Model.why_no_adapters`."""
+        if self.config.experts is not None:
+            return EXPERTS_TAKE_NO_ADAPTERS
         if self.ops.add_low_rank is not None:
             return None
         return f"the kernels {self.kernels!r} do not compute them; use compiled kernels (--device cpu)"
@@ -210,8 +215,12 @@ class Transformer:
         layer = layers[index]
         out = self._adapted(layer.output(seen), seen, index, OUTPUT, passage)
         x = self._add(out, layer.attention_output_norm, residual, layer.mlp_norm)
-        x = self._multiply_gate(self._adapted(layer.gate_up(x), x, index, GATE_UP, passage))
-        x = self._adapted(layer.down(x), x, index, DOWN, passage)
+        if isinstance(layer.mlp, MixtureOfExperts):
+            assert self.config.experts is not None
+            x = mix(x, layer.mlp, self.config.experts, self._multiply_gate)
+        else:
+            x = self._multiply_gate(self._adapted(layer.mlp.gate_up(x), x, index, GATE_UP, passage))
+            x = self._adapted(layer.mlp.down(x), x, index, DOWN, passage)
         if index + 1 == len(layers):
             return self._add(x, layer.mlp_output_norm, residual, None)
         x = self._add(x, layer.mlp_output_norm, residual, layers[index + 1].attention_norm)

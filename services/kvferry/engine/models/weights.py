@@ -9,7 +9,41 @@ from kvferry.engine.models.random_tensors import RandomTensors
 from kvferry.kernels.batch import HeadNorms
 from kvferry.kernels.ops import Linear, Ops
 from kvferry.model.config import ModelConfig
-from kvferry.model.tensors import EMBEDDING, FINAL_NORM, HEAD, TensorSource, check_shapes, layer_norms, layer_prefix
+from kvferry.model.tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    ROUTER,
+    SHARED,
+    SHARED_GATE,
+    TensorSource,
+    check_shapes,
+    expert_prefix,
+    layer_norms,
+    layer_prefix,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """A gated MLP, or an expert."""
+
+    gate_up: Linear
+    """[T, hidden] to [T, 2 * intermediate]."""
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixtureOfExperts:
+    """Router and experts of a layer."""
+
+    router: Linear
+    """[T, hidden] to [T, experts]."""
+    experts: tuple[Mlp, ...]
+    shared: Mlp | None
+    """Expert of all rows."""
+    shared_gate: Linear | None
+    """[T, hidden] to [T, 1]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,9 +61,7 @@ class LayerWeights:
     output: Linear
     attention_output_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
-    gate_up: Linear
-    """[T, hidden] to [T, 2 * intermediate]."""
-    down: Linear
+    mlp: Mlp | MixtureOfExperts
     mlp_output_norm: torch.Tensor | None
 
 
@@ -63,7 +95,7 @@ def load_weights(
 
 def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
     at = layer_prefix(index)
-    attention, mlp = at + "self_attn.", at + "mlp."
+    attention = at + "self_attn."
     bias = tuple(f"{attention}{x}_proj.bias" for x in "qkv") if config.qkv_bias else ()
     norms = layer_norms(config)
     pair = _head_norms(reader, attention, config) if config.qk_norm else None
@@ -79,9 +111,23 @@ def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
         output=reader.linear(attention + "o_proj.weight"),
         attention_output_norm=norm(norms.attention_output),
         mlp_norm=norm(norms.mlp),
-        gate_up=reader.linear(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-        down=reader.linear(mlp + "down_proj.weight"),
+        mlp=_mlp(reader, at + "mlp.") if config.experts_of(index) is None else _mixture(reader, config, at),
         mlp_output_norm=norm(norms.mlp_output),
+    )
+
+
+def _mlp(reader: "_Reader", at: str) -> Mlp:
+    return Mlp(reader.linear(at + "gate_proj.weight", at + "up_proj.weight"), reader.linear(at + "down_proj.weight"))
+
+
+def _mixture(reader: "_Reader", config: ModelConfig, at: str) -> MixtureOfExperts:
+    assert config.experts is not None
+    has_shared = config.experts.shared_size > 0
+    return MixtureOfExperts(
+        reader.linear(at + ROUTER),
+        tuple(_mlp(reader, at + expert_prefix(index)) for index in range(config.experts.count)),
+        _mlp(reader, at + SHARED) if has_shared else None,
+        reader.linear(at + SHARED_GATE) if has_shared else None,
     )
 
 

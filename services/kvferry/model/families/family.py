@@ -1,5 +1,6 @@
 """Declaration of a model family: its class in config.json, and how it differs from Llama."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -31,8 +32,18 @@ class Family:
     """Fields that have no effect in the family's class, although they have in others."""
     has_fused_tensors: bool = False
     """Whether the files have `qkv_proj` and `gate_up_proj` instead of separate projections."""
+    renames: tuple[tuple[re.Pattern[str], str], ...] = ()
+    """Expressions in names of tensors of the files, and their replacements; the first that is found applies."""
     reads_gguf: bool = False
     """Whether GGUF files of the family are read; the family's name is then that of the architecture in GGUF."""
+
+    def renamed(self, name: str) -> str:
+        """Return the name of a tensor of the family's files in this project."""
+        for pattern, replacement in self.renames:
+            found, count = pattern.subn(replacement, name, count=1)
+            if count:
+                return found
+        return name
 
 
 def windows_of(

@@ -13,7 +13,8 @@ _FIRST_WINDOW = 28
 """Value of `max_window_layers` where it is absent: the first layer with a window."""
 
 
-def _windows(fields: ConfigFields, llama: ModelConfig) -> tuple[int | None, ...]:
+def qwen_windows(fields: ConfigFields, llama: ModelConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer: of the upper layers, if `use_sliding_window` is set."""
     fields.ignore("sliding_window")
     window = fields.optional_whole("sliding_window") if fields.flag("use_sliding_window") else None
     first = fields.value("max_window_layers")
@@ -22,11 +23,11 @@ def _windows(fields: ConfigFields, llama: ModelConfig) -> tuple[int | None, ...]
 
 
 def _adapt_2(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
-    return replace(llama, qkv_bias=True, windows=_windows(fields, llama))
+    return replace(llama, qkv_bias=True, windows=qwen_windows(fields, llama))
 
 
 def _adapt_3(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
-    return replace(llama, qk_norm=True, windows=_windows(fields, llama))
+    return replace(llama, qk_norm=True, windows=qwen_windows(fields, llama))
 
 
 QWEN2 = Family(

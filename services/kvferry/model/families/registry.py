@@ -12,6 +12,7 @@ from kvferry.model.families.gemma import GEMMA2, GEMMA3
 from kvferry.model.families.granite import GRANITE
 from kvferry.model.families.llama import LLAMA
 from kvferry.model.families.mistral import MISTRAL
+from kvferry.model.families.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from kvferry.model.families.olmo2 import OLMO2
 from kvferry.model.families.phi3 import PHI3
 from kvferry.model.families.qwen import QWEN2, QWEN3
@@ -22,7 +23,24 @@ _MAX_MODEL_TOKENS = 4 << 20
 """Longest context; tables of rotary angles have a row for each position."""
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GRANITE, SMOLLM3, GEMMA2, GEMMA3)}
+    {
+        family.name: family
+        for family in (
+            LLAMA,
+            MISTRAL,
+            QWEN2,
+            QWEN3,
+            PHI3,
+            OLMO2,
+            GRANITE,
+            SMOLLM3,
+            GEMMA2,
+            GEMMA3,
+            MIXTRAL,
+            QWEN2_MOE,
+            QWEN3_MOE,
+        )
+    }
 )
 """The families by name."""
 _BY_CLASS = {family.architecture: family for family in FAMILIES.values()}

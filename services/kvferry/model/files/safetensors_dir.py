@@ -38,9 +38,11 @@ class SafetensorsModel:
         raw = read_json(folder / "config.json")
         self.weight_files = _weight_files(folder)
         method = read_method(raw, folder / "config.json")
+        family = family_of(raw, folder / "config.json")
         found: dict[str, StoredTensor] = {}
         for path in self.weight_files:
-            for tensor, stored in open_tensors(path, types=QUANTIZED_TYPES if method else FLOAT_TYPES).items():
+            for name_in_file, stored in open_tensors(path, types=QUANTIZED_TYPES if method else FLOAT_TYPES).items():
+                tensor = family.renamed(name_in_file)
                 if tensor in found:
                     raise ModelFileError(f"{path}: tensor {tensor!r} is in more than one file of the folder")
                 found[tensor] = stored
@@ -59,7 +61,7 @@ class SafetensorsModel:
             found = without_idle_biases(found, self._matrices, expected_shapes(self.config))
             self._notes = method.notes
         self._tensors = found
-        if family_of(raw, folder / "config.json").has_fused_tensors:
+        if family.has_fused_tensors:
             self._tensors = _split(self._tensors, self.config)
             self._matrices = _split(self._matrices, self.config)
         if self.config.tie_word_embeddings:

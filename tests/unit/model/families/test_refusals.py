@@ -30,6 +30,11 @@ def read(family: str, **raw: object) -> ModelConfig:
     ("family", "raw", "message"),
     [
         ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported: this feature"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is not supported: there are 8 experts"),
+        ("mixtral", {"num_local_experts": 100000}, "at most 1024 experts"),
+        ("qwen2_moe", {"mlp_only_layers": "1"}, "mlp_only_layers = '1'"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be a positive"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive whole number"),
         ("llama", {"num_local_experts": 8}, "num_local_experts = 8"),
         ("llama", {"residual_multiplier": 0.2}, "residual_multiplier = 0.2"),
         ("llama", {"sliding_window": 128}, "sliding_window = 128"),

@@ -1,0 +1,100 @@
+#include "step/experts.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "step/step.hpp"
+
+namespace kvferry {
+
+void ExpertPlan::clear(int rows, int most_per_row, int most_experts) {
+  const size_t entries = size_t(rows) * size_t(most_per_row);
+  runs.clear();
+  runs.reserve(size_t(most_experts));
+  has_gathered = false;
+  // Memory is allocated here and not while the pool runs.
+  for (auto* each : {&row_of, &entries_of, &chosen_}) each->resize(std::max(entries, each->size()));
+  share_of.resize(std::max(entries, share_of.size()));
+  counts_.resize(size_t(most_experts) + 1);
+  used_.resize(std::max(size_t(rows), used_.size()));
+  probabilities_.resize(std::max(size_t(rows) * size_t(most_experts), probabilities_.size()));
+}
+
+void ExpertPlan::plan(const Mixture& m, const Level& level, const float* logits, int stride, int rows, int threads) {
+  per_row = m.active + (m.has_shared ? 1 : 0);
+  const int experts = m.count + (m.has_shared ? 1 : 0);
+  runs.clear();
+  has_gathered = false;
+  std::fill(counts_.begin(), counts_.end(), 0);
+  for (int row = 0; row < rows; ++row) {
+    const float* of_row = logits + size_t(row) * size_t(stride);
+    float* weights = probabilities_.data() + size_t(row) * size_t(experts);
+    const float top = *std::max_element(of_row, of_row + m.count);
+    float sum = 0.0f, taken = 0.0f;
+    for (int e = 0; e < m.count; ++e) sum += weights[e] = std::exp(of_row[e] - top);
+    for (int e = 0; e < m.count; ++e) weights[e] /= sum;
+    int* chosen = chosen_.data() + size_t(row) * size_t(per_row);
+    for (int i = 0; i < m.active; ++i) {
+      int best = -1;
+      for (int e = 0; e < m.count; ++e)
+        if (std::find(chosen, chosen + i, e) == chosen + i && (best < 0 || weights[e] > weights[best])) best = e;
+      chosen[i] = best;
+      taken += weights[best];
+      ++counts_[size_t(best)];
+    }
+    if (m.renormalizes)
+      for (int i = 0; i < m.active; ++i) weights[chosen[i]] /= taken;
+    if (m.has_shared) {
+      chosen[m.active] = m.count;
+      weights[m.count] = 1.0f / (1.0f + std::exp(-of_row[m.count]));
+      ++counts_[size_t(m.count)];
+    }
+    used_[size_t(row)] = 0;
+  }
+  int first = 0;
+  for (int e = 0; e < experts; ++e) {
+    const int count = counts_[size_t(e)];
+    counts_[size_t(e)] = first;  // from here on the next entry of the expert
+    if (!count) continue;
+    ExpertRun run;
+    run.expert = e;
+    run.first = first;
+    run.count = count;
+    runs.push_back(run);
+    first += count;
+  }
+  for (int row = 0; row < rows; ++row)
+    for (int i = 0; i < per_row; ++i) {
+      const int e = chosen_[size_t(row) * size_t(per_row) + size_t(i)];
+      const size_t entry = size_t(counts_[size_t(e)]++);
+      row_of[entry] = row;
+      share_of[entry] = probabilities_[size_t(row) * size_t(experts) + size_t(e)];
+    }
+  const int shares = std::max(1, (threads + int(runs.size()) - 1) / std::max(1, int(runs.size())));
+  int gate_up = 0, down = 0;
+  for (ExpertRun& run : runs) {
+    const Expert& expert = m.experts[run.expert];
+    if (row_of[size_t(run.first + run.count - 1)] - row_of[size_t(run.first)] == run.count - 1) {
+      run.source = row_of[size_t(run.first)];
+    } else {
+      has_gathered = true;
+    }
+    for (int entry = run.first; entry < run.first + run.count; ++entry) {
+      const size_t row = size_t(row_of[size_t(entry)]);
+      entries_of[row * size_t(per_row) + size_t(used_[row]++)] = entry;
+    }
+    run.gate_up = choose_blocking(level, expert.gate_up, run.count, shares, 4);
+    run.down = choose_blocking(level, expert.down, run.count, shares);
+    run.gate_up_end = gate_up += run.gate_up.count;
+    run.down_end = down += run.down.count;
+  }
+}
+
+const ExpertRun& ExpertPlan::locate(int ExpertRun::* end, int& chunk) const {
+  const auto found = std::upper_bound(runs.begin(), runs.end(), chunk,
+                                      [end](int value, const ExpertRun& run) { return value < run.*end; });
+  if (found != runs.begin()) chunk -= (*(found - 1)).*end;
+  return *found;
+}
+
+}  // namespace kvferry

@@ -1,0 +1,46 @@
+// Plan of a layer with experts: which expert computes which rows.
+#pragma once
+#include <vector>
+
+#include "data/model.hpp"
+#include "products/blocking.hpp"
+#include "step/level.hpp"
+
+namespace kvferry {
+
+// Entries of one expert. An entry is a row that an expert computes; entries are sorted by expert, then by row.
+struct ExpertRun {
+  int expert = 0;
+  int first = 0, count = 0;           // entries [first, first + count)
+  int source = -1;                    // first of the adjacent rows of x that are its inputs, -1 if they are gathered
+  Blocking gate_up, down;             // of its products
+  int gate_up_end = 0, down_end = 0;  // number of chunks of this and all earlier runs
+};
+
+class ExpertPlan {
+ public:
+  // Forgets the plan of the last layer, and reserves memory for `rows` rows.
+  void clear(int rows, int most_per_row, int most_experts);
+
+  // Chooses the experts of each row by the router's outputs, and sorts the rows by expert. Weights are the softmax over
+  // all experts, in float32; equal ones are chosen in the order of experts.
+  void plan(const Mixture& mixture, const Level& level, const float* logits, int stride, int rows, int threads);
+
+  // Returns the run of a chunk, and replaces the chunk by its index within the run.
+  const ExpertRun& locate(int ExpertRun::* end, int& chunk) const;
+
+  int chunks(int ExpertRun::* end) const { return runs.empty() ? 0 : runs.back().*end; }
+
+  std::vector<ExpertRun> runs;
+  std::vector<int> row_of;      // [entries]
+  std::vector<float> share_of;  // [entries]: weight in the sum of the row
+  std::vector<int> entries_of;  // [rows][per_row], in the order of experts
+  int per_row = 0;
+  bool has_gathered = false;  // whether the inputs of a run are gathered
+
+ private:
+  std::vector<float> probabilities_;
+  std::vector<int> chosen_, counts_, used_;
+};
+
+}  // namespace kvferry
