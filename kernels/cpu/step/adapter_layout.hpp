@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "data/adapter.hpp"
+#include "data/batch_checks.hpp"
 #include "data/matrix.hpp"
 #include "data/model.hpp"
-#include "data/batch_checks.hpp"
 
 namespace kvferry {
 

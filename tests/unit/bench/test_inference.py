@@ -60,9 +60,10 @@ def test_the_phases_of_a_step_are_said() -> None:
     bench = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="compiled", threads=1), 1, SystemClock())
     phases = bench.phases((9, 6), 2)
     assert {"qkv", "attend", "gate_up", "down", "head"} <= phases.keys()
-    of_adapters = {name for name in phases if name.startswith("shrink_")}
-    assert all(ms > 0 for name, ms in phases.items() if name not in {"embed", *of_adapters})
-    assert all(phases[name] == 0 for name in of_adapters), "a batch without adapters has no such phase"
+    others = {"route", "plan_experts", "gather", "expert_gate_up", "expert_down", "combine"}
+    others |= {name for name in phases if name.startswith("shrink_")}
+    assert all(ms > 0 for name, ms in phases.items() if name not in {"embed", *others})
+    assert all(phases[name] == 0 for name in others), "a batch without adapters or experts has no such phase"
     slow = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="torch", threads=1), 1, SystemClock())
     with pytest.raises(UsageError, match="only the compiled kernels report"):
         slow.phases((9, 6), 2)

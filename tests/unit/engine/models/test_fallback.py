@@ -8,6 +8,7 @@ from kvferry.core.errors import UsageError
 from kvferry.engine.models import build
 from kvferry.engine.models.build import build_model, resolve_kernels
 from kvferry.model import tiny
+from kvferry.model.config import Experts
 from kvferry.model.features import FEATURES
 
 CAPPED = replace(tiny.config(), attention_soft_cap=20.0, windows=(8, None))
@@ -35,3 +36,14 @@ def test_heads_of_an_odd_size_fall_back() -> None:
     assert resolve_kernels("auto", odd, "float32") == "torch"
     with pytest.raises(UsageError, match="heads of 24 values are not a multiple of 16"):
         resolve_kernels("compiled-avx2", odd, "float32")
+
+
+def test_experts_on_what_does_not_compute_them_are_refused_by_name() -> None:
+    config = replace(tiny.config(), experts=Experts(4, 2, 16, renormalizes=True))
+    with pytest.raises(UsageError, match="computed on CPUs only, not on cuda"):
+        resolve_kernels("auto", config, "bfloat16", "cuda")
+    with pytest.raises(UsageError, match="Triton kernels do not implement experts of the family llama"):
+        resolve_kernels("triton", config, "float32")
+    for kernels in ("torch", "compiled"):
+        model = build_model(config, tiny.TinyTensors(config), dtype="float32", kernels=kernels)
+        assert "experts" in str(model.why_no_adapters)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvferry.model import tiny
-from kvferry.model.config import Activation, ModelConfig, NormPlacement
+from kvferry.model.config import Activation, Experts, ModelConfig, NormPlacement
 from kvferry.model.features import FEATURES, features_digest
 from kvferry.model.rope import DynamicNtkRope, LinearRope, LongRope
 
@@ -23,6 +23,7 @@ OTHER: dict[str, object] = {
     "norm_offset": 1.0,
     "qk_norm_spans_heads": True,
     "activation": Activation.GELU_TANH,
+    "experts": Experts(4, 2, 16, renormalizes=True),
 }
 
 
