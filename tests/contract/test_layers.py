@@ -35,6 +35,11 @@ VIOLATIONS = [
     ("Decisions are pure", "services/kvferry/engine/plan/scheduler.py", "import threading"),
     ("Decisions are pure", "services/kvferry/kv/handoff/offers.py", "def now():\n    import asyncio"),
     ("Decisions are pure", "services/kvferry/kv/tiers/policy/breaker.py", "import threading"),
+    (
+        "The simulator imports decisions, not the shells around them",
+        "services/kvferry/simulator/clock.py",
+        "import kvferry.gateway.fleet.step_watch",
+    ),
     ("What ships needs no tests", "services/kvferry/testing/tier_suite.py", "import harness.idle"),
     ("What ships needs no tests", "services/kvferry/bench/rows.py", "import pytest"),
     (
