@@ -54,14 +54,17 @@ def test_the_family_is_taken_for_gpus_alone() -> None:
         device_ops_for("cpu", "torch")
 
 
-@pytest.mark.parametrize("code", ["ops_for('cpu', 'triton')", "resolve_kernels('auto', None, None, 'cuda')"])
+@pytest.mark.parametrize(
+    "code", ["ops_for('cpu', 'triton')", "resolve_kernels('auto', tiny.config(), 'bfloat16', 'cuda')"]
+)
 def test_without_interpreter_or_gpu_it_is_said_and_nothing_else_imports_triton(code: str) -> None:
     program = f"""
 import sys
 from kvferry.engine.models.build import resolve_kernels
 from kvferry.engine.run.runner import Runner
 from kvferry.kernels.ops import ops_for
-assert "triton" not in sys.modules, "nobody asked for it"
+from kvferry.model import tiny
+assert "triton" not in sys.modules, "imported without a request"
 print({code})
 """
     done = subprocess.run(

@@ -1,8 +1,9 @@
 """How long a prompt, a hand-off and an output token take on each worker, from the gateway's own requests.
 
-A worker's estimates are fitted to its own observations; until it has some, those of the whole fleet apply, and until
-the fleet has some, defaults. The first observation of each process is dropped: it contains compilation, page faults and
-connection set-up.
+All observations of a kind are fitted together, and those of each worker. A worker's own fit is used if it differs from
+that of the fleet, as on other hardware; smaller differences are noise, which would scatter equal prefixes over equal
+workers. Until the fleet has observations, defaults apply. The first observation of each process is dropped: it contains
+compilation, page faults and connection set-up.
 """
 
 from collections import OrderedDict
@@ -22,7 +23,9 @@ DEFAULT_TRANSFER = (0.002, 1e-5)
 DEFAULT_OUTPUT_TOKENS = 128.0
 
 _NUM_OWN = 3
-"""Number of observations from which a worker's own fit is used."""
+"""Number of observations from which a worker's own fit may be used."""
+_DIFFERENT = 0.15
+"""Relative difference to the fleet's fit, at the mean of a worker's amounts, from which its own fit is used."""
 _MAX_WORKERS = 4096
 _MAX_PAIRS = 16384
 _STEP_SLOPE = 0.05
@@ -63,8 +66,12 @@ class _Fits(Generic[Key]):
         for key in keys:
             own = self._lines.get(key)
             if own is not None and own.count >= _NUM_OWN:
-                return own.line()
+                return own.line() if self._differs(own) else self._all.line()
         return self._all.line() if self._all.count else self._default
+
+    def _differs(self, own: FittedLine) -> bool:
+        expected = self._all.predict(own.mean_amount)
+        return abs(own.predict(own.mean_amount) - expected) > _DIFFERENT * expected
 
 
 class Estimates:

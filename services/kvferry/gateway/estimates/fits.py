@@ -52,6 +52,11 @@ class FittedLine:
         intercept, slope = self.line()
         return intercept + slope * amount
 
+    @property
+    def mean_amount(self) -> float:
+        """Mean of the amounts; 0 without observations."""
+        return self._x / self._weight if self.count else 0.0
+
     def line(self) -> tuple[float, float]:
         """Return (intercept in seconds, slope in seconds per amount)."""
         if self._line is None:

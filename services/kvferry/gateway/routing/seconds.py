@@ -28,7 +28,8 @@ from kvferry.gateway.routing.routes import (
 
 TIE_SHARE = 0.02
 TIE_SECONDS = 0.002
-"""Estimates within this share, or this difference, of the best one count as equal."""
+"""Estimates count as equal to the best one within this difference, or this share of its seconds before the output
+begins."""
 _MAX_PAIRED = 8
 """Number of the best prefill and decode replicas of which all pairs are compared."""
 _MAX_WAITS = 10.0
@@ -53,7 +54,7 @@ class Seconds:
         if not replicas:
             return None
         ranked = _sorted(self._candidate(asked, replica, work) for replica in replicas)
-        bound = _bound(_total(ranked[0]))
+        bound = _bound(_total(ranked[0]), _before_output(ranked[0]))
         equal = [candidate for candidate in ranked if _total(candidate) <= bound]
         chosen = max(equal, key=rank)
         return _pick(chosen, ranked)
@@ -85,7 +86,8 @@ class Seconds:
             ]
         if not pairs:
             return None
-        bound = _bound(min(pair.seconds for pair in pairs))
+        least = min(pairs, key=lambda pair: pair.seconds)
+        bound = _bound(least.seconds, least.seconds - _total(least.decode))
         equal = [pair for pair in pairs if pair.seconds <= bound]
         chosen = max((pair.prefill for pair in equal), key=rank)
         # Of the decode replicas that fit this prefill replica equally well, the one that the prefix belongs to.
@@ -175,8 +177,13 @@ def _total(candidate: Candidate) -> float:
     return candidate.terms.total if candidate.terms is not None else 0.0
 
 
-def _bound(seconds: float) -> float:
-    return seconds + max(TIE_SHARE * seconds, TIE_SECONDS)
+def _before_output(candidate: Candidate) -> float:
+    terms = candidate.terms or Terms()
+    return terms.queue + terms.prefill + terms.transfer
+
+
+def _bound(seconds: float, before_output: float) -> float:
+    return seconds + max(TIE_SHARE * before_output, TIE_SECONDS)
 
 
 def _pick(chosen: Candidate, ranked: Sequence[Candidate]) -> Pick:
