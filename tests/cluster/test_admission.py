@@ -41,6 +41,13 @@ def tiers(*entries: dict[str, Any]) -> dict[str, Any]:
     return {"tiers": list(entries)}
 
 
+SUPPORT = {"name": "support", "source": "/models/support"}
+
+
+def adapters(**fields: Any) -> dict[str, Any]:
+    return {"adapters": [{**SUPPORT, **fields}]}
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no model": ({"model": None}, "spec.model"),
     "no model name": ({"model": {}}, "spec.model.name: Required value"),
@@ -85,6 +92,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "kvMemory in milli": (prefill(engine={"kvMemory": "512m"}), "a size with a unit, for example 512Mi or 4Gi"),
     "kvMemory without unit": (prefill(engine={"kvMemory": "512"}), "a size with a unit, for example 512Mi or 4Gi"),
     "no kvMemory": (prefill(engine={"kvMemory": "0Gi"}), "a size with a unit, for example 512Mi or 4Gi"),
+    "cuda without a GPU": (prefill(engine={"device": "cuda"}), "engine.device cuda needs a GPU in resources.limits"),
+    "unknown device": (prefill(engine={"device": "tpu"}), 'supported values: "auto", "cpu", "cuda"'),
+    "an adapter called as the model": (adapters(name="m"), "an adapter cannot have the name of the model"),
+    "a relative folder of an adapter": (adapters(source="support"), "must be an absolute path inside the pods"),
+    "a short digest of an adapter": (adapters(digest="abc"), "spec.adapters[0].digest"),
+    "an adapter twice": ({"adapters": [SUPPORT, SUPPORT]}, "Duplicate value"),
     "a tier without unit": (tiers({"type": "dram", "size": "8"}), "a size with a unit, for example 512Mi or 8Gi"),
     "cpu: 2x": (prefill(resources={"limits": {"cpu": "2x"}}), "must be a quantity, for example 500m or 2 CPUs"),
     "negative memory": (prefill(resources={"requests": {"memory": "-1Gi"}}), "must be a quantity"),
@@ -171,6 +184,9 @@ GOOD: dict[str, dict[str, Any]] = {
         }
     ),
     "sizes": {**prefill(engine={"kvMemory": "0.5Gi"}), **tiers({"type": "disk", "size": "1Ti"})},
+    "a GPU": prefill(engine={"device": "cuda", "kvMemory": "auto"}, resources={"limits": {"nvidia.com/gpu": 1}}),
+    "a GPU by a claim": prefill(engine={"device": "cuda"}, resources={"claims": [{"name": "gpu"}]}),
+    "an adapter": adapters(digest="ab" * 32),
     "a scheduling policy": {"scheduling": "two-level"},
     "speculation": prefill(speculation="ngram?k=4&min=3"),
     "the earlier notation": prefill(engine={"kvMemory": "512MiB"}),

@@ -29,6 +29,7 @@ KINDS = (
     "poddisruptionbudgets",
     "networkpolicies",
     "secrets",
+    "configmaps",
     "serviceaccounts",
     "roles",
     "rolebindings",

@@ -36,6 +36,7 @@ VICTIMS = (
     ("v1", "Service", "chat-decode"),
     ("v1", "Service", "chat-gateway"),
     ("v1", "ServiceAccount", "chat-worker"),
+    ("v1", "ConfigMap", "chat-adapters"),
     (RBAC, "Role", "chat-gateway"),
     (RBAC, "RoleBinding", "chat-gateway"),
     ("policy/v1", "PodDisruptionBudget", "chat-prefill"),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from harness.kernels.lora_files import write
 from harness.pools import on_node
 from harness.pools.on_node import MODEL, PoolOnNode, eventually
 from harness.servers.redis_server import RedisServer, redis_server
@@ -52,6 +53,7 @@ def test_the_documented_pool_answers_with_one_engines_tokens(
     say("rolled over to connector tcp")
     check_answers(pool, alone, "tcp")
     say("asked again: one engine's tokens, KV fetched")
+    check_adapters(pool, say)
 
 
 def conditions(pool: PoolOnNode) -> dict[str, dict[str, Any]]:
@@ -117,6 +119,38 @@ def check_answers(pool: PoolOnNode, alone: Callable[[list[int]], list[int]], con
     with OpenAI(base_url=pool.http, api_key="none", timeout=60) as openai:
         answer = openai.chat.completions.create(model=MODEL, messages=question, temperature=0, max_tokens=24)
     assert answer.choices[0].message.content == text
+
+
+def check_adapters(pool: PoolOnNode, say: Callable[[str], None]) -> None:
+    """Adapters of the spec are served, changed and removed without a restart of the workers."""
+    folder = pool.cluster.folder / "models" / "adapters" / "support"
+    engine = LLM(MODEL, dtype="float32", kv_bytes=64 << 20)
+    write(folder, engine.config)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # pods run as another user
+    engine.load_adapter("support", str(folder))
+    before = {role: pool.pods(role) for role in ("prefill", "decode")}
+    missing = {"name": "missing", "source": "/models/adapters/missing"}
+    support = {"name": "support", "source": "/models/adapters/support"}
+    pool.patch({"op": "add", "path": "/spec/adapters", "value": [support, missing]})
+    eventually(lambda: "adapter_config.json" in adapters_loaded(pool), "the missing folder is reported", 60)
+    say(adapters_loaded(pool))
+    pool.patch({"op": "remove", "path": "/spec/adapters/1"})
+    eventually(lambda: adapters_loaded(pool) == "2 workers serve 1 adapters", "the adapter is served", 60)
+    with Client(pool.grpc, timeout=60) as client:
+        prompt = client.tokenize(QUESTION)
+        expected = list(engine.generate([prompt], GREEDY, model="support")[0].token_ids)
+        chunks = list(client.generate(QUESTION, GREEDY, model="support"))
+        assert [token.token_id for chunk in chunks for token in chunk.tokens] == expected
+    pool.patch({"op": "remove", "path": "/spec/adapters"})
+    with OpenAI(base_url=pool.http, api_key="none", timeout=60) as openai:
+        eventually(lambda: len(openai.models.list().data) == 1, "the adapter is removed", 60)
+    assert {role: pool.pods(role) for role in ("prefill", "decode")} == before
+    say("an adapter was loaded, served and removed, and no pod was replaced")
+
+
+def adapters_loaded(pool: PoolOnNode) -> str:
+    return str(conditions(pool).get("AdaptersLoaded", {}).get("message", ""))
 
 
 def test_kubectl_explains_every_level(operated: Any) -> None:

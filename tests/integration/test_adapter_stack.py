@@ -11,6 +11,7 @@ import pytest
 from harness.idle import assert_workers_idle
 from harness.kernels.lora_files import write
 from harness.servers.processes import running
+from harness.waiting import until
 
 from kvferry.client import Client
 from kvferry.core.errors import UnknownModel
@@ -55,7 +56,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         write(folder / f"a{number}", tiny.config(), seed=number)
     flags = ("--dtype", "float32", "--kv-memory", "16MiB", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
     adapters = ("--adapter", f"first={folder}/a0", "--adapter", f"second={folder}/a1", "--adapter-slots", "2")
-    more = ("--adapter-folder", str(folder), "--load-policy", "always", "--tier", "dram://?size=64MiB")
+    more = (
+        "--adapters-file",
+        str(folder / "list.toml"),
+        "--adapter-folder",
+        str(folder),
+        "--load-policy",
+        "always",
+        "--tier",
+        "dram://?size=64MiB",
+    )
     with running("up", "--model", "tiny", *flags, *adapters, *more) as process:
         made = Stack(dict(process.wait_for("ready")), folder)
         yield made
@@ -158,6 +168,29 @@ def test_an_adapter_is_loaded_replaced_and_removed_while_serving(stack: Stack) -
     assert "late" not in stack.models()
     with pytest.raises(UnknownModel):
         stack.tokens("late")
+
+
+def test_the_workers_follow_a_list_of_adapters(stack: Stack) -> None:
+    def write_list(**paths: str) -> None:
+        entries = (f'[[adapters]]\nname = "{name}"\npath = "{stack.folder / path}"' for name, path in paths.items())
+        beside = stack.folder / "list.new"
+        beside.write_text("\n".join(entries))
+        beside.replace(stack.folder / "list.toml")
+
+    def failures() -> list[dict[str, str]]:
+        page = httpx.get(f"{stack.admin_url}/fleet", timeout=SECONDS).json()
+        return [worker["adapter_failures"] for worker in page["workers"]]
+
+    write_list(listed="a2", broken="none")
+    until(lambda: "listed" in stack.models() and all(failures()), "the list is followed")
+    assert stack.tokens("listed") == expected(stack, "a2")
+    assert all("adapter_config.json" in found["broken"] for found in failures())
+    write_list(listed="a3")
+    after = expected(stack, "a3")
+    until(lambda: stack.tokens("listed") == after, "the adapter is replaced")
+    write_list()
+    until(lambda: "listed" not in stack.models() and not any(failures()), "the adapter is removed")
+    assert "first" in stack.models()  # of a flag
 
 
 @pytest.mark.parametrize(

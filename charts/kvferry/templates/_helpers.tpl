@@ -38,7 +38,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   resources: [secrets]
   verbs: [create]
 - apiGroups: [""]
-  resources: [serviceaccounts]
+  resources: [configmaps, serviceaccounts]
   verbs: [create, get, list, patch, watch]
 - apiGroups: [""]
   resources: [services]

@@ -32,6 +32,7 @@ PLURALS = {
     "Pod": "pods",
     "Service": "services",
     "ServiceAccount": "serviceaccounts",
+    "ConfigMap": "configmaps",
     "Secret": "secrets",
     "Deployment": "deployments",
     "ControllerRevision": "controllerrevisions",

@@ -43,6 +43,26 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 class StatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class AdapterFailuresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     IDENTITY_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -63,6 +83,9 @@ class StatusResponse(_message.Message):
     ADAPTERS_FIELD_NUMBER: _builtins.int
     RETIRED_ADAPTERS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    STAGED_FIELD_NUMBER: _builtins.int
+    ADAPTER_FAILURES_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """prefill, decode, both"""
     model: _builtins.str
@@ -87,6 +110,10 @@ class StatusResponse(_message.Message):
     """in the running batch; 0: unknown"""
     num_steps: _builtins.int
     """steps of the engine since it started"""
+    device: _builtins.str
+    """that computes: cpu, or the name of the GPU; empty: unknown"""
+    staged: _builtins.bool
+    """peers and tiers access KV through host memory beside the device's pages"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -102,6 +129,10 @@ class StatusResponse(_message.Message):
     @_builtins.property
     def retired_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Adapter]:
         """replaced or removed; for requests that began with them"""
+
+    @_builtins.property
+    def adapter_failures(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """why an adapter of the worker's list is not loaded, by name"""
 
     def __init__(
         self,
@@ -126,10 +157,13 @@ class StatusResponse(_message.Message):
         adapters: _abc.Iterable[_common_pb2.Adapter] | None = ...,
         retired_adapters: _abc.Iterable[_common_pb2.Adapter] | None = ...,
         num_steps: _builtins.int = ...,
+        device: _builtins.str = ...,
+        staged: _builtins.bool = ...,
+        adapter_failures: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_tokens", b"block_tokens", "connector", b"connector", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "max_sequences", b"max_sequences", "model", b"model", "model_digest", b"model_digest", "num_steps", b"num_steps", "proof", b"proof", "ready", b"ready", "retired_adapters", b"retired_adapters", "role", b"role", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_failures", b"adapter_failures", "adapters", b"adapters", "block_tokens", b"block_tokens", "connector", b"connector", "device", b"device", "domain", b"domain", "draining", b"draining", "dtype", b"dtype", "family", b"family", "fingerprint", b"fingerprint", "identity", b"identity", "load", b"load", "max_model_tokens", b"max_model_tokens", "max_sequences", b"max_sequences", "model", b"model", "model_digest", b"model_digest", "num_steps", b"num_steps", "proof", b"proof", "ready", b"ready", "retired_adapters", b"retired_adapters", "role", b"role", "staged", b"staged", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,6 +118,11 @@ ADAPTERS = (
         parse=size_bytes,
     ),
     Setting(
+        "adapters_file",
+        "",
+        "TOML file that lists adapters ([[adapters]] with name, path, digest); read again whenever it changes.",
+    ),
+    Setting(
         "adapter_folder",
         "",
         "Folder below which adapters may be loaded while serving (POST /v1/load_lora_adapter); default: none.",

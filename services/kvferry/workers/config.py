@@ -45,6 +45,8 @@ class WorkerConfig:
     without digests are rejected."""
     drain_seconds: float = 30.0
     """Maximum seconds for running requests to finish after SIGTERM."""
+    adapters_file: str = ""
+    """File with a list of adapters (`workers.adapters.adapter_list`), followed while serving; empty: none."""
     adapter_folder: str = ""
     """Folder below which adapters may be loaded while serving; empty refuses that."""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)

@@ -34,6 +34,10 @@ class WorkerContext:
     clock: Clock
     max_sequences: int = 0
     """Maximum number of sequences in the running batch; 0 if it is not known."""
+    device: str = ""
+    """`cpu`, or the name of the GPU; empty if it is not known."""
+    is_staged: bool = False
+    """Whether peers and tiers access KV through a mirror in host memory."""
     worker_id: WorkerId = _UNBOUND
     address: str = ""
     """`host:port` under which peers reach this worker's services."""

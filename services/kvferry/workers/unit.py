@@ -4,7 +4,8 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError, Unavailable
@@ -15,10 +16,11 @@ from kvferry.engine.build import EnginePages, LoadedModel, build_engine, engine_
 from kvferry.engine.engine import Engine
 from kvferry.engine.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.messages import EngineRequest, MaskReady
+from kvferry.engine.tensors.device import device_title
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.handoff.ticket import Keyring
-from kvferry.kv.interface.connector import PageMemory, Transport, TransportSetup
-from kvferry.kv.interface.mirror import PageMirror
+from kvferry.kv.interface.connector import PageMemory, TransportSetup
+from kvferry.kv.interface.mirror import SAME_PAGES, PageMirror
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.populate import populate_in_background
 from kvferry.kv.registry import open_transport
@@ -27,7 +29,7 @@ from kvferry.kv.tiers.stack import TierStack
 from kvferry.model.source import ModelSource
 from kvferry.rpc.access.call_keys import CallSigner, CallVerifier, role_key
 from kvferry.rpc.access.table import CallerRole
-from kvferry.rpc.server import RpcServer, Service, start_server
+from kvferry.rpc.server import Service, start_server
 from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.inference import inference_service
 from kvferry.rpc.text.model_text import open_text_model, text_model_of
@@ -42,7 +44,8 @@ from kvferry.v1 import (
     worker_admin_pb2_grpc,
 )
 from kvferry.v1.worker_admin_pb2 import StatusResponse
-from kvferry.workers.adapter_folder import AdapterFolder
+from kvferry.workers.adapters.adapter_loader import AdapterLoader
+from kvferry.workers.adapters.listed_adapters import ListedAdapters
 from kvferry.workers.config import DIGEST, WorkerConfig
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
@@ -56,26 +59,12 @@ from kvferry.workers.services.decode import DecodeService
 from kvferry.workers.services.kv_events import CacheFeed, KvEventsService
 from kvferry.workers.services.prefill import PrefillService
 from kvferry.workers.services.transfer import TransferService
+from kvferry.workers.unit_parts import RunningServers, UnitParts
 
 LIVENESS = "liveness"
 """Health service name for liveness, independent of readiness, on the port of WorkerAdmin."""
 _WARM_UP_TOKENS = 2
 _FLUSH_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """An engine and the components it uses."""
-
-    engine: Engine
-    commands: CommandQueue
-    memory: PageMemory
-    """Memory that transports access."""
-    pages: EnginePages
-    transport: Transport
-    control: GrpcPeerControl
-    fetcher: Fetcher
-    tiers: TierStack | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +74,6 @@ class UnitEndpoint:
     role: str
     listen: str
     admin: str
-
-
-@dataclass(slots=True)
-class _Running:
-    work: RpcServer
-    admin: RpcServer
-    admin_service: AdminService
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class WorkerUnit:
@@ -131,11 +112,12 @@ class WorkerUnit:
             self._namers, fingerprint=model.layout.fingerprint, block_tokens=model.layout.block_tokens
         )
         self._worker_id = WorkerId("")
-        self._running: _Running | None = None
+        self._running: RunningServers | None = None
         open_text = functools.partial(open_text_model, config.engine.model, config.engine.served_name)
         self._text_process, self._constraints = TextProcess(open_text), ConstraintCheck(open_text)
         self._stopped = threading.Event()
         self._service: AdminService | None = None
+        self._listed: ListedAdapters | None = None
 
     async def start(self) -> None:
         """Create the engine, bind both servers, and start the engine's thread. The unit is not ready before `warm_up`.
@@ -161,6 +143,8 @@ class WorkerUnit:
             domain=parts.transport.domain,
             max_model_tokens=parts.engine.max_model_tokens,
             max_sequences=self._config.engine.limits.max_sequences,
+            device=device_title(self._model.model.device),
+            is_staged=parts.pages.mirror is not SAME_PAGES,
             loop=self._loop,
             clock=self._clock,
         )
@@ -178,9 +162,18 @@ class WorkerUnit:
             await work.set_ready(False)
 
         admin_verifier = self._verifier()
-        adapters = AdapterFolder(self._model, self._loop, self._config.adapter_folder)
+        adapters = AdapterLoader(self._model, self._loop, self._config.adapter_folder)
+        if self._config.adapters_file:
+            self._listed = ListedAdapters(Path(self._config.adapters_file), adapters, self._clock)
         service = AdminService(
-            self.context, self._desk, work.calls, admin_verifier, parts.tiers, adapters, on_drain=not_ready
+            self.context,
+            self._desk,
+            work.calls,
+            admin_verifier,
+            parts.tiers,
+            adapters,
+            self._listed,
+            on_drain=not_ready,
         )
         try:
             admin = await start_server(
@@ -198,11 +191,11 @@ class WorkerUnit:
             await work.stop(0)
             raise
         self._service = service
-        self._running = _Running(work, admin, service, [asyncio.create_task(self._desk.run())])
+        self._running = RunningServers(work, admin, service, [asyncio.create_task(self._desk.run())])
         await admin.set_ready(True)
         await admin.set_ready(True, LIVENESS)
 
-    def _build(self) -> "_Parts":
+    def _build(self) -> UnitParts:
         """Create all components; blocks. Loader and tiers are created before the engine and use the same queue."""
         config, model = self._config, self._model
         model.check_serves()
@@ -237,7 +230,7 @@ class WorkerUnit:
             tiers=tiers,
             on_mask=lambda: commands.put(MaskReady()),
         )
-        return _Parts(engine, commands, memory, pages, transport, control, fetcher, tiers)
+        return UnitParts(engine, commands, memory, pages, transport, control, fetcher, tiers)
 
     def _identity(self) -> common_pb2.WorkerIdentity:
         return common_pb2.WorkerIdentity(worker_id=self._worker_id, incarnation=self._incarnation)
@@ -259,6 +252,9 @@ class WorkerUnit:
                 pass
         if self._running is None:
             raise Unavailable("the worker was stopped while it started")
+        if self._listed is not None:
+            await self._listed.refresh()
+            self._running.tasks.append(asyncio.create_task(self._listed.run()))
         self.context.ready = True
         populate_in_background(self._parts.memory.pages, self._stopped)
         if not self.context.draining:

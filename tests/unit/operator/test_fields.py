@@ -1,5 +1,6 @@
 """Every field of the definition changes something that can be seen, and is read with the definition's own default."""
 
+import tomllib
 from typing import Any
 
 import msgspec
@@ -105,6 +106,19 @@ def text(what: str):
 
 
 RESOURCES = {"requests": {"memory": "1Gi"}, "limits": {"nvidia.com/gpu": 1}, "claims": [{"name": "gpu"}]}
+ADAPTER = {"name": "support", "source": "/models/s", "digest": "ab" * 8}
+
+
+def listed(part: str):
+    """A part of the only adapter in the list of the pool's workers."""
+
+    def probe(pool: Pool) -> str:
+        text = made_of(pool)["ConfigMap/chat-adapters"]["data"]["adapters.toml"]
+        return str(tomllib.loads(text).get("adapters", [{part: ""}])[0][part])
+
+    return probe
+
+
 EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     # path: (a spec that sets it, where its effect is seen, what is seen then)
     "model.name": ({"model": {"name": "other"}}, flag("served-name", GATEWAY), "other"),
@@ -197,6 +211,13 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         lambda pool: [e["valueFrom"]["secretKeyRef"]["key"] for e in container(pool)["env"] if "TIER_0" in e["name"]],
         ["k"],
     ),
+    "adapters[].name": ({"adapters": [ADAPTER]}, listed("name"), "support"),
+    "adapters[].source": ({"adapters": [ADAPTER]}, listed("path"), "/models/s"),
+    "adapters[].digest": ({"adapters": [ADAPTER]}, listed("digest"), "ab" * 8),
+    "roles[].engine.device": (prefill(engine={"device": "cuda"}), flag("device"), "cuda"),
+    "roles[].engine.gpuMemoryPercent": (prefill(engine={"gpuMemoryPercent": 45}), flag("gpu-memory-share"), "0.45"),
+    "roles[].engine.adapterSlots": (prefill(engine={"adapterSlots": 0}), flag("adapter-slots"), "0"),
+    "roles[].engine.maxAdapterRank": (prefill(engine={"maxAdapterRank": 8}), flag("max-adapter-rank"), "8"),
     "routing.policy": ({"routing": {"policy": "random"}}, flag("policy", GATEWAY), "random"),
     "routing.prefixBlocks": ({"routing": {"prefixBlocks": 9}}, flag("prefix-blocks", GATEWAY), "9"),
     "routing.blockTokens": ({"routing": {"blockTokens": 32}}, flag("block-tokens"), "32"),

@@ -1,6 +1,7 @@
 """Objects of a pool besides Deployments: Services, ServiceAccounts, Roles, PodDisruptionBudgets, policies, monitors,
 scalers."""
 
+from kvferry.operator.objects.adapter_list import adapter_list
 from kvferry.operator.objects.gateway_pods import can_scale_to_zero
 from kvferry.operator.objects.pods import child
 from kvferry.operator.pool import names
@@ -16,7 +17,7 @@ def surroundings(pool: Pool, installed: frozenset[tuple[str, str]]) -> list[Json
     Args:
         installed: optional kinds that the cluster serves, as (apiVersion, plural).
     """
-    made = [*_accounts(pool), *_services(pool), *_budgets(pool)]
+    made = [*_accounts(pool), *_services(pool), *_budgets(pool), adapter_list(pool)]
     if pool.spec.network_policy == "Restricted":
         made.append(_network_policy(pool))
     if pool.spec.observability.pod_monitor == "Auto" and POD_MONITOR in installed:

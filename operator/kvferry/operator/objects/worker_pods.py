@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from kvferry.core.settings import size_bytes
+from kvferry.core.settings import size_or_auto
+from kvferry.operator.objects.adapter_list import ADAPTERS_FILE
 from kvferry.operator.objects.pods import (
     KEYS_FOLDER,
     confined,
@@ -34,6 +35,9 @@ _LEASE_SECONDS = 30
 _BESIDE_KV_BYTES = 1 << 30
 """Memory in bytes besides KV: interpreter, libraries and a small model. For a large model, users must set
 `roles[].resources`."""
+_AUTO_KV_BYTES = 1 << 30
+"""Memory for KV of a worker on CPUs with `kvMemory: auto`. Pods on GPUs have `roles[].resources`."""
+_ADAPTERS_FOLDER = "/etc/kvferry/adapters"
 _START_SECONDS = 1800
 
 
@@ -104,11 +108,14 @@ def _pod(pool: Pool, role: Role, default_image: str) -> Json:
         *model_volumes,
         {"name": "keys", "secret": {"secretName": keys_secret_of(pool)}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        # Also in pools without adapters, so that the first one restarts no pods.
+        {"name": "adapters", "configMap": {"name": names.adapters_object(pool.name), "optional": True}},
     ]
     mounts += [
         *model_mounts,
         {"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  the default of 64 MiB is too small for UCX
+        {"name": "adapters", "mountPath": _ADAPTERS_FOLDER, "readOnly": True},
     ]
     if any(tier.type == "disk" for tier in pool.spec.tiers):
         disk: Json = {"name": "tier", "emptyDir": {}}
@@ -167,10 +174,15 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
         "dtype": spec.model.dtype,
         "max-model-tokens": spec.model.max_tokens,
         "block-tokens": spec.routing.block_tokens,
+        "device": role.engine.device,
         "kv-memory": size(role.engine.kv_memory),
+        "gpu-memory-share": role.engine.gpu_memory_percent / 100,
         "threads": role.engine.threads,
         "token-budget": role.engine.token_budget,
         "max-sequences": role.engine.max_sequences,
+        "adapter-slots": role.engine.adapter_slots,
+        "max-adapter-rank": role.engine.max_adapter_rank,
+        "adapters-file": f"{_ADAPTERS_FOLDER}/{ADAPTERS_FILE}",
         "ticket-key-file": f"{KEYS_FOLDER}/ticket-key",
         "tenant-key-file": f"{KEYS_FOLDER}/tenant-key",
         "lease-seconds": _LEASE_SECONDS,
@@ -205,7 +217,8 @@ def _tier_environment(tiers: tuple[Tier, ...]) -> list[Json]:
 
 
 def _default_resources(role: Role) -> Json:
-    memory = int(str(size_bytes(size(role.engine.kv_memory)))) + _BESIDE_KV_BYTES
+    kv_bytes = int(str(size_or_auto(size(role.engine.kv_memory)))) or _AUTO_KV_BYTES
+    memory = kv_bytes + _BESIDE_KV_BYTES
     return {"requests": {"cpu": "100m", "memory": str(memory)}}
 
 

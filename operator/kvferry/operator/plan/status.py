@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.operator.objects.pods import keys_secret_of
 from kvferry.operator.plan.actions import Problem
 from kvferry.operator.plan.rollout import PAIRED, RoleState
+from kvferry.operator.plan.worker_reports import Verdict, adapters_verdict, devices_of
 from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition
 from kvferry.operator.pool.spec import Json, Pool
@@ -53,10 +54,6 @@ class Observed:
     """Whether a gateway has answered a short time ago, although its Deployment is not known."""
     diagnosis: str = ""
     """Reasons why pods are not ready; empty if unknown."""
-
-
-Verdict = tuple[str, str, str]
-"""Status, reason and message of a condition."""
 
 
 def status_of(seen: Observed, before: Mapping[str, Any], now: str) -> Json:
@@ -145,6 +142,7 @@ def _role(seen: Observed, role: RoleState) -> Json:
         "desired": role.wanted,
         "ready": role.ready,
         "updated": role.of(seen.revision).ready,
+        **devices_of(seen.fleet, role.name),
         "revisions": [
             {"revision": revision, "desired": count.desired, "ready": count.ready}
             for revision, count in sorted(role.revisions.items())
@@ -323,6 +321,10 @@ def _context(seen: Observed) -> Verdict:
     )
 
 
+def _adapters(seen: Observed) -> Verdict | None:
+    return adapters_verdict(seen.pool.spec.adapters, seen.report)
+
+
 def _transport(seen: Observed) -> Verdict:
     total = sum(seen.handoffs.values())
     unknown = seen.handoffs.get("key_unknown", 0)
@@ -379,6 +381,7 @@ _JUDGES: Mapping[Condition, Callable[[Observed], Verdict | None]] = {
     Condition.MODEL_AVAILABLE: _model,
     Condition.PAIRING_COMPATIBLE: _pairing,
     Condition.CONTEXT_AVAILABLE: _context,
+    Condition.ADAPTERS_LOADED: _adapters,
     Condition.TRANSPORT_DEGRADED: _transport,
     Condition.REPLICAS_CONTESTED: _contested,
     Condition.CHILDREN_APPLIED: _children,

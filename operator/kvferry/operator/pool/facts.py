@@ -153,6 +153,14 @@ class WorkerReport:
     model_digest: str = ""
     context_tokens: int = 0
     """Maximum tokens of a request on this worker; 0 if unknown."""
+    device: str = ""
+    """`cpu`, or the name of the GPU; empty if unknown."""
+    is_staged: bool = False
+    """Whether peers and tiers access KV through host memory beside the device's pages."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Name and digest, in hexadecimal digits, of each loaded adapter."""
+    adapter_failures: Mapping[str, str] = field(default_factory=dict)
+    """Why an adapter is not loaded, by name."""
     in_flight: int = 0
     load: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
 

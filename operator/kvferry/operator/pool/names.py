@@ -73,6 +73,8 @@ class Condition(StrEnum):
     """True if the gateway reports at least one prefill pod that can hand off KV to a decode pod."""
     CONTEXT_AVAILABLE = "ContextAvailable"
     """True if the workers' memory for KV holds a request of the pool's context length."""
+    ADAPTERS_LOADED = "AdaptersLoaded"
+    """True if the workers that accept requests have loaded all adapters of the pool."""
     TRANSPORT_DEGRADED = "TransportDegraded"
     """True if many hand-offs fail and are recomputed, or if pods have different ticket keys."""
     REPLICAS_CONTESTED = "ReplicasContested"
@@ -102,6 +104,11 @@ def deployment_name(pool: str, role: str, revision: str) -> str:
 def keys_secret(pool: str) -> str:
     """Return the name of the Secret that the operator creates for a pool without `spec.tenancy.keysSecret`."""
     return f"{pool}-keys"
+
+
+def adapters_object(pool: str) -> str:
+    """Return the name of the ConfigMap with a pool's list of adapters."""
+    return f"{pool}-adapters"
 
 
 def revision_object(pool: str, revision: str) -> str:

@@ -56,10 +56,14 @@ class Scaling(_Struct, frozen=True):
 class Engine(_Struct, frozen=True):
     """Engine settings of a worker."""
 
-    kv_memory: str = "1Gi"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    kv_memory: str = "auto"
+    gpu_memory_percent: int = 90
     threads: int = 0
     token_budget: int = 2048
     max_sequences: int = 64
+    adapter_slots: int = 8
+    max_adapter_rank: int = 64
 
 
 class Role(_Struct, frozen=True):
@@ -79,6 +83,14 @@ class Role(_Struct, frozen=True):
         if self.scaling.mode == "Static":
             return replicas
         return min(max(replicas, self.scaling.min_replicas), self.scaling.max_replicas)
+
+
+class Adapter(_Struct, frozen=True):
+    """A LoRA adapter, which requests name as their model."""
+
+    name: str
+    source: str
+    digest: str = ""
 
 
 class Connector(_Struct, frozen=True):
@@ -192,6 +204,8 @@ class PoolSpec(_Struct, frozen=True):
 
     model: Model
     roles: tuple[Role, ...]
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters of all roles; changes restart no pods."""
     connector: Connector = Connector()
     tiers: tuple[Tier, ...] = ()
     routing: Routing = Routing()

@@ -126,6 +126,10 @@ def _state(report: FleetReport | None) -> object:
     # The first tickets with an unknown key are significant; for the other outcomes, only large changes are.
     lost = {outcome: min(n, 3) if outcome == "key_unknown" else n // 10 for outcome, n in report.handoffs.items()}
     workers = frozenset(
-        (w.name, w.role, w.takes_work, w.fingerprint, w.model_digest, w.context_tokens) for w in report.workers
+        (
+            *(w.name, w.role, w.takes_work, w.fingerprint, w.model_digest, w.context_tokens, w.device, w.is_staged),
+            *(w.adapters, tuple(sorted(w.adapter_failures))),
+        )
+        for w in report.workers
     )
     return workers, lost

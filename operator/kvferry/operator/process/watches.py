@@ -23,6 +23,7 @@ WATCHED: Mapping[str, tuple[str, str, str]] = {
     "PoolRoleScaler": (names.GROUP, names.VERSION, names.SCALERS),
     "Deployment": ("apps", "v1", "deployments"),
     "Service": ("", "v1", "services"),
+    "ConfigMap": ("", "v1", "configmaps"),
     "ServiceAccount": ("", "v1", "serviceaccounts"),
     "Role": ("rbac.authorization.k8s.io", "v1", "roles"),
     "RoleBinding": ("rbac.authorization.k8s.io", "v1", "rolebindings"),

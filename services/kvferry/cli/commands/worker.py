@@ -49,6 +49,7 @@ def command(values: Values) -> None:
         tier_object_tokens=values["tier_object_tokens"],
         verify_kv=values["verify_kv"],
         adapter_folder=values["adapter_folder"],
+        adapters_file=values["adapters_file"],
         drain_seconds=values["drain_seconds"],
         parsers=AnswerParsers(values["tool_call_parser"], values["reasoning_parser"]),
     )

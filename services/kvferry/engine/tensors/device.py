@@ -43,6 +43,15 @@ def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
     )
 
 
+def device_title(device: str | object) -> str:
+    """Return the name of a torch device for people: `cpu`, or the GPU's product name."""
+    if str(device).partition(":")[0] != CUDA:
+        return str(device)
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
 def _only(number: int) -> None:
     """Use only the GPU with this index.
 

@@ -72,7 +72,10 @@ def _worker(view: WorkerView) -> dict[str, Any]:
         "domain": view.domain,
         "model_digest": view.model_digest,
         "context_tokens": view.max_model_tokens,
+        "device": view.device,
+        "staged": view.is_staged,
         "adapters": [{"name": name, "digest": digest.hex()} for name, digest in sorted(view.adapters)],
+        "adapter_failures": view.adapter_failures,
         "in_flight": view.in_flight,
         "load": asdict(view.load),
     }

@@ -7,9 +7,9 @@ Whether it accepts requests depends on its status (ready, not draining, matching
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
@@ -69,12 +69,18 @@ class WorkerView:
     max_model_tokens: int = 0
     block_tokens: int = 0
     load: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
+    device: str = ""
+    """`cpu`, or the name of the worker's GPU; empty if it is not known."""
+    is_staged: bool = False
+    """Whether peers and tiers access the worker's KV through host memory beside its device's pages."""
     place: Place = Place()  # noqa: RUF009  frozen
     tiers: tuple[worker_admin_pb2.TierStatus, ...] = ()
     adapters: frozenset[AdapterId] = frozenset()
     """Versions of adapters that requests may begin with."""
     retired_adapters: frozenset[AdapterId] = frozenset()
     """Versions that only requests which have begun with them may use."""
+    adapter_failures: Mapping[str, str] = field(default_factory=dict)
+    """Why an adapter of the worker's list is not loaded, by name."""
 
     @property
     def takes_work(self) -> bool:
@@ -287,10 +293,13 @@ class Member:
             max_model_tokens=status.max_model_tokens,
             block_tokens=status.block_tokens,
             load=load_from_wire(status.load),
+            device=status.device,
+            is_staged=status.staged,
             place=listing.place,
             tiers=tuple(status.tiers),
             adapters=_versions(status.adapters),
             retired_adapters=_versions(status.retired_adapters),
+            adapter_failures=dict(status.adapter_failures),
         )
 
     def room(self) -> WorkerRoom | None:

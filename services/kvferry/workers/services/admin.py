@@ -17,7 +17,8 @@ from kvferry.rpc.access.guard import token_of
 from kvferry.rpc.calls import OpenCalls
 from kvferry.rpc.wire import adapter_to_wire, load_to_wire
 from kvferry.v1 import common_pb2, worker_admin_pb2, worker_admin_pb2_grpc
-from kvferry.workers.adapter_folder import AdapterFolder
+from kvferry.workers.adapters.adapter_loader import AdapterLoader
+from kvferry.workers.adapters.listed_adapters import ListedAdapters
 from kvferry.workers.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
 
@@ -37,7 +38,8 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         calls: OpenCalls,
         verifier: CallVerifier,
         tiers: TierStack | None = None,
-        adapters: AdapterFolder | None = None,
+        adapters: AdapterLoader | None = None,
+        listed: ListedAdapters | None = None,
         *,
         on_drain: Callable[[], Awaitable[None]],
     ) -> None:
@@ -46,6 +48,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             calls: counter of calls in flight to the request server, without those to the admin server.
             verifier: verifier of the admin server, which proves to callers that this worker has the pool's secret.
             adapters: loads adapters while serving; `None` refuses it.
+            listed: the adapters of a list, whose failures are reported.
             on_drain: called once when draining begins.
         """
         self._on_drain = on_drain
@@ -56,6 +59,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         self._calls = calls
         self._verifier = verifier
         self._adapters = adapters
+        self._listed = listed
 
     async def Status(
         self, request: worker_admin_pb2.StatusRequest, context: Context
@@ -89,7 +93,10 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
             family=own.layout.family,
             max_sequences=own.max_sequences,
             num_steps=own.loop.num_steps,
+            device=own.device,
+            staged=own.is_staged,
             adapters=[_adapter(info) for info in own.loop.adapters if info.retired_until is None],
+            adapter_failures={} if self._listed is None else self._listed.failures,
             retired_adapters=[
                 _adapter(info)
                 for info in own.loop.adapters
@@ -123,7 +130,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         adapter = await self._loader().unload(request.name)
         return worker_admin_pb2.AdapterResponse(adapter=adapter_to_wire(adapter))
 
-    def _loader(self) -> AdapterFolder:
+    def _loader(self) -> AdapterLoader:
         if self._adapters is None:
             raise InvalidRequest("this worker computes no adapters", field="lora_name")
         return self._adapters

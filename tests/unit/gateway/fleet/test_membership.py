@@ -296,7 +296,10 @@ async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
         "domain": "",
         "model_digest": "",
         "context_tokens": 512,
+        "device": "",
+        "staged": False,
         "adapters": [],
+        "adapter_failures": {},
         "in_flight": 0,
         "load": asdict(WorkerLoad(blocks_total=100, blocks_free=75)),
     }

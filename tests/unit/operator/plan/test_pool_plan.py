@@ -296,7 +296,7 @@ def test_every_object_that_is_deleted_is_written_again_at_the_next_pass():
     cluster = Cluster(OPTIONAL, gateway={"inferenceExtension": "Auto"})
     cluster.settle()
     children = [place for place in cluster.api.objects if place[:2] != (names.API_VERSION, "InferencePool")]
-    assert len({kind for _, kind, _ in children}) == 12
+    assert len({kind for _, kind, _ in children}) == 13
     for place in sorted(children, key=lambda place: place[1] == "Secret"):  # New keys replace the Deployments.
         del cluster.api.objects[place]
         cluster.reconcile()

@@ -48,6 +48,11 @@ def context(model: int, worker_tokens: int) -> FleetReport:
     return FleetReport(0.0, tuple(worker(r, r, context_tokens=worker_tokens) for r in roles), model_tokens=model)
 
 
+def adapters(digest: str, **failures: str) -> FleetReport:
+    return of(worker("p", "prefill", adapters=(("support", digest),), adapter_failures=failures))
+
+
+WITH_ADAPTER = {"adapters": [{"name": "support", "source": "/models/s", "digest": "ab" * 8}]}
 ASLEEP = [RoleState("prefill", 0, {}), RoleState("decode", 0, {})]
 NO_DECODE = [RoleState("prefill", 1, {"r": Count(1, 1)}), RoleState("decode", 0, {})]
 WAKES = {"roles": [{"name": "prefill"}, {"name": "decode", "scaling": {"mode": "External", "minReplicas": 0}}]}
@@ -119,6 +124,17 @@ CASES = [
         {"report": context(8192, 4096), "spec": {"model": {"name": "m", "maxTokens": 4096}}},
         ("True", "FullContext"),
     ),
+    (Condition.ADAPTERS_LOADED, {}, ("", "")),
+    (Condition.ADAPTERS_LOADED, {"spec": WITH_ADAPTER, "report": None}, ("Unknown", "GatewayReportMissing")),
+    (Condition.ADAPTERS_LOADED, {"spec": WITH_ADAPTER, "report": of()}, ("Unknown", "NoWorkerServes")),
+    (Condition.ADAPTERS_LOADED, {"spec": WITH_ADAPTER}, ("False", "Loading")),
+    (Condition.ADAPTERS_LOADED, {"spec": WITH_ADAPTER, "report": adapters("ab" * 32)}, ("True", "Loaded")),
+    (Condition.ADAPTERS_LOADED, {"spec": WITH_ADAPTER, "report": adapters("cd" * 32)}, ("False", "Loading")),
+    (
+        Condition.ADAPTERS_LOADED,
+        {"spec": WITH_ADAPTER, "report": adapters("ab" * 32, support="no such folder")},
+        ("False", "LoadFailed"),
+    ),
     (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 2, "key_unknown": 2}}, ("Unknown", "InsufficientSamples")),
     (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 3, "key_unknown": 3}}, ("True", "KeysDiffer")),
     (Condition.TRANSPORT_DEGRADED, {"handoffs": {"fetched": 97, "key_unknown": 3}}, ("False", "HandoffsFetched")),
@@ -138,6 +154,17 @@ CASES = [
 def test_a_condition_says(condition, fields, said):
     spec = fields.get("spec")
     assert told(seen(spec, **{k: v for k, v in fields.items() if k != "spec"}), condition) == said
+
+
+def test_a_role_names_its_devices_and_how_their_kv_is_transferred():
+    gpu = {"device": "NVIDIA H100", "is_staged": True}
+    report = of(worker("p", "prefill", **gpu), worker("q", "prefill", **gpu), worker("d", "decode", device="cpu"))
+    roles = status_of(seen(fleet=report), {}, "now")["roles"]
+    assert [(role["name"], role["device"], role["transfers"]) for role in roles] == [
+        ("prefill", "NVIDIA H100", "Staged"),
+        ("decode", "cpu", "Direct"),
+    ]
+    assert "device" not in status_of(seen(fleet=None), {}, "now")["roles"][0]
 
 
 def test_every_condition_has_a_case():

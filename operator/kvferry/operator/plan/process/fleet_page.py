@@ -12,7 +12,9 @@ MAX_BYTES = 4 << 20
 _MOST_WORKERS = 5000
 _OUTCOMES = ("fetched", "failed", "rejected", "key_unknown")
 
+_MOST_ADAPTERS = 5000
 _Text = Annotated[str, msgspec.Meta(max_length=512)]
+_Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 
 
@@ -26,16 +28,25 @@ class _Load(msgspec.Struct):
     tickets_claimed: _Count = 0
 
 
+class _Adapter(msgspec.Struct):
+    name: _Text
+    digest: _Text
+
+
 class _Worker(msgspec.Struct):
     name: _Text
     role: _Text
     takes_work: bool = False
-    why_not: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    why_not: _Reason = ""
     fingerprint: _Text = ""
     family: _Text = ""
     connector: _Text = ""
     model_digest: _Text = ""
     context_tokens: _Count = 0
+    device: _Text = ""
+    staged: bool = False
+    adapters: Annotated[list[_Adapter], msgspec.Meta(max_length=_MOST_ADAPTERS)] = []
+    adapter_failures: Annotated[dict[_Text, _Reason], msgspec.Meta(max_length=_MOST_ADAPTERS)] = {}
     in_flight: _Count = 0
     load: _Load = msgspec.field(default_factory=_Load)
 
@@ -77,6 +88,10 @@ def _report(worker: _Worker) -> WorkerReport:
         connector=worker.connector,
         model_digest=worker.model_digest,
         context_tokens=worker.context_tokens,
+        device=worker.device,
+        is_staged=worker.staged,
+        adapters=tuple((one.name, one.digest) for one in worker.adapters),
+        adapter_failures=worker.adapter_failures,
         in_flight=worker.in_flight,
         load=WorkerLoad(
             running=worker.load.running,

@@ -1,6 +1,8 @@
-"""Loading and removal of adapters while a worker serves, only from folders below a configured folder."""
+"""Loading and removal of the adapters of one engine while it serves."""
 
 import asyncio
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 from kvferry.core.errors import Forbidden, InvalidRequest, ModelFileError, UsageError, shortened
@@ -12,7 +14,7 @@ from kvferry.engine.engine_loop import EngineLoop
 _MAX_PATH_CHARS = 4096
 
 
-class AdapterFolder:
+class AdapterLoader:
     """Loads adapters into one engine. Used on the event loop's thread; folders are read on another thread, one at a
     time."""
 
@@ -21,7 +23,7 @@ class AdapterFolder:
         Args:
             model: the model that the adapters update.
             loop: the engine's loop.
-            folder: folder below which adapters may be loaded; empty refuses all.
+            folder: folder below which callers may load adapters; empty refuses all.
         """
         self._model = model
         self._loop = loop
@@ -29,22 +31,44 @@ class AdapterFolder:
         self._turn = asyncio.Lock()
 
     async def load(self, name: str, path: str) -> AdapterId:
-        """Load an adapter, or replace the one of its name, and return its version.
+        """Load an adapter for a caller, or replace the one of its name, and return its version.
 
         Raises:
             InvalidRequest: the name is not valid, or the folder is missing or damaged or does not fit the model.
             Forbidden: the path is not below the configured folder, or none is configured.
             Unavailable: the engine has stopped.
         """
+        try:
+            return await self._load(name, functools.partial(self._resolved, path), "")
+        except (ModelFileError, UsageError) as error:
+            raise InvalidRequest(error.message, field=error.field or "lora_path", reason="ADAPTER_INVALID") from error
+
+    async def load_listed(self, name: str, path: Path, digest: str) -> AdapterId:
+        """Load an adapter that the worker's administrator has listed, from any folder.
+
+        Args:
+            name: its name.
+            path: its folder.
+            digest: hexadecimal digits with which the digest of its content must begin; empty for any.
+
+        Raises:
+            UsageError: the name is not valid, or the engine computes no adapters.
+            ModelFileError: the folder is missing or damaged, does not fit the model, or has another digest.
+            InvalidRequest: too many adapters are registered.
+            Unavailable: the engine has stopped.
+        """
+        return await self._load(name, lambda: path, digest)
+
+    async def _load(self, name: str, folder: Callable[[], Path], digest: str) -> AdapterId:
         async with self._turn:
-            try:
-                check_adapter_name(name, self._model.config.name)
-                where = await asyncio.to_thread(self._resolved, path)
-                loaded = await asyncio.to_thread(load_adapter, self._model, where)
-            except (ModelFileError, UsageError) as error:
-                raise InvalidRequest(
-                    error.message, field=error.field or "lora_path", reason="ADAPTER_INVALID"
-                ) from error
+            check_adapter_name(name, self._model.config.name)
+            loaded = await asyncio.to_thread(lambda: load_adapter(self._model, folder()))
+            if not loaded.digest.hex().startswith(digest):
+                raise ModelFileError(
+                    f"the content of {loaded.path} has digest {loaded.digest.hex()}, not {digest}; correct the digest"
+                    " or the files",
+                    reason="ADAPTER_DIGEST",
+                )
             return await self._loop.change_adapter(name, loaded)
 
     async def unload(self, name: str) -> AdapterId:

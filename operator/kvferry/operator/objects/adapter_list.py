@@ -1,0 +1,24 @@
+"""The ConfigMap with a pool's list of adapters, which the worker pods mount and follow (`--adapters-file`)."""
+
+import json
+
+from kvferry.operator.objects.pods import child
+from kvferry.operator.pool import names
+from kvferry.operator.pool.spec import Json, Pool
+
+ADAPTERS_FILE = "adapters.toml"
+
+
+def adapter_list(pool: Pool) -> Json:
+    """Build the ConfigMap; its list is empty for a pool without adapters, which removes those of before."""
+    entries = [
+        f"[[adapters]]\nname = {_text(one.name)}\npath = {_text(one.source)}\ndigest = {_text(one.digest)}\n"
+        for one in pool.spec.adapters
+    ]
+    data = {ADAPTERS_FILE: "\n".join(entries)}
+    return child(pool, "v1", "ConfigMap", names.adapters_object(pool.name), data=data)
+
+
+def _text(value: str) -> str:
+    """Return a TOML string: a string of JSON without characters beyond ASCII is one."""
+    return json.dumps(value)

@@ -1,0 +1,110 @@
+"""Keeps an engine's adapters equal to a list in a file, which is read again when it changes.
+
+In a cluster, the file is a mounted ConfigMap that the operator writes from `spec.adapters`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import KvferryError, Unavailable, UnknownModel, UsageError
+from kvferry.workers.adapters.adapter_list import MAX_LIST_BYTES, ListedAdapter, changes, read_adapter_list
+from kvferry.workers.adapters.adapter_loader import AdapterLoader
+
+_log = logging.getLogger(__name__)
+_POLL_SECONDS = 2.0
+RETRY_SECONDS = 15.0
+"""Time after which a listed adapter is tried again that could not be loaded, as its files may still be copied."""
+
+
+class ListedAdapters:
+    """The adapters of one list. Used on the event loop's thread."""
+
+    def __init__(self, file: Path, loader: AdapterLoader, clock: Clock) -> None:
+        """
+        Args:
+            file: the list (`adapter_list`). While it does not exist or is not valid, nothing changes.
+            loader: loads and removes adapters.
+            clock: measures the time between tries.
+        """
+        self._file = file
+        self._loader = loader
+        self._clock = clock
+        self._raw: bytes | None = None
+        self._listed: Mapping[str, ListedAdapter] = {}
+        self._loaded: dict[str, ListedAdapter] = {}
+        self._retry_at: dict[ListedAdapter, float] = {}
+        self.failures: dict[str, str] = {}
+        """Why a listed adapter is not loaded, by its name; under the file's name, why the list is not valid."""
+
+    async def run(self) -> None:
+        """Follow the list until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            try:
+                await self.refresh()
+            except Unavailable:
+                return  # the engine has stopped
+            except Exception:  # such as a disk's error; the next reading may succeed
+                _log.exception("reading the list of adapters %s failed", self._file)
+
+    async def refresh(self) -> None:
+        """Read the list and apply its changes; tries failed adapters again when that is due.
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
+        raw = await asyncio.to_thread(self._read)
+        if raw is not None and raw != self._raw:
+            self._raw = raw
+            self._take(raw)
+        to_load, to_remove = changes(self._loaded, self._listed)
+        for name in to_remove:
+            await self._remove(name)
+        for one in to_load:
+            if self._clock.monotonic() >= self._retry_at.get(one, 0.0):
+                await self._load(one)
+
+    def _read(self) -> bytes | None:
+        try:
+            with self._file.open("rb") as file:
+                return file.read(MAX_LIST_BYTES + 1)
+        except FileNotFoundError:
+            return None
+
+    def _take(self, raw: bytes) -> None:
+        try:
+            self._listed = read_adapter_list(raw)
+        except UsageError as error:
+            self._fail(self._file.name, error)
+            return
+        self._retry_at.clear()
+        self.failures = {name: why for name, why in self.failures.items() if name in self._listed}
+
+    async def _load(self, one: ListedAdapter) -> None:
+        try:
+            adapter = await self._loader.load_listed(one.name, Path(one.path), one.digest)
+        except Unavailable:
+            raise
+        except KvferryError as error:
+            self._retry_at[one] = self._clock.monotonic() + RETRY_SECONDS
+            self._fail(one.name, error)
+            return
+        self._loaded[one.name] = one
+        self._retry_at.pop(one, None)
+        self.failures.pop(one.name, None)
+        _log.info("adapter %s loaded from %s, digest %s", one.name, one.path, adapter.digest.hex())
+
+    async def _remove(self, name: str) -> None:
+        with suppress(UnknownModel):  # an administrator may have removed it by a call
+            await self._loader.unload(name)
+        del self._loaded[name]
+        _log.info("adapter %s removed", name)
+
+    def _fail(self, name: str, error: KvferryError) -> None:
+        if self.failures.get(name) != error.message:  # logged once
+            _log.warning("adapter %s is not loaded: %s", name, error.message)
+        self.failures[name] = error.message
