@@ -29,6 +29,49 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Bounds of the repetition penalty: a logit is multiplied or divided by at most 100, so that it stays finite."""
 
 
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values that a numeric field accepts."""
+
+    low: float
+    high: float
+    is_whole: bool = True
+    is_open_below: bool = False
+    """Whether `low` itself is excluded."""
+    is_optional: bool = False
+    """Whether `None` is accepted."""
+
+    def check(self, name: str, value: float | None) -> None:
+        """Check a value of field `name`.
+
+        Raises:
+            InvalidRequest: the value is out of range or has the wrong type.
+        """
+        if self.is_whole:
+            _whole(name, value, int(self.low), int(self.high), optional=self.is_optional)  # type: ignore[arg-type]
+        else:
+            _real(name, value, self.low, self.high, open_below=self.is_open_below)
+
+
+RANGES: Mapping[str, Range] = {
+    "max_tokens": Range(1, MAX_OUTPUT_TOKENS, is_optional=True),
+    "min_tokens": Range(0, MAX_OUTPUT_TOKENS),
+    "temperature": Range(0.0, 100.0, is_whole=False),
+    "top_p": Range(0.0, 1.0, is_whole=False, is_open_below=True),
+    "top_k": Range(0, 1 << 31),
+    "min_p": Range(0.0, 1.0, is_whole=False),
+    "seed": Range(-(1 << 63), (1 << 64) - 1, is_optional=True),
+    "presence_penalty": Range(-2.0, 2.0, is_whole=False),
+    "frequency_penalty": Range(-2.0, 2.0, is_whole=False),
+    "repetition_penalty": Range(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, is_whole=False),
+    "logprobs": Range(0, MAX_TOP_LOGPROBS, is_optional=True),
+    "prompt_logprobs": Range(0, MAX_TOP_LOGPROBS, is_optional=True),
+    "typical_p": Range(0.0, 1.0, is_whole=False, is_open_below=True),
+    "truncate_prompt_tokens": Range(-1, MAX_OUTPUT_TOKENS, is_optional=True),
+}
+"""Ranges of the numeric fields of `SamplingParams`."""
+
+
 class FinishReason(StrEnum):
     """Reason why a sequence ended. The first two values are OpenAI's."""
 
@@ -111,18 +154,8 @@ class SamplingParams:
         Raises:
             InvalidRequest: a field is out of range; the message contains the field, its value and the range.
         """
-        _whole("max_tokens", self.max_tokens, 1, MAX_OUTPUT_TOKENS, optional=True)
-        _whole("min_tokens", self.min_tokens, 0, MAX_OUTPUT_TOKENS)
-        _real("temperature", self.temperature, 0.0, 100.0)
-        _real("top_p", self.top_p, 0.0, 1.0, open_below=True)
-        _whole("top_k", self.top_k, 0, 1 << 31)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _whole("seed", self.seed, -(1 << 63), (1 << 64) - 1, optional=True)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-        _whole("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
-        _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
+        for name, limits in RANGES.items():
+            limits.check(name, getattr(self, name))
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"logit_bias has {len(self.logit_bias)} tokens; at most {MAX_LOGIT_BIAS} are accepted",
@@ -133,7 +166,6 @@ class SamplingParams:
             _real("logit_bias", bias, -100.0, 100.0)
         _strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
         _ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        _real("typical_p", self.typical_p, 0.0, 1.0, open_below=True)
         _ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         _strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         _at_most("bad_word_token_ids", len(self.bad_word_token_ids), MAX_BAD_WORD_SEQUENCES, "sequences")
@@ -143,7 +175,6 @@ class SamplingParams:
             _ids("bad_word_token_ids", sequence, MAX_BAD_WORD_TOKENS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"):
             _flag(name, getattr(self, name))
-        _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_OUTPUT_TOKENS, optional=True)
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
                 "truncate_prompt_tokens is 0, which keeps no token; set -1 to fill the context, or leave it out",
@@ -214,8 +245,8 @@ def _whole(name: str, value: int | None, low: int, high: int, *, optional: bool 
         raise InvalidRequest(f"{name} must be a whole number from {low} to {high}, not {shown}", field=name)
 
 
-def _real(name: str, value: float, low: float, high: float, *, open_below: bool = False) -> None:
+def _real(name: str, value: float | None, low: float, high: float, *, open_below: bool = False) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value > high or value < low or (open_below and value == low):
+    if not good or value is None or value > high or value < low or (open_below and value == low):
         bounds = f"greater than {low} and at most {high}" if open_below else f"from {low} to {high}"
         raise InvalidRequest(f"{name} must be a number {bounds}, not {shortened(repr(value))}", field=name)

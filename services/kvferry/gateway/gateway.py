@@ -128,7 +128,12 @@ class Gateway:
             admission=self.gate,
         )
         self.client_api = ClientApi(
-            self.service, config.http, self.instruments, self._readiness, self.dispatcher.journal
+            self.service,
+            config.http,
+            self.instruments,
+            self._readiness,
+            self.dispatcher.journal,
+            needs_key=self._tenants.keys.are_required,
         )
         self.admin_api = AdminApi(
             self.instruments.registry,

@@ -21,7 +21,7 @@ from kvferry.engine.llm import Completion
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
-from kvferry.gateway.http.openai_schema import ChatRequest, CompletionRequest
+from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.v1 import common_pb2
 
 PROMPT = [*b"a tale of two cities"]

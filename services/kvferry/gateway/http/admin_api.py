@@ -19,9 +19,10 @@ from starlette.types import ASGIApp
 from kvferry.core.errors import InvalidRequest, KvferryError, shortened
 from kvferry.core.ids import RequestId
 from kvferry.gateway.dispatch.journal import MAX_LISTED, Journal
-from kvferry.gateway.http import openai_reply
-from kvferry.gateway.http.client_api import NoSuchRoute, error_response
+from kvferry.gateway.http.client_api import error_response
+from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.page_files import PageFiles
+from kvferry.gateway.http.route_errors import NoSuchRoute
 
 _JSON = "application/json"
 _MAX_BODY_BYTES = 64 << 10

@@ -48,6 +48,11 @@ class ApiKeys:
         """
         return cls(None if path is None else read_keys(path), clock)
 
+    @property
+    def are_required(self) -> bool:
+        """Whether requests need a key."""
+        return self._tenants is not None
+
     def tenant_of(self, authorization: str | None, address: str) -> str:
         """Return the tenant for the value of an `Authorization` header.
 

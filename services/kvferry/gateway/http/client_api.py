@@ -5,6 +5,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
@@ -25,9 +26,14 @@ from kvferry.core.errors import (
 from kvferry.core.ids import RequestId, new_request_id
 from kvferry.gateway.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
-from kvferry.gateway.http import openai_api, openai_reply
-from kvferry.gateway.http.openai_api import Caller, Generation
+from kvferry.gateway.http.answers import Alive, Ready
+from kvferry.gateway.http.openai import api as openai_api
+from kvferry.gateway.http.openai import reply as openai_reply
+from kvferry.gateway.http.openai.api import Caller, Generation
+from kvferry.gateway.http.openapi.document import openapi_document
+from kvferry.gateway.http.openapi.operations import OPERATIONS
 from kvferry.gateway.http.request_body import JSON, BodyBudget, BufferedBody, check_media, read_body
+from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
 from kvferry.gateway.http.unary.routes import ANSWERS, UnaryRoute, while_connected
 from kvferry.gateway.instruments import Instruments
 from kvferry.rpc.text.text_service import LARGE_CHARS, TextService
@@ -37,21 +43,7 @@ _log = logging.getLogger(__name__)
 _DEBUG_HEADER = "x-kvferry-kv"
 """Request header, any value. The same header of the response describes the source of the prompt's KV and the estimated
 cost of loading and computing it."""
-_KNOWN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready", *ANSWERS})
-
-
-class NoSuchRoute(InvalidRequest):
-    """The path does not exist on this server."""
-
-    http_status = 404
-    reason = "NOT_FOUND"
-
-
-class MethodNotAllowed(NoSuchRoute):
-    """The path exists but does not support the method."""
-
-    http_status = 405
-    reason = "METHOD_NOT_ALLOWED"
+_KNOWN_PATHS = frozenset(op.path for op in OPERATIONS if "{" not in op.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +56,39 @@ class ClientApi:
     readiness: Callable[[], tuple[bool, Sequence[str]]]
     """Function that returns whether a request would be served, and a note for each worker that accepts no requests."""
     journal: Journal
+    needs_key: bool = False
+    """Whether requests need an API key."""
     bodies: BodyBudget = field(init=False)
+    description: bytes = field(init=False)
+    """The OpenAPI document, JSON."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bodies", BodyBudget(self.config.max_buffered_bytes))
+        document = openapi_document(version("kvferry"), needs_key=self.needs_key)
+        object.__setattr__(self, "description", openai_reply.encode(document))
 
     def app(self) -> ASGIApp:
         """Create the ASGI application of the client API."""
+        handlers: dict[str, Any] = {
+            "createChatCompletion": _Generate(self, is_chat=True),
+            "createCompletion": _Generate(self, is_chat=False),
+            "listModels": self._models,
+            "retrieveModel": self._model,
+            "explainRequest": self._explain,
+            "getHealth": self._health,
+            "getReadiness": self._ready,
+            "getDescription": self._describe,
+        }
         routes = [
-            Route("/v1/chat/completions", _Generate(self, is_chat=True), methods=["POST"]),
-            Route("/v1/completions", _Generate(self, is_chat=False), methods=["POST"]),
-            *(Route(path, UnaryRoute(self, answer), methods=["POST"]) for path, answer in ANSWERS.items()),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{model:path}", self._model, methods=["GET"]),
-            Route("/v1/requests/{request_id}", self._explain, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
-            Route("/ready", self._ready, methods=["GET"]),
+            Route(op.path, handlers.get(op.name) or UnaryRoute(self, ANSWERS[op.path]), methods=[op.method])
+            for op in OPERATIONS
         ]
-        handlers: dict[Any, Any] = {
+        failures: dict[Any, Any] = {
             KvferryError: _on_error,
             HTTPException: _on_http_exception,
             Exception: _on_unexpected,
         }
-        return _Edge(Starlette(routes=routes, exception_handlers=handlers), self.instruments)
+        return _Edge(Starlette(routes=routes, exception_handlers=failures), self.instruments)
 
     def caller(self, request: Request) -> Caller:
         """Return the caller of `request`: request id, tenant, time of arrival.
@@ -149,11 +151,14 @@ class ClientApi:
         return Response(openai_reply.encode({"request_id": request_id, "samples": samples}), media_type=JSON)
 
     async def _health(self, _request: Request) -> Response:
-        return Response(b'{"status":"alive"}', media_type=JSON)
+        return Response(openai_reply.encode(Alive()), media_type=JSON)
+
+    async def _describe(self, _request: Request) -> Response:
+        return Response(self.description, media_type=JSON)
 
     async def _ready(self, _request: Request) -> Response:
         ready, notes = self.readiness()
-        body = openai_reply.encode({"ready": ready, "notes": list(notes)})
+        body = openai_reply.encode(Ready(ready, list(notes)))
         return Response(body, 200 if ready else 503, media_type=JSON)
 
 

@@ -5,7 +5,7 @@ from kvferry.core.ids import RequestId, WorkerId
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.dispatch import journal as module
 from kvferry.gateway.dispatch.journal import Journal
-from kvferry.gateway.http.openai_reply import kv_line
+from kvferry.gateway.http.openai.reply import kv_line
 from kvferry.gateway.lifecycle.obligations import Event
 from kvferry.gateway.lifecycle.sample_run import SampleRun
 from kvferry.gateway.routing.policies import OtherChoice

@@ -7,7 +7,7 @@ import pytest
 
 from kvferry.core.constraint import MAX_CONSTRAINT_BYTES, Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.openai_schema import ChatRequest, CompletionRequest, parse
+from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "ö"}}}
 SOURCE = json.dumps(SCHEMA, ensure_ascii=False)

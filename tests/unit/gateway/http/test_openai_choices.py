@@ -12,7 +12,7 @@ from kvferry.core.clock import ManualClock
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason, SampledToken, ScoredToken
-from kvferry.gateway.http.openai_api import Caller, answer, events, prepare_chat, prepare_completion
+from kvferry.gateway.http.openai.api import Caller, answer, events, prepare_chat, prepare_completion
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.token_source import TokenEvent, TokenRequest, TokenSource
 

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.fields.messages import Strict
+from kvferry.gateway.http.fields.strict import Strict
 from kvferry.model.grammar.grammar_text import MAX_CHOICES
 
 Schema = dict[str, Any] | str

@@ -1,17 +1,12 @@
 """Messages of OpenAI's chat requests: their fields, and their form for chat templates."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvferry.core.errors import InvalidRequest
+from kvferry.gateway.http.fields.strict import Accepted, Strict
 from kvferry.model.text.tools.history import MAX_CALLS, MAX_ID_CHARS, call_input
-
-
-class Strict(BaseModel):
-    """A part of a request, without unknown fields and without conversion of types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class TextPart(Strict):
@@ -40,6 +35,14 @@ class ToolCall(Strict):
 
 class Message(Strict):
     """A message of a conversation."""
+
+    NO_OPS: ClassVar[Accepted] = {
+        "annotations": (None, []),
+        "audio": (None, []),
+        "function_call": (None, []),
+        "refusal": (None, []),
+    }
+    """Fields of an assistant's message that clients copy from a response."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.http.fields.messages import Strict
+from kvferry.gateway.http.fields.strict import Strict
 from kvferry.model.text.tools.definitions import Choice, Tool, ToolUse
 
 

@@ -1,30 +1,28 @@
-"""Reads the JSON bodies of these routes: each field is implemented, accepted at values without effect, or refused by
-name."""
+"""The fields that bodies of these routes share, and checks of their inputs."""
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
 
-from pydantic import Field, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import Field
 
-from kvferry.core.errors import InvalidRequest, UnknownModel, shortened
+from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
 from kvferry.core.sampling import MAX_PRIORITY
-from kvferry.gateway.http.fields.messages import Strict
-from kvferry.gateway.http.openai_bounds import MAX_FIELDS, shown
+from kvferry.gateway.http.fields.parsing import json_object, parse_fields
+from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.openai.bounds import MAX_FIELDS, shown
 from kvferry.model.requests.pooling import Pooling, PoolingParams, pooling_named
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.text_model import TextModel
 
 Ids = list[int]
+T = TypeVar("T")
+Items = Annotated[list[T], Field(min_length=1)]
+"""A list that is not empty, for the description of a field."""
 
 
 class Body(Strict):
     """Fields of every body."""
-
-    NO_OPS: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields that are not implemented, with the values at which they have no effect and are accepted."""
 
     model: str | None = None
     """Model name; `None` selects the served model."""
@@ -62,28 +60,10 @@ def parse(kind: type[B], model: TextModel, body: bytes) -> B:
         InvalidRequest: a field is invalid, unknown or not implemented; the error names the first such field.
         UnknownModel: a different model is requested.
     """
-    try:
-        fields = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}", reason="INVALID_JSON") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequest("the body must be a JSON object")
+    fields = json_object(body)
     if len(fields) > MAX_FIELDS:
         raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
-    return parse_fields(kind, model, fields)
-
-
-def parse_fields(kind: type[B], model: TextModel, fields: dict[str, Any]) -> B:
-    """Validate the fields of a body; see `parse`."""
-    for name in fields.keys() & kind.NO_OPS.keys():
-        accepted, value = kind.NO_OPS[name], fields.pop(name)
-        if not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
-            values = " or ".join(map(json.dumps, accepted))
-            raise InvalidRequest(f"{name} is not implemented here; leave it out, or send {values}", field=name)
-    try:
-        made = kind.model_validate(fields)
-    except ValidationError as error:
-        raise _refusal(kind, error.errors(include_url=False, include_context=False)[0]) from None
+    made = parse_fields(kind, fields)
     if made.model == "":
         raise UnknownModel(f"model '' is not served here; this is {model.name!r}", field="model")
     prompts.check_model(model, made.model or "")
@@ -120,16 +100,3 @@ def check_count(name: str, items: Sequence[object], limit: int) -> None:
 def is_ids(value: object) -> bool:
     """Return whether a value is a list of integers; booleans are none."""
     return isinstance(value, list) and set(map(type, value)) <= {int}
-
-
-def _refusal(kind: type[Body], error: ErrorDetails) -> InvalidRequest:
-    # Locations also have names of alternatives and of validators, which are meaningless to clients.
-    unknown = error["type"] == "extra_forbidden"
-    path = [p for p in error["loc"] if isinstance(p, int) or p in kind.model_fields or unknown]
-    field = ".".join(shortened(str(part)) for part in path)
-    if unknown:
-        return InvalidRequest(f"{field} is an unknown field; leave it out", field=field)
-    if error["type"] == "missing":
-        return InvalidRequest(f"{field} is missing", field=field)
-    message = error["msg"].lower().replace("input", "it", 1)
-    return InvalidRequest(f"{field}: {message}; it is {shown(error['input'])}", field=field)

@@ -3,18 +3,27 @@
 A score is the cosine similarity of two vectors of the served model, from -1 to 1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, PlainValidator
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.openai_api import Caller
-from kvferry.gateway.http.openai_bounds import shown
-from kvferry.gateway.http.openai_reply import encode
-from kvferry.gateway.http.unary.bodies import VectorBody, check_count, check_texts, parse
-from kvferry.gateway.http.unary.vectors import VectorInputs, compute_vectors, names_of, read_inputs, usage_of
+from kvferry.gateway.http.fields.strict import Accepted, Strict
+from kvferry.gateway.http.openai.api import Caller
+from kvferry.gateway.http.openai.bounds import shown
+from kvferry.gateway.http.openai.reply import encode
+from kvferry.gateway.http.unary.bodies import Items, VectorBody, check_count, check_texts, parse
+from kvferry.gateway.http.unary.vectors import (
+    VectorInputs,
+    VectorUsage,
+    compute_vectors,
+    names_of,
+    read_inputs,
+    usage_of,
+)
 from kvferry.model.requests.pooling import cosine
 from kvferry.rpc.text.embedding import MAX_INPUTS
 from kvferry.rpc.text.text_model import TextModel
@@ -23,7 +32,7 @@ from kvferry.rpc.text.token_source import Vector
 
 _MAX_TEXTS = MAX_INPUTS // 2
 _MAX_DOCUMENTS = MAX_INPUTS - 1
-_NOT_TRUNCATED: Mapping[str, tuple[object, ...]] = {"truncate_prompt_tokens": (None,), "truncation": (None, False)}
+_NOT_TRUNCATED: Accepted = {"truncate_prompt_tokens": (None,), "truncation": (None, False)}
 
 
 def _check_documents(value: object) -> list[str]:
@@ -40,19 +49,75 @@ def _check_documents(value: object) -> list[str]:
     return texts
 
 
+class Score(Struct):
+    """The similarity of one pair of texts."""
+
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreList(Struct):
+    """Answer of POST /v1/score."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: VectorUsage
+    object: str = "list"
+
+
+class Document(Struct):
+    """A document of a request."""
+
+    text: str
+
+
+class Ranked(Struct):
+    """A document's relevance, with the document if it was asked for."""
+
+    index: int
+    relevance_score: float
+    document: Document | UnsetType = UNSET
+
+
+class Ranking(Struct):
+    """Answer of POST /v1/rerank: documents in descending order of relevance."""
+
+    id: str
+    model: str
+    usage: VectorUsage
+    results: list[Ranked]
+
+
+class DocumentInput(Strict):
+    """A document of a request as an object."""
+
+    text: str
+
+
 class ScoreBody(VectorBody):
     """Body of POST /v1/score."""
 
-    NO_OPS: ClassVar[Mapping[str, tuple[object, ...]]] = _NOT_TRUNCATED
+    NO_OPS: ClassVar[Accepted] = _NOT_TRUNCATED
 
-    text_1: Annotated[list[str], PlainValidator(lambda value: check_texts("text_1", value, _MAX_TEXTS))]
-    text_2: Annotated[list[str], PlainValidator(lambda value: check_texts("text_2", value, _MAX_DOCUMENTS))]
+    text_1: Annotated[
+        list[str],
+        PlainValidator(lambda value: check_texts("text_1", value, _MAX_TEXTS), json_schema_input_type=str | Items[str]),
+    ]
+    text_2: Annotated[
+        list[str],
+        PlainValidator(
+            lambda value: check_texts("text_2", value, _MAX_DOCUMENTS), json_schema_input_type=str | Items[str]
+        ),
+    ]
 
 
 class RerankBody(VectorBody):
     """Body of POST /v1/rerank."""
 
-    NO_OPS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    NO_OPS: ClassVar[Accepted] = {
         **_NOT_TRUNCATED,
         "max_tokens_per_doc": (None,),
         "max_chunks_per_doc": (None,),
@@ -61,7 +126,7 @@ class RerankBody(VectorBody):
     }
 
     query: str
-    documents: Annotated[list[str], PlainValidator(_check_documents)]
+    documents: Annotated[list[str], PlainValidator(_check_documents, json_schema_input_type=Items[str | DocumentInput])]
     top_n: Annotated[int, Field(ge=0)] | None = None
     """Number of documents to return; `None` and 0 return all."""
     return_documents: bool = True
@@ -124,14 +189,13 @@ async def answer_score(service: TextService, caller: Caller, body: bytes) -> byt
     asked = await service.read(read_score, len(body), body, service.served_tokens)
     vectors, scores = await _compare(service, caller, asked, "text_2")
     return encode(
-        {
-            "id": f"score-{caller.request_id}",
-            "object": "list",
-            "created": int(service.clock.wall()),
-            "model": service.model.name,
-            "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
-            "usage": usage_of(vectors),
-        }
+        ScoreList(
+            f"score-{caller.request_id}",
+            created=int(service.clock.wall()),
+            model=service.model.name,
+            data=[Score(index, score) for index, score in enumerate(scores)],
+            usage=usage_of(vectors),
+        )
     )
 
 
@@ -144,18 +208,11 @@ async def answer_rerank(service: TextService, caller: Caller, body: bytes) -> by
     asked = await service.read(read_rerank, len(body), body, service.served_tokens)
     vectors, scores = await _compare(service, caller, asked, "documents")
     ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
-    results: list[dict[str, Any]] = []
+    results: list[Ranked] = []
     for index in ranked[: asked.top_n or None]:
-        document = {"document": {"text": asked.documents[index]}} if asked.documents else {}
-        results.append({"index": index, **document, "relevance_score": scores[index]})
-    return encode(
-        {
-            "id": f"rerank-{caller.request_id}",
-            "model": service.model.name,
-            "usage": usage_of(vectors),
-            "results": results,
-        }
-    )
+        document = Document(asked.documents[index]) if asked.documents else UNSET
+        results.append(Ranked(index, scores[index], document))
+    return encode(Ranking(f"rerank-{caller.request_id}", service.model.name, usage_of(vectors), results))
 
 
 async def _compare(

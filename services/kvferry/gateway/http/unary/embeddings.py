@@ -2,23 +2,31 @@
 
 import asyncio
 import base64
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 import numpy as np
-from msgspec import Raw
+from msgspec import Raw, Struct
 from pydantic import PlainValidator
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.openai_api import Caller
-from kvferry.gateway.http.openai_bounds import shown
-from kvferry.gateway.http.openai_reply import encode
-from kvferry.gateway.http.unary.bodies import VectorBody, check_count, check_texts, is_ids, parse
-from kvferry.gateway.http.unary.vectors import VectorInputs, compute_vectors, names_of, read_inputs, usage_of
+from kvferry.gateway.http.openai.api import Caller
+from kvferry.gateway.http.openai.bounds import shown
+from kvferry.gateway.http.openai.reply import encode
+from kvferry.gateway.http.unary.bodies import Items, VectorBody, check_count, check_texts, is_ids, parse
+from kvferry.gateway.http.unary.vectors import (
+    VectorInputs,
+    VectorUsage,
+    compute_vectors,
+    names_of,
+    read_inputs,
+    usage_of,
+)
 from kvferry.rpc.text.embedding import MAX_INPUTS, Input
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.text.token_source import Vector
 
+_Inputs = str | Items[int] | Items[str] | Items[list[int]]
 _VECTORS_AT_ONCE = 32
 """Number of vectors that are written as JSON before other tasks have a turn."""
 
@@ -43,10 +51,33 @@ def check_input(value: object) -> list[Input]:
     return value
 
 
+E = TypeVar("E")
+
+
+class Embedding(Struct):
+    """The vector of one input: numbers, or base64 of little-endian float32."""
+
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingList(Struct, Generic[E]):
+    """Answer of POST /v1/embeddings."""
+
+    data: list[E]
+    model: str
+    usage: VectorUsage
+    object: str = "list"
+
+
 class EmbeddingsBody(VectorBody):
     """Body of POST /v1/embeddings."""
 
-    input: Annotated[list[Input], PlainValidator(check_input)]
+    input: Annotated[
+        list[Input],
+        PlainValidator(check_input, json_schema_input_type=_Inputs),
+    ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     normalize: bool = True
@@ -80,9 +111,8 @@ async def answer_embeddings(service: TextService, caller: Caller, body: bytes) -
         if index % _VECTORS_AT_ONCE == _VECTORS_AT_ONCE - 1:
             await asyncio.sleep(0)
         value = _as_base64(vector) if is_base64 else vector.values.tolist()
-        data.append(Raw(encode({"object": "embedding", "index": index, "embedding": value})))
-    usage = usage_of(vectors)
-    return encode({"object": "list", "data": data, "model": service.model.name, "usage": usage})
+        data.append(Raw(encode(Embedding(index, value))))
+    return encode(EmbeddingList(data, service.model.name, usage_of(vectors)))
 
 
 def _as_base64(vector: Vector) -> str:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvferry.core.errors import RequestCancelled
 from kvferry.gateway.config import HttpConfig
-from kvferry.gateway.http.openai_api import Caller
+from kvferry.gateway.http.openai.api import Caller
 from kvferry.gateway.http.request_body import JSON, BodyBudget, BufferedBody, check_media, read_body
 from kvferry.gateway.http.unary.comparisons import answer_rerank, answer_score
 from kvferry.gateway.http.unary.embeddings import answer_embeddings

@@ -1,17 +1,20 @@
 """Token ids of texts and conversations, and texts of token ids, in vLLM's form."""
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
+from msgspec import Struct
 from pydantic import PlainValidator
 
 from kvferry.core.errors import InvalidRequest
-from kvferry.gateway.http.openai_api import Caller
-from kvferry.gateway.http.openai_bounds import shown
-from kvferry.gateway.http.openai_reply import encode
-from kvferry.gateway.http.openai_schema import ChatRequest
-from kvferry.gateway.http.openai_schema import parse as parse_chat
+from kvferry.gateway.http.fields.messages import Message
+from kvferry.gateway.http.fields.offered_tools import ToolDefinition
+from kvferry.gateway.http.fields.strict import Accepted
+from kvferry.gateway.http.openai.api import Caller
+from kvferry.gateway.http.openai.bounds import shown
+from kvferry.gateway.http.openai.reply import encode
+from kvferry.gateway.http.openai.schema import ChatRequest
+from kvferry.gateway.http.openai.schema import parse as parse_chat
 from kvferry.gateway.http.unary.bodies import Body, Ids, is_ids, parse
 from kvferry.rpc.text import chats, prompts
 from kvferry.rpc.text.text_model import TextModel
@@ -24,6 +27,22 @@ def _check_ids(value: object) -> Ids:
     return value
 
 
+class TokenIds(Struct):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: Ids
+    token_strs: list[str] | None
+    """The text of each token, if it was asked for."""
+
+
+class TokenText(Struct):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
 def _anything(value: Any) -> Any:
     return value
 
@@ -31,7 +50,7 @@ def _anything(value: Any) -> Any:
 class TokenizeBody(Body):
     """Body of POST /tokenize: a text or a conversation."""
 
-    NO_OPS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    NO_OPS: ClassVar[Accepted] = {
         "add_generation_prompt": (None, True),
         "continue_final_message": (None, False),
         "chat_template": (None,),
@@ -40,9 +59,9 @@ class TokenizeBody(Body):
     }
 
     prompt: str | None = None
-    messages: Annotated[Any, PlainValidator(_anything)] = None
+    messages: Annotated[Any, PlainValidator(_anything, json_schema_input_type=list[Message] | None)] = None
     """Checked by the schema of chat requests."""
-    tools: Annotated[Any, PlainValidator(_anything)] = None
+    tools: Annotated[Any, PlainValidator(_anything, json_schema_input_type=list[ToolDefinition] | None)] = None
     """Checked by the schema of chat requests."""
     add_special_tokens: bool | None = None
     """Whether the begin-of-sequence token is added to a text, true by default; a conversation has the special tokens of
@@ -53,7 +72,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Body of POST /detokenize."""
 
-    tokens: Annotated[Ids, PlainValidator(_check_ids)]
+    tokens: Annotated[Ids, PlainValidator(_check_ids, json_schema_input_type=Ids)]
 
 
 def read_tokenize(model: TextModel, body: bytes) -> tuple[list[int], bool]:
@@ -104,9 +123,7 @@ async def answer_tokenize(service: TextService, caller: Caller, body: bytes) -> 
     ids, wants_texts = await service.read(read_tokenize, len(body), body)
     spell = service.model.tokenizer.token_bytes
     texts = [spell(token).decode("utf-8", "replace") for token in ids] if wants_texts else None
-    return encode(
-        {"count": len(ids), "max_model_len": service.served_tokens, "tokens": ids, "token_strs": texts},
-    )
+    return encode(TokenIds(len(ids), service.served_tokens, ids, texts))
 
 
 async def answer_detokenize(service: TextService, caller: Caller, body: bytes) -> bytes:
@@ -116,7 +133,7 @@ async def answer_detokenize(service: TextService, caller: Caller, body: bytes) -
         KvferryError: the request is invalid.
     """
     _count(service, caller)
-    return encode({"prompt": await service.read(read_detokenize, len(body), body)})
+    return encode(TokenText(await service.read(read_detokenize, len(body), body)))
 
 
 def _count(service: TextService, caller: Caller) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvferry.core.errors import InvalidRequest, UnknownModel
 from kvferry.core.sampling import SamplingParams
-from kvferry.gateway.http.openai_schema import ChatRequest, CompletionRequest, parse
+from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 from kvferry.model.requests.prompt_parameters import with_bad_word_tokens
 from kvferry.model.text.answers.answer import SplitOptions
 from kvferry.rpc.text import prompts

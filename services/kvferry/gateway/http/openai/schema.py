@@ -4,40 +4,29 @@ by name.
 Fields are never silently ignored: a client that sends `response_format`, for example, relies on its effect.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, ClassVar, TypeVar, cast
 
-from pydantic import BaseModel, Field, PlainValidator, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import Field, PlainValidator, WithJsonSchema
 
-from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.errors import InvalidRequest
 from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
-from kvferry.core.sampling import MAX_PRIORITY, SamplingParams
-from kvferry.gateway.http.fields.constraint_fields import (
-    ConstraintFields,
-    JsonSchemaFormat,
-    ResponseFormat,
-    StructuredOutputs,
-)
-from kvferry.gateway.http.fields.messages import CalledFunction, Message, Strict, TextPart, ToolCall
-from kvferry.gateway.http.fields.offered_tools import (
-    FunctionDefinition,
-    FunctionName,
-    NamedChoice,
-    ToolDefinition,
-    tool_use,
-)
-from kvferry.gateway.http.openai_bounds import Prompt, check_prompt, check_sizes, shown
+from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range, SamplingParams
+from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
+from kvferry.gateway.http.fields.messages import Message
+from kvferry.gateway.http.fields.offered_tools import NamedChoice, ToolDefinition, tool_use
+from kvferry.gateway.http.fields.parsing import json_object, parse_fields, without_no_ops
+from kvferry.gateway.http.fields.strict import Accepted, SamplingFields, Strict
+from kvferry.gateway.http.openai.bounds import Prompt, check_prompt, check_sizes
 from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.wire import MAX_SAMPLES
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions; chat has no default."""
 
-_NO_OPS: Mapping[str, tuple[object, ...]] = {
+_NO_OPS: Accepted = {
     "audio": (None,),
     "function_call": (None, "none"),
     "functions": (None, []),
@@ -55,7 +44,7 @@ _NO_OPS: Mapping[str, tuple[object, ...]] = {
 }
 """OpenAI fields that are not implemented, with the values at which they have no effect and are accepted."""
 
-_COMPLETION_NO_OPS: Mapping[str, tuple[object, ...]] = {
+_COMPLETION_NO_OPS: Accepted = {
     **_NO_OPS,
     "parallel_tool_calls": (None, True, False),
     "tool_choice": (None, "none", "auto"),
@@ -63,8 +52,11 @@ _COMPLETION_NO_OPS: Mapping[str, tuple[object, ...]] = {
 }
 """The same for /v1/completions, which has no tools."""
 
-_MESSAGE_NO_OPS = ("annotations", "audio", "function_call", "refusal")
-"""Fields of an assistant's message that clients copy from a response; accepted if null or empty."""
+_BIAS_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
 
 
 class StreamOptions(Strict):
@@ -73,7 +65,7 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class _Common(ConstraintFields):
+class _Common(ConstraintFields, SamplingFields):
     model: str | None = None
     """Model name; `None` selects the served model. OpenAI requires this field; a gateway serves one model only."""
     stream: bool | None = None
@@ -86,7 +78,7 @@ class _Common(ConstraintFields):
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], WithJsonSchema(_BIAS_SCHEMA)] | None = None
     user: str | None = None
     """End user identifier for abuse detection; has no effect on the response."""
     # Extensions of OpenAI's API, named as in vLLM.
@@ -173,6 +165,13 @@ class _Common(ConstraintFields):
 class ChatRequest(_Common):
     """Request body of POST /v1/chat/completions."""
 
+    NO_OPS: ClassVar[Accepted] = _NO_OPS
+    LIMITS: ClassVar[Mapping[str, Range]] = {
+        **RANGES,
+        "max_completion_tokens": RANGES["max_tokens"],
+        "top_logprobs": RANGES["logprobs"],
+    }
+
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -217,7 +216,11 @@ class ChatRequest(_Common):
 class CompletionRequest(_Common):
     """Request body of POST /v1/completions."""
 
-    prompt: Annotated[Prompt, PlainValidator(check_prompt)]
+    NO_OPS: ClassVar[Accepted] = _COMPLETION_NO_OPS
+    LIMITS: ClassVar[Mapping[str, Range]] = {**RANGES, "max_tokens": replace(RANGES["max_tokens"], low=0)}
+    """As in `SamplingParams`; 0 tokens beside `echo`."""
+
+    prompt: Annotated[Prompt, PlainValidator(check_prompt, json_schema_input_type=Prompt)]
     logprobs: int | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
@@ -280,64 +283,12 @@ def parse(kind: type[R], body: bytes) -> R:
     Raises:
         InvalidRequest: a field is invalid, unknown or not implemented; the error describes the first such field.
     """
-    try:
-        fields = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}", reason="INVALID_JSON") from None
-    if not isinstance(fields, dict):
-        raise InvalidRequest("the body must be a JSON object")
+    fields = json_object(body)
     check_sizes(fields)
     messages = fields.get("messages")
     if isinstance(messages, list):
-        fields["messages"] = [_without_no_ops(message) for message in messages]
-    no_ops = _NO_OPS if kind is ChatRequest else _COMPLETION_NO_OPS
-    for name in fields.keys() & no_ops.keys():
-        accepted = no_ops[name]
-        value = fields.pop(name)
-        if not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
-            remedy = f"or send {' or '.join(map(json.dumps, accepted[1:]))}" if len(accepted) > 1 else "or send null"
-            raise InvalidRequest(f"{name} is not implemented here; leave it out {remedy}", field=name)
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False)) from None
-
-
-def _without_no_ops(message: object) -> object:
-    if not isinstance(message, dict):
-        return message
-    return {name: value for name, value in message.items() if value not in (None, []) or name not in _MESSAGE_NO_OPS}
-
-
-_MODELS: tuple[type[BaseModel], ...] = (
-    *(ChatRequest, CompletionRequest, StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs),
-    *(Message, TextPart, ToolCall, CalledFunction, ToolDefinition, FunctionDefinition, NamedChoice, FunctionName),
-)
-_KNOWN_NAMES = frozenset(info.alias or name for model in _MODELS for name, info in model.model_fields.items())
-
-
-def _refusal(errors: list[ErrorDetails]) -> InvalidRequest:
-    # A union reports an error per alternative; the error deepest in the value is the most specific.
-    first = errors[0]
-    same = [error for error in errors if error["loc"][0] == first["loc"][0]]
-    worst = max(same, key=lambda error: (len(error["loc"]), [part for part in error["loc"] if isinstance(part, int)]))
-    unknown = worst["type"] == "extra_forbidden"
-    # Locations include the names of union alternatives, which are meaningless to clients.
-    *outer, last = worst["loc"]
-    path = [part for part in outer if isinstance(part, int) or part in _KNOWN_NAMES]
-    path += [last] if unknown or isinstance(last, int) or last in _KNOWN_NAMES else []
-    field = ".".join(shortened(str(part)) for part in path)
-    if unknown and path[0] == "messages" and last in _MESSAGE_NO_OPS:
-        return InvalidRequest(f"{field} is not implemented here; leave it out", field=field)
-    if unknown:
-        return InvalidRequest(f"{field} is an unknown field; leave it out", field=field)
-    if worst["type"] == "missing":
-        return InvalidRequest(f"{field} is missing", field=field)
-    if worst["type"] == "too_short":
-        return InvalidRequest(f"{field} is empty; give at least one item", field=field)
-    return InvalidRequest(
-        f"{field}: {worst['msg'].lower().replace('input', 'it', 1)}; it is {shown(worst['input'])}", field=field
-    )
+        fields["messages"] = [without_no_ops(Message, message) for message in messages]
+    return parse_fields(kind, fields)
 
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)

@@ -13,9 +13,9 @@ from msgspec import UNSET, UnsetType
 from kvferry.core.errors import InvalidRequest
 from kvferry.core.ids import RequestId
 from kvferry.core.sampling import FinishReason
-from kvferry.gateway.http import openai_reply as reply
 from kvferry.gateway.http.fields.constraint_fields import in_field
-from kvferry.gateway.http.openai_request import ReadRequest, read_chat, read_completion
+from kvferry.gateway.http.openai import reply
+from kvferry.gateway.http.openai.request import ReadRequest, read_chat, read_completion
 from kvferry.model.requests.output_text import StopReason
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs
 from kvferry.model.text.answers.pieces import AssembledCalls
@@ -66,7 +66,7 @@ class Generation:
         """The response's `id` in OpenAI's form."""
         return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.requests[0].request_id}"
 
-    def reply(self, choices: Sequence[reply.Choice | msgspec.Raw]) -> reply.Reply:
+    def reply(self, choices: Sequence[reply.Choice | msgspec.Raw]) -> reply.Reply[reply.Choice | msgspec.Raw]:
         """Build a response, or a stream chunk, with these choices."""
         kind = "text_completion"
         if self.is_chat:
@@ -139,7 +139,7 @@ async def answer(generation: Generation) -> tuple[bytes, Timing]:
         await asyncio.sleep(0)  # a large answer is encoded in parts, between which other requests continue
     whole = generation.reply(choices)
     whole.usage = usage
-    whole.kvferry = reply.timing_object(samples[0].timing)
+    whole.kvferry = samples[0].timing
     if generation.is_chat:
         whole.prompt_logprobs = samples[0].prompt_logprobs
     return reply.encode(whole), samples[0].timing
@@ -168,7 +168,7 @@ async def events(generation: Generation) -> AsyncGenerator[bytes, None]:
         last = generation.reply([])
         last.usage = usage
         if timing is not None:
-            last.kvferry = reply.timing_object(timing)
+            last.kvferry = timing
         yield reply.sse(last)
 
 

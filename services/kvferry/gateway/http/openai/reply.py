@@ -1,8 +1,7 @@
 """OpenAI's responses as structs that msgspec encodes: whole responses, stream chunks, errors."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -151,21 +150,21 @@ class TextChoice(Struct):
 
 
 Choice = ChunkChoice | ChatChoice | TextChoice
+C = TypeVar("C")
 
 
-class Reply(Struct):
+class Reply(Struct, Generic[C]):
     """Common fields of chat and completion responses and of their stream chunks."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: Sequence[Choice | msgspec.Raw]
-    """Choices, or their JSON."""
+    choices: Sequence[C]
     usage: Usage | UnsetType | None = UNSET
     """Token usage. In streams only if `include_usage` is set; null in all chunks except the last."""
-    kvferry: dict[str, Any] | UnsetType = UNSET
-    """Timing of the first choice: the fields of `Timing` in inference.proto."""
+    kvferry: Timing | UnsetType = UNSET
+    """Timing of the first choice."""
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     """Log-probabilities of a conversation's prompt, if requested."""
 
@@ -233,11 +232,6 @@ def kv_line(timing: Timing) -> str:
         )
     line = "".join(c if c.isascii() and c.isprintable() else "?" for c in "; ".join(parts))
     return line or "computed"
-
-
-def timing_object(timing: Timing) -> dict[str, Any]:
-    """Convert `timing` to a JSON object."""
-    return asdict(timing)
 
 
 def chat_logprobs(tokens: Sequence[SampledToken], spell: TokenBytes) -> ChatLogprobs | None:

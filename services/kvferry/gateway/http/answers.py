@@ -1,0 +1,45 @@
+"""Answers of the routes about requests and about the gateway itself."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from kvferry.core.ids import RequestId
+from kvferry.gateway.dashboard.phases import Phase
+from kvferry.gateway.routing.route_notes import RouteNote
+from kvferry.rpc.text.token_source import Timing
+
+
+class EndedSample(Struct):
+    """An ended sample of a request, as in the journal."""
+
+    sample_index: int
+    outcome: Literal["done", "failed", "cancelled"]
+    error: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    routes: list[RouteNote]
+    timing: Timing
+    phases: list[Phase]
+
+
+class EndedRequest(Struct):
+    """Answer of GET /v1/requests/{request_id}."""
+
+    request_id: RequestId
+    samples: list[EndedSample]
+
+
+class Alive(Struct):
+    """Answer of GET /health."""
+
+    status: Literal["alive"] = "alive"
+
+
+class Ready(Struct):
+    """Answer of GET /ready."""
+
+    ready: bool
+    notes: list[str]
+    """Workers that accept no requests, and other reasons."""

@@ -1,0 +1,160 @@
+"""Makes the OpenAPI 3.1 document of the table of operations.
+
+Bodies come from pydantic's schemas of the models that validate them, answers from msgspec's schemas of the structs that
+are encoded, errors from the classes of the errors. Names of bodies end in `Param`, except those of whole requests.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from pydantic.json_schema import models_json_schema
+
+from kvferry.core.errors import KvferryError
+from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.openai.reply import ErrorBody
+from kvferry.gateway.http.openapi.operations import OPERATIONS, Operation
+from kvferry.rpc.wire import MAX_REQUEST_ID_CHARS
+
+JSON, EVENTS = "application/json", "text/event-stream"
+_REF = "#/components/schemas/"
+_PLACE = re.compile(r"{(\w+)(?::path)?}")
+_KEY = "apiKey"
+_REQUEST_ID = {"type": "string", "pattern": f"^[A-Za-z0-9_.:-]{{1,{MAX_REQUEST_ID_CHARS}}}$"}
+_HEADERS: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("x-request-id", "Id of the request; made by the gateway if left out. Returned with the answer.", _REQUEST_ID),
+    ("traceparent", "Position in the client's trace (W3C Trace Context). An invalid one is ignored.", {}),
+)
+_PROTOCOL = {
+    408: "The headers or the body did not arrive in time.",
+    431: "The headers are too large or too many.",
+    501: "The body has a transfer coding other than chunked.",
+}
+"""Errors of the connection, with any route."""
+
+
+def openapi_document(version: str, *, needs_key: bool, operations: Iterable[Operation] = OPERATIONS) -> dict[str, Any]:
+    """Return the document as a JSON object.
+
+    Args:
+        version: version of the API.
+        needs_key: whether requests need an API key; otherwise a key is accepted and ignored.
+        operations: routes to describe.
+    """
+    operations = list(operations)
+    bodies = _body_schemas([op.body for op in operations if op.body is not None])
+    kinds = {_name(kind): kind for op in operations for kind in _answers(op)}
+    schemas, components = msgspec.json.schema_components([*kinds.values(), ErrorBody], ref_template=_REF + "{name}")
+    answers = dict(zip(kinds, schemas, strict=False))
+    paths: dict[str, dict[str, Any]] = defaultdict(dict)
+    for op in operations:
+        paths[_PLACE.sub(r"{\1}", op.path)][op.method.lower()] = _operation(op, answers, needs_key=needs_key)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "kvferry",
+            "version": version,
+            "description": "OpenAI-compatible serving of one model and its adapters.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": dict(paths),
+        "components": {
+            "schemas": {**bodies, **components},
+            "securitySchemes": {_KEY: {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {JSON: {"schema": answers[_name(op.answer)]}}
+    if op.event is not None:
+        content[EVENTS] = {
+            "schema": {"type": "string", "description": "Lines `data: EVENT`; the last one is `data: [DONE]`."},
+            "x-event": answers[_name(op.event)],
+        }
+    responses: dict[str, Any] = {str(op.status): {"description": "The answer.", **_id_header(), "content": content}}
+    for status, kind in (op.also or {}).items():
+        responses[str(status)] = _response("The answer.", answers[_name(kind)])
+    body_ref = {"$ref": f"{_REF}{ErrorBody.__name__}"}
+    for status, text in _error_texts(op).items():
+        if str(status) not in responses:
+            responses[str(status)] = _response(text, body_ref)
+    made: dict[str, Any] = {
+        "operationId": op.name,
+        "summary": op.summary,
+        "parameters": [
+            *(
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                for name in _PLACE.findall(op.path)
+            ),
+            *(
+                {"name": name, "in": "header", "description": text, "schema": {"type": "string", **schema}}
+                for name, text, schema in _HEADERS
+            ),
+        ],
+        "responses": dict(sorted(responses.items())),
+    }
+    if op.body is not None:
+        content = {JSON: {"schema": {"$ref": f"{_REF}{_param(op.body.__name__, True)}"}}}
+        made["requestBody"] = {"required": True, "content": content}
+    if op.has_key:
+        made["security"] = [{_KEY: []}] if needs_key else [{_KEY: []}, {}]
+    return made
+
+
+def _error_texts(op: Operation) -> Mapping[int, str]:
+    by_status: dict[int, list[type[KvferryError]]] = defaultdict(list)
+    for kind in op.errors:
+        by_status[kind.http_status].append(kind)
+    texts = dict(_PROTOCOL)
+    for status, kinds in by_status.items():
+        texts[status] = " ".join(f"`{kind.reason.lower()}`: {_first_line(kind)}" for kind in kinds)
+    return texts
+
+
+def _first_line(kind: type[KvferryError]) -> str:
+    return " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+
+
+def _response(text: str, schema: object) -> dict[str, Any]:
+    return {"description": text, **_id_header(), "content": {JSON: {"schema": schema}}}
+
+
+def _id_header() -> dict[str, Any]:
+    return {"headers": {"x-request-id": {"schema": _REQUEST_ID}}}
+
+
+def _answers(op: Operation) -> list[Any]:
+    return [kind for kind in (op.answer, op.event, *(op.also or {}).values()) if kind is not None]
+
+
+def _name(kind: Any) -> str:
+    return str(kind)
+
+
+def _body_schemas(bodies: Iterable[type[Strict]]) -> dict[str, Any]:
+    """Return the schemas of all bodies and their parts by component name."""
+    given = list(dict.fromkeys(bodies))
+    whole = {body.__name__ for body in given}
+    _, schema = models_json_schema([(body, "validation") for body in given], ref_template=_REF + "{model}")
+    definitions: dict[str, Any] = _renamed(schema.get("$defs", {}), whole)
+    return {_param(name, name in whole): definition for name, definition in definitions.items()}
+
+
+def _renamed(value: Any, whole: set[str]) -> Any:
+    if isinstance(value, list):
+        return [_renamed(item, whole) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: _renamed(item, whole) for name, item in value.items()}
+    reference = found.get("$ref")
+    if isinstance(reference, str) and reference.startswith(_REF):
+        name = reference.removeprefix(_REF)
+        found["$ref"] = _REF + _param(name, name in whole)
+    return found
+
+
+def _param(name: str, is_whole: bool) -> str:
+    return name if is_whole else f"{name}Param"

@@ -1,0 +1,150 @@
+"""The routes of the clients' API: path, body, answer and errors of each. The server's routes are made from this table.
+
+| errors | of |
+| --- | --- |
+| `EDGE` | every route: requests that are not valid HTTP, unknown paths, internal errors |
+| `KEYED` | routes that check the API key |
+| `BODY` | routes with a body: its type, size, time and content |
+| `COMPUTED` | routes that compute on workers |
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.errors import (
+    DeadlinePassed,
+    Forbidden,
+    GenerationFailed,
+    InvalidRequest,
+    InvariantBroken,
+    KvferryError,
+    Overloaded,
+    RequestRefused,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+)
+from kvferry.gateway.http.answers import Alive, EndedRequest, Ready
+from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.openai import reply
+from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
+from kvferry.gateway.http.request_body import BodyTooLarge, BodyTooSlow, UnsupportedMedia
+from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
+from kvferry.gateway.http.unary.comparisons import Ranking, RerankBody, ScoreBody, ScoreList
+from kvferry.gateway.http.unary.embeddings import Embedding, EmbeddingList, EmbeddingsBody
+from kvferry.gateway.http.unary.token_ids import DetokenizeBody, TokenIds, TokenizeBody, TokenText
+
+Errors = tuple[type[KvferryError], ...]
+EDGE: Errors = (InvalidRequest, InvariantBroken)
+KEYED: Errors = (*EDGE, Unauthenticated, Overloaded)
+BODY: Errors = (*KEYED, UnknownModel, BodyTooSlow, BodyTooLarge, UnsupportedMedia, Unavailable)
+COMPUTED: Errors = (*BODY, Forbidden, RequestRefused, GenerationFailed, DeadlinePassed)
+ROUTING: Errors = (NoSuchRoute, MethodNotAllowed)
+"""Errors of paths and methods that are not in the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One route and its method."""
+
+    name: str
+    """Identifier of the operation, for generated clients."""
+    method: str
+    path: str
+    """Path in Starlette's form."""
+    summary: str
+    answer: Any
+    """Type of the answer; a struct that msgspec encodes."""
+    body: type[Strict] | None = None
+    event: Any = None
+    """Type of the events of a stream; `None` if the route does not stream."""
+    errors: Errors = EDGE
+    also: Mapping[int, Any] | None = None
+    """Types of answers with other statuses than 200."""
+    status: int = 200
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the route checks the API key."""
+        return Unauthenticated in self.errors
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "createChatCompletion",
+        "POST",
+        "/v1/chat/completions",
+        "Answers a conversation.",
+        reply.Reply[reply.ChatChoice],
+        ChatRequest,
+        reply.Reply[reply.ChunkChoice],
+        COMPUTED,
+    ),
+    Operation(
+        "createCompletion",
+        "POST",
+        "/v1/completions",
+        "Continues texts or token ids.",
+        reply.Reply[reply.TextChoice],
+        CompletionRequest,
+        reply.Reply[reply.TextChoice],
+        COMPUTED,
+    ),
+    Operation(
+        "createEmbedding",
+        "POST",
+        "/v1/embeddings",
+        "Computes the vectors of texts or token ids.",
+        EmbeddingList[Embedding],
+        EmbeddingsBody,
+        errors=COMPUTED,
+    ),
+    *(
+        Operation(name, "POST", path, "Compares pairs of texts.", ScoreList, ScoreBody, errors=COMPUTED)
+        for name, path in (("createScore", "/v1/score"), ("createScoreShort", "/score"))
+    ),
+    *(
+        Operation(name, "POST", path, "Orders documents by relevance.", Ranking, RerankBody, errors=COMPUTED)
+        for name, path in (("createRerank", "/v1/rerank"), ("createRerankShort", "/rerank"))
+    ),
+    Operation(
+        "tokenize",
+        "POST",
+        "/tokenize",
+        "Returns the token ids of a text or a conversation.",
+        TokenIds,
+        TokenizeBody,
+        errors=BODY,
+    ),
+    Operation(
+        "detokenize", "POST", "/detokenize", "Returns the text of token ids.", TokenText, DetokenizeBody, errors=BODY
+    ),
+    Operation("listModels", "GET", "/v1/models", "Lists the model and its adapters.", reply.ModelList, errors=KEYED),
+    Operation(
+        "retrieveModel",
+        "GET",
+        "/v1/models/{model:path}",
+        "Returns the model or an adapter.",
+        reply.Model,
+        errors=(*KEYED, UnknownModel),
+    ),
+    Operation(
+        "explainRequest",
+        "GET",
+        "/v1/requests/{request_id}",
+        "Returns the routes and times of an ended request.",
+        EndedRequest,
+        errors=(*KEYED, NoSuchRoute),
+    ),
+    Operation("getHealth", "GET", "/health", "Answers while the process lives.", Alive),
+    Operation(
+        "getReadiness",
+        "GET",
+        "/ready",
+        "Says whether a request would be served.",
+        Ready,
+        also={503: Ready},
+    ),
+    Operation("getDescription", "GET", "/openapi.json", "Returns this description.", dict[str, Any]),
+)

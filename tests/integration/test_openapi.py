@@ -1,0 +1,86 @@
+"""schemathesis over /openapi.json against a gateway with API keys and a real worker: all checks find nothing."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from harness.servers.processes import RunningProcess, a_worker
+from harness.servers.worker_channel import TEST_KEYS
+
+from kvferry.core.clock import SystemClock
+from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
+from kvferry.gateway.fleet.worker_keys import WorkerKeys
+from kvferry.gateway.gateway import Gateway
+from kvferry.gateway.http import key_guesses
+from kvferry.model.source import open_model
+from kvferry.rpc.text.model_text import text_model_of
+
+KEY = "key-of-the-tests"
+# A body may be valid by its schema and be refused because of its fields together: a tool that was not offered, a prompt
+# that is too long, top_logprobs without logprobs.
+SETTINGS = """
+[checks.positive_data_acceptance]
+expected-statuses = ["2xx", 400, 404, 429]
+"""
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[RunningProcess]:
+    with a_worker("both") as running:
+        yield running
+
+
+@pytest.fixture
+async def url(worker: RunningProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    # The check of wrong keys sends more of them than an address may.
+    monkeypatch.setattr("kvferry.gateway.http.key_guesses.MAX_WRONG_KEYS", 1 << 20)
+    assert key_guesses.MAX_WRONG_KEYS == 1 << 20
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY} tests\n")
+    listening = worker.events["listening"]
+    config = GatewayConfig(
+        fleet=FleetConfig(both=(Endpoint(str(listening["grpc"]), str(listening["admin"])),)),
+        http=HttpConfig(address="127.0.0.1:0", api_keys_file=keys),
+        grpc_address="127.0.0.1:0",
+    )
+    gateway = await Gateway.start(
+        config,
+        text_model_of(open_model("tiny")),
+        SystemClock(),
+        keys=WorkerKeys(lambda: [TEST_KEYS["KVFERRY_GATEWAY_KEY"].encode()]),
+    )
+    try:
+        async with asyncio.timeout(30):
+            await gateway.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
+        yield f"http://{gateway.listening.http}"
+    finally:
+        await gateway.stop()
+
+
+async def found(url: str, folder: Path, *arguments: str) -> str:
+    """Run schemathesis; return its report if it found something, else an empty text."""
+    settings = folder / "schemathesis.toml"
+    settings.write_text(SETTINGS)
+    process = await asyncio.create_subprocess_exec(
+        *(Path(sys.executable).with_name("schemathesis"), "--config-file", settings, "run", f"{url}/openapi.json"),
+        *("--header", f"Authorization: Bearer {KEY}", "--checks", "all", "--continue-on-failure", "--no-shrink"),
+        *("--generation-database", "none", *arguments),
+        cwd=folder,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    report = (await process.communicate())[0].decode()
+    assert "generated" in report, report
+    return "" if process.returncode == 0 else report
+
+
+async def test_quick(url: str, tmp_path: Path) -> None:
+    assert not await found(url, tmp_path, "--phases", "examples,fuzzing,stateful", "-n", "10", "--seed", "1")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+async def test_long(url: str, tmp_path: Path) -> None:
+    assert not await found(url, tmp_path, "-n", "1000", "--seed", "2")

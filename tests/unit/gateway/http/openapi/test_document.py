@@ -1,0 +1,195 @@
+"""The OpenAPI document describes each route, field, answer and error, and real answers are as it says."""
+
+import json
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from harness.fakes.scripted_gateway import scripted_gateway
+from jsonschema import Draft202012Validator
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from kvferry.core import errors
+from kvferry.core.sampling import RANGES, SamplingParams
+from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.openapi.document import openapi_document
+from kvferry.gateway.http.openapi.operations import OPERATIONS
+from kvferry.gateway.http.request_body import BodyTooLarge, BodyTooSlow, UnsupportedMedia
+
+DOCUMENT = openapi_document("1.0", needs_key=False)
+SCHEMAS = DOCUMENT["components"]["schemas"]
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True},
+    "/v1/completions": {"prompt": "abc", "max_tokens": 4, "echo": True, "logprobs": 2, "n": 2},
+    "/v1/embeddings": {"input": ["a", "b"]},
+    "/v1/score": {"text_1": "a", "text_2": ["b", "c"]},
+    "/v1/rerank": {"query": "a", "documents": ["b", {"text": "c"}]},
+    "/tokenize": {"prompt": "abc", "return_token_strs": True},
+    "/detokenize": {"tokens": [97, 98]},
+}
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.url) as opened:
+        opened.gateway = gateway  # type: ignore[attr-defined]
+        yield opened
+
+
+def validator(schema: Any) -> Draft202012Validator:
+    return Draft202012Validator({"allOf": [schema], "components": DOCUMENT["components"]})
+
+
+def walk(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from walk(item)
+
+
+async def test_each_route_of_the_server_is_described_and_each_described_route_is_served(client):
+    edge = client.gateway.gateway.client_api.app()
+    (app,) = [value for value in vars(edge).values() if isinstance(value, Starlette)]
+    served = {
+        (re.sub(r":path}", "}", route.path), method.lower())
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert served == {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    names = [op.name for op in OPERATIONS]
+    assert len(names) == len(set(names))
+    for path, body in VALID.items():
+        assert (await client.post(path, json=body)).status_code == 200, path
+    assert VALID.keys() >= {op.path for op in OPERATIONS if op.body and not op.path.startswith(("/score", "/rerank"))}
+
+
+@pytest.mark.parametrize("body", {op.body for op in OPERATIONS if op.body}, ids=lambda body: body.__name__)
+def test_each_field_that_a_body_accepts_is_described_with_the_values_without_effect(body):
+    described = SCHEMAS[body.__name__]
+    names = {info.alias or name for name, info in body.model_fields.items()} | body.NO_OPS.keys()
+    assert described["properties"].keys() == names
+    assert described["additionalProperties"] is False
+    for name, values in body.NO_OPS.items():
+        assert described["properties"][name]["enum"] == list(values)
+
+
+def test_each_part_of_a_body_is_described():
+    parts = [kind for kind in all_subclasses(Strict) if f"{kind.__name__}Param" in SCHEMAS]
+    assert len(parts) > 10
+    for part in parts:
+        described = SCHEMAS[f"{part.__name__}Param"]
+        assert described["properties"].keys() == {info.alias or name for name, info in part.model_fields.items()} | set(
+            part.NO_OPS
+        )
+
+
+def all_subclasses(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for inner in kind.__subclasses__():
+        yield inner
+        yield from all_subclasses(inner)
+
+
+def test_each_field_of_an_answer_is_described():
+    found = 0
+    for op in OPERATIONS:
+        for kind in (op.answer, op.event):
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+                assert SCHEMAS[kind.__name__]["properties"].keys() == set(kind.__struct_encode_fields__)
+                found += 1
+    assert found >= 6
+
+
+def test_ranges_of_numbers_are_those_of_the_sampling_parameters():
+    for body in ("ChatRequest", "CompletionRequest"):
+        for name, limits in RANGES.items():
+            described = SCHEMAS[body]["properties"][name]
+            kinds = [kind for kind in described.get("anyOf", [described]) if kind["type"] in ("integer", "number")]
+            for kind in kinds:
+                low = kind.get("minimum", kind.get("exclusiveMinimum"))
+                assert (kind["maximum"], low) == (
+                    limits.high,
+                    0 if body[1] == "o" and name == "max_tokens" else limits.low,
+                )
+    for name, limits in RANGES.items():
+        with pytest.raises(errors.InvalidRequest, match=name):
+            SamplingParams(**{name: limits.high + 1})
+
+
+def test_schemas_are_valid_and_their_references_exist():
+    for schema in SCHEMAS.values():
+        Draft202012Validator.check_schema(schema)
+    for item in walk(DOCUMENT):
+        reference = item.get("$ref")
+        if isinstance(reference, str):
+            assert reference.removeprefix("#/components/schemas/") in SCHEMAS
+
+
+def test_each_error_of_a_route_is_described_with_its_code():
+    for op in OPERATIONS:
+        described = DOCUMENT["paths"][op.path.replace(":path", "")][op.method.lower()]["responses"]
+        for kind in op.errors:
+            answer = described[str(kind.http_status)]
+            assert f"`{kind.reason.lower()}`" in answer["description"]
+            assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+        for status in (408, 431, 501):
+            assert str(status) in described
+    computed = next(op for op in OPERATIONS if op.path == "/v1/chat/completions")
+    never_sent = {errors.RequestCancelled, errors.TicketRejected, errors.ModelFileError, errors.UsageError}
+    sent = {BodyTooLarge, BodyTooSlow, UnsupportedMedia, *errors.KvferryError.__subclasses__()} - never_sent
+    assert {kind.http_status for kind in computed.errors} == {kind.http_status for kind in sent}
+
+
+@pytest.mark.parametrize("path", VALID)
+async def test_answers_are_as_described(client, path):
+    described = DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]
+    answer = await client.post(path, json=VALID[path])
+    validator(described["application/json"]["schema"]).validate(answer.json())
+    if "text/event-stream" not in described:
+        return
+    streamed = await client.post(path, json={**VALID[path], "stream": True})
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    for event in events:
+        validator(described["text/event-stream"]["x-event"]).validate(json.loads(event))
+
+
+async def test_other_answers_and_errors_are_as_described(client):
+    await client.post("/v1/completions", json=VALID["/v1/completions"], headers={"x-request-id": "asked"})
+    asked = {
+        "/v1/models": "/v1/models",
+        "/v1/models/{model}": "/v1/models/bytes",
+        "/v1/requests/{request_id}": "/v1/requests/asked",
+        "/health": "/health",
+        "/ready": "/ready",
+        "/openapi.json": "/openapi.json",
+    }
+    for path, url in asked.items():
+        answer = await client.get(url)
+        described = DOCUMENT["paths"][path]["get"]["responses"][str(answer.status_code)]
+        validator(described["content"]["application/json"]["schema"]).validate(answer.json())
+        assert answer.status_code == 200
+    refused = {
+        ("/v1/completions", 400): await client.post("/v1/completions", json={"prompt": 1}),
+        ("/v1/completions", 404): await client.post("/v1/completions", json={"prompt": "a", "model": "other"}),
+        ("/v1/completions", 415): await client.post("/v1/completions", content="{}"),
+    }
+    for (path, status), answer in refused.items():
+        assert answer.status_code == status
+        described = DOCUMENT["paths"][path]["post"]["responses"][str(status)]
+        validator(described["content"]["application/json"]["schema"]).validate(answer.json())
+
+
+async def test_the_served_document_says_whether_a_key_is_needed(client):
+    served = (await client.get("/openapi.json")).json()
+    assert served["paths"]["/v1/models"]["get"]["security"] == [{"apiKey": []}, {}]
+    assert served["components"] == json.loads(json.dumps(DOCUMENT["components"]))
+    keyed = openapi_document("1.0", needs_key=True)
+    assert keyed["paths"]["/v1/models"]["get"]["security"] == [{"apiKey": []}]
+    assert "security" not in keyed["paths"]["/health"]["get"]
