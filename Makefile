@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-scheduler bench-speculation bench-peers bench-steps results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-scheduler bench-speculation bench-peers bench-steps bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ bench-turns: $(READY) redis ## an evicted prompt, loaded from each tier and reco
 
 bench-bursts: $(READY) ## inter-token latency under bursts of long prompts, disaggregated and aggregated; tests/bench/results/bursts.csv
 	@$(BIN)/python tests/bench/bench_bursts.py $(ARGS)
+
+bench-tls: $(READY) ## hand-off and inter-token times with and without TLS between processes, in turn; tests/bench/results/tls.csv
+	@$(BIN)/python tests/bench/bench_tls.py $(ARGS)
 
 bench-constraints: $(READY) ## decode steps with and without constraints, in turn; tests/bench/results/constraints.csv
 	@$(BIN)/python tests/bench/bench_constraints.py $(ARGS)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from harness.servers.worker_channel import worker_channel
 from kvferry.core.clock import SystemClock
 from kvferry.engine.engine import Engine
+from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
 
 _POLL_SECONDS = 0.02
@@ -42,15 +43,20 @@ def _load(stub: "worker_admin_pb2_grpc.WorkerAdminStub") -> worker_admin_pb2.Wor
     return stub.Status(worker_admin_pb2.StatusRequest(), timeout=30, wait_for_ready=True).load
 
 
-def assert_workers_idle(admin_addresses: Iterable[str], *, within_seconds: float = 20.0) -> None:
+def assert_workers_idle(
+    admin_addresses: Iterable[str], *, within_seconds: float = 20.0, tls: PoolTls | None = None
+) -> None:
     """Check that every worker becomes idle in time: no blocks, leases, tickets, transfers or calls.
 
     Releases are sent after a stream has ended, so this polls for up to `within_seconds`.
+
+    Args:
+        tls: TLS of the test's pool; `None` for plain connections.
     """
     clock, pause = SystemClock(), threading.Event()
     deadline = clock.monotonic() + within_seconds
     for address in admin_addresses:
-        with worker_channel(address) as channel:
+        with worker_channel(address, tls) as channel:
             stub = worker_admin_pb2_grpc.WorkerAdminStub(channel)
             while held := leftovers(_load(stub)):
                 assert clock.monotonic() < deadline, f"worker {address} still holds {held}"

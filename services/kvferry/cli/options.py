@@ -5,13 +5,16 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.process import config, logs
 from kvferry.core.settings import Resolved, Setting, boolean, resolve
+
+if TYPE_CHECKING:
+    from kvferry.rpc.tls.certificate_files import CertificateFiles
 
 LOGGING = (
     Setting("log_level", "warning", "Minimum level of logged messages.", choices=("debug", "info", "warning", "error")),
@@ -94,6 +97,24 @@ def read_key(values: Values, name: str) -> list[bytes]:
         if len(line) < 16:
             raise UsageError(f"{name}: a key needs at least 16 bytes; this key has {len(line)}", field=name)
     return lines
+
+
+def pool_tls_files(values: Values) -> "CertificateFiles | None":
+    """Return the files of the pool's TLS; `None` without them.
+
+    Raises:
+        UsageError: only some of the three files are set.
+    """
+    from kvferry.rpc.tls.certificate_files import CertificateFiles
+
+    names = ("pool_tls_cert_file", "pool_tls_key_file", "pool_tls_ca_file")
+    missing = [name for name in names if not values[name]]
+    if len(missing) == len(names):
+        return None
+    if missing:
+        flags = " and ".join("--" + name.replace("_", "-") for name in missing)
+        raise UsageError(f"TLS of a pool needs a certificate, its key and the CA; set {flags} too", field=missing[0])
+    return CertificateFiles(*(Path(values[name]) for name in names))
 
 
 class reported:  # noqa: N801  lower case, since it is used like a keyword: `with reported():`

@@ -72,6 +72,11 @@ HOLD = (
         parse=seconds(0, 3600),
     ),
 )
+HEALTH = Setting(
+    "health",
+    "",
+    "HOST:PORT of grpc.health.v1.Health without TLS, for probes; default: only on --listen and --admin.",
+)
 METRICS = Setting("metrics", "", "HOST:PORT of Prometheus metrics, at /metrics; default: not served.")
 DRAIN = Setting(
     "drain_seconds", 30.0, "Maximum seconds for running requests to finish after SIGTERM.", parse=seconds(0, 3600)
@@ -79,6 +84,21 @@ DRAIN = Setting(
 TLS = (
     Setting("tls_cert_file", "", "Certificate chain, PEM, for HTTP and gRPC; default: no TLS."),
     Setting("tls_key_file", "", "Private key, PEM. Renewed files are reloaded while serving."),
+    Setting(
+        "tls_client_ca_file",
+        "",
+        "CA certificates, PEM: clients need a certificate of one of them, for HTTP and gRPC; default: none needed.",
+    ),
+)
+POOL_TLS = (
+    Setting(
+        "pool_tls_cert_file",
+        "",
+        "Certificate chain of this process, PEM, for mutual TLS with the pool's other processes; default: no TLS. "
+        "`kvferry key certificate` makes it.",
+    ),
+    Setting("pool_tls_key_file", "", "Private key of that certificate, PEM. Renewed files are reloaded while serving."),
+    Setting("pool_tls_ca_file", "", "Certificates of the pool's CA, PEM; several during a rotation of the CA."),
 )
 API_KEYS = Setting("api_keys_file", "", "File with one `key tenant` pair per line; default: no authentication.")
 TENANTS = Setting(
@@ -158,12 +178,14 @@ WORKER = (
     ),
     Setting("worker_id", "", "Stable name of the worker; default: the advertised address."),
     METRICS,
+    HEALTH,
     *ENGINE,
     *ADAPTERS,
     *TIERS,
     VERIFY_KV,
     *TICKET_KEY,
     *TENANT_KEY,
+    *POOL_TLS,
     Setting(
         "offer_seconds",
         10.0,
@@ -190,6 +212,7 @@ GATEWAY = (
     TENANTS,
     PROBE_KEY,
     *TLS,
+    *POOL_TLS,
     *GATEWAY_KEY,
     *TENANT_KEY,
     POLICY,
@@ -256,6 +279,13 @@ EXPLAIN = (
     Setting("api_key", "", "API key of the request's tenant.", is_secret=True),
 )
 
+UP_TLS = Setting(
+    "pool_tls",
+    "off",
+    "Mutual TLS between the processes; on: with a CA that is drawn for this run and whose key is not stored.",
+    choices=("on", "off"),
+)
+
 UP = (
     Setting("prefill", 1, "Number of prefill workers.", parse=whole(0, 64)),
     Setting("decode", 1, "Number of decode workers.", parse=whole(0, 64)),
@@ -269,6 +299,7 @@ UP = (
     API_KEYS,
     TENANTS,
     KV_PREFETCH,
+    UP_TLS,
     *TICKET_KEY,
     DRAIN,
 )

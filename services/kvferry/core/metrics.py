@@ -389,4 +389,11 @@ VLLM_REQUEST_SECONDS = Metric(
     "vllm:e2e_request_latency_seconds", Kind.HISTOGRAM, WORKER_REQUEST_SECONDS.help, _MODEL, _LATENCY_BUCKETS
 )
 
+TLS_NOT_AFTER = Metric(
+    "kvferry_tls_certificate_not_after_seconds",
+    Kind.GAUGE,
+    "End of the validity of the process's certificate, seconds since the epoch, by its use (pool, clients).",
+    ("use",),
+)
+
 ALL: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

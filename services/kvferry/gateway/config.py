@@ -3,9 +3,12 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvferry.core.errors import UsageError
+
+if TYPE_CHECKING:  # rooms of pure decisions import this module
+    from kvferry.rpc.tls.certificate_files import CertificateFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +217,11 @@ class GatewayConfig:
     admin_address: str = "127.0.0.1:0"
     """`host:port` of the admin API: metrics, fleet, ended requests. It has no authentication and therefore listens on
     loopback by default."""
-    tls: tuple[Path, Path] | None = None
-    """Certificate chain and key, PEM, for HTTP and gRPC; `None` disables TLS."""
+    tls: tuple[Path, Path, Path | None] | None = None
+    """Certificate chain and key, PEM, for HTTP and gRPC, and the CA of the clients' certificates, if clients need one;
+    `None` disables TLS."""
+    pool_tls: "CertificateFiles | None" = None
+    """Certificate, key and CA bundle for calls to workers; `None` for plain connections."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     max_streams: int = 1024

@@ -13,6 +13,7 @@ from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.cache_feeds.cache_feeds import CacheFeeds
 from kvferry.gateway.cache_feeds.map_metrics import CacheMapCollector
 from kvferry.gateway.cache_map.cache_map import CacheMap
+from kvferry.gateway.certificate_metrics import CertificateCollector
 from kvferry.gateway.config import DispatchConfig, FlowConfig, GatewayConfig
 from kvferry.gateway.dashboard.history import INTERVAL_SECONDS, History
 from kvferry.gateway.dispatch.dispatcher import Dispatcher
@@ -39,6 +40,7 @@ from kvferry.rpc.text.inference import inference_service
 from kvferry.rpc.text.text_model import TextModel
 from kvferry.rpc.text.text_process import TextProcess
 from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.tls.pool_tls import PoolTls
 
 _log = logging.getLogger(__name__)
 _SHARE_OF_FILES = 0.25
@@ -76,12 +78,14 @@ class Gateway:
         self._config = config
         self._pool = pool
         self._certificate = None if config.tls is None else Certificate(*config.tls)
+        self._pool_tls = None if config.pool_tls is None else PoolTls(config.pool_tls, is_worker=False)
         self._draining = False
         self._incarnation = new_incarnation()
         self._clock = clock
         self.instruments = Instruments()
         self._history = History()
-        self.fleet = Fleet(config.fleet, model.name, keys)
+        self.fleet = Fleet(config.fleet, model.name, keys, self._pool_tls)
+        CertificateCollector({"pool": self._pool_tls, "clients": self._certificate}, self.instruments.registry)
         FleetCollector(self.fleet, model.name, self.instruments.registry)
         self.membership = Membership(self.fleet, None if pool is None else EndpointSlices(pool, clock))
         self.cache_map = CacheMap(clock, config.cache_map.max_blocks)
@@ -170,7 +174,7 @@ class Gateway:
         pool = None if name is None else await asyncio.to_thread(PoolApi.connect, name)
         gateway = cls(config, model, clock, pool, text_process, constraints, keys)
         certificate = gateway._certificate
-        credentials = None if certificate is None else certificate.grpc_credentials()
+        credentials = None if certificate is None else certificate.grpc_credentials
         gateway._rpc = await start_server(
             config.grpc_address,
             [inference_service(gateway.service)],
@@ -212,6 +216,8 @@ class Gateway:
             gateway._following.append(asyncio.create_task(gateway._follow_tenants(), name="tenants"))
         if certificate is not None:
             gateway._following.append(asyncio.create_task(_renew(certificate), name="certificate"))
+        if gateway._pool_tls is not None:
+            gateway._following.append(asyncio.create_task(gateway._pool_tls.follow(), name="pool tls"))
         gateway._health = asyncio.create_task(gateway._follow_readiness(), name="readiness")
         return gateway
 

@@ -2,6 +2,8 @@
 
 import grpc
 
+from kvferry.rpc.tls.pool_tls import CHANNEL_OPTIONS, PoolTls
+
 MAX_MESSAGE_BYTES = 16 << 20
 """Message size limit; a million token ids take at most 5 MiB, and KV pages are not sent over gRPC."""
 
@@ -40,11 +42,19 @@ _CHANNEL_OPTIONS: Options = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Create an asyncio channel to `host:port`, which connects on the first call. The caller must close it."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def open_channel(address: str, tls: PoolTls | None = None) -> grpc.aio.Channel:
+    """Create an asyncio channel to `host:port`, which connects on the first call. The caller must close it.
+
+    Args:
+        tls: TLS to a worker of the pool, with the current certificate; `None` for a plain connection.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=(*_CHANNEL_OPTIONS, *CHANNEL_OPTIONS))
 
 
-def open_blocking_channel(address: str) -> grpc.Channel:
-    """Create a blocking channel to `host:port`, which connects on the first call. The caller must close it."""
-    return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def open_blocking_channel(address: str, tls: PoolTls | None = None) -> grpc.Channel:
+    """Like `open_channel`, for a blocking channel."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=(*_CHANNEL_OPTIONS, *CHANNEL_OPTIONS))

@@ -66,6 +66,8 @@ class RpcServer:
         self._server = build()
         self._serving: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self.statuses = statuses
+        """Statuses of the services in `grpc.health.v1.Health`, which another server may report too."""
         self.calls = calls
         """Calls in flight, except those of health and reflection."""
         self.address = ""
@@ -142,23 +144,25 @@ async def start_server(
     address: str,
     services: Sequence[Service],
     *,
-    credentials: grpc.ServerCredentials | None = None,
+    credentials: Callable[[], grpc.ServerCredentials] | None = None,
     verifier: CallVerifier | None = None,
     advertised_hosts: Sequence[str] = (),
     max_request_bytes: int = MAX_MESSAGE_BYTES,
     max_connections: int = MAX_CONNECTIONS,
     idle_seconds: float | None = None,
+    statuses: health.aio.HealthServicer | None = None,
 ) -> RpcServer:
     """Serve `services`, health and reflection on `address` (`host:port`; port 0 selects a free port).
 
     Args:
-        credentials: TLS credentials; `None` disables TLS.
+        credentials: makes TLS credentials, which gRPC can use for one server only; `None` disables TLS.
         verifier: checks the tokens of calls; `None` for a server of clients, which are authenticated by API keys.
         advertised_hosts: further hosts, besides that of `address`, under which callers reach this server.
         max_request_bytes: limit of one request message.
         max_connections: connections beyond this number are closed at once.
         idle_seconds: connections without a call for this time are closed, and clients open new ones when they need
             them; `None`: never.
+        statuses: statuses of another server that this one reports; `None` for its own.
 
     Raises:
         UsageError: the address cannot be bound.
@@ -176,22 +180,22 @@ async def start_server(
         options = (*options, ("grpc.max_connection_idle_ms", round(idle_seconds * 1000)))
     guards = () if verifier is None else (CallGuard(verifier),)
     names = [service.name for service in services]
-    statuses = health.aio.HealthServicer()
+    shown = health.aio.HealthServicer() if statuses is None else statuses
 
     def build() -> grpc.aio.Server:
         server = grpc.aio.server(interceptors=(*guards, CallInterceptor(calls)), options=options)
         for service in services:
             service.add_to(server)
-        health_pb2_grpc.add_HealthServicer_to_server(statuses, server)
+        health_pb2_grpc.add_HealthServicer_to_server(shown, server)
         reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         return server
 
     def bind(server: grpc.aio.Server, address: str) -> int:
         if credentials is None:
             return server.add_insecure_port(address)
-        return server.add_secure_port(address, credentials)
+        return server.add_secure_port(address, credentials())
 
-    running = RpcServer(build, bind, calls, names, statuses)
+    running = RpcServer(build, bind, calls, names, shown)
     await running.start(address)
     if verifier is not None:
         verifier.listen_at(running.address, *advertised_hosts)

@@ -3,8 +3,10 @@
 import asyncio
 import secrets
 import socket
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvferry.client import AsyncClient
 from kvferry.core.clock import Clock
@@ -14,12 +16,16 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.rpc.access.call_keys import role_key
 from kvferry.rpc.access.table import CallerRole
 from kvferry.rpc.health import wait_serving
+from kvferry.rpc.tls.certificate_files import CertificateFiles
+from kvferry.rpc.tls.written_files import write_pool
 from kvferry.stack.plan.processes import StackConfig, gateway_spec, worker_specs
 from kvferry.stack.supervisor import SupervisedProcess
 
 _LISTEN_SECONDS = 120.0
 _READY_SECONDS = 180.0
 _FIRST_TOKEN_SECONDS = 60.0
+_TLS_DAYS = 3650
+"""Validity of the certificates of a run in days; longer than any run, since they are not renewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class LocalStack:
         self._clock = clock
         self._say = on_progress or (lambda _: None)
         self._on_death = on_death
+        self._tls_folder: tempfile.TemporaryDirectory[str] | None = None
         self.workers: list[SupervisedProcess] = []
         self.worker_admin: dict[str, str] = {}
         """`host:port` of WorkerAdmin by worker name; a split worker has two names."""
@@ -77,6 +84,8 @@ class LocalStack:
         """
         for name, address in (("http", self._config.http), ("grpc", self._config.grpc), ("admin", self._config.admin)):
             check_free(name, address)  # before any process is started
+        if self._config.pool_tls:
+            self._draw_certificates()
         # Persistent tiers require the same tenant key in every run, otherwise block names differ.
         outlives = any(not url.startswith("dram:") for url in self._config.tiers)
         tenant_key = lasting_secret("tenant.key") if outlives else secrets.token_hex(32)
@@ -117,6 +126,19 @@ class LocalStack:
         if self.gateway is not None:
             await self.gateway.stop(grace_seconds)
         await asyncio.gather(*(worker.stop(grace_seconds) for worker in self.workers))
+        if self._tls_folder is not None:
+            self._tls_folder.cleanup()
+
+    def _draw_certificates(self) -> None:
+        """Write the certificates of this run to a temporary folder that only this user can read."""
+        self._tls_folder = tempfile.TemporaryDirectory(prefix="kvferry-tls-")
+        found = write_pool(Path(self._tls_folder.name), self._clock.wall(), _TLS_DAYS)
+        config = self._config
+        self._config = replace(
+            config,
+            worker_flags=(*config.worker_flags, *_tls_flags(found["worker"])),
+            gateway_flags=(*config.gateway_flags, *_tls_flags(found["gateway"])),
+        )
 
     async def _first_token(self, address: str) -> None:
         """Generate a token through gateway, prefill, hand-off and decode; this also opens all connections."""
@@ -127,3 +149,8 @@ class LocalStack:
                 await client.complete("Hello", sampling, timeout=_FIRST_TOKEN_SECONDS)
             except KvferryError as error:
                 raise Unavailable(f"the stack did not generate a first token: {error.message}") from error
+
+
+def _tls_flags(files: CertificateFiles) -> tuple[str, ...]:
+    flags = {"cert": files.chain, "key": files.key, "ca": files.ca}
+    return tuple(part for name, path in flags.items() for part in (f"--pool-tls-{name}-file", str(path)))

@@ -7,6 +7,7 @@ from kvferry.engine.settings import EngineSettings
 from kvferry.kv.handoff.offers import OfferTimes
 from kvferry.model.requests.answer_forms import AnswerParsers
 from kvferry.rpc.access.hosts import is_host
+from kvferry.rpc.tls.certificate_files import CertificateFiles
 
 ROLES = ("prefill", "decode", "both", "split")
 EPOCHS, DIGEST = "epochs", "digest"
@@ -29,6 +30,10 @@ class WorkerConfig:
     """Stable name of the worker; empty selects the advertised address."""
     metrics: str = ""
     """`host:port` of the Prometheus metrics; empty disables them."""
+    health: str = ""
+    """`host:port` of a plain server of `grpc.health.v1.Health` for probes; empty disables it."""
+    pool_tls: CertificateFiles | None = None
+    """Certificate, key and CA bundle for calls within the pool; `None` for plain connections."""
     ticket_secrets: tuple[bytes, ...] = ()
     """Secrets of the pool, newest first, the same for all its workers: they seal tickets and messages between workers,
     and the keys with which calls are signed are derived from them."""

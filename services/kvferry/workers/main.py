@@ -22,6 +22,8 @@ from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.ids import new_incarnation
 from kvferry.engine.build import LoadedModel, load_model
 from kvferry.engine.tensors.device import CPU
+from kvferry.rpc.server import RpcServer
+from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.metrics_page import MetricsPage
 from kvferry.workers.unit import UnitEndpoint, WorkerUnit, host_of
@@ -67,6 +69,8 @@ class _Process:
         self._units: list[WorkerUnit] = []
         self._failures: list[BaseException] = []
         self._page: MetricsPage | None = None
+        self._health: RpcServer | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self.stop = asyncio.Event()
 
     def signalled(self) -> None:
@@ -84,13 +88,19 @@ class _Process:
     async def start(self, places: list[UnitEndpoint]) -> None:
         """Load the model, bind all ports and warm up."""
         begun = self._clock.monotonic()
+        tls = None if self._config.pool_tls is None else PoolTls(self._config.pool_tls, is_worker=True)
         model = await asyncio.to_thread(_load, self._config)
         for place in places:
-            unit = await _start_unit(self._config, place, model, self._clock, self.fail)
+            unit = await _start_unit(self._config, place, model, self._clock, self.fail, tls)
             self._units.append(unit)  # one after the other, so that the units already started are stopped if one fails
         addresses = _addresses(self._units)
+        if tls is not None:
+            self._renewing = asyncio.create_task(tls.follow(), name="pool tls")
+        if self._config.health:  # of the last unit, which becomes ready last
+            self._health = await self._units[-1].report_health(self._config.health)
+            addresses["health"] = self._health.address
         if self._config.metrics:
-            self._page = MetricsPage(self._config.metrics, self._units)
+            self._page = MetricsPage(self._config.metrics, self._units, tls)
             addresses["metrics"] = self._page.address
         self._announce({"event": "listening", **addresses})
         for unit in self._units:
@@ -105,6 +115,10 @@ class _Process:
         """Drain and stop all units."""
         seconds = 0 if self._failures else self._config.drain_seconds
         await asyncio.gather(*(unit.stop(seconds) for unit in self._units))
+        if self._renewing is not None:
+            self._renewing.cancel()
+        if self._health is not None:
+            await self._health.stop(0)
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
 
@@ -142,14 +156,19 @@ def _check_reach(config: WorkerConfig, place: UnitEndpoint) -> None:
 
 
 async def _start_unit(
-    config: WorkerConfig, place: UnitEndpoint, model: LoadedModel, clock: Clock, fail: Callable[[BaseException], None]
+    config: WorkerConfig,
+    place: UnitEndpoint,
+    model: LoadedModel,
+    clock: Clock,
+    fail: Callable[[BaseException], None],
+    tls: PoolTls | None,
 ) -> WorkerUnit:
     own = (
         replace(config, worker_id=f"{config.worker_id}-{place.role}")
         if config.role == "split" and config.worker_id
         else config
     )
-    unit = WorkerUnit(own, place, model, incarnation=new_incarnation(), clock=clock, on_failure=fail)
+    unit = WorkerUnit(own, place, model, incarnation=new_incarnation(), clock=clock, on_failure=fail, tls=tls)
     await unit.start()
     return unit
 

@@ -20,6 +20,7 @@ from kvferry.core.histogram import Histogram
 from kvferry.core.metrics import Metric
 from kvferry.engine.engine import Engine
 from kvferry.engine.speculation.speculation import SpeculationCounts
+from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1.worker_admin_pb2 import StatusResponse
 from kvferry.workers.unit import WorkerUnit
 
@@ -122,9 +123,12 @@ def families(units: Sequence[StatusResponse]) -> Iterator[GaugeMetricFamily]:
 class MetricsPage:
     """The metrics server, which runs from construction until `close`."""
 
-    def __init__(self, address: str, units: Sequence[WorkerUnit]) -> None:
+    def __init__(self, address: str, units: Sequence[WorkerUnit], tls: PoolTls | None = None) -> None:
         """Serve `/metrics` at `address` (`host:port`; port 0 selects a free port). Must be called on a running event
         loop.
+
+        Args:
+            tls: TLS of the pool, whose certificate has a metric; `None` for plain connections.
 
         Raises:
             UsageError: the address cannot be bound.
@@ -133,7 +137,7 @@ class MetricsPage:
         if not separator or not port.isdecimal() or int(port) > 0xFFFF:
             raise UsageError(f"{address!r} is not an address; write host:port", field="metrics")
         registry = CollectorRegistry()
-        registry.register(_FromUnits(units, asyncio.get_running_loop()))
+        registry.register(_FromUnits(units, asyncio.get_running_loop(), tls))
         self._server: wsgiref.simple_server.WSGIServer
         try:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), registry)
@@ -149,8 +153,9 @@ class MetricsPage:
 
 
 class _FromUnits(Collector):
-    def __init__(self, units: Sequence[WorkerUnit], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, units: Sequence[WorkerUnit], loop: asyncio.AbstractEventLoop, tls: PoolTls | None) -> None:
         self._units = units
+        self._tls = tls
         self._loop = loop
 
     def describe(self) -> list[GaugeMetricFamily]:
@@ -160,6 +165,8 @@ class _FromUnits(Collector):
         asked = asyncio.run_coroutine_threadsafe(self._numbers(), self._loop)
         units = asked.result(_ANSWER_SECONDS)
         yield from families(units)
+        if self._tls is not None:
+            yield _gauge(metrics.TLS_NOT_AFTER, ["pool"], self._tls.not_after)
         engines = [(u.identity.worker_id, unit.engine) for u, unit in zip(units, self._units, strict=True)]
         yield from engine_families(units[0].model, engines)
 

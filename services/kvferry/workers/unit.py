@@ -20,21 +20,19 @@ from kvferry.engine.tensors.device import device_title
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.interface.connector import PageMemory, TransportSetup
-from kvferry.kv.interface.mirror import SAME_PAGES, PageMirror
-from kvferry.kv.pages.layout import KvLayout
+from kvferry.kv.interface.mirror import SAME_PAGES
 from kvferry.kv.populate import populate_in_background
 from kvferry.kv.registry import open_transport
-from kvferry.kv.tiers.registry import open_tiers
-from kvferry.kv.tiers.stack import TierStack
 from kvferry.model.source import ModelSource
 from kvferry.rpc.access.call_keys import CallSigner, CallVerifier, role_key
 from kvferry.rpc.access.table import CallerRole
-from kvferry.rpc.server import Service, start_server
+from kvferry.rpc.server import RpcServer, Service, start_server
 from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.inference import inference_service
 from kvferry.rpc.text.model_text import open_text_model, text_model_of
 from kvferry.rpc.text.text_process import TextProcess
 from kvferry.rpc.text.text_service import TextService
+from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1 import (
     common_pb2,
     decode_pb2_grpc,
@@ -60,9 +58,10 @@ from kvferry.workers.services.kv_events import CacheFeed, KvEventsService
 from kvferry.workers.services.prefill import PrefillService
 from kvferry.workers.services.transfer import TransferService
 from kvferry.workers.unit_parts import RunningServers, UnitParts
+from kvferry.workers.worker_tiers import open_tier_stack
 
 LIVENESS = "liveness"
-"""Health service name for liveness, independent of readiness, on the port of WorkerAdmin."""
+"""Health service name for liveness, independent of readiness."""
 _WARM_UP_TOKENS = 2
 _FLUSH_SECONDS = 1.0
 
@@ -91,15 +90,17 @@ class WorkerUnit:
         incarnation: Incarnation,
         clock: Clock,
         on_failure: Callable[[BaseException], None],
+        tls: PoolTls | None = None,
         make_pages: Callable[[LoadedModel, PageMemory], EnginePages] = engine_pages,
     ) -> None:
         """
         Args:
             on_failure: called on the event loop after the engine has raised an unexpected error; the process should
                 exit.
+            tls: TLS of the pool; `None` for plain connections.
             make_pages: makes the engine's pages beside the memory that transports access.
         """
-        self._make_pages = make_pages
+        self._make_pages, self._tls = make_pages, tls
         self._config, self._endpoint, self._model = config, endpoint, model
         self._incarnation = incarnation
         self._clock = clock
@@ -151,8 +152,13 @@ class WorkerUnit:
         self._desk = OfferDesk(self.context, self._keyring, self._config.offers, parts.transport)
         self._loop.start()
         hosts = [self._config.advertise_host] if self._config.advertise_host else []
+        credentials = None if self._tls is None else self._tls.server_credentials
         work = await start_server(
-            self._endpoint.listen, self._services(), verifier=self._verifier(), advertised_hosts=hosts
+            self._endpoint.listen,
+            self._services(),
+            credentials=credentials,
+            verifier=self._verifier(),
+            advertised_hosts=hosts,
         )
         host, _, port = work.address.rpartition(":")
         self.context.address = f"{_in_address(self._config.advertise_host or host)}:{port}"
@@ -184,6 +190,7 @@ class WorkerUnit:
                         lambda s: worker_admin_pb2_grpc.add_WorkerAdminServicer_to_server(service, s),
                     )
                 ],
+                credentials=credentials,
                 verifier=admin_verifier,
                 advertised_hosts=hosts,
             )
@@ -193,7 +200,8 @@ class WorkerUnit:
         self._service = service
         self._running = RunningServers(work, admin, service, [asyncio.create_task(self._desk.run())])
         await admin.set_ready(True)
-        await admin.set_ready(True, LIVENESS)
+        for server in (work, admin):
+            await server.set_ready(True, LIVENESS)
 
     def _build(self) -> UnitParts:
         """Create all components; blocks. Loader and tiers are created before the engine and use the same queue."""
@@ -209,7 +217,7 @@ class WorkerUnit:
         memory = transport.allocate(num_blocks, layout.block_bytes)
         pages = self._make_pages(model, memory)
         commands = CommandQueue()
-        control = GrpcPeerControl(self._identity, self._signer, self._keyring)
+        control = GrpcPeerControl(self._identity, self._signer, self._keyring, self._tls)
         fetcher = Fetcher(
             transport,
             control,
@@ -220,7 +228,7 @@ class WorkerUnit:
             mirror=pages.mirror,
             requires_digests=config.verify_kv == DIGEST,
         )
-        tiers = self._open_tiers(memory, pages.mirror, layout, commands)
+        tiers = open_tier_stack(config, memory, pages.mirror, layout, commands, self._clock)
         engine = build_engine(
             model,
             pages.runner,
@@ -298,6 +306,16 @@ class WorkerUnit:
         """The engine, for reading its statistics; only its thread may call other methods."""
         return self._parts.engine
 
+    async def report_health(self, address: str) -> RpcServer:
+        """Serve the unit's health at another address without TLS, for probes. Call it after `start`.
+
+        Raises:
+            UsageError: the address cannot be bound.
+        """
+        if self._running is None:
+            raise Unavailable("the worker was stopped while it started")
+        return await start_server(address, [], statuses=self._running.work.statuses)
+
     @property
     def admin_address(self) -> str:
         """Bound address of WorkerAdmin, `host:port`; empty before `start`."""
@@ -312,28 +330,6 @@ class WorkerUnit:
         """Create the verifier of calls to one server."""
         return CallVerifier(self._config.ticket_secrets)
 
-    def _open_tiers(
-        self, memory: PageMemory, mirror: PageMirror, layout: KvLayout, commands: CommandQueue
-    ) -> TierStack | None:
-        config = self._config
-        if not config.tiers:
-            return None
-        blocks = config.tier_object_tokens // layout.block_tokens
-        return TierStack(
-            open_tiers(
-                config.tiers,
-                object_bytes=blocks * layout.block_bytes,
-                secret=config.tenant_key,
-                clock=self._clock,
-            ),
-            memory.pages,
-            block_bytes=layout.block_bytes,
-            object_blocks=blocks,
-            listener=commands.put,
-            clock=self._clock,
-            mirror=mirror,
-        )
-
     def _services(self) -> list[Service]:
         following = PrefillProgress()
         publisher = PagePublisher(
@@ -344,7 +340,7 @@ class WorkerUnit:
         )
         prefill = PrefillService(self.context, self._desk, self._keyring, following, publisher)
         transfer = TransferService(self.context, self._desk, self._keyring, self._parts.transport, following, publisher)
-        prefetcher = KvPrefetcher(self.context, self._namer, self._signer, self._keyring)
+        prefetcher = KvPrefetcher(self.context, self._namer, self._signer, self._keyring, self._tls)
         decode = DecodeService(self.context, self._keyring, self._parts.control, prefetcher, publisher)
         events = KvEventsService(self._cache)
         feed = Service("kvferry.v1.KvEvents", lambda s: kv_events_pb2_grpc.add_KvEventsServicer_to_server(events, s))

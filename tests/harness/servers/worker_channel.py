@@ -7,6 +7,8 @@ import grpc
 
 from kvferry.rpc.access.call_keys import CallSigner, role_key
 from kvferry.rpc.access.table import ALLOWED, CallerRole
+from kvferry.rpc.channel import open_blocking_channel
+from kvferry.rpc.tls.pool_tls import PoolTls
 
 TEST_KEYS = {
     "KVFERRY_TICKET_KEY": "t" * 32,
@@ -56,6 +58,10 @@ class _Signing(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercept
         )
 
 
-def worker_channel(address: str) -> grpc.Channel:
-    """Open a blocking channel to a worker of a test; a context manager, like every channel."""
-    return grpc.intercept_channel(grpc.insecure_channel(address), _Signing(address))
+def worker_channel(address: str, tls: PoolTls | None = None) -> grpc.Channel:
+    """Open a blocking channel to a worker of a test; a context manager, like every channel.
+
+    Args:
+        tls: TLS of the test's pool; `None` for a plain connection.
+    """
+    return grpc.intercept_channel(open_blocking_channel(address, tls), _Signing(address))

@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from kvferry.cli import settings
-from kvferry.cli.options import Values, read_key, with_settings
+from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
+from kvferry.core.process.config import silence_grpc
 from kvferry.core.process.memory import return_freed_memory
 from kvferry.core.process.open_files import raise_open_files
 
@@ -29,6 +30,7 @@ def command(values: Values) -> None:
     roles that were scaled to zero are scaled from 0 replicas to 1.
     """
     leave_on_signals()
+    silence_grpc()
     raise_open_files()
     return_freed_memory()
     follow_parent()
@@ -76,6 +78,7 @@ def command(values: Values) -> None:
         grpc_address=values["grpc"],
         admin_address=values["admin"],
         tls=_tls(values),
+        pool_tls=pool_tls_files(values),
         tenant_key=next(iter(read_key(values, "tenant_key")), b""),
         routing=RoutingConfig(
             policy=values["policy"],
@@ -111,11 +114,14 @@ def command(values: Values) -> None:
     )
 
 
-def _tls(values: Values) -> tuple[Path, Path] | None:
-    from kvferry.core.errors import UsageError
-
+def _tls(values: Values) -> tuple[Path, Path, Path | None] | None:
     chain, key = values["tls_cert_file"], values["tls_key_file"]
     if bool(chain) != bool(key):
         missing = "tls_key_file" if chain else "tls_cert_file"
         raise UsageError(f"TLS needs a certificate and its key; {missing} is not set", field=missing)
-    return (Path(chain), Path(key)) if chain else None
+    client_ca = values["tls_client_ca_file"]
+    if client_ca and not chain:
+        raise UsageError(
+            "--tls-client-ca-file needs TLS; set --tls-cert-file and --tls-key-file too", field="tls_cert_file"
+        )
+    return (Path(chain), Path(key), Path(client_ca) if client_ca else None) if chain else None

@@ -2,16 +2,20 @@
 
 import secrets
 import sys
+from pathlib import Path
 
 import click
 
 from kvferry.cli import settings
 from kvferry.cli.options import Values, read_key, reported, with_settings
+from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.gateway.flow.tenant_table import KEY_PREFIX
 from kvferry.gateway.http.api_keys import key_digest
 from kvferry.rpc.access.call_keys import role_key
 from kvferry.rpc.access.table import CallerRole
+from kvferry.rpc.tls.authority import MAX_DAYS, NAMES, Authority
+from kvferry.rpc.tls.written_files import read_ca, write_ca, write_certificate
 
 _MIN_KEY_CHARS = 16
 """Minimum number of characters of a client's key; shorter keys could be found from their hashes."""
@@ -20,13 +24,16 @@ _MAX_KEY_CHARS = 512
 
 @click.group("key")
 def command() -> None:
-    """Make the keys of a pool.
+    """Make the keys and certificates of a pool.
 
     \b
       kvferry key new > ticket.key                                      all workers of the pool
       kvferry key gateway --ticket-key-file ticket.key > gateway.key    its gateways
       kvferry key operator --ticket-key-file ticket.key                 programs that drain workers
       kvferry key new | tee client.key | kvferry key hash               a client, for the tenants file
+      kvferry key ca tls                                                TLS: the pool's CA, in folder tls
+      kvferry key certificate worker tls                                TLS: workers, signed by that CA
+      kvferry key certificate gateway tls                               TLS: gateways
 
     Keep the files readable for their owner only. A gateway needs only its own key: it cannot make tickets, claim pages
     or drain workers.
@@ -76,3 +83,59 @@ def _derived(values: Values, role: CallerRole) -> str:
             field="ticket_key_file",
         )
     return role_key(lines[0], role).hex()
+
+
+_FOLDER = click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+
+
+_DAYS = click.FloatRange(0, MAX_DAYS, min_open=True)
+_DAYS_HELP = "Validity in days from now."
+
+
+@command.command("ca")
+@_FOLDER
+@click.option("--days", type=_DAYS, default=3650, show_default=True, help=_DAYS_HELP)
+def ca(folder: Path, days: float) -> None:
+    """Make a CA for the TLS of a pool: FOLDER/ca.crt and FOLDER/ca.key.
+
+    \b
+      kvferry key ca tls
+      kvferry key certificate worker tls
+      kvferry key certificate gateway tls
+
+    Every process needs ca.crt, its own certificate and its own key: --pool-tls-ca-file, --pool-tls-cert-file and
+    --pool-tls-key-file. Whoever has ca.key can make members of the pool: keep it elsewhere, no process reads it.
+
+    To replace the CA while the pool runs, make a new one in another folder, append its ca.crt to the ca.crt of every
+    process, then give the processes certificates of the new CA, then remove the old one from every ca.crt. Processes
+    read changed files again within a second, and no request is interrupted.
+    """
+    with reported():
+        write_ca(folder, Authority.draw(SystemClock().wall(), days))
+    click.echo(f"wrote {folder / 'ca.crt'} and {folder / 'ca.key'}")
+
+
+@command.command("certificate")
+@click.argument("kind", type=click.Choice(tuple(NAMES)))
+@_FOLDER
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the certificate and its key; default: FOLDER.",
+)
+@click.option("--days", type=_DAYS, default=90, show_default=True, help=_DAYS_HELP)
+def certificate(kind: str, folder: Path, into: Path | None, days: float) -> None:
+    """Make a certificate signed by the CA in FOLDER: KIND.crt and KIND.key, which replace earlier ones.
+
+    \b
+      kvferry key certificate worker tls
+      kvferry key certificate worker tls --into /etc/kvferry --days 30      renewal, while workers run
+      kvferry worker --pool-tls-cert-file tls/worker.crt --pool-tls-key-file tls/worker.key \\
+          --pool-tls-ca-file tls/ca.crt --ticket-key-file ticket.key
+
+    All workers may share a certificate: it names the kind of the process (worker.kvferry, gateway.kvferry), not its
+    address. Programs that call workers, for example to drain them, use one of kind gateway.
+    """
+    with reported():
+        files = write_certificate(into or folder, kind, read_ca(folder), SystemClock().wall(), days)
+    click.echo(f"wrote {files.chain} and {files.key}")

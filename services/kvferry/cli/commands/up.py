@@ -69,6 +69,7 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         api_key=api_key,
         probe_key=probe_key,
         ticket_key=_text_key(values) if "ticket_key" in has else "",
+        pool_tls="pool_tls" in has and values["pool_tls"] == "on",
         **counts,
     )
 
@@ -103,6 +104,7 @@ def command(values: Values, *, as_json: bool) -> None:
       kvferry up --prefill 2 --decode 2 --connector nixl --http 127.0.0.1:0
       kvferry up --both 1 --prefill 0 --decode 0          one aggregated worker, no hand-off
       kvferry up --tier "dram://?size=4GiB" --tier redis://127.0.0.1:6379/0
+      kvferry up --pool-tls on                            calls between the processes are encrypted
     """
     check_tiers(values["tier"])
     config = stack_config(values, http=values["http"], grpc=values["grpc"], admin=values["admin"])

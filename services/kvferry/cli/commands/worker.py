@@ -7,8 +7,9 @@ import click
 
 from kvferry.cli import settings
 from kvferry.cli.engine_settings import engine_settings
-from kvferry.cli.options import Values, read_key, with_settings
+from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
+from kvferry.core.process.config import silence_grpc
 from kvferry.core.process.open_files import raise_open_files
 
 
@@ -21,8 +22,11 @@ def command(values: Values) -> None:
       kvferry key new > ticket.key
       kvferry worker --role both --listen 127.0.0.1:9100 --ticket-key-file ticket.key
       kvferry worker --role prefill --connector nixl --listen 10.0.0.5:9100 --ticket-key-file ticket.key
+      kvferry worker --role decode --listen 10.0.0.6:9100 --ticket-key-file ticket.key \
+          --pool-tls-cert-file worker.crt --pool-tls-key-file worker.key --pool-tls-ca-file ca.crt
     """
     leave_on_signals()
+    silence_grpc()
     raise_open_files()
     follow_parent()
     # Imported here: these load gRPC and the kernels, which would delay `--help` and errors in flags.
@@ -42,6 +46,8 @@ def command(values: Values) -> None:
         connector=values["connector"],
         worker_id=values["worker_id"],
         metrics=values["metrics"],
+        health=values["health"],
+        pool_tls=pool_tls_files(values),
         ticket_secrets=tuple(tickets),
         tenant_key=tenants[0],
         offers=OfferTimes(offer_seconds=values["offer_seconds"], lease_seconds=values["lease_seconds"]),

@@ -28,6 +28,12 @@ def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     return {**inherited, **changes}
 
 
+def silence_grpc() -> None:
+    """Turn off gRPC's own log, unless the environment sets its level: it has a line for each connection whose TLS
+    handshake fails, and the errors of calls are reported without it. Must be called before gRPC is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def show_one_gpu(number: int) -> None:
     """Make only one of this process's GPUs visible to CUDA, as device 0. Must be called before CUDA is initialized.
 

@@ -20,6 +20,7 @@ from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.discovery import Listing
 from kvferry.gateway.routing.replicas import Candidates
+from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1 import decode_pb2_grpc, kv_events_pb2_grpc, prefill_pb2_grpc, worker_admin_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -29,11 +30,15 @@ _FIRST_BACKOFF_SECONDS = 0.1
 class Fleet:
     """All workers of one gateway. Call `start` before use and `stop` at the end."""
 
-    def __init__(self, config: FleetConfig, model: str, keys: WorkerKeys | None = None) -> None:
+    def __init__(
+        self, config: FleetConfig, model: str, keys: WorkerKeys | None = None, tls: PoolTls | None = None
+    ) -> None:
         """
         Args:
             keys: sign the calls to workers; `None` for workers that do not check them, in tests.
+            tls: TLS of the pool; `None` for plain connections to workers.
         """
+        self._tls = tls
         self._config = config
         self._model = model
         self._keys = keys
@@ -83,7 +88,7 @@ class Fleet:
         for key, listing in listed.items():
             if key in known:
                 continue
-            member = Member(listing, self._model, self._keys, stalled_polls=self._config.stalled_polls)
+            member = Member(listing, self._model, self._keys, stalled_polls=self._config.stalled_polls, tls=self._tls)
             self._members.append(member)
             if self._is_running:
                 _log.info("worker %s (%s) added", listing.name, listing.endpoint.address)
@@ -216,7 +221,7 @@ class Fleet:
                 status = await member.status(self._config.status_timeout_seconds)
             except (grpc.aio.AioRpcError, Unauthenticated) as error:
                 member.lost(
-                    error.message if isinstance(error, Unauthenticated) else f"{error.code().name}: {error.details()}"
+                    error.message if isinstance(error, Unauthenticated) else await member.channels.failure(error)
                 )
                 # A worker that still sends tokens is busy, not lost, even if its status is late.
                 silent_polls = silent_polls + 1 if member.num_answers == answers else 0

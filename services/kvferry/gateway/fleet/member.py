@@ -19,14 +19,15 @@ from kvferry.core.ids import AdapterId, Incarnation, WorkerId
 from kvferry.core.load import WorkerLoad
 from kvferry.gateway.config import Endpoint
 from kvferry.gateway.fleet.step_watch import StepWatch
+from kvferry.gateway.fleet.worker_channels import WorkerChannels
 from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.flow.capacity import WorkerRoom
 from kvferry.gateway.routing.discovery import Listing
 from kvferry.gateway.routing.replicas import Place, Replica
 from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed
-from kvferry.rpc.channel import open_channel
 from kvferry.rpc.errors import error_from_rpc
+from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.rpc.wire import load_from_wire
 from kvferry.v1 import (
     common_pb2,
@@ -38,8 +39,6 @@ from kvferry.v1 import (
 )
 
 _log = logging.getLogger(__name__)
-_CLOSE_SECONDS = 5.0
-"""Grace period in seconds of a channel that is being closed, for releases of offers and final statuses of streams."""
 _NONCE_BYTES = 16
 _MAX_REASON_CHARS = 300
 C = TypeVar("C", bound=grpc.aio.Call)
@@ -140,10 +139,19 @@ class Hold:
 class Member:
     """Channels and latest status of a worker. Changed only on the event loop."""
 
-    def __init__(self, listing: Listing, model: str, keys: WorkerKeys | None, *, stalled_polls: int) -> None:
+    def __init__(
+        self,
+        listing: Listing,
+        model: str,
+        keys: WorkerKeys | None,
+        *,
+        stalled_polls: int,
+        tls: PoolTls | None = None,
+    ) -> None:
         """
         Args:
             keys: sign the calls; `None` for workers that do not check them, in tests.
+            tls: TLS of the pool; `None` for plain connections.
             stalled_polls: see `FleetConfig.stalled_polls`.
         """
         self.listing = listing
@@ -164,7 +172,7 @@ class Member:
         self._room: WorkerRoom | None = None
         """Room of the worker at its last status."""
         self._why_lost = "no status yet"
-        self._channels: list[grpc.aio.Channel] = []
+        self.channels = WorkerChannels(listing.endpoint, tls)
 
     @property
     def address(self) -> str:
@@ -173,14 +181,13 @@ class Member:
 
     def open(self) -> None:
         """Open the worker's channels. Must be called on a running event loop."""
-        # Status polls use a separate channel, so that they do not queue behind requests.
-        self._channels = [open_channel(self.address), open_channel(self.listing.endpoint.admin_address)]
+        self.channels.open()
         self._sign(self._signer)
 
     def _sign(self, signer: CallSigner | None) -> None:
         """Make the stubs, whose calls `signer` signs."""
         self._signer = signer
-        work, admin = self._channels
+        work, admin = self.channels.work, self.channels.admin
         if signer is not None:
             work = signed(work, signer, self.address)
             admin = signed(admin, signer, self.listing.endpoint.admin_address)
@@ -191,9 +198,7 @@ class Member:
 
     async def close(self, *, politely: bool) -> None:
         """Close the worker's channels; if `politely`, after a grace period for calls in flight."""
-        channels, self._channels = self._channels, []
-        for channel in channels:
-            await channel.close(_CLOSE_SECONDS if politely else None)
+        await self.channels.close(politely=politely)
 
     async def status(self, timeout: float) -> worker_admin_pb2.StatusResponse:
         """Request the worker's status. A worker that does not accept the key of earlier calls is asked with each of the
@@ -203,6 +208,9 @@ class Member:
             grpc.aio.AioRpcError: the worker does not answer within `timeout` seconds, or rejects the call.
             Unauthenticated: the worker accepts no key of this gateway, or does not prove that it has the pool's secret.
         """
+        if self.channels.renew(self.held):
+            self._sign(self._signer)
+        await self.channels.close_replaced(self.held)
         try:
             return await self._proved_status(timeout)
         except Unauthenticated as error:

@@ -50,6 +50,8 @@ class StackConfig:
     ticket_key: str = field(default="", repr=False)
     """Secret of the workers, from which the gateway's key is derived; if empty, a random one is generated for each
     run."""
+    pool_tls: bool = False
+    """Whether the processes call each other by mutual TLS, with a CA that is drawn for the run."""
     api_key: str | None = field(default=None, repr=False)
     """API key for the first token; `None` if the gateway requires none."""
     probe_key: str = field(default="", repr=False)

@@ -25,6 +25,7 @@ from kvferry.kv.interface.connector import FetchSource
 from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed
 from kvferry.rpc.channel import open_channel
+from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1 import decode_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
 from kvferry.workers.context import WorkerContext
 
@@ -38,14 +39,21 @@ class KvPrefetcher:
     """Prefetches the KV of prompts that prefill workers are computing. Used only on the event loop's thread."""
 
     def __init__(
-        self, context: WorkerContext, namer: Callable[[str], BlockNamer], signer: CallSigner, keyring: Keyring
+        self,
+        context: WorkerContext,
+        namer: Callable[[str], BlockNamer],
+        signer: CallSigner,
+        keyring: Keyring,
+        tls: PoolTls | None = None,
     ) -> None:
         """
         Args:
             namer: function that returns a tenant's block namer; names must equal those of the engine.
             signer: makes the tokens of this worker's calls.
             keyring: checks that the reported blocks were sealed with the pool's key.
+            tls: TLS of the pool; `None` for plain connections.
         """
+        self._tls = tls
         self._context = context
         self._namer = namer
         self._signer = signer
@@ -62,7 +70,7 @@ class KvPrefetcher:
         )
         fetched = num_reported = number = 0
         try:
-            async with open_channel(request.prefill_address) as channel:
+            async with open_channel(request.prefill_address, self._tls) as channel:
                 stub = kv_transfer_pb2_grpc.KvTransferStub(signed(channel, self._signer, request.prefill_address))
                 async for report in stub.WatchBlocks(asked, timeout=_SECONDS):
                     self._keyring.check(_sealed_content(request, number, report), report.seal)

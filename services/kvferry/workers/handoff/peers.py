@@ -1,7 +1,9 @@
 """Implements `PeerControl` over gRPC: control messages to other workers (describe, claim, renew, finish)."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -15,6 +17,7 @@ from kvferry.rpc.access.call_keys import CallSigner
 from kvferry.rpc.access.signed_channel import signed_blocking
 from kvferry.rpc.channel import open_blocking_channel
 from kvferry.rpc.errors import error_from_rpc
+from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.v1 import common_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
 from kvferry.workers.handoff.peer_layouts import check_peer_pages, layout_to_wire
 
@@ -22,21 +25,41 @@ _MAX_CHANNELS = 256
 """Maximum number of open channels; the oldest channel is closed first."""
 
 
+@dataclass(slots=True)
+class _PeerChannel:
+    """A channel to a peer, which is closed after its last call if it is no longer the one for new calls."""
+
+    channel: grpc.Channel
+    stub: kv_transfer_pb2_grpc.KvTransferStub
+    generation: int
+    """Generation of the certificate with which it was opened."""
+    num_calls: int = 0
+    is_replaced: bool = False
+
+
 class GrpcPeerControl:
     """Sends control messages to peers over one channel per address. Thread-safe."""
 
-    def __init__(self, identity: Callable[[], common_pb2.WorkerIdentity], signer: CallSigner, keyring: Keyring) -> None:
+    def __init__(
+        self,
+        identity: Callable[[], common_pb2.WorkerIdentity],
+        signer: CallSigner,
+        keyring: Keyring,
+        tls: PoolTls | None = None,
+    ) -> None:
         """
         Args:
             identity: function that returns this worker's identity; called for each message, since it is set only when
                 the server is bound.
             signer: makes the tokens of this worker's calls.
             keyring: checks that peers' messages were sealed with the pool's key.
+            tls: TLS of the pool; `None` for plain connections.
         """
+        self._tls = tls
         self._identity = identity
         self._signer = signer
         self._keyring = keyring
-        self._peers: dict[str, tuple[grpc.Channel, kv_transfer_pb2_grpc.KvTransferStub]] = {}
+        self._peers: dict[str, _PeerChannel] = {}
         self._lock = threading.Lock()  # guards _peers; opening a channel does not block
 
     def describe(self, peer: Peer, connector: str, layout: KvLayout, timeout: float) -> bytes:
@@ -88,21 +111,43 @@ class GrpcPeerControl:
         with self._lock:
             peers = list(self._peers.values())
             self._peers.clear()
-        for channel, _ in peers:
-            channel.close()
+        for peer in peers:
+            peer.channel.close()
 
     def _call(self, peer: Peer, method: str, request: object, timeout: float) -> Any:
         try:
-            return getattr(self._stub(peer.control_address), method)(request, timeout=timeout)
+            with self._stub(peer.control_address) as stub:
+                return getattr(stub, method)(request, timeout=timeout)
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
 
-    def _stub(self, address: str) -> kv_transfer_pb2_grpc.KvTransferStub:
+    @contextmanager
+    def _stub(self, address: str) -> Iterator[kv_transfer_pb2_grpc.KvTransferStub]:
+        """Return the stub for one call. After a renewal of this worker's certificate, a new channel is opened."""
         with self._lock:
-            if address not in self._peers:
+            used = self._peers.get(address)
+            generation = 0 if self._tls is None else self._tls.generation
+            if used is None or used.generation != generation:
+                self._replace(address)
                 if len(self._peers) >= _MAX_CHANNELS:
-                    self._peers.pop(next(iter(self._peers)))[0].close()
-                channel = open_blocking_channel(address)
+                    self._replace(next(iter(self._peers)))
+                channel = open_blocking_channel(address, self._tls)
                 stub = kv_transfer_pb2_grpc.KvTransferStub(signed_blocking(channel, self._signer, address))
-                self._peers[address] = channel, stub
-            return self._peers[address][1]
+                used = self._peers[address] = _PeerChannel(channel, stub, generation)
+            used.num_calls += 1
+        try:
+            yield used.stub
+        finally:
+            with self._lock:
+                used.num_calls -= 1
+                is_last = used.is_replaced and not used.num_calls
+            if is_last:
+                used.channel.close()
+
+    def _replace(self, address: str) -> None:
+        """Forget the channel to `address`; its calls are finished first."""
+        replaced = self._peers.pop(address, None)
+        if replaced is not None:
+            replaced.is_replaced = True
+            if not replaced.num_calls:
+                replaced.channel.close()

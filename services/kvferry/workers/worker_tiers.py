@@ -1,0 +1,42 @@
+"""Opens the tiers of a worker's settings for an engine's pages."""
+
+from kvferry.core.clock import Clock
+from kvferry.engine.engine_loop import CommandQueue
+from kvferry.kv.interface.connector import PageMemory
+from kvferry.kv.interface.mirror import PageMirror
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.kv.tiers.registry import open_tiers
+from kvferry.kv.tiers.stack import TierStack
+from kvferry.workers.config import WorkerConfig
+
+
+def open_tier_stack(
+    config: WorkerConfig,
+    memory: PageMemory,
+    mirror: PageMirror,
+    layout: KvLayout,
+    commands: CommandQueue,
+    clock: Clock,
+) -> TierStack | None:
+    """Open the worker's tiers, which report to the engine by `commands`; `None` without tiers.
+
+    Raises:
+        UsageError: a tier cannot be opened.
+    """
+    if not config.tiers:
+        return None
+    blocks = config.tier_object_tokens // layout.block_tokens
+    return TierStack(
+        open_tiers(
+            config.tiers,
+            object_bytes=blocks * layout.block_bytes,
+            secret=config.tenant_key,
+            clock=clock,
+        ),
+        memory.pages,
+        block_bytes=layout.block_bytes,
+        object_blocks=blocks,
+        listener=commands.put,
+        clock=clock,
+        mirror=mirror,
+    )

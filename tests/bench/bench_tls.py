@@ -1,0 +1,125 @@
+"""Hand-off time and inter-token time with and without TLS between the processes of a stack, in turn.
+
+    make bench-tls                          two stacks, 60 rounds; a row appended to tests/bench/results/tls.csv
+    make bench-tls ARGS="--rounds 5"
+
+Both stacks run at once, of a prefill and a decode worker each; a round sends the same prompt to one, then to the other,
+and the next round begins with the other one. The idle stack computes nothing. Compared are medians over the rounds, and
+the interval of the median of the rounds' ratios: 95 % of 2,000 bootstrap samples.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from harness.machine import cpu_name
+
+from kvferry.bench.commit import commit
+from kvferry.bench.rows import append_csv
+from kvferry.client import AsyncClient
+from kvferry.core.clock import SystemClock
+from kvferry.core.sampling import SamplingParams
+from kvferry.stack.local_stack import LocalStack
+from kvferry.stack.plan.processes import StackConfig
+
+RESULTS = Path(__file__).parent / "results" / "tls.csv"
+CALL_SECONDS = 300.0
+CLOCK = SystemClock()
+MEASURES = ("handoff_ms", "first_token_ms", "inter_token_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one request took, in milliseconds."""
+
+    handoff_ms: float
+    first_token_ms: float
+    inter_token_ms: float
+    """Median over the request's tokens."""
+    tokens: tuple[int, ...]
+
+
+async def measure(client: AsyncClient, prompt: list[int], tokens: int) -> Sample:
+    """Send one request whose KV is handed off."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    times, found, last = [CLOCK.monotonic()], [], None
+    async with aclosing(client.generate(prompt, sampling, timeout=CALL_SECONDS)) as chunks:
+        async for chunk in chunks:
+            times += [CLOCK.monotonic()] * len(chunk.tokens)
+            found += [token.token_id for token in chunk.tokens]
+            last = chunk
+    assert last is not None
+    assert last.timing is not None
+    assert last.timing.handoff_outcome == "fetched", last.timing
+    gaps = [after - before for before, after in pairwise(times[1:])]
+    return Sample(
+        last.timing.handoff_seconds * 1e3, (times[1] - times[0]) * 1e3, statistics.median(gaps) * 1e3, tuple(found)
+    )
+
+
+def interval(ratios: Sequence[float], seed: int = 1) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median."""
+    draw = random.Random(seed)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return medians[50], medians[1949]
+
+
+async def main(rounds: int, length: int, tokens: int, connector: str) -> None:
+    """Measure and print."""
+    samples: dict[bool, list[Sample]] = {False: [], True: []}
+    async with AsyncExitStack() as ending:
+        clients = {}
+        for tls in (False, True):
+            config = StackConfig(
+                model="smollm2-135m-instruct",
+                connector=connector,
+                http="127.0.0.1:0",
+                grpc="127.0.0.1:0",
+                cores=os.cpu_count() or 1,
+                threads=1,
+                worker_flags=("--kv-memory", "128MiB", "--load-policy", "always"),
+                gateway_flags=("--kv-prefetch-tokens", "0"),
+                pool_tls=tls,
+            )
+            stack = LocalStack(config, clock=CLOCK)
+            ending.push_async_callback(stack.stop, 30.0)
+            clients[tls] = await ending.enter_async_context(AsyncClient((await stack.start()).grpc))
+        for number in range(-2, rounds):  # the first two rounds are not counted
+            draw = random.Random(1000 + number)
+            prompt = [draw.randrange(1000, 20_000) for _ in range(length)]
+            for tls in (False, True) if number % 2 else (True, False):
+                sample = await measure(clients[tls], prompt, tokens)
+                if number >= 0:
+                    samples[tls].append(sample)
+    assert [s.tokens for s in samples[False]] == [s.tokens for s in samples[True]]
+    row: dict[str, object] = {"cpu": cpu_name(), "commit": commit(), "connector": connector, "rounds": rounds}
+    row |= {"prompt_tokens": length, "output_tokens": tokens}
+    for name in MEASURES:
+        plain, secured = ([getattr(s, name) for s in samples[tls]] for tls in (False, True))
+        ratios = [b / a for a, b in zip(plain, secured, strict=True)]
+        low, high = interval(ratios)
+        ratio = statistics.median(ratios)
+        row |= {f"{name}_off": round(statistics.median(plain), 3), f"{name}_on": round(statistics.median(secured), 3)}
+        row |= {f"{name}_ratio": round(ratio, 4), f"{name}_low": round(low, 4), f"{name}_high": round(high, 4)}
+        print(
+            f"{name:<16} off {statistics.median(plain):8.3f}  on {statistics.median(secured):8.3f}  "
+            f"ratio {ratio:.3f} ({low:.3f} to {high:.3f})"
+        )
+    append_csv(RESULTS, [row])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--connector", default="shm")
+    given = parser.parse_args()
+    asyncio.run(main(given.rounds, given.length, given.tokens, given.connector))
