@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from harness.device.device_trace import DeviceTrace
 from kvferry.engine.build import EnginePages, LoadedModel
 from kvferry.engine.gpu.device_mirror import DeviceMirror
 from kvferry.engine.models.model import Model
@@ -27,6 +28,10 @@ POISON = 0xFF
 """Each float of these bytes is a NaN."""
 
 
+class DeviceLost(RuntimeError):
+    """The error of a lost device."""
+
+
 class LateRunner(ThreadedRunner):
     """A runner whose steps are computed when they are demanded, in order."""
 
@@ -36,6 +41,9 @@ class LateRunner(ThreadedRunner):
         self._demanded = 0
         self.launched = 0
         self.computed = 0
+        self.trace = DeviceTrace()
+        self.breaks_at = 0
+        """Number of the step that fails as on a lost device; 0: none."""
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.begin(plan).result() if plan.scheduled else StepResult({})
@@ -44,12 +52,15 @@ class LateRunner(ThreadedRunner):
         with self._turn:
             self.launched += 1
             number = self.launched
+        self.trace.step(number)
         return LateStep(self, number, super().begin(plan), plan)
 
     def compute(self, step: PreparedStep) -> ComputedStep:
         with self._turn:
             number = self.computed + 1
             assert self._turn.wait_for(lambda: self._demanded >= number, 60), "a step was never needed"
+        if number == self.breaks_at:
+            raise DeviceLost("CUDA error: uncorrectable ECC error encountered")
         computed = super().compute(step)
         with self._turn:
             self.computed = number
@@ -83,6 +94,7 @@ class LateStep:
         if not any(s.num_sampled or s.num_scored for s in self.plan.scheduled):
             return StepResult({})
         self.runner.demand(self.number)
+        self.runner.trace.read(self.number)
         return self.inner.result()
 
 
@@ -97,12 +109,15 @@ class LateStream:
 
     def after_steps(self) -> None:
         self._after = self.runner.launched
+        self.runner.trace.after_steps()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.runner.trace.copy(len(target))
         target.fill_(POISON)
         self._copies.append((target, source))
 
     def wait(self) -> None:
+        self.runner.trace.settle()
         self.runner.wait(self._after)
         for target, source in self._copies:
             target.copy_(source)

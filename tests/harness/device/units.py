@@ -11,8 +11,10 @@ from harness.servers.worker_channel import TEST_KEYS
 from kvferry.core.clock import SystemClock
 from kvferry.core.ids import new_incarnation
 from kvferry.engine.build import EnginePages, LoadedModel, load_model
+from kvferry.engine.run.runner import Runner
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.interface.connector import PageMemory
+from kvferry.kv.interface.mirror import PageMirror
 from kvferry.kv.pricing.price import LoadPolicy
 from kvferry.workers.config import WorkerConfig
 from kvferry.workers.unit import UnitEndpoint, WorkerUnit
@@ -30,12 +32,33 @@ class RunningUnit:
     address: str
     admin: str
 
+    @property
+    def runner(self) -> Runner:
+        """The runner of the engine."""
+        return self.unit._parts.pages.runner
+
+    @property
+    def mirror(self) -> PageMirror:
+        """The mirror of the engine's pages."""
+        return self.unit._parts.pages.mirror
+
 
 @contextmanager
 def worker_units(
-    make_pages: MakePages, *roles: str, connector: str, engine: dict[str, object] | None = None, **settings: object
+    make_pages: MakePages,
+    *roles: str,
+    connector: str,
+    engine: dict[str, object] | None = None,
+    failures: list[BaseException] | None = None,
+    **settings: object,
 ) -> Iterator[list[RunningUnit]]:
-    """Yield a ready worker of the tiny model for each role; they share the weights."""
+    """Yield a ready worker of the tiny model for each role; they share the weights.
+
+    Args:
+        failures: takes the errors of engines; without it, engines must not fail.
+    """
+    may_fail = failures is not None
+    failures = [] if failures is None else failures
     chosen = {
         "model": "tiny",
         "dtype": "float32",
@@ -75,13 +98,12 @@ def worker_units(
         await unit.warm_up()
         return RunningUnit(unit, unit.context.address, unit.admin_address)
 
-    failures: list[BaseException] = []
     units: list[RunningUnit] = []
     try:
         for role in roles:
             units.append(run(start(role)))  # noqa: PERF401  those that have started are stopped if one fails
         yield units
-        assert not failures
+        assert may_fail or not failures
     finally:
         for one in units:
             run(one.unit.stop(0))

@@ -5,7 +5,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms, SharedPrefix, SingleRows
+from kvferry.kernels.batch import (
+    AttentionBatch,
+    AttentionRules,
+    HeadNorms,
+    LowRankGroup,
+    LowRankWeights,
+    SharedPrefix,
+    SingleRows,
+)
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.gpu import attend, blocks, digest, draw, heads, logits, norms, plan, rows
 from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
@@ -17,6 +25,10 @@ def _rows() -> None:
     x = torch.zeros(2, 4096, dtype=BF16)
     rows.take_rows(x, torch.zeros(2, dtype=torch.int64))
     rows.silu_mul(x)
+    for rank in (8, 64, 256):
+        weights = LowRankWeights(torch.zeros(rank, 4096, dtype=BF16), torch.zeros(1024, rank, dtype=BF16), 4096)
+        group = LowRankGroup(torch.zeros(2, dtype=torch.int64), weights)
+        rows.add_low_rank(torch.zeros(2, 6144, dtype=BF16), x, [group])
     for columns in (576, 4096, 8192):
         x, weight = torch.zeros(2, columns, dtype=BF16), torch.zeros(columns, dtype=BF16)
         norms.rms_norm(x, weight, 1e-5)

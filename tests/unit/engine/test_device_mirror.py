@@ -17,6 +17,7 @@ class Gated:
         self.begun = threading.Event()
         self.log: list[tuple[str, list[int]]] = []
         self.error: Exception | None = None
+        self.seconds = 20.0
 
     def to_host(self, blocks) -> None:
         self._copy("host", blocks)
@@ -26,7 +27,7 @@ class Gated:
 
     def _copy(self, kind: str, blocks) -> None:
         self.begun.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(self.seconds)
         if self.error is not None:
             raise self.error
         self.log.append((kind, list(blocks)))
@@ -69,7 +70,28 @@ def test_pages_whose_epoch_has_changed_are_not_copied(gated: Gated) -> None:
     mirror.to_host([1], [6])
     assert len(gated.log) == 2, "nothing is left to copy"
     mirror.to_host([1], None)
-    assert gated.log[-1] == ("host", [1]), "held pages are copied whatever their epoch"
+    assert gated.log[-1] == ("host", [1]), "held pages are copied whatever their epoch was"
+    mirror.close()
+
+
+def test_a_full_page_is_copied_once_in_an_epoch(gated: Gated) -> None:
+    """A second copy would write to a row that a peer is reading."""
+    gated.gate.set()
+    epochs = [5, 6, 7]
+    mirror = DeviceMirror(gated, epochs)
+    mirror.to_host([0, 1], [5, 6])
+    mirror.to_host([0, 1, 2], [5, 6, 7], num_full=2)
+    mirror.to_host([2], [7], num_full=0)
+    assert gated.log == [("host", [0, 1]), ("host", [2]), ("host", [2])]
+    epochs[1] = 8
+    mirror.to_host([0, 1], None)
+    assert gated.log[3:] == [("host", [1])]
+    gated.error = RuntimeError("lost")
+    with pytest.raises(CopyError):
+        mirror.to_host([2], [7])
+    gated.error = None
+    mirror.to_host([2], [7])
+    assert gated.log[4:] == [("host", [2])], "a failed copy is made again"
     mirror.close()
 
 
@@ -97,3 +119,36 @@ def test_a_lost_device_fails_the_copy_and_a_stuck_one_does_so_in_time(gated: Gat
     broken.close()
     with pytest.raises(CopyError, match="stopping"):
         broken.settle()
+
+
+def without_settling(self) -> None:
+    return None
+
+
+def whatever_the_epoch(self, blocks, epochs, *, num_full=None) -> None:
+    self._wait(lambda: self._copies.to_host(blocks))
+
+
+def at_once(self, copy) -> None:
+    copy()
+
+
+MUTATIONS = {
+    "settle returns at once": ("settle", without_settling, test_settling_waits_for_the_copies_requested_before),
+    "epochs are not checked": ("to_host", whatever_the_epoch, test_pages_whose_epoch_has_changed_are_not_copied),
+    "full pages are copied again": ("to_host", whatever_the_epoch, test_a_full_page_is_copied_once_in_an_epoch),
+    "copies without a time limit": (
+        "_wait",
+        at_once,
+        test_a_lost_device_fails_the_copy_and_a_stuck_one_does_so_in_time,
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_each_rule_of_the_mirror_is_needed(gated: Gated, monkeypatch: pytest.MonkeyPatch, mutation: str) -> None:
+    name, replacement, check = MUTATIONS[mutation]
+    monkeypatch.setattr(DeviceMirror, name, replacement)
+    gated.seconds = 0.5
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(gated)

@@ -3,18 +3,21 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from harness.fakes.forking import check_forks
 from harness.fakes.stepping import Generation, generate, step
 from harness.fakes.tape import Asked, NothingAsked, TapeGraphs
+from harness.kernels.lora_files import write
 
 from kvferry.cli import settings
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SamplingParams
+from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.engine import Engine
 from kvferry.engine.gpu.graphs import CudaGraphs, Graphs, Launch
 from kvferry.engine.gpu.runner import DeviceRunner, LaunchedStep
@@ -31,6 +34,7 @@ from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.ops import device_ops_for
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model import tiny
+from kvferry.model.adapters.adapter_folder import read_adapter
 from kvferry.model.config import ModelConfig
 
 CONFIG = tiny.config()
@@ -432,3 +436,17 @@ def test_engines_on_a_gpu_give_the_same_tokens_with_graphs_and_without(dtype: st
         for way in CUDA_GRAPHS
     ]
     assert [c.token_ids for c in made[0]] == [c.token_ids for c in made[1]]
+
+
+def test_rows_with_adapters_are_not_captured_and_give_the_tokens_of_torch(device: torch.device, tmp_path: Path) -> None:
+    adapters = [read_adapter(write(tmp_path / str(n), CONFIG, seed=n), CONFIG, max_rank=8) for n in range(2)]
+    slots = [0, NO_SLOT, 1, 0]
+    made = {}
+    for runner in (plain_runner(), runner_on(device, piece_rows=(16,))):
+        if isinstance(runner, DeviceRunner):
+            runner.capture_all()
+        for slot, adapter in enumerate(adapters):
+            runner.activate(slot, runner.model.pack_adapter(adapter))
+        made[type(runner)] = tokens_of(generate(runner, PROMPTS, 6, slots=slots))
+    assert made[Quiet] == made[Runner]
+    assert made[Runner] != tokens_of(generate(plain_runner(), PROMPTS, 6))

@@ -6,7 +6,7 @@ from harness.kernels.kernel_cases import Cast, assert_as_good_as_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.kernels.batch import HeadNorms
+from kvferry.kernels.batch import HeadNorms, LowRankGroup, LowRankWeights
 from kvferry.kernels.gpu.family import OPS
 from kvferry.kernels.ops import Ops
 from kvferry.kernels.reference import forward as reference
@@ -41,6 +41,31 @@ def test_a_number_out_of_the_table_reads_nothing(device: torch.device) -> None:
 def test_silu_mul(device: torch.device, rows: int, columns: int, dtype: torch.dtype, scale: float) -> None:
     x = torch.randn(rows, 2 * columns) * scale
     assert_as_good_as_reference(lambda ops, cast: ops.silu_mul(cast(x)), dtype, OPS, device=device)
+
+
+@FEW
+@given(
+    rows=st.sampled_from([1, 2, 5, 40]),
+    columns=st.sampled_from([8, 57, 100]),
+    rank=st.sampled_from([1, 3, 8]),
+    outputs=st.sampled_from([1, 33, 70]),
+    dtype=DTYPES,
+)
+def test_updates_of_adapters(
+    device: torch.device, rows: int, columns: int, rank: int, outputs: int, dtype: torch.dtype
+) -> None:
+    x, y = torch.randn(rows, columns), torch.randn(rows, outputs + 4)
+    a, b = torch.randn(rank, columns) / columns**0.5, torch.randn(outputs, rank)
+    order = torch.randperm(rows)
+
+    def run(ops: Ops, cast: Cast) -> torch.Tensor:
+        out, first = cast(y), LowRankWeights(cast(a), cast(b), 3)
+        parts = (order[: rows // 3], order[rows // 3 :])
+        assert ops.add_low_rank is not None
+        ops.add_low_rank(out, cast(x), [LowRankGroup(part.to(out.device), first) for part in parts if len(part)])
+        return out
+
+    assert_as_good_as_reference(run, dtype, OPS, device=device)
 
 
 @FEW

@@ -28,6 +28,7 @@ OPS = Ops(
     silu_mul=rows.silu_mul,
     gelu_mul=gelu_mul,
     gather_rows=rows.take_rows,
+    add_low_rank=rows.add_low_rank,
     why_not=device.why_not,
 )
 

@@ -1,11 +1,22 @@
-"""Row kernels: gather of table rows (embedding, logit rows), and SiLU gating of the MLP. Both are memory bound."""
+"""Row kernels: gather of table rows (embedding, logit rows), SiLU gating of the MLP, and the updates of adapters. All
+are memory bound."""
+
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 import triton
 import triton.language as tl
 
+from kvferry.kernels.batch import LowRankGroup, LowRankWeights
 from kvferry.kernels.gpu import check
 from kvferry.kernels.gpu.launch import choose
+
+_TILE = 4096
+"""Weights of an adapter that a program holds in registers."""
+_FEW_ROWS = 32
+"""Number of rows with one adapter up to which their products are bound by reading its weights: one launch reads them
+once for each row. More rows are multiplied by cuBLAS through torch."""
 
 
 @triton.jit(do_not_specialize=["known"])
@@ -93,3 +104,99 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     block = min(c.sizes["block"], triton.next_power_of_2(columns))
     c.run(_silu_mul, (rows, triton.cdiv(columns, block)), out, gate_up, columns, gate_up.stride(0), block=block)
     return out
+
+
+@triton.jit
+def _shrink(
+    out: tl.tensor,
+    x: tl.tensor,
+    rows: tl.tensor,
+    a: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    rank: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    number = tl.program_id(0)
+    row = tl.load(rows + number)
+    ranks = tl.arange(0, padded)
+    total = tl.zeros([padded], tl.float32)
+    for start in range(0, columns, block):
+        column = start + tl.arange(0, block)
+        inside = column < columns
+        values = tl.load(x + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+        known = (ranks < rank)[:, None] & inside[None, :]
+        weights = tl.load(a + ranks[:, None] * columns + column[None, :], mask=known, other=0.0).to(tl.float32)
+        total += tl.sum(weights * values[None, :], axis=1)
+    tl.store(out + number * rank + ranks, total, mask=ranks < rank)
+
+
+@triton.jit
+def _expand(
+    y: tl.tensor,
+    shrunk: tl.tensor,
+    rows: tl.tensor,
+    b: tl.tensor,
+    first: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    rank: tl.constexpr,
+    padded: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    number = tl.program_id(0)
+    row = tl.load(rows + number)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    ranks = tl.arange(0, padded)
+    inside = column < columns
+    values = tl.load(shrunk + number * rank + ranks, mask=ranks < rank, other=0.0)
+    known = inside[:, None] & (ranks < rank)[None, :]
+    weights = tl.load(b + column[:, None] * rank + ranks[None, :], mask=known, other=0.0).to(tl.float32)
+    target = y + row * row_stride + first + column
+    before = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    after = before + tl.sum(weights * values[None, :], axis=1)
+    tl.store(target, after.to(y.dtype.element_ty), mask=inside)
+
+
+def add_low_rank(y: torch.Tensor, x: torch.Tensor, groups: Sequence[LowRankGroup]) -> None:
+    """See `Ops.add_low_rank`. For each row, the adapter's weights are read and its update is added in float32.
+
+    Raises:
+        BadKernelInput: unsupported dtype, shape, stride or device.
+    """
+    if not groups:
+        return
+    check.ready("y", y, x)
+    check.floats("y", y)
+    check.dense("y", y)
+    check.dense("x", x)
+    for group in groups:
+        weights = group.weights
+        check.ready("rows", group.rows, y, weights.a, weights.b)
+        check.typed("rows", group.rows, torch.int64)
+        check.floats("a", weights.a, like=x)
+        check.shaped("a", weights.a, len(weights.a), x.shape[1])
+        check.shaped("b", weights.b, len(weights.b), len(weights.a))
+        if weights.first + len(weights.b) > y.shape[1]:
+            raise check.fault("b", "SHAPE", f"it updates columns beyond the {y.shape[1]} of the outputs")
+        (_add_few if len(group.rows) <= _FEW_ROWS else _add_many)(y, x, group.rows, weights)
+
+
+def _add_few(y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, weights: LowRankWeights) -> None:
+    rank, columns = weights.a.shape
+    padded = triton.next_power_of_2(rank)
+    shrunk = torch.empty(len(rows), rank, dtype=torch.float32, device=x.device)
+    c = choose("low_rank_shrink", x.device)
+    block = min(c.sizes["block"], triton.next_power_of_2(columns), max(1, _TILE // padded))
+    sizes = {"rank": rank, "padded": padded}
+    c.run(_shrink, (len(rows),), shrunk, x, rows, weights.a, columns, x.stride(0), block=block, **sizes)
+    c, outputs = choose("low_rank_expand", x.device), len(weights.b)
+    block = min(c.sizes["block"], triton.next_power_of_2(outputs), max(1, _TILE // padded))
+    grid = (len(rows), triton.cdiv(outputs, block))
+    c.run(_expand, grid, y, shrunk, rows, weights.b, weights.first, outputs, y.stride(0), block=block, **sizes)
+
+
+def _add_many(y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, weights: LowRankWeights) -> None:
+    update = F.linear(F.linear(take_rows(x, rows), weights.a), weights.b)
+    y[:, weights.first : weights.first + len(weights.b)].index_add_(0, rows, update.to(y.dtype))

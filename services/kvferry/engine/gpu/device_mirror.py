@@ -45,19 +45,23 @@ class DeviceMirror:
         self._copies = copies
         self._epochs = epochs
         self._seconds = seconds
+        self._copied: dict[BlockId, int] = {}
+        """Epoch in which each page was last copied to the host when it was full. Used on the thread."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
         self._closed = threading.Event()
 
     def settle(self) -> None:
         self._wait(lambda: None)
 
-    def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None) -> None:
+    def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None, *, num_full: int | None = None) -> None:
         def copy() -> None:
-            current = blocks
-            if epochs is not None:
-                current = [b for b, epoch in zip(blocks, epochs, strict=True) if self._epochs[b] == epoch]
-            if current:
-                self._copies.to_host(current)
+            now = [self._epochs[block] for block in blocks]
+            valid = [epochs is None or epochs[i] == epoch for i, epoch in enumerate(now)]
+            due = [i for i, block in enumerate(blocks) if valid[i] and self._copied.get(block) != now[i]]
+            if due:
+                self._copies.to_host([blocks[i] for i in due])
+            full = len(blocks) if num_full is None else num_full
+            self._copied |= {blocks[i]: now[i] for i in due if i < full}
 
         self._wait(copy)
 

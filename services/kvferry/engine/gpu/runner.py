@@ -20,6 +20,7 @@ from kvferry.engine.gpu.graphs import Graphs
 from kvferry.engine.gpu.outbox import Outbox, PendingTokens
 from kvferry.engine.gpu.piecewise_graphs import PiecewiseGraphs
 from kvferry.engine.gpu.steps import CapturedSteps
+from kvferry.engine.models.torch_adapter import step_adapters
 from kvferry.engine.models.transformer import Transformer, logits_of
 from kvferry.engine.plan.batch_slots import BatchSlots
 from kvferry.engine.plan.sampling_plan import SamplingPath, needs_host, none_left, not_finite, sampling_path
@@ -210,13 +211,17 @@ class DeviceRunner(Runner):
     def _uncaptured(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Run a step eagerly or piecewise; return the logits of the sampled rows, the argmax of each, and the hidden
         states of the pooled rows."""
-        plain = build_batch(plan, block_tokens=self.kv.layout.block_tokens)
+        plain = build_batch(plan, block_tokens=self.kv.layout.block_tokens, adapters=self._slots)
         batch = DeviceBatch.of(plain, self._transformer.torch_device)
-        size = self._pieces.size_for(len(batch.token_ids)) if self._pieces is not None and self.replays else None
+        adapters = step_adapters(plain, self._transformer.torch_device)
+        size = None
+        if self._pieces is not None and self.replays and adapters is None:  # pieces have no updates of adapters
+            size = self._pieces.size_for(len(batch.token_ids))
         if self._pieces is not None and size is not None:
             hidden = self._pieces.run(size, batch)
         else:
-            hidden = self._transformer.forward(batch.token_ids, batch.positions, self.kv.pages, batch.attention)
+            rows = batch.token_ids, batch.positions
+            hidden = self._transformer.forward(*rows, self.kv.pages, batch.attention, adapters)
         shown = None if batch.hidden_rows is None else self._transformer.hidden_states(hidden, batch.hidden_rows)
         if not len(batch.sample_rows):
             return hidden[:0], batch.sample_rows, shown

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvferry.core.clock import Clock, SystemClock
+from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.gpu.draws import most_likely
 from kvferry.engine.gpu.graphs import Graphs, Launch
 from kvferry.engine.models.transformer import Rows, Transformer
@@ -143,7 +144,9 @@ class CapturedSteps:
 
     def size_for(self, scheduled: Sequence[ScheduledSequence]) -> int | None:
         """Return the captured batch size for a step; `None` if the step must run eagerly."""
-        if any(s.num_scheduled != 1 or s.num_scored or s.pooled_positions for s in scheduled):
+        if any(
+            s.num_scheduled != 1 or s.num_scored or s.pooled_positions or s.adapter_slot != NO_SLOT for s in scheduled
+        ):
             return None
         if not any(
             s.num_sampled for s in scheduled

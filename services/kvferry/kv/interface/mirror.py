@@ -35,10 +35,13 @@ class PageMirror(Protocol):
         """
         ...
 
-    def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None) -> None:
+    def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None, *, num_full: int | None = None) -> None:
         """Copy pages to the mirror, after all steps that were launched before.
 
+        A full page does not change during its epoch, so it is copied once: a peer may be reading its row.
+
         Args:
+            num_full: number of leading pages that are full; `None` if all are.
             epochs: epochs of the pages when they had the content to be copied. Pages whose epoch has changed are
                 skipped: a transport may be writing to their rows, and readers reject their old content. `None` if the
                 caller holds the pages.
@@ -67,7 +70,7 @@ class SamePages:
     def settle(self) -> None:
         """Do nothing."""
 
-    def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None) -> None:
+    def to_host(self, blocks: Sequence[BlockId], epochs: Sequence[int] | None, *, num_full: int | None = None) -> None:
         """Do nothing."""
 
     def to_device(self, blocks: Sequence[BlockId]) -> None:

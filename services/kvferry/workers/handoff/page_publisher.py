@@ -27,22 +27,29 @@ class PagePublisher:
         self._mirror = mirror
         self._with_digests = with_digests
 
-    async def publish(self, blocks: Sequence[BlockId], epochs: Sequence[int]) -> tuple[bytes, ...]:
+    async def publish(
+        self, blocks: Sequence[BlockId], epochs: Sequence[int], *, num_full: int | None = None
+    ) -> tuple[bytes, ...]:
         """Make pages readable; return their digests, empty without digests.
 
         Unpinned pages may be reused meanwhile; in this case their epochs differ from `epochs`, and peers use neither
         content nor digests.
+
+        Args:
+            blocks: the pages.
+            epochs: their epochs when they had their content.
+            num_full: number of leading pages that are full; `None` if all are.
 
         Raises:
             Unavailable: the pages could not be copied from the device.
         """
         if self._mirror is SAME_PAGES and not self._with_digests:
             return ()
-        return await asyncio.to_thread(self._publish, blocks, epochs)
+        return await asyncio.to_thread(self._publish, blocks, epochs, num_full)
 
-    def _publish(self, blocks: Sequence[BlockId], epochs: Sequence[int]) -> tuple[bytes, ...]:
+    def _publish(self, blocks: Sequence[BlockId], epochs: Sequence[int], num_full: int | None) -> tuple[bytes, ...]:
         try:
-            self._mirror.to_host(blocks, epochs)
+            self._mirror.to_host(blocks, epochs, num_full=num_full)
         except CopyError as error:
             raise Unavailable(str(error), reason="DEVICE_COPY_FAILED") from error
         return tuple(page_digests(self._pages, self._block_bytes, blocks)) if self._with_digests else ()

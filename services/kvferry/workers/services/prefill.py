@@ -144,7 +144,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if update is None or update.export is None or item.export is None or not request.offer:
             return ()
         try:
-            return await self._publisher.publish(update.export.blocks, update.export.epochs)
+            export = update.export
+            num_full = export.num_tokens // self._context.layout.block_tokens
+            return await self._publisher.publish(export.blocks, export.epochs, num_full=num_full)
         except BaseException:
             self._context.loop.release_export(item.export)  # cancelled before the offer was made: free the export
             raise
