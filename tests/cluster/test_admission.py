@@ -53,6 +53,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no model name": ({"model": {}}, "spec.model.name: Required value"),
     "empty model name": ({"model": {"name": ""}}, "spec.model.name"),
     "relative source": ({"model": {"name": "m", "source": "models/x"}}, "absolute path inside the pods"),
+    "tls without a Secret": ({"tls": {"mode": "Secret"}}, "tls.secretName is required"),
+    "a Secret that tls does not use": (
+        {"tls": {"mode": "Managed", "secretName": "s"}},
+        "not allowed with other modes",
+    ),
+    "unknown tls mode": ({"tls": {"mode": "On"}}, 'supported values: "Off"'),
+    "certificates of clients without TLS": ({"gateway": {"clientCaSecret": "c"}}, "requires gateway.tlsSecret"),
     "digest no hex": ({"model": {"name": "m", "digest": "sha256:xyz"}}, "spec.model.digest"),
     "unknown dtype": ({"model": {"name": "m", "dtype": "int3"}}, 'supported values: "auto"'),
     "negative tokens": ({"model": {"name": "m", "maxTokens": -1}}, "greater than or equal to 0"),
@@ -186,6 +193,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "sizes": {**prefill(engine={"kvMemory": "0.5Gi"}), **tiers({"type": "disk", "size": "1Ti"})},
     "a GPU": prefill(engine={"device": "cuda", "kvMemory": "auto"}, resources={"limits": {"nvidia.com/gpu": 1}}),
     "a GPU by a claim": prefill(engine={"device": "cuda"}, resources={"claims": [{"name": "gpu"}]}),
+    "managed tls": {"tls": {"mode": "Managed"}},
+    "tls of a Secret": {"tls": {"mode": "Secret", "secretName": "s"}},
+    "certificates of clients": {"gateway": {"clientCaSecret": "c", "tlsSecret": "t"}},
     "an adapter": adapters(digest="ab" * 32),
     "a scheduling policy": {"scheduling": "two-level"},
     "speculation": prefill(speculation="ngram?k=4&min=3"),
@@ -228,6 +238,12 @@ def test_the_model_name_cannot_change(defined, namespace):
     defined.kubectl(
         "apply", "-n", namespace, "-f", "-", input=json.dumps(pool(model={"name": "m", "dtype": "float32"}))
     )
+
+
+def test_tls_cannot_be_switched(defined, namespace):
+    defined.kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(pool()))
+    with pytest.raises(Unavailable, match="mode is immutable"):
+        defined.kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(pool(tls={"mode": "Managed"})))
 
 
 def test_the_api_server_stores_the_defaults_that_the_code_has(defined, namespace):

@@ -27,6 +27,7 @@ from harness.kube.control_plane import PlaneWish
 from kvferry.core.errors import Unavailable
 from kvferry.gateway.config import PoolName
 from kvferry.gateway.fleet.pool_api import ApiError, PoolApi
+from kvferry.operator.api import ApiRefusal, KubeApi
 from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
 from kvferry.operator.pool.names import GATEWAY_ADMIN
 
@@ -46,6 +47,8 @@ ONLY_GIVEN_ON: frozenset[Right] = frozenset(
     }
 )
 """The operator grants a gateway only rights that it has itself."""
+RENEWS: Right = ("", "secrets", "update")
+"""Used when certificates are renewed, months after a pool was created."""
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +233,32 @@ def test_what_is_granted_is_what_is_used(scope: str, kube: Kube, namespace: str,
         assert operator.process.stop() == 0
     events = audited(kube, namespace)
     assert [event for event in events if event["responseStatus"]["code"] in (401, 403)] == []
-    assert granted(rights) - used(events) == ONLY_GIVEN_ON
+    assert granted(rights) - used(events) == ONLY_GIVEN_ON | {RENEWS}
+
+
+def test_a_secret_is_replaced_by_its_uid_without_permission_to_read_it(
+    kube: Kube, namespace: str, tmp_path: Path
+) -> None:
+    rights = [one for one in rendered(namespace) if one["kind"] in RIGHTS]
+    for one in rights:
+        one["metadata"].setdefault("namespace", namespace)
+    kube.apply(*rights)
+    api = KubeApi.connect(kubeconfig=str(account_kubeconfig(kube, namespace, ACCOUNT, tmp_path / "kubeconfig")))
+    meta = {"name": "certificates", "namespace": namespace}
+    secret = {"apiVersion": "v1", "kind": "Secret", "type": "Opaque"}
+    created = api.create({**secret, "metadata": meta, "data": {"a": "eA==", "b": "eA=="}})
+    assert created is not None
+    uid = created["metadata"]["uid"]
+    with pytest.raises(ApiRefusal) as unread:
+        api.get("v1", "Secret", namespace, "certificates")
+    assert unread.value.status == 403
+    replaced = api.replace({**secret, "metadata": {**meta, "uid": uid}, "data": {"a": "eQ=="}})
+    assert (replaced["metadata"]["uid"], replaced["data"]) == (uid, {"a": "eQ=="})
+    with pytest.raises(ApiRefusal) as foreign:
+        api.replace({**secret, "metadata": {**meta, "uid": "0" * 8}, "data": {"a": "eg=="}})
+    assert foreign.value.status == 409
+    kept = kube.kubectl("get", "secret", "certificates", "-n", namespace, "-o", "jsonpath={.data}")
+    assert json.loads(kept) == {"a": "eQ=="}
 
 
 def test_a_gateway_may_read_slices_and_wake_what_sleeps(

@@ -33,10 +33,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, patch]
-# The operator creates Secrets and cannot read them.
+# The operator creates Secrets, replaces those of its pools, and cannot read any.
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [create]
+  verbs: [create, update]
 - apiGroups: [""]
   resources: [configmaps, serviceaccounts]
   verbs: [create, get, list, patch, watch]

@@ -53,7 +53,7 @@ class Reconciler:
         """
         self._api = api
         self._clock = clock
-        self._executor = Executor(api, identity, lambda: rfc3339(clock.wall()), applied)
+        self._executor = Executor(api, identity, lambda: rfc3339(clock.wall()), applied, clock.wall)
         self._default_image = default_image
         self._operator = operator
         self._installed = installed
@@ -99,6 +99,7 @@ class Reconciler:
             installed=installed,
             now=now,
             stamp=stamp,
+            wall=self._clock.wall(),
             operator=self._operator,
         )
         stuck = tuple(f"{d.name}: {d.stuck}" for d in owned.deployments.values() if d.stuck)

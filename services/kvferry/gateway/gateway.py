@@ -147,6 +147,7 @@ class Gateway:
             adapters.load,
             adapters.unload,
             self._overview,
+            self._readiness,
         )
 
     @classmethod
@@ -285,6 +286,7 @@ class Gateway:
             model_tokens=self.service.model.max_model_tokens,
             cache_map=self.cache_map,
             flow=self.gate.report(),
+            certificate_not_after=0.0 if self._pool_tls is None else self._pool_tls.not_after,
         )
 
     def _overview(self) -> Mapping[str, object]:

@@ -102,6 +102,20 @@ class FakeApi:
         self.objects[place] = _merge(self._new(manifest), copy.deepcopy(dict(manifest)))
         return copy.deepcopy(self.objects[place])
 
+    def would_create(self, manifest: Mapping[str, Any]) -> bool:
+        return _place(manifest) not in self.objects
+
+    def replace(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        place = _place(manifest)
+        self._write("replace", place)
+        held = self.objects[place]
+        uid = held["metadata"]["uid"]
+        if manifest["metadata"].get("uid", uid) != uid:
+            raise ApiRefusal(409, "Conflict", "the uid differs")
+        self.objects[place] = copy.deepcopy(dict(manifest))
+        self.objects[place]["metadata"] |= {"uid": uid, "resourceVersion": str(next(self._numbers))}
+        return copy.deepcopy(self.objects[place])
+
     def delete(self, api_version: str, kind: str, namespace: str, name: str, uid: str = "") -> None:
         place = (api_version, kind, name)
         self._write("delete", place)
@@ -156,14 +170,19 @@ class Cluster:
     def __init__(self, installed: frozenset[tuple[str, str]] = frozenset(), **spec: Any) -> None:
         self.api, self.clock = FakeApi(), FakeClock()
         self.body = {**body(**spec), "status": {}}
-        self.reconciler = Reconciler(
-            self.api, self.clock, identity="op", default_image=IMAGE, installed=lambda: installed
-        )
-        self.executor = RecordingExecutor(self.api, "op", lambda: "now")
-        self.executor.actions = []
-        self.reconciler._executor = self.executor
+        self.installed = installed
+        self.restart()
         self.report = None
         self.api.objects[_place(self.body)] = self.body
+
+    def restart(self) -> None:
+        """Another operator takes over, without the memory of the one before."""
+        self.reconciler = Reconciler(
+            self.api, self.clock, identity="op", default_image=IMAGE, installed=lambda: self.installed
+        )
+        self.executor = RecordingExecutor(self.api, "op", lambda: "now", wall=self.clock.wall)
+        self.executor.actions = []
+        self.reconciler._executor = self.executor
 
     def change(self, **spec: Any) -> None:
         self.body["spec"] = body(**spec)["spec"]
@@ -179,6 +198,7 @@ class Cluster:
                 store.take(watched, copy.deepcopy(held), gone=False)
         keys = ("v1", "Secret", names.keys_secret(KEY.pool))
         store.take_keys(KEY, missing=keys not in self.api.objects)
+        store.take_tls(KEY, missing=("v1", "Secret", names.tls_object(KEY.pool)) not in self.api.objects)
         store.take_report(KEY, self.report)
         self.clock.now += 1
         self.again = self.reconciler.reconcile(KEY, store.facts(KEY))

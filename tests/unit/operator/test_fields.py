@@ -33,6 +33,17 @@ def container(pool: Pool, of: str = WORKER) -> dict[str, Any]:
     return made_of(pool)[of]["spec"]["template"]["spec"]["containers"][0]
 
 
+def projected(pool: Pool, of: str) -> dict[str, list[list[str]]]:
+    """The entries and paths of the files of pool TLS, by the Secret or ConfigMap that they come from."""
+    volumes = made_of(pool)[of]["spec"]["template"]["spec"]["volumes"]
+    found: dict[str, list[list[str]]] = {}
+    for volume in volumes:
+        for source in volume.get("projected", {}).get("sources", ()):
+            (kind,) = source.values()
+            found.setdefault(kind["name"], []).extend([item["key"], item["path"]] for item in kind["items"])
+    return found
+
+
 def flag(name: str, of: str = WORKER):
     """The value of a flag of a container."""
 
@@ -293,6 +304,43 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         "/etc/kvferry/api-keys/keys",
     ),
     "gateway.tlsSecret": ({"gateway": {"tlsSecret": "t"}}, flag("tls-cert-file", GATEWAY), "/etc/kvferry/tls/tls.crt"),
+    "gateway.clientCaSecret": (
+        {"gateway": {"clientCaSecret": "c", "tlsSecret": "t"}},
+        lambda pool: (
+            flag("tls-client-ca-file", GATEWAY)(pool),
+            container(pool, GATEWAY)["readinessProbe"]["httpGet"]["port"],
+        ),
+        ("/etc/kvferry/client-ca/ca.crt", "admin"),
+    ),
+    "tls.mode": (
+        {"tls": {"mode": "Managed"}},
+        lambda pool: (
+            [
+                flag(name, pods)(pool)
+                for pods in (WORKER, GATEWAY)
+                for name in ("pool-tls-cert-file", "pool-tls-ca-file")
+            ],
+            flag("health")(pool),
+            container(pool)["readinessProbe"]["grpc"],
+            container(pool)["livenessProbe"]["grpc"],
+            [projected(pool, pods) for pods in (WORKER, GATEWAY)],
+        ),
+        (
+            ["/etc/kvferry/pool-tls/tls.crt", "/etc/kvferry/pool-tls/ca.crt"] * 2,
+            "0.0.0.0:9103",
+            {"port": 9103},
+            {"port": 9103, "service": "liveness"},
+            [
+                {"chat-tls": [[f"{kind}.crt", "tls.crt"], [f"{kind}.key", "tls.key"], ["ca.crt", "ca.crt"]]}
+                for kind in ("worker", "gateway")
+            ],
+        ),
+    ),
+    "tls.secretName": (
+        {"tls": {"mode": "Secret", "secretName": "mine"}},
+        lambda pool: [projected(pool, pods) for pods in (WORKER, GATEWAY)],
+        [{"mine": [["tls.crt", "tls.crt"], ["tls.key", "tls.key"], ["ca.crt", "ca.crt"]]}] * 2,
+    ),
     "gateway.service.type": (
         {"gateway": {"service": {"type": "NodePort"}}},
         at("Service/chat", "spec.type"),
@@ -358,7 +406,7 @@ OTHERWISE = {"roles[].scaling.upSeconds": auto(requestsTarget=5)}
 CHANGES_WORKERS = {
     "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "connector.type",
     "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "scheduling", "image",
-    "imagePullPolicy", "imagePullSecrets", "roles[].name", "roles[].speculation",
+    "imagePullPolicy", "imagePullSecrets", "tls.mode", "tls.secretName", "roles[].name", "roles[].speculation",
     "roles[].template",
 }  # fmt: skip
 CHANGES_WORKERS_UNDER = ("model.cache.", "roles[].engine.", "roles[].resources.", "tiers[].")

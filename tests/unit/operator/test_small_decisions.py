@@ -442,6 +442,8 @@ def test_nodes_are_counted_with_their_devices():
         ([("Ready", "True")], "ok"),
         ([("Ready", "True"), ("ReplicasContested", "True")], "note"),
         ([("Ready", "True"), ("TransportDegraded", "False")], "ok"),
+        ([("Ready", "True"), ("CertificatesValid", "False")], "note"),
+        ([("Ready", "True"), ("CertificatesValid", "Unknown")], "ok"),
     ],
 )
 def test_a_pool_is_as_well_as_it_says(conditions, verdict):
@@ -449,3 +451,13 @@ def test_a_pool_is_as_well_as_it_says(conditions, verdict):
     seen = {**body(), "status": {"observedGeneration": 1, "conditions": told}}
     assert judge_pool(seen).verdict == verdict
     assert judge_pool({**seen, "status": {**seen["status"], "observedGeneration": 0}}).verdict == "bad"
+
+
+def test_doctor_says_whether_the_pods_use_tls():
+    def told(*conditions: tuple[str, str, str]) -> str:
+        listed = [{"type": t, "status": s, "reason": "R", "message": m} for t, s, m in conditions]
+        return judge_pool({**body(), "status": {"observedGeneration": 1, "conditions": listed}}).told
+
+    ready = ("Ready", "True", "serves")
+    assert "not encrypted (spec.tls)" in told(ready)
+    assert told(ready, ("CertificatesValid", "True", "until then")) == "serves; until then"

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvferry.core.errors import KvferryError, Unavailable
 from kvferry.operator.api import ApiRefusal, FieldConflict, KubeApi
+from kvferry.operator.apply.certificates import Certificates
 from kvferry.operator.objects.keys import key_entries
 from kvferry.operator.plan.actions import (
     Action,
@@ -33,6 +34,7 @@ from kvferry.operator.plan.actions import (
     SeedScaler,
     SetReplicas,
     WriteStatus,
+    WriteTls,
     target_of,
 )
 from kvferry.operator.plan.deletion_cost import changed_costs
@@ -71,7 +73,12 @@ class Executor:
     """Executor of an operator's actions. Different pools may be executed in parallel."""
 
     def __init__(
-        self, api: KubeApi, instance: str, stamp: Callable[[], str], applied: Callable[[Json], None] = lambda body: None
+        self,
+        api: KubeApi,
+        instance: str,
+        stamp: Callable[[], str],
+        applied: Callable[[Json], None] = lambda body: None,
+        wall: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """
         Args:
@@ -79,11 +86,13 @@ class Executor:
             stamp: returns the wall-clock time as RFC 3339 text.
             applied: called with every object that was applied or created, or was found to exist, on the thread that
                 executes.
+            wall: returns the wall-clock time in seconds since the epoch.
         """
         self._api = api
         self._instance = instance
         self._stamp = stamp
         self._applied = applied
+        self._certificates = Certificates(api, wall)
 
     def run(self, pool: PoolTarget, actions: Sequence[Action]) -> Outcome:
         """Execute actions in order; return the completed actions and the rejections."""
@@ -121,6 +130,11 @@ class Executor:
                 created = self._api.create({**action.manifest, "data": data})
                 self._applied(created or action.manifest)
                 return Done(action, created)
+            case WriteTls():
+                self._check_owner(action.config)
+                stored = self._certificates.write(pool.uid, action)
+                self._applied(stored)
+                return Done(action, stored)
             case CreateRecord():
                 return self._create_record(pool, action)
             case SeedScaler():

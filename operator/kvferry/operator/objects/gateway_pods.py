@@ -11,6 +11,7 @@ from kvferry.operator.objects.pods import (
     pod_template,
     scratch,
 )
+from kvferry.operator.objects.pool_tls import GATEWAY, tls_flags, tls_volume
 from kvferry.operator.pool import names
 from kvferry.operator.pool.spec import Json, Pool
 
@@ -18,6 +19,7 @@ _DRAIN_MARGIN_SECONDS = 15
 _API_KEYS_FOLDER = "/etc/kvferry/api-keys"
 _TENANTS_FOLDER = "/etc/kvferry/tenants"
 _TLS_FOLDER = "/etc/kvferry/tls"
+_CLIENT_CA_FOLDER = "/etc/kvferry/client-ca"
 _START_SECONDS = 600
 
 
@@ -65,6 +67,13 @@ def _pod(pool: Pool, default_image: str) -> Json:
     if pool.spec.gateway.tls_secret:
         volumes.append({"name": "tls", "secret": {"secretName": pool.spec.gateway.tls_secret}})
         mounts.append({"name": "tls", "mountPath": _TLS_FOLDER, "readOnly": True})
+    if pool.spec.gateway.client_ca_secret:
+        client_ca = {"secretName": pool.spec.gateway.client_ca_secret, "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+        volumes.append({"name": "client-ca", "secret": client_ca})
+        mounts.append({"name": "client-ca", "mountPath": _CLIENT_CA_FOLDER, "readOnly": True})
+    tls_volumes, tls_mounts = tls_volume(pool, GATEWAY)
+    volumes += tls_volumes
+    mounts += tls_mounts
     # Gateways get the key of block names, which they compute, and the key that signs their calls; with the ticket key
     # they could act as workers.
     items = [{"key": name, "path": name} for name in ("tenant-key", "gateway-key")]
@@ -136,6 +145,9 @@ def _arguments(pool: Pool) -> list[str]:
         flags["tenants"] = f"{_TENANTS_FOLDER}/tenants.toml"
     if spec.gateway.tls_secret:
         flags |= {"tls-cert-file": f"{_TLS_FOLDER}/tls.crt", "tls-key-file": f"{_TLS_FOLDER}/tls.key"}
+    if spec.gateway.client_ca_secret:
+        flags["tls-client-ca-file"] = f"{_CLIENT_CA_FOLDER}/ca.crt"
+    flags |= tls_flags(pool)
     return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]
 
 
@@ -146,6 +158,8 @@ def can_scale_to_zero(pool: Pool) -> bool:
 
 def _probes(pool: Pool) -> Json:
     def get(path: str) -> Json:
+        if pool.spec.gateway.client_ca_secret:  # kubelet has no certificate that clients need
+            return {"path": path, "port": "admin"}
         scheme = {"scheme": "HTTPS"} if pool.spec.gateway.tls_secret else {}
         return {"path": path, "port": "http", **scheme}
 

@@ -24,6 +24,7 @@ from kvferry.operator.objects.pods import (
     size,
 )
 from kvferry.operator.objects.pods import child as pool_child
+from kvferry.operator.objects.pool_tls import WORKER, tls_flags, tls_volume
 from kvferry.operator.pool import names
 from kvferry.operator.pool.spec import Engine, Json, Pool, Role, Tier
 
@@ -51,6 +52,7 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
     return {
         **({"keys": pool.keys} if pool.keys else {}),
         **({"scheduling": spec.scheduling} if spec.scheduling else {}),
+        **({"tls": spec.tls} if spec.tls.mode != "Off" else {}),
         "model": spec.model,
         "connector": spec.connector,
         "tiers": spec.tiers,
@@ -104,8 +106,10 @@ def _deployment(pool: Pool, role: Role, revision: str, default_image: str) -> Js
 def _pod(pool: Pool, role: Role, default_image: str) -> Json:
     volumes, mounts = scratch()
     model_volumes, model_mounts = model_volume(pool.spec.model.cache)
+    tls_volumes, tls_mounts = tls_volume(pool, WORKER)
     volumes += [
         *model_volumes,
+        *tls_volumes,
         {"name": "keys", "secret": {"secretName": keys_secret_of(pool)}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
         # Also in pools without adapters, so that the first one restarts no pods.
@@ -113,6 +117,7 @@ def _pod(pool: Pool, role: Role, default_image: str) -> Json:
     ]
     mounts += [
         *model_mounts,
+        *tls_mounts,
         {"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108  the default of 64 MiB is too small for UCX
         {"name": "adapters", "mountPath": _ADAPTERS_FOLDER, "readOnly": True},
@@ -151,7 +156,7 @@ def _pod(pool: Pool, role: Role, default_image: str) -> Json:
                     "volumeMounts": mounts,
                     # The last lines of the log of a container that failed are the reason in the pool's status.
                     "terminationMessagePolicy": "FallbackToLogsOnError",
-                    **_probes(),
+                    **_probes(pool),
                 }
             )
         ],
@@ -192,6 +197,8 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
         flags["scheduling"] = spec.scheduling
     if role.speculation:
         flags["speculation"] = role.speculation
+    if spec.tls.mode != "Off":
+        flags |= {**tls_flags(pool), "health": f"0.0.0.0:{names.PORT_HEALTH}"}
     return ["worker", *(f"--{name}={value}" for name, value in flags.items())]
 
 
@@ -222,15 +229,17 @@ def _default_resources(role: Role) -> Json:
     return {"requests": {"cpu": "100m", "memory": str(memory)}}
 
 
-def _probes() -> Json:
+def _probes(pool: Pool) -> Json:
     """Build the probes: readiness on the work port, after the first generated token; liveness on the admin port, which
-    responds even if the engine is busy."""
-    ready = {"grpc": {"port": names.PORT_GRPC}, "timeoutSeconds": 5}
+    responds even if the engine is busy. With TLS, both use the health port."""
+    is_plain = pool.spec.tls.mode == "Off"
+    ready = {"grpc": {"port": names.PORT_GRPC if is_plain else names.PORT_HEALTH}, "timeoutSeconds": 5}
+    alive: Json = {"port": names.PORT_ADMIN} if is_plain else {"port": names.PORT_HEALTH, "service": "liveness"}
     return {
         "startupProbe": {**ready, "periodSeconds": 1, "failureThreshold": _START_SECONDS},
         "readinessProbe": {**ready, "periodSeconds": 2, "failureThreshold": 2},
         "livenessProbe": {
-            "grpc": {"port": names.PORT_ADMIN},
+            "grpc": alive,
             "timeoutSeconds": 10,
             "periodSeconds": 10,
             "failureThreshold": 6,

@@ -11,6 +11,7 @@ from typing import Any
 from kvferry.core.errors import KvferryError
 from kvferry.operator.pool import names
 from kvferry.operator.pool.spec import Json
+from kvferry.operator.pool.tls_state import TlsState
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,41 @@ class CreateKeys:
     def summary(self) -> str:
         """One-line summary for logs and `kvferry operator plan`."""
         return f"create {self.target} with {', '.join(self.entries)}, unless it exists"
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTls:
+    """Draw a CA and publish its certificate in the pool's ConfigMap, or sign the certificates in the pool's Secret with
+    the CA that was drawn, or both. The stored result is the ConfigMap.
+
+    The executor draws and holds the keys, so that plans do not contain them. A Secret or a ConfigMap that does not
+    belong to the pool is not changed.
+    """
+
+    config: Json
+    """The ConfigMap, with the data of `state`."""
+    secret: Json
+    """The Secret without data."""
+    state: TlsState
+    """State before the action."""
+    draws: bool
+    """Whether to draw a CA and publish it."""
+    issues: bool
+    """Whether to sign certificates and write the Secret."""
+    days: float
+    """Validity of the CA and of the certificates in days."""
+
+    @property
+    def target(self) -> str:
+        """Kind and name of the object, as shown in problems and summaries."""
+        return target_of(self.secret if self.issues else self.config)
+
+    @property
+    def summary(self) -> str:
+        """One-line summary for logs and `kvferry operator plan`."""
+        drawn = f"draw a CA and apply {target_of(self.config)}" if self.draws else ""
+        signed = f"sign the certificates in {target_of(self.secret)}" if self.issues else ""
+        return "; ".join(part for part in (drawn, signed) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +304,7 @@ class EmitEvent:
 Action = (
     ApplyObject
     | CreateKeys
+    | WriteTls
     | CreateRecord
     | SeedScaler
     | Autoscale

@@ -33,6 +33,8 @@ class PlanContext:
     """Time in seconds by a monotonic clock."""
     stamp: str
     """Wall-clock time as RFC 3339 text."""
+    wall: float = 0.0
+    """Wall-clock time in seconds since the epoch."""
     operator: str = ""
     """Namespace and name of this operator's lease; empty for previews."""
     problems: Mapping[str, Problem] = field(default_factory=dict)

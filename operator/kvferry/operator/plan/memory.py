@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
+from kvferry.operator.objects.pool_tls import tls_config
 from kvferry.operator.objects.support_objects import EXTENSION_POOL, POD_MONITOR
 from kvferry.operator.plan.actions import (
     ApplyObject,
@@ -22,12 +23,15 @@ from kvferry.operator.plan.actions import (
     PruneRecords,
     SeedScaler,
     WriteStatus,
+    WriteTls,
 )
 from kvferry.operator.plan.autoscale import History
 from kvferry.operator.plan.revisions import recorded
+from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import Place
 from kvferry.operator.pool.ownership import version_of
 from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.tls_state import TlsState, read_state
 
 _RESYNC_SECONDS = 600.0
 _SCALING_LOG_ENTRIES = 5
@@ -66,6 +70,10 @@ class Memory:
     """Whether the Secret with the generated keys was created or found since the last resync."""
     keys: str = ""
     """Identifier of the generated keys, if they replaced lost ones since the operator started."""
+    tls: TlsState | None = None
+    """State of the managed TLS as last written; `None` before."""
+    holds_ca: bool = False
+    """Whether the executor holds the private key of the newest CA, which has not signed yet."""
     verified_generation: int = -1
     """Latest generation of the spec whose manifests were built without an error."""
     histories: Mapping[str, History] = field(default_factory=dict)
@@ -127,11 +135,20 @@ def _remember(memory: Memory, done: Done, pool: Pool, now: float, stamp: str) ->
         case ApplyObject(manifest=manifest):
             place = place_of(manifest)
             applied = Applied(digest_of(manifest), version_of(done.stored or {}))
+            if place == ("ConfigMap", names.tls_object(pool.name)):
+                memory = replace(memory, tls=read_state(manifest["data"]))
             return replace(memory, applied={**memory.applied, place: applied}, removed=memory.removed - {place})
         case CreateKeys(is_replacement=is_replacement):
             is_redrawn = is_replacement and done.stored is not None
             keys = str((done.stored or {})["metadata"]["uid"])[:8] if is_redrawn else memory.keys
             return replace(memory, has_keys=True, keys=keys)
+        case WriteTls(issues=issues):
+            state = read_state((done.stored or {}).get("data") or {})
+            manifest = tls_config(pool, state or TlsState())
+            applied = Applied(digest_of(manifest), version_of(done.stored or {}))
+            return replace(
+                memory, tls=state, holds_ca=not issues, applied={**memory.applied, place_of(manifest): applied}
+            )
         case CreateRecord(revision=revision):
             kept = recorded(pool, revision, done.stored or {})
             return replace(memory, records={**memory.records, revision: kept})

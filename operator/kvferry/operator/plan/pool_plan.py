@@ -43,6 +43,7 @@ from kvferry.operator.plan.revisions import record, recorded
 from kvferry.operator.plan.rollout import Count, RoleState, Step, next_step
 from kvferry.operator.plan.scaler_plan import plan_scale_status, plan_scalers
 from kvferry.operator.plan.status import first_status
+from kvferry.operator.plan.tls_plan import plan_tls
 from kvferry.operator.pool import names
 from kvferry.operator.pool.spec import Json, Pool
 
@@ -174,6 +175,7 @@ def _surroundings(ctx: PlanContext) -> list[Action]:
     if not ctx.pool.spec.tenancy.keys_secret and (ctx.facts.is_without_keys or not ctx.memory.has_keys):
         secret = child(ctx.pool, "v1", "Secret", names.keys_secret(ctx.pool.name), type="Opaque")
         actions.append(CreateKeys(secret, KEY_ENTRIES, is_replacement=bool(ctx.facts.deployments)))
+    actions += plan_tls(ctx)
     for made in surroundings(ctx.pool, ctx.installed):
         actions += ctx.apply_if_changed(made)
     return [*actions, *_unwanted(ctx)]

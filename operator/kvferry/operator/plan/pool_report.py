@@ -11,6 +11,8 @@ from kvferry.operator.plan.memory import Memory
 from kvferry.operator.plan.pool_plan import DIAGNOSE_SECONDS, Plan, pool_status
 from kvferry.operator.plan.process.rivals import RENEWED_SECONDS
 from kvferry.operator.plan.status import Observed, status_of
+from kvferry.operator.plan.tls_plan import SPREAD_SECONDS, state_of
+from kvferry.operator.plan.worker_reports import TlsSeen
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition
@@ -28,13 +30,22 @@ _WARNING_STATUS: Mapping[Condition, str] = {
     Condition.PAIRING_COMPATIBLE: "False",
     Condition.REPLICAS_CONTESTED: "True",
     Condition.CONTEXT_AVAILABLE: "False",
+    Condition.CERTIFICATES_VALID: "False",
     Condition.TRANSPORT_DEGRADED: "True",
     Condition.READY: "",
 }
 """Conditions that emit events on both transitions, with the status for which the event is a warning."""
 _WARNING_REASONS = frozenset({"DeadlineExceeded", "RevisionNotFound"})
 _QUIET_REASONS = frozenset(
-    {"Observing", "GatewayReportMissing", "InsufficientSamples", "NoPairYet", "NoWorkerServes", "ScaledToZero"}
+    {
+        "Observing",
+        "GatewayReportMissing",
+        "InsufficientSamples",
+        "NoPairYet",
+        "NoWorkerServes",
+        "ScaledToZero",
+        "NotReportedYet",
+    }
 )
 
 
@@ -84,6 +95,7 @@ def plan_report(ctx: PlanContext, plan: Plan, outcome: Outcome, memory: Memory) 
             fleet=ctx.report,
             is_answering=_is_answering(ctx),
             diagnosis=outcome.diagnosis,
+            tls=_tls(ctx, memory),
         ),
         ctx.status,
         ctx.stamp,
@@ -150,6 +162,8 @@ def again_seconds(ctx: PlanContext, memory: Memory, waiting_for: str, *, is_refu
         waits.append(_REFUSED_SECONDS)
     if waiting_for:
         waits.append(DIAGNOSE_SECONDS)
+    if memory.holds_ca:
+        waits.append(SPREAD_SECONDS)
     return min(waits, default=RENEWED_SECONDS)
 
 
@@ -164,6 +178,16 @@ def _is_answering(ctx: PlanContext) -> bool:
     """Return whether a gateway runs although its Deployment is not known, since its labels were just removed."""
     is_known = names.role_object(ctx.pool.name, names.ROLE_GATEWAY) in ctx.facts.deployments
     return not is_known and ctx.report is not None and ctx.now - ctx.report.at <= _ANSWERING_SECONDS
+
+
+def _tls(ctx: PlanContext, memory: Memory) -> TlsSeen | None:
+    """Return what is known of the pool's certificates; `None` without TLS."""
+    mode = ctx.pool.spec.tls.mode
+    if mode == "Off":
+        return None
+    state = state_of(replace(ctx, memory=memory))
+    reported = ctx.report.certificate_not_after if ctx.report is not None else 0
+    return TlsSeen(mode, state.not_after if mode == "Managed" else reported, ctx.wall, len(state.bundle))
 
 
 def _extension(ctx: PlanContext, problems: dict[str, Problem]) -> Problem | None:

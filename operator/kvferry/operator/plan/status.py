@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.operator.objects.pods import keys_secret_of
 from kvferry.operator.plan.actions import Problem
 from kvferry.operator.plan.rollout import PAIRED, RoleState
-from kvferry.operator.plan.worker_reports import Verdict, adapters_verdict, devices_of
+from kvferry.operator.plan.worker_reports import TlsSeen, Verdict, adapters_verdict, certificates_verdict, devices_of
 from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition
 from kvferry.operator.pool.spec import Json, Pool
@@ -52,6 +52,7 @@ class Observed:
     """Latest report of the gateway, also if it is older than the end of the rollout."""
     is_answering: bool = False
     """Whether a gateway has answered a short time ago, although its Deployment is not known."""
+    tls: TlsSeen | None = None
     diagnosis: str = ""
     """Reasons why pods are not ready; empty if unknown."""
 
@@ -91,6 +92,7 @@ def status_of(seen: Observed, before: Mapping[str, Any], now: str) -> Json:
         "observedGeneration": pool.generation,
         "revision": seen.revision,
         **({"keys": seen.keys} if seen.keys else {}),
+        **({"tls": seen.tls.status()} if seen.tls else {}),
         "url": f"{'https' if pool.spec.gateway.tls_secret else 'http'}://{pool.name}.{pool.namespace}.svc:{pool.spec.gateway.service.http_port}/v1",
         "roles": [_role(seen, role) for role in seen.roles if pool.spec.role(role.name) is not None],
         "gateway": {"desired": seen.gateway_desired, "ready": seen.gateway_ready},
@@ -382,6 +384,7 @@ _JUDGES: Mapping[Condition, Callable[[Observed], Verdict | None]] = {
     Condition.PAIRING_COMPATIBLE: _pairing,
     Condition.CONTEXT_AVAILABLE: _context,
     Condition.ADAPTERS_LOADED: _adapters,
+    Condition.CERTIFICATES_VALID: lambda seen: certificates_verdict(seen.tls),
     Condition.TRANSPORT_DEGRADED: _transport,
     Condition.REPLICAS_CONTESTED: _contested,
     Condition.CHILDREN_APPLIED: _children,

@@ -10,6 +10,7 @@ from typing import Any
 from kvferry.core.load import WorkerLoad
 from kvferry.operator.pool import names
 from kvferry.operator.pool.ownership import is_orphan, order_of, owner_of, version_of
+from kvferry.operator.pool.tls_state import TlsState, read_state
 
 Place = tuple[str, str]
 """Kind and name of an object, as `names.kind_of` and the metadata have them."""
@@ -185,6 +186,8 @@ class FleetReport:
     """Name of the gateway process."""
     model_tokens: int = 0
     """Context length of the model in tokens; 0 if unknown."""
+    certificate_not_after: int = 0
+    """End of the validity of the gateway's certificate for the pool, wall-clock seconds; 0 without TLS."""
 
     def of_role(self, role: str) -> tuple[WorkerReport, ...]:
         """Return the workers of one role."""
@@ -206,6 +209,10 @@ class PoolFacts:
     report: FleetReport | None = None
     is_without_keys: bool = False
     """Whether the Secret with the generated keys was found missing."""
+    is_without_tls: bool = False
+    """Whether the Secret with the generated certificates was found missing."""
+    tls: TlsState | None = None
+    """State of the managed TLS; `None` without it."""
     orders: dict[Place, int] = field(default_factory=dict)
     """Latest observed resourceVersion of each object, also of recently deleted ones."""
 
@@ -241,6 +248,8 @@ class PoolFacts:
                 return _put(self.scalers, body["spec"]["role"], None if gone else ScalerFacts.of(body)) or changed
             case "Service":
                 return _put(self.services, name, None if gone else ServiceFacts.of(body)) or changed
+            case "ConfigMap" if name == names.tls_object((body["metadata"].get("labels") or {})[names.LABEL_POOL]):
+                self.tls = None if gone else read_state(body.get("data") or {})
         return changed
 
     def _ordered(self, place: Place, order: int, *, gone: bool) -> None:
@@ -274,6 +283,8 @@ class PoolFacts:
                 self.scalers.pop(name.removeprefix(f"{pool}-"), None)
             case "Service":
                 self.services.pop(name, None)
+            case "ConfigMap" if name == names.tls_object(pool):
+                self.tls = None
         return self.children.pop((kind, name), None) is not None
 
     @property
@@ -334,6 +345,14 @@ class Store:
         if facts is None or facts.is_without_keys == missing:
             return False
         facts.is_without_keys = missing
+        return True
+
+    def take_tls(self, key: Key, *, missing: bool) -> bool:
+        """Store whether the Secret with a pool's generated certificates is missing; return whether this changed."""
+        facts = self._pools.get(key)
+        if facts is None or facts.is_without_tls == missing:
+            return False
+        facts.is_without_tls = missing
         return True
 
     def take(self, kind: str, body: Mapping[str, Any], *, gone: bool) -> tuple[Key | None, bool]:

@@ -49,6 +49,8 @@ WORKER_ROLES = ("prefill", "decode", "both")
 PORT_GRPC = 9100
 PORT_ADMIN = 9101
 PORT_METRICS = 9102
+PORT_HEALTH = 9103
+"""Port of workers with TLS for probes, which cannot use TLS."""
 GATEWAY_HTTP = 8000
 GATEWAY_GRPC = 9000
 GATEWAY_ADMIN = 8001
@@ -75,6 +77,8 @@ class Condition(StrEnum):
     """True if the workers' memory for KV holds a request of the pool's context length."""
     ADAPTERS_LOADED = "AdaptersLoaded"
     """True if the workers that accept requests have loaded all adapters of the pool."""
+    CERTIFICATES_VALID = "CertificatesValid"
+    """True if the pool's certificates are valid for a while; absent without TLS."""
     TRANSPORT_DEGRADED = "TransportDegraded"
     """True if many hand-offs fail and are recomputed, or if pods have different ticket keys."""
     REPLICAS_CONTESTED = "ReplicasContested"
@@ -104,6 +108,12 @@ def deployment_name(pool: str, role: str, revision: str) -> str:
 def keys_secret(pool: str) -> str:
     """Return the name of the Secret that the operator creates for a pool without `spec.tenancy.keysSecret`."""
     return f"{pool}-keys"
+
+
+def tls_object(pool: str) -> str:
+    """Return the name of the ConfigMap and of the Secret with the certificates of a pool with `spec.tls.mode`
+    Managed."""
+    return f"{pool}-tls"
 
 
 def adapters_object(pool: str) -> str:

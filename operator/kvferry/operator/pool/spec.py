@@ -165,6 +165,14 @@ class Tenants(_Struct, frozen=True):
     secret: str = ""
 
 
+class Tls(_Struct, frozen=True):
+    """TLS between the pool's pods."""
+
+    mode: Literal["Off", "Managed", "Secret"] = "Off"
+    secret_name: str = ""
+    """Secret with tls.crt, tls.key and ca.crt, with mode Secret."""
+
+
 class Service(_Struct, frozen=True):
     """The gateway's Service."""
 
@@ -180,6 +188,8 @@ class Gateway(_Struct, frozen=True):
     replicas: int = 1
     api_keys_secret: str = ""
     tls_secret: str = ""
+    client_ca_secret: str = ""
+    """Secret with ca.crt, of which clients need a certificate; empty if they need none."""
     service: Service = Service()
     resources: Json = {}
     template: Json = {}
@@ -214,6 +224,7 @@ class PoolSpec(_Struct, frozen=True):
     drain: Drain = Drain()
     tenancy: Tenancy = Tenancy()
     tenants: Tenants = Tenants()
+    tls: Tls = Tls()
     gateway: Gateway = Gateway()
     observability: Observability = Observability()
     network_policy: Literal["Restricted", "Off"] = "Restricted"

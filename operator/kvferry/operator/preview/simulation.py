@@ -16,6 +16,7 @@ from kvferry.operator.plan.actions import (
     SeedScaler,
     SetReplicas,
     WriteStatus,
+    WriteTls,
 )
 from kvferry.operator.plan.context import PlanContext
 from kvferry.operator.plan.memory import Memory, begin_pass, remember
@@ -23,10 +24,13 @@ from kvferry.operator.plan.pool_plan import Plan, plan_pool
 from kvferry.operator.pool import names
 from kvferry.operator.pool.facts import ChildFacts, DeploymentFacts, PoolFacts, ScalerFacts, ServiceFacts
 from kvferry.operator.pool.spec import Json, Pool
+from kvferry.operator.pool.tls_state import data_of
 
 _INSTALLED = frozenset({POD_MONITOR, EXTENSION_POOL})
 _REPORTED = {"conditions": [{"type": "Ready", "reason": "Serving"}]}
 _VERSION = "1"
+_FAR = 1e12
+"""Expiry of simulated certificates, wall-clock seconds."""
 _CHILD = ChildFacts(_VERSION, "")
 
 
@@ -84,6 +88,10 @@ class SimulatedCluster:
                 return Done(action, stored)
             case CreateKeys():
                 return Done(action)  # The Secret exists, so that no pod is replaced for new keys.
+            case WriteTls(config=config, state=state):
+                self._apply(config)
+                signed = state.published("", 0.0).issued(0.0, _FAR, "")
+                return Done(action, {**config, "data": data_of(signed)})
             case CreateRecord(manifest=manifest):
                 facts.children[names.kind_of(manifest), manifest["metadata"]["name"]] = _CHILD
             case SetReplicas(name=name, replicas=replicas):

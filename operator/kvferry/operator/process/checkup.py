@@ -110,4 +110,9 @@ def judge_pool(pool: Mapping[str, Any]) -> Finding:
     for condition in warned:
         if condition["status"] == "True":
             return Finding("note", about, f"serves, but {condition['reason']}: {condition['message']}")
-    return Finding("ok", about, ready["message"])
+    certificates = told.get(Condition.CERTIFICATES_VALID)
+    if certificates is None:
+        return Finding("ok", about, f"{ready['message']}; calls between its pods are not encrypted (spec.tls)")
+    if certificates["status"] == "False":
+        return Finding("note", about, f"serves, but {certificates['reason']}: {certificates['message']}")
+    return Finding("ok", about, f"{ready['message']}; {certificates['message']}")

@@ -1,4 +1,4 @@
-"""Keys probe: checks that the Secrets with generated keys exist, by dry runs of their creation.
+"""Keys probe: checks that the Secrets with generated keys and certificates exist, by dry runs of their creation.
 
 The operator has no permission to read or to watch Secrets, so that it cannot be used to read those of other
 applications.
@@ -7,12 +7,13 @@ applications.
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 from kvferry.core.clock import Clock
 from kvferry.core.errors import KvferryError
 from kvferry.operator.api import KubeApi
 from kvferry.operator.pool import names
-from kvferry.operator.pool.facts import Key, PoolFacts, Store
+from kvferry.operator.pool.facts import Key, Store
 from kvferry.operator.pool.spec import Json
 
 _log = logging.getLogger(__name__)
@@ -20,6 +21,12 @@ _PERIOD_SECONDS = 3.0
 """Time in seconds within which every pool is checked once, unless there are too many pools."""
 _MIN_PAUSE_SECONDS = 0.05
 """Pause in seconds after each check, which bounds the load on the API server."""
+
+
+class Take(Protocol):
+    """Stores whether a Secret of a pool is missing; returns whether this changed."""
+
+    def __call__(self, key: Key, *, missing: bool) -> bool: ...
 
 
 class KeysProbe:
@@ -40,32 +47,34 @@ class KeysProbe:
         while True:
             begun = self._clock.monotonic()
             for key in self._store.pools():
-                if _has_generated_keys(self._store.facts(key)):
-                    await self._check(key)
+                for name, take in self._secrets(key):
+                    await self._check(key, name, take)
                     await asyncio.sleep(_MIN_PAUSE_SECONDS)
             await asyncio.sleep(max(_MIN_PAUSE_SECONDS, _PERIOD_SECONDS - (self._clock.monotonic() - begun)))
 
-    async def _check(self, key: Key) -> None:
+    def _secrets(self, key: Key) -> list[tuple[str, Take]]:
+        """Return the generated Secrets of a pool, and where the result of a check is stored; none before its first
+        reconcile, which creates them."""
+        facts = self._store.facts(key)
+        body = facts.body
+        if body is None or "deletionTimestamp" in body["metadata"] or not facts.children:
+            return []
+        found: list[tuple[str, Take]] = []
+        if not (body["spec"].get("tenancy") or {}).get("keysSecret"):
+            found.append((names.keys_secret(key.pool), self._store.take_keys))
+        if facts.tls is not None and facts.tls.issuer:
+            found.append((names.tls_object(key.pool), self._store.take_tls))
+        return found
+
+    async def _check(self, key: Key, name: str, take: Take) -> None:
         try:
-            missing = await asyncio.to_thread(self._api.would_create, _probe_of(key))
+            missing = await asyncio.to_thread(self._api.would_create, _probe_of(key, name))
         except KvferryError as error:
-            _log.warning("pool %s: cannot check its Secret: %s", key, error.message)
+            _log.warning("pool %s: cannot check its Secret %s: %s", key, name, error.message)
             return
-        if self._store.take_keys(key, missing=missing) and missing:
+        if take(key, missing=missing) and missing:
             self._enqueue(key)
 
 
-def _has_generated_keys(facts: PoolFacts) -> bool:
-    """Return whether the operator has generated a pool's keys; not before its first reconcile, which creates them."""
-    body = facts.body
-    if body is None or "deletionTimestamp" in body["metadata"] or not facts.children:
-        return False
-    return not (body["spec"].get("tenancy") or {}).get("keysSecret")
-
-
-def _probe_of(key: Key) -> Json:
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"namespace": key.namespace, "name": names.keys_secret(key.pool)},
-    }
+def _probe_of(key: Key, name: str) -> Json:
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"namespace": key.namespace, "name": name}}

@@ -93,8 +93,10 @@ class Workers:
             self._store.take_keys(
                 Key(body["metadata"]["namespace"], body["metadata"]["labels"][names.LABEL_POOL]), missing=False
             )
-        else:
-            self._store.take(names.kind_of(body), body, gone=False)
+            return
+        key, _ = self._store.take(names.kind_of(body), body, gone=False)
+        if key is not None and body["kind"] == "ConfigMap" and body["metadata"]["name"] == names.tls_object(key.pool):
+            self._store.take_tls(key, missing=False)  # it is written after the Secret with the certificates
 
     async def _reconcile(self, key: Key) -> None:
         facts = self._store.facts(key)

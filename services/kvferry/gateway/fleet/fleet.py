@@ -217,12 +217,15 @@ class Fleet:
         while not (member.has_left and not member.held):
             member.wake.clear()
             suspicions, answers = member.num_suspicions, member.num_answers
+            failure: grpc.aio.AioRpcError | None = None
             try:
                 status = await member.status(self._config.status_timeout_seconds)
             except (grpc.aio.AioRpcError, Unauthenticated) as error:
-                member.lost(
-                    error.message if isinstance(error, Unauthenticated) else await member.channels.failure(error)
-                )
+                if isinstance(error, Unauthenticated):
+                    member.lost(error.message)
+                else:
+                    failure = error
+                    member.lost(f"{error.code().name}: {error.details()}")
                 # A worker that still sends tokens is busy, not lost, even if its status is late.
                 silent_polls = silent_polls + 1 if member.num_answers == answers else 0
                 if silent_polls >= self._config.silent_polls:
@@ -237,6 +240,9 @@ class Fleet:
                 backoff, silent_polls = _FIRST_BACKOFF_SECONDS, 0
             self.num_polls += 1
             self._announce()
+            if failure is not None and (cause := await member.channels.tls_cause(failure)):
+                member.lost(cause)
+                self._announce()
             with suppress(TimeoutError):
                 # Not asyncio.wait_for: before Python 3.12 it can lose a cancellation that coincides with the event.
                 async with asyncio.timeout(delay):

@@ -24,12 +24,15 @@ def fleet_report(
     model_tokens: int,
     cache_map: CacheMap | None = None,
     flow: Mapping[str, object] | None = None,
+    certificate_not_after: float = 0.0,
 ) -> dict[str, Any]:
     """Build the JSON object that `GET /fleet` returns.
 
     Args:
         cache_map: adds the state of each worker's map.
         flow: adds the queue, from `gateway.admission.flow_report`.
+        certificate_not_after: end of the validity of the gateway's certificate for the pool, wall-clock seconds; 0
+            without pool TLS.
     """
     return {
         "gateway": gateway,
@@ -39,6 +42,7 @@ def fleet_report(
         "waking": {"detail": wake_failure},
         "handoffs": dict(handoffs),
         "model_tokens": model_tokens,
+        "pool_certificate_not_after": int(certificate_not_after),
         **({} if flow is None else {"flow": flow}),
         "workers": [_worker(view) | _map(view.endpoint.address, cache_map) for view in views],
     }

@@ -84,11 +84,9 @@ class WorkerChannels:
         for channel in (*opened, *(channel for each in replaced for channel in each.channels)):
             await channel.close(_CLOSE_SECONDS if politely else None)
 
-    async def failure(self, error: grpc.aio.AioRpcError) -> str:
-        """Return why a status poll failed, with the cause if TLS fails."""
-        details = f"{error.code().name}: {error.details()}"
+    async def tls_cause(self, error: grpc.aio.AioRpcError) -> str:
+        """Return why TLS fails after a failed status poll; empty if it does not."""
         if error.code() is not grpc.StatusCode.UNAVAILABLE or not may_be_tls(error.details() or ""):
-            return details
+            return ""
         files = None if self._tls is None else self._tls.files
-        cause = await asyncio.to_thread(refusal_cause, self._endpoint.admin_address, files)
-        return cause or details
+        return await asyncio.to_thread(refusal_cause, self._endpoint.admin_address, files)

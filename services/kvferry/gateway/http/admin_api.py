@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from kvferry.core.errors import InvalidRequest, KvferryError, shortened
 from kvferry.core.ids import RequestId
 from kvferry.gateway.dispatch.journal import MAX_LISTED, Journal
+from kvferry.gateway.http.answers import Ready
 from kvferry.gateway.http.client_api import error_response
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.page_files import PageFiles
@@ -37,6 +38,7 @@ _PATHS = (
     "POST /v1/load_lora_adapter",
     "POST /v1/unload_lora_adapter",
     "/health",
+    "/ready",
 )
 _DEFAULT_LISTED = 50
 """Number of requests in a list without `limit`."""
@@ -60,6 +62,8 @@ class AdminApi:
     """Removes an adapter, given its name, from all workers; returns the digest that it had by worker address."""
     overview: Callable[[], Mapping[str, object]]
     """Function that returns the body of `GET /debug/overview`."""
+    readiness: Callable[[], tuple[bool, Sequence[str]]]
+    """Function that returns whether requests are accepted, and notes about it."""
 
     def app(self) -> ASGIApp:
         """Create the ASGI application of the admin API."""
@@ -76,6 +80,7 @@ class AdminApi:
             Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/health", self._health, methods=["GET"]),
+            Route("/ready", self._ready, methods=["GET"]),
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _on_http_exception})
 
@@ -135,6 +140,10 @@ class AdminApi:
             return error_response(error)
         workers = [{"address": address, "digest": digest} for address, digest in changed.items()]
         return Response(openai_reply.encode({"workers": workers}), media_type=_JSON)
+
+    async def _ready(self, _request: Request) -> Response:
+        is_ready, why = self.readiness()
+        return Response(openai_reply.encode(Ready(is_ready, list(why))), 200 if is_ready else 503, media_type=_JSON)
 
     async def _health(self, _request: Request) -> Response:
         return Response(b'{"status":"alive"}', media_type=_JSON)

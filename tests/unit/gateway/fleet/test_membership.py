@@ -281,6 +281,7 @@ async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
         "gateway": "00ff",
         "handoffs": {"fetched": 3},
         "model_tokens": 512,
+        "pool_certificate_not_after": 0,
     }
     assert report["workers"][1] == {
         "name": worker.address,

@@ -8,6 +8,7 @@ from unit.operator.pools import pool
 from kvferry.operator.plan.actions import Problem
 from kvferry.operator.plan.rollout import Count, RoleState
 from kvferry.operator.plan.status import Observed, first_status, status_of, unreadable_status
+from kvferry.operator.plan.worker_reports import TlsSeen
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
 from kvferry.operator.pool.names import Condition
 
@@ -56,7 +57,13 @@ WITH_ADAPTER = {"adapters": [{"name": "support", "source": "/models/s", "digest"
 ASLEEP = [RoleState("prefill", 0, {}), RoleState("decode", 0, {})]
 NO_DECODE = [RoleState("prefill", 1, {"r": Count(1, 1)}), RoleState("decode", 0, {})]
 WAKES = {"roles": [{"name": "prefill"}, {"name": "decode", "scaling": {"mode": "External", "minReplicas": 0}}]}
+LATER = 1_000 * 86_400.0
 CASES = [
+    (Condition.CERTIFICATES_VALID, {}, ("", "")),
+    (Condition.CERTIFICATES_VALID, {"tls": TlsSeen("Managed", LATER, 0.0)}, ("True", "Valid")),
+    (Condition.CERTIFICATES_VALID, {"tls": TlsSeen("Secret", 6 * 86_400.0, 0.0)}, ("False", "Expiring")),
+    (Condition.CERTIFICATES_VALID, {"tls": TlsSeen("Managed", 10.0, 20.0)}, ("False", "Expired")),
+    (Condition.CERTIFICATES_VALID, {"tls": TlsSeen("Secret", 0.0, 20.0)}, ("Unknown", "NotReportedYet")),
     (Condition.READY, {}, ("True", "Serving")),
     (Condition.READY, {"gateway_ready": 0}, ("False", "NoGatewayPodReady")),
     (Condition.READY, {"waiting_for": "x"}, ("False", "NotAllReady")),
@@ -154,6 +161,13 @@ CASES = [
 def test_a_condition_says(condition, fields, said):
     spec = fields.get("spec")
     assert told(seen(spec, **{k: v for k, v in fields.items() if k != "spec"}), condition) == said
+
+
+def test_certificates_are_shown_in_the_status_with_a_remedy():
+    status = status_of(seen(tls=TlsSeen("Secret", 86_400.0, 0.0)), {}, "now")
+    assert status["tls"] == {"mode": "Secret", "notAfter": "1970-01-02T00:00:00Z"}
+    (entry,) = (entry for entry in status["conditions"] if entry["type"] == Condition.CERTIFICATES_VALID)
+    assert "spec.tls.secretName" in entry["message"]
 
 
 def test_a_role_names_its_devices_and_how_their_kv_is_transferred():

@@ -56,6 +56,7 @@ class _Page(msgspec.Struct):
     gateway: _Text = ""
     held: _Count = 0
     model_tokens: _Count = 0
+    pool_certificate_not_after: _Count = 0
     handoffs: Annotated[dict[_Text, _Count], msgspec.Meta(max_length=64)] = {}
 
 
@@ -74,7 +75,9 @@ def read_fleet(raw: bytes, at: float) -> FleetReport:
         raise ValueError(f"not a fleet report: {error}") from error
     handoffs = {outcome: page.handoffs[outcome] for outcome in _OUTCOMES if outcome in page.handoffs}
     workers = tuple(_report(worker) for worker in page.workers)
-    return FleetReport(at, workers, page.held, handoffs, page.gateway, page.model_tokens)
+    return FleetReport(
+        at, workers, page.held, handoffs, page.gateway, page.model_tokens, page.pool_certificate_not_after
+    )
 
 
 def _report(worker: _Worker) -> WorkerReport:
