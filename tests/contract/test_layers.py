@@ -31,6 +31,16 @@ VIOLATIONS = [
     ),
     ("Only the edges speak gRPC", "services/kvferry/engine/llm.py", "import grpc.aio"),
     ("Only the edges speak gRPC", "services/kvferry/kv/registry.py", "from google.protobuf import message"),
+    (
+        "Only the exporter of traces knows OpenTelemetry",
+        "services/kvferry/gateway/tracing/sample_trace.py",
+        "import opentelemetry.trace",
+    ),
+    (
+        "Bodies and answers are made without the fleet",
+        "services/kvferry/gateway/http/fields/strict.py",
+        "import kvferry.gateway.fleet.fleet",
+    ),
     ("The control plane carries no tensors", "services/kvferry/gateway/fleet/fleet.py", "import torch.nn"),
     ("Decisions are pure", "services/kvferry/engine/plan/scheduler.py", "import threading"),
     ("Decisions are pure", "services/kvferry/kv/handoff/offers.py", "def now():\n    import asyncio"),

@@ -12,6 +12,7 @@ import click
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.process import config, logs
 from kvferry.core.settings import Resolved, Setting, boolean, resolve
+from kvferry.core.traces.spans import TraceSettings
 
 if TYPE_CHECKING:
     from kvferry.rpc.tls.certificate_files import CertificateFiles
@@ -115,6 +116,15 @@ def pool_tls_files(values: Values) -> "CertificateFiles | None":
         flags = " and ".join("--" + name.replace("_", "-") for name in missing)
         raise UsageError(f"TLS of a pool needs a certificate, its key and the CA; set {flags} too", field=missing[0])
     return CertificateFiles(*(Path(values[name]) for name in names))
+
+
+def traces_of(values: Values) -> TraceSettings | None:
+    """Return where traces are sent; `None` for no traces.
+
+    Raises:
+        UsageError: the URL is invalid.
+    """
+    return TraceSettings(values["otlp"], values["trace_sample"]) if values["otlp"] else None
 
 
 class reported:  # noqa: N801  lower case, since it is used like a keyword: `with reported():`

@@ -4,7 +4,7 @@ from kvferry.cli.engine_options import ADAPTERS as ADAPTERS
 from kvferry.cli.engine_options import ENGINE as ENGINE
 from kvferry.cli.engine_options import TIERS as TIERS
 from kvferry.cli.engine_options import VERIFY_KV as VERIFY_KV
-from kvferry.core.settings import Setting, seconds, size_bytes, whole
+from kvferry.core.settings import Setting, part, seconds, size_bytes, whole
 from kvferry.gateway.config import POLICIES
 from kvferry.model.text.answers.formats import AUTO, CALL_PARSERS, REASONING_PARSERS
 
@@ -113,6 +113,17 @@ POLICY = Setting(
     "round-robin, least-loaded, random: without regard to caches.",
     choices=POLICIES,
 )
+TRACES = (
+    Setting(
+        "otlp", "", "URL of a collector of traces, OTLP over HTTP, for example http://127.0.0.1:4318; default: none."
+    ),
+    Setting(
+        "trace_sample",
+        1.0,
+        "Share of the requests that are traced where the client does not decide, from 0 to 1; 0 turns traces off.",
+        parse=part,
+    ),
+)
 PROBE_KEY = Setting(
     "probe_key",
     "",
@@ -193,6 +204,7 @@ WORKER = (
         parse=seconds(0.1, 600),
     ),
     Setting("lease_seconds", 30.0, "Lease on claimed KV in seconds; the reader renews it.", parse=seconds(0.1, 600)),
+    *TRACES,
     DRAIN,
 )
 
@@ -235,6 +247,7 @@ GATEWAY = (
     Setting("max_streams", 1024, "Maximum samples in flight; further requests wait.", parse=whole(1, 1 << 20)),
     *QUEUE,
     Setting("request_timeout", 600.0, "Maximum seconds per request.", parse=seconds(1, 86400)),
+    *TRACES,
     LINGER,
     DRAIN,
 )
@@ -301,5 +314,6 @@ UP = (
     KV_PREFETCH,
     UP_TLS,
     *TICKET_KEY,
+    *TRACES,
     DRAIN,
 )

@@ -165,6 +165,14 @@ def share(text: str) -> float:
     return number
 
 
+def part(text: str) -> float:
+    """Parse a share from 0 to 1."""
+    number = float(text)
+    if not 0 <= number <= 1:  # also rejects NaN
+        raise ValueError("must be from 0 to 1")
+    return number
+
+
 def device_name(text: str) -> str:
     """Parse `auto`, `cpu`, `cuda` or `cuda:N`."""
     name, colon, number = text.partition(":")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from kvferry.core.errors import UsageError
+from kvferry.core.traces.spans import TraceSettings
 
 if TYPE_CHECKING:  # rooms of pure decisions import this module
     from kvferry.rpc.tls.certificate_files import CertificateFiles
@@ -237,6 +238,8 @@ class GatewayConfig:
     cache_map: CacheMapConfig = field(default_factory=CacheMapConfig)
     tenant_key: bytes = b""
     """Key of the workers' block hashes; see `DispatchConfig.tenant_key`."""
+    traces: TraceSettings | None = None
+    """Where traces are sent; `None` for no traces."""
     hold: HoldConfig = field(default_factory=HoldConfig)
     """Limits on held requests; used only if `fleet.pool` is set."""
     linger_seconds: float = 0.0

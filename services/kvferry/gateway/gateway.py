@@ -34,6 +34,7 @@ from kvferry.gateway.http.tls import Certificate
 from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.routing.holding import Holding
 from kvferry.rpc.channel import MAX_CLIENT_MESSAGE_BYTES
+from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.server import MAX_CONNECTIONS, RpcServer, start_server
 from kvferry.rpc.text.constraint_check import ConstraintCheck
 from kvferry.rpc.text.inference import inference_service
@@ -118,6 +119,7 @@ class Gateway:
             gate=None if pool is None else self.gate,
             cache_map=self.cache_map,
         )
+        self._tracer = open_tracer(config.traces, "kvferry-gateway", self._incarnation, clock)
         adapters = AdapterChanges(self.fleet)
         self.service = TextService(
             self.dispatcher,
@@ -130,6 +132,7 @@ class Gateway:
             adapters=adapters.served,
             vectors=self.dispatcher,
             admission=self.gate,
+            tracer=lambda: self._tracer,
         )
         self.client_api = ClientApi(
             self.service,
@@ -253,6 +256,8 @@ class Gateway:
         await self.fleet.stop()
         if self._pool is not None:
             self._pool.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _stop_tasks(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         for task in tasks:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import UsageError
+from kvferry.core.traces.spans import TraceSettings
 from kvferry.engine.settings import EngineSettings
 from kvferry.kv.handoff.offers import OfferTimes
 from kvferry.model.requests.answer_forms import AnswerParsers
@@ -54,6 +55,8 @@ class WorkerConfig:
     """File with a list of adapters (`workers.adapters.adapter_list`), followed while serving; empty: none."""
     adapter_folder: str = ""
     """Folder below which adapters may be loaded while serving; empty refuses that."""
+    traces: TraceSettings | None = None
+    """Where traces are sent; `None` for no traces."""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)
     """How answers are parsed by the Inference service of role `both`."""
 

@@ -7,6 +7,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.errors import InvalidRequest, Unavailable, UnknownModel, shortened
 from kvferry.core.hashing import ADAPTER_DIGEST_CHARS, SALT_DIGEST_CHARS
 from kvferry.core.ids import Incarnation, RequestId, WorkerId
+from kvferry.core.traces.spans import Tracer
 from kvferry.engine.engine_loop import EngineLoop
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.v1 import common_pb2
@@ -41,6 +42,8 @@ class WorkerContext:
     worker_id: WorkerId = _UNBOUND
     address: str = ""
     """`host:port` under which peers reach this worker's services."""
+    tracer: Tracer | None = None
+    """Traces the calls whose callers trace them; `None` if traces are off."""
     ready: bool = False
     """Whether the warm-up has produced a token."""
     draining: bool = False

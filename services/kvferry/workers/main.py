@@ -20,8 +20,10 @@ from typing import NoReturn
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.ids import new_incarnation
+from kvferry.core.traces.spans import Tracer
 from kvferry.engine.build import LoadedModel, load_model
 from kvferry.engine.tensors.device import CPU
+from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.server import RpcServer
 from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.workers.config import WorkerConfig
@@ -71,6 +73,7 @@ class _Process:
         self._page: MetricsPage | None = None
         self._health: RpcServer | None = None
         self._renewing: asyncio.Task[None] | None = None
+        self._tracer: Tracer | None = None
         self.stop = asyncio.Event()
 
     def signalled(self) -> None:
@@ -88,10 +91,14 @@ class _Process:
     async def start(self, places: list[UnitEndpoint]) -> None:
         """Load the model, bind all ports and warm up."""
         begun = self._clock.monotonic()
-        tls = None if self._config.pool_tls is None else PoolTls(self._config.pool_tls, is_worker=True)
-        model = await asyncio.to_thread(_load, self._config)
+        config = self._config
+        name = config.worker_id or places[0].listen
+        self._tracer = open_tracer(config.traces, f"kvferry-{config.role}", name, self._clock)
+        tls = None if config.pool_tls is None else PoolTls(config.pool_tls, is_worker=True)
+        model = await asyncio.to_thread(_load, config)
         for place in places:
-            unit = await _start_unit(self._config, place, model, self._clock, self.fail, tls)
+            unit = await _start_unit(config, place, model, self._clock, self.fail, tls)
+            unit.context.tracer = self._tracer
             self._units.append(unit)  # one after the other, so that the units already started are stopped if one fails
         addresses = _addresses(self._units)
         if tls is not None:
@@ -119,6 +126,8 @@ class _Process:
             self._renewing.cancel()
         if self._health is not None:
             await self._health.stop(0)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
 

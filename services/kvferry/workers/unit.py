@@ -365,6 +365,7 @@ class WorkerUnit:
             constraints=self._constraints,
             adapters=lambda: [info.adapter for info in self._loop.adapters if info.retired_until is None],
             vectors=source,
+            tracer=lambda: self.context.tracer,
         )
         return [*makers["prefill"], *makers["decode"], pages, feed, inference_service(text)]
 

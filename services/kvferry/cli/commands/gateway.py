@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kvferry.cli import settings
-from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
+from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
 from kvferry.core.process.config import silence_grpc
@@ -94,6 +94,7 @@ def command(values: Values) -> None:
         probe_key=values["probe_key"],
         tenants_file=Path(values["tenants"]) if values["tenants"] else None,
         drain_seconds=values["drain_seconds"],
+        traces=traces_of(values),
     )
 
     def listening(bound: Listening) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from kvferry.cli import settings
-from kvferry.cli.options import Values, print_json, read_key, with_settings
+from kvferry.cli.options import Values, print_json, read_key, traces_of, with_settings
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
@@ -39,6 +39,10 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
     if "drain_seconds" in has:
         worker_flags += ["--drain-seconds", str(values["drain_seconds"])]
         gateway_flags += ["--drain-seconds", str(values["drain_seconds"])]
+    if "otlp" in has and traces_of(values) is not None:
+        for setting in settings.TRACES:
+            worker_flags += [setting.flag, str(values[setting.name])]
+            gateway_flags += [setting.flag, str(values[setting.name])]
     if "kv_prefetch_tokens" in has:
         gateway_flags += ["--kv-prefetch-tokens", str(values["kv_prefetch_tokens"])]
     if "policy" in has:

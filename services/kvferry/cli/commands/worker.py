@@ -7,7 +7,7 @@ import click
 
 from kvferry.cli import settings
 from kvferry.cli.engine_settings import engine_settings
-from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
+from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.process.config import silence_grpc
 from kvferry.core.process.open_files import raise_open_files
@@ -57,6 +57,7 @@ def command(values: Values) -> None:
         adapter_folder=values["adapter_folder"],
         adapters_file=values["adapters_file"],
         drain_seconds=values["drain_seconds"],
+        traces=traces_of(values),
         parsers=AnswerParsers(values["tool_call_parser"], values["reasoning_parser"]),
     )
     places = [UnitEndpoint("prefill" if role == "split" else role, values["listen"], values["admin"])]

@@ -26,6 +26,7 @@ from kvferry.core.errors import (
 )
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import FinishReason
+from kvferry.core.traces.spans import current_span
 from kvferry.gateway.admission.flow_gate import FlowGate
 from kvferry.gateway.cache_map.cache_map import CacheMap
 from kvferry.gateway.config import DispatchConfig
@@ -45,6 +46,8 @@ from kvferry.gateway.instruments import Instruments
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.lifecycle.sample_run import SampleRun, Verdict, judge
 from kvferry.gateway.routing.policies import RoutingPolicies
+from kvferry.gateway.routing.routes import Route
+from kvferry.gateway.tracing.sample_trace import NO_TRACE, NoTrace, SampleTrace
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc.text.token_source import TokenEvent, TokenRequest, Vector
 
@@ -118,7 +121,7 @@ class Dispatcher:
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         """Generate one sample's tokens; see `rpc.text.token_source.TokenSource.stream`."""
-        run = SampleRun(request)
+        run = SampleRun(request, trace=self._trace(request))
         with self._open(run):
             async with aclosing(self._serve(run)) as events:
                 async for event in events:
@@ -127,14 +130,26 @@ class Dispatcher:
     async def pool(self, request: TokenRequest, params: PoolingParams) -> Vector:
         """Compute the vector of a prompt; see `rpc.text.token_source.VectorSource.pool`. A call that lost its worker is
         repeated on another one."""
-        run = SampleRun(request, pooling=params)
+        run = SampleRun(request, pooling=params, trace=self._trace(request))
         with self._open(run):
             while True:
                 try:
-                    route = self._routes.select(run, self._ending.drop_ticket)
+                    route = self._route(run)
                     return await self._calls.pool(run, params, route.decode, self._remaining(run))
                 except WorkerLost as lost:
                     await self._recover(run, lost)
+
+    def _trace(self, request: TokenRequest) -> NoTrace:
+        span = current_span()
+        if span is None:
+            return NO_TRACE
+        return SampleTrace(span, "sample", request.sample_index, self._clock.monotonic())
+
+    def _route(self, run: SampleRun) -> Route:
+        begun = self._clock.monotonic()
+        route = self._routes.select(run, self._ending.drop_ticket)
+        run.trace.routed(begun, route)
+        return route
 
     @contextmanager
     def _open(self, run: SampleRun) -> Iterator[None]:
@@ -156,6 +171,13 @@ class Dispatcher:
             self._ending.end(run, Event.CANCEL)
             self._records.arrived(run)
             self.journal.add(run)
+            counts = {
+                "gen_ai.usage.input_tokens": len(run.request.token_ids),
+                "gen_ai.usage.output_tokens": len(run.emitted),
+                "kvferry.cached_tokens": run.num_cached_tokens,
+                "kvferry.resumed": run.timing.resumed,
+            }
+            run.trace.end(run.state.value, run.last_error, counts)
             self._instruments.streams_open.dec()
             self.open_streams -= 1
             if self.open_streams == 0:
@@ -183,7 +205,7 @@ class Dispatcher:
                 if run.is_complete:
                     yield self._complete(run)
                     return
-                route = self._routes.select(run, self._ending.drop_ticket)
+                route = self._route(run)
                 remaining = self._remaining(run)
                 steps = (
                     self._calls.decode(run, route.decode, remaining)
@@ -221,6 +243,7 @@ class Dispatcher:
             KvferryError: the error is final, or the retries are exhausted.
         """
         error, address = lost.error, lost.address
+        run.trace.lost(error, address, len(run.emitted))
         if run.state in (State.PREFILLING, State.FETCHING, State.DECODING):
             run.on(Event.LOSE)
         verdict = judge(error)

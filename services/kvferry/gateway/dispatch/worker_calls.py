@@ -61,9 +61,13 @@ class WorkerCalls:
         made_by = pick.replica
         unheard = SealedTicket(request.ticket_id, b"", address, made_by.fingerprint, made_by.family)
         run.time(prefill_worker=pick.replica.worker_id)
-        with self._fleet.hold(address) as held, self._kv_prefetches.running(run, route, request.ticket_id):
+        with (
+            self._fleet.hold(address) as held,
+            self._kv_prefetches.running(run, route, request.ticket_id),
+            run.trace.call("prefill", pick) as metadata,
+        ):
             run.on(Event.CALL_PREFILL)
-            call = held.watch(self._fleet.prefill(address).Run(request, timeout=remaining))
+            call = held.watch(self._fleet.prefill(address).Run(request, timeout=remaining, metadata=metadata))
             try:
                 answer = await call
             except grpc.aio.AioRpcError as error:
@@ -97,9 +101,10 @@ class WorkerCalls:
         """Compute the vector of the sample's prompt on `pick`; the sample ends in state DONE."""
         address = pick.replica.address
         run.time(prefill_worker=pick.replica.worker_id)
-        with self._fleet.hold(address) as held:
+        with self._fleet.hold(address) as held, run.trace.call("pool", pick) as metadata:
             run.on(Event.CALL_PREFILL)
-            call = held.watch(self._fleet.prefill(address).Pool(calls.pool_request(run, params), timeout=remaining))
+            request = calls.pool_request(run, params)
+            call = held.watch(self._fleet.prefill(address).Pool(request, timeout=remaining, metadata=metadata))
             try:
                 answer = await call
             except grpc.aio.AioRpcError as error:
@@ -124,9 +129,9 @@ class WorkerCalls:
             run.ticket = replace(run.ticket, deliveries=run.ticket.deliveries + 1)
         run.time(decode_worker=pick.replica.worker_id)
         output = _Output(self._clock, self._records.running(address))
-        with self._fleet.hold(address) as held:
+        with self._fleet.hold(address) as held, run.trace.call("decode", pick) as metadata:
             run.on(Event.CALL_DECODE)
-            call = held.watch(self._fleet.decode(address).Run(request, timeout=remaining))
+            call = held.watch(self._fleet.decode(address).Run(request, timeout=remaining, metadata=metadata))
             try:
                 async for answer in call:
                     held.note_answer()
@@ -143,6 +148,7 @@ class WorkerCalls:
                         self._turns.remember(run, address, answer.cached_ticket, answer.num_cached_ticket_tokens)
                         self._ending.end(run, Event.FINISH)
                         self._releases.settle(call)
+                        run.trace.answered()
                     yield event
                     if finish is not None:
                         return
@@ -188,6 +194,7 @@ class WorkerCalls:
             handoff_blocks=handoff.num_blocks,
             handoff_bytes=handoff.num_bytes,
         )
+        run.trace.handed_off(run.timing)
         if handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED:
             self._instruments.handoff_seconds.observe(handoff.seconds)
             if run.ticket is not None:

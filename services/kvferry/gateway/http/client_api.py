@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +25,7 @@ from kvferry.core.errors import (
     shortened,
 )
 from kvferry.core.ids import RequestId, new_request_id
+from kvferry.core.traces.spans import TRACEPARENT, TRACESTATE, Span, TraceContext, Tracer, use_span
 from kvferry.gateway.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.answers import Alive, Ready
@@ -43,6 +45,8 @@ _log = logging.getLogger(__name__)
 _DEBUG_HEADER = "x-kvferry-kv"
 """Request header, any value. The same header of the response describes the source of the prompt's KV and the estimated
 cost of loading and computing it."""
+_COMPUTING_PATHS = frozenset(op.path for op in OPERATIONS if op.is_computed)
+"""Paths whose requests are traced."""
 _KNOWN_PATHS = frozenset(op.path for op in OPERATIONS if "{" not in op.path)
 
 
@@ -88,7 +92,7 @@ class ClientApi:
             HTTPException: _on_http_exception,
             Exception: _on_unexpected,
         }
-        return _Edge(Starlette(routes=routes, exception_handlers=failures), self.instruments)
+        return _Edge(Starlette(routes=routes, exception_handlers=failures), self.instruments, self.service)
 
     def caller(self, request: Request) -> Caller:
         """Return the caller of `request`: request id, tenant, time of arrival.
@@ -220,11 +224,12 @@ async def _rest(events: AsyncGenerator[bytes, None], send: Send) -> bytes:
 
 
 class _Edge:
-    """ASGI wrapper: assigns the request id, counts each response, keeps stack traces out of responses."""
+    """ASGI wrapper: assigns the request id, traces and counts each response, keeps stack traces out of responses."""
 
-    def __init__(self, inner: ASGIApp, instruments: Instruments) -> None:
+    def __init__(self, inner: ASGIApp, instruments: Instruments, service: TextService) -> None:
         self._inner = inner
         self._instruments = instruments
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -233,12 +238,16 @@ class _Edge:
         request_id, refusal = _request_id(scope)
         scope["kvferry.request_id"] = request_id
         status = 0
+        tracer = self._service.tracer()
+        span = None if tracer is None else _begin_span(tracer, scope, request_id, self._service.clock.monotonic())
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if span is not None:
+                    message["headers"].append((b"traceresponse", span.context.traceparent.encode()))
             await send(message)
 
         try:
@@ -251,6 +260,26 @@ class _Edge:
         finally:
             path = scope["path"] if scope["path"] in _KNOWN_PATHS else "other"
             self._instruments.requests.labels(path, str(status)).inc()
+            if span is not None:
+                span.set({"http.response.status_code": status})
+                span.end("" if 0 < status < 500 else f"status_{status}" if status else "cancelled")
+
+
+def _begin_span(tracer: Tracer, scope: Scope, request_id: RequestId, now: float) -> Span | None:
+    """Begin the span of a request that computes, and make it the current one; `None` if it is not traced."""
+    path = scope["path"]
+    if path not in _COMPUTING_PATHS:
+        return None
+    headers = Headers(scope=scope)
+    parent = TraceContext.parse(headers.get(TRACEPARENT), headers.get(TRACESTATE))
+    attributes = {
+        "http.request.method": scope["method"],
+        "http.route": path,
+        "kvferry.request_id": request_id,
+    }
+    span = tracer.begin(f"{scope['method']} {path}", parent, now, attributes)
+    use_span(span)  # uvicorn gives each request a task of its own
+    return span
 
 
 def _request_id(scope: Scope) -> tuple[RequestId, InvalidRequest | None]:

@@ -22,6 +22,7 @@ from kvferry.gateway.estimates.commitments import Commitment
 from kvferry.gateway.lifecycle.obligations import MACHINE, Event, State
 from kvferry.gateway.routing.prompt_names import PromptNames
 from kvferry.gateway.routing.route_notes import RouteNote
+from kvferry.gateway.tracing.sample_trace import NO_TRACE, NoTrace
 from kvferry.model.requests.pooling import PoolingParams
 from kvferry.rpc.text.token_source import KvReport, Timing, TokenEvent, TokenRequest
 
@@ -100,6 +101,8 @@ class SampleRun:
     """Set if a vector of the prompt is computed instead of tokens."""
     names: PromptNames = field(default_factory=PromptNames)
     """Hashes of the blocks of `token_ids`."""
+    trace: NoTrace = NO_TRACE
+    """Records the sample's phases, if its request is traced."""
     commitment: Commitment | None = None
     """Dispatched work that its workers' statuses do not show yet."""
 
@@ -152,6 +155,7 @@ class SampleRun:
                 self.time(first_token_seconds=now - self.request.arrived)
             elif self.failures:
                 self.time(resumed=self.timing.resumed + 1)
+                self.trace.resumed(len(self.emitted))
             self.emitted.extend(token.token_id for token in tokens)
             self.failures = self.failed_steps = 0
             self.excluded.clear()

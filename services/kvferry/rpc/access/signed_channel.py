@@ -1,6 +1,6 @@
 """Channels whose calls carry the token of the calling process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,15 @@ class _SignedChannel:
         return self._signed(method, self._channel.unary_stream(method, *args, **options))
 
     def _signed(self, method: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(call, metadata=self._signer.metadata(method, self._address))
+        token = self._signer.metadata(method, self._address)
+        plain = partial(call, metadata=token)
+
+        def signed_call(*args: Any, metadata: Sequence[tuple[str, str]] | None = None, **options: Any) -> Any:
+            if metadata is None:
+                return plain(*args, **options)
+            return call(*args, metadata=(*token, *metadata), **options)
+
+        return signed_call
 
 
 def signed(channel: grpc.aio.Channel, signer: CallSigner, address: str) -> grpc.aio.Channel:

@@ -1,14 +1,15 @@
 """The `Inference` service on top of a token source, used by gateways and by workers of role `both`."""
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from kvferry.core.errors import InvalidRequest
+from kvferry.core.errors import InvalidRequest, KvferryError
 from kvferry.core.ids import RequestId, new_request_id
 from kvferry.core.sampling import SamplingParams
+from kvferry.core.traces.spans import context_of, use_span
 from kvferry.rpc import wire
 from kvferry.rpc.calls import request_id_of
 from kvferry.rpc.server import Service
@@ -63,9 +64,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         if checked.sampling.constraint is not None:
             await self._text.check(checked.sampling.constraint)
-        async with aclosing(self._text.generate(checked)) as chunks:
-            async for chunk in chunks:
-                yield chunk_to_wire(checked.request_id, chunk)
+        with self._traced("Generate", checked.request_id, arrived, context):
+            async with aclosing(self._text.generate(checked)) as chunks:
+                async for chunk in chunks:
+                    yield chunk_to_wire(checked.request_id, chunk)
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -122,7 +124,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             deadline=None if remaining is None else arrived + remaining,
             held_bytes=request.ByteSize(),
         )
-        return vectors_to_wire(request_id, await embedding.embed(self._text, asked))
+        with self._traced("Embed", request_id, arrived, context):
+            return vectors_to_wire(request_id, await embedding.embed(self._text, asked))
+
+    @contextmanager
+    def _traced(self, method: str, request_id: RequestId, arrived: float, context: Context) -> Iterator[None]:
+        """Trace the call for the length of the `with` block; gRPC gives each call a task of its own."""
+        tracer = self._text.tracer()
+        if tracer is None:
+            yield
+            return
+        attributes = {"rpc.system": "grpc", "rpc.method": method, "kvferry.request_id": request_id}
+        parent = context_of(context.invocation_metadata())
+        span = tracer.begin(f"{SERVICE_NAME}/{method}", parent, arrived, attributes)
+        use_span(span)
+        failure = "cancelled"
+        try:
+            yield
+            failure = ""
+        except KvferryError as error:
+            failure = error.reason.lower()
+            raise
+        finally:
+            if span is not None:
+                span.end(failure)
 
     def _admit(self, model: str, context: Context) -> str:
         """Check the API key, the model name and the tenant's access to it; return the caller's tenant."""

@@ -10,6 +10,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.constraint import Constraint
 from kvferry.core.hashing import cache_scope
 from kvferry.core.ids import AdapterId
+from kvferry.core.traces.spans import Tracer, current_span
 from kvferry.model.requests.prompt_parameters import check_prompt_logprobs, kept_prompt
 from kvferry.rpc.admission import Admission, Work
 from kvferry.rpc.text import prompts
@@ -55,6 +56,9 @@ class TextService:
     """Computes pooled vectors; `None` if they are not served."""
     admission: Admission | None = None
     """Decides which requests may start, and when; `None` starts all at once."""
+
+    tracer: Callable[[], Tracer | None] = lambda: None
+    """Function that returns the tracer of this process; `None` if requests are not traced."""
 
     def check_access(self, tenant: str, model: str) -> None:
         """Check that a tenant may use a model.
@@ -176,7 +180,11 @@ class TextService:
             max_tokens=first.sampling.max_tokens or 0,
             held_bytes=sum(request.held_bytes for request in requests),
         )
+        span = current_span()
+        begun = 0.0 if span is None else self.clock.monotonic()
         async with admission.enter(work) as slot:
+            if span is not None:
+                span.phase("queue", begun, attributes={"kvferry.priority": slot.priority})
             if slot.queued_seconds or slot.priority != first.priority:
                 changes: dict[str, Any] = {"queued_seconds": slot.queued_seconds, "priority": slot.priority}
                 requests = [replace(request, **changes) for request in requests]

@@ -20,6 +20,7 @@ from kvferry.rpc import wire
 from kvferry.rpc.access.hosts import is_host
 from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.v1 import decode_pb2, decode_pb2_grpc
+from kvferry.workers.call_trace import call_trace
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_prefetch import KvPrefetcher
 from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
@@ -121,10 +122,20 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         )
         clock = self._context.clock
         arrived, started = clock.monotonic(), None
+        trace = call_trace(
+            self._context.tracer,
+            context,
+            "kvferry.v1.Decode/Run",
+            "decode",
+            clock,
+            request.request_id,
+            self._context.connector,
+        )
         try:
-            with stream:
+            with stream, trace:
                 async for item in stream:
                     items = [item, *stream.take_ready()]
+                    trace.add(items)
                     if started is None and any(i.is_started for i in items):
                         started = clock.monotonic()
                         await context.send_initial_metadata(STARTED_METADATA)

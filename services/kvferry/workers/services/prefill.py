@@ -18,6 +18,7 @@ from kvferry.rpc import wire
 from kvferry.rpc.calls import STARTED_METADATA
 from kvferry.rpc.text.vector_wire import pooling_from_wire
 from kvferry.v1 import prefill_pb2, prefill_pb2_grpc
+from kvferry.workers.call_trace import call_trace
 from kvferry.workers.context import WorkerContext, sequence_id
 from kvferry.workers.handoff.kv_report import PEER, KvReportBuilder
 from kvferry.workers.handoff.offer_desk import OfferDesk
@@ -71,9 +72,14 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         )
         kv_report = KvReportBuilder(self._context.worker_id)
         is_started = False
-        with stream, self._following.computing(request.ticket_id):
+        own = self._context
+        trace = call_trace(
+            own.tracer, context, "kvferry.v1.Prefill/Run", "compute", own.clock, request.request_id, own.connector
+        )
+        with stream, trace, self._following.computing(request.ticket_id):
             async for item in stream:
                 kv_report.add(item)
+                trace.add((item,))
                 if item.is_started and not is_started:
                     is_started = True
                     await context.send_initial_metadata(STARTED_METADATA)

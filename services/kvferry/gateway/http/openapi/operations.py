@@ -65,6 +65,11 @@ class Operation:
     status: int = 200
 
     @property
+    def is_computed(self) -> bool:
+        """Whether workers compute the answer."""
+        return DeadlinePassed in self.errors
+
+    @property
     def has_key(self) -> bool:
         """Whether the route checks the API key."""
         return Unauthenticated in self.errors
