@@ -77,7 +77,7 @@ async def found(url: str, folder: Path, *arguments: str) -> str:
 
 
 async def test_quick(url: str, tmp_path: Path) -> None:
-    report = await found(url, tmp_path, "--phases", "examples,fuzzing,stateful", "-n", "10", "--seed", "1")
+    report = await found(url, tmp_path, "--phases", "examples,fuzzing,stateful", "-n", "6", "--seed", "1")
     assert not report, report
 
 

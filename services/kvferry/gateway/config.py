@@ -190,6 +190,16 @@ class FlowConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bounds of the responses that are kept."""
+
+    tenant_bytes: int = 32 << 20
+    total_bytes: int = 256 << 20
+    seconds: float = 3600.0
+    """Time since its last use after which a response is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
 class HttpConfig:
     """Settings of the OpenAI-compatible HTTP API."""
 
@@ -202,6 +212,8 @@ class HttpConfig:
     """Time limit in seconds for receiving a request's body."""
     max_prompts: int = 64
     """Maximum number of prompts in one completions request; each prompt has `n` samples."""
+    kept_responses: StoreLimits | None = field(default_factory=StoreLimits)
+    """Bounds of the responses that are kept for `previous_response_id`; `None` keeps none."""
     api_keys_file: Path | None = None
     """File with one `key tenant` pair per line; `None` disables authentication, and all requests use the default
     tenant."""

@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -29,12 +28,15 @@ from kvferry.core.traces.spans import TRACEPARENT, TRACESTATE, Span, TraceContex
 from kvferry.gateway.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.answers import Alive, Ready
+from kvferry.gateway.http.event_stream import send_events
 from kvferry.gateway.http.openai import api as openai_api
 from kvferry.gateway.http.openai import reply as openai_reply
-from kvferry.gateway.http.openai.api import Caller, Generation
+from kvferry.gateway.http.openai.api import Caller
 from kvferry.gateway.http.openapi.document import openapi_document
 from kvferry.gateway.http.openapi.operations import OPERATIONS
 from kvferry.gateway.http.request_body import JSON, BodyBudget, BufferedBody, check_media, read_body
+from kvferry.gateway.http.responses.routes import ResponseRoutes
+from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
 from kvferry.gateway.http.unary.routes import ANSWERS, UnaryRoute, while_connected
 from kvferry.gateway.instruments import Instruments
@@ -73,9 +75,16 @@ class ClientApi:
 
     def app(self) -> ASGIApp:
         """Create the ASGI application of the client API."""
+        limits = self.config.kept_responses
+        store = None if limits is None else ResponseStore(limits, self.service.clock)
+        responses = ResponseRoutes(self, store)
         handlers: dict[str, Any] = {
             "createChatCompletion": _Generate(self, is_chat=True),
             "createCompletion": _Generate(self, is_chat=False),
+            "createResponse": responses.create,
+            "retrieveResponse": responses.retrieve,
+            "deleteResponse": responses.delete,
+            "listResponseItems": responses.input_items,
             "listModels": self._models,
             "retrieveModel": self._model,
             "explainRequest": self._explain,
@@ -194,33 +203,18 @@ class _Generate:
             generation = await (while_connected(receive, reading) if large else reading)
             del body, reading  # a request that waits for room holds only its tokens
         if generation.stream:
-            await while_connected(receive, _stream(generation, send))
+            events = openai_api.events(generation)
+            sending = send_events(events, send, end=b"data: [DONE]\n\n", failed=_last_event)
+            await while_connected(receive, sending)
         else:
             whole, timing = await while_connected(receive, openai_api.answer(generation))
             headers = {_DEBUG_HEADER: openai_reply.kv_line(timing)} if _DEBUG_HEADER in request.headers else None
             await Response(whole, headers=headers, media_type=JSON)(scope, receive, send)
 
 
-async def _stream(generation: Generation, send: Send) -> None:
-    async with aclosing(openai_api.events(generation)) as events:
-        # Wait for the first event before sending a status, so that a rejected request gets an ordinary error response.
-        first = await anext(events)
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
-        end = await _rest(events, send)
-    await send({"type": "http.response.body", "body": end, "more_body": False})
-
-
-async def _rest(events: AsyncGenerator[bytes, None], send: Send) -> bytes:
-    """Send the remaining events and return the final bytes of the body."""
-    try:
-        async for event in events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-    except KvferryError as error:
-        # The status was already sent: the error is the last event, without [DONE].
-        return b"data: " + openai_reply.error_body(error) + b"\n\n"
-    return b"data: [DONE]\n\n"
+def _last_event(error: KvferryError) -> bytes:
+    """Return the last event of a stream that failed, which has no [DONE]."""
+    return b"data: " + openai_reply.error_body(error) + b"\n\n"
 
 
 class _Edge:

@@ -102,7 +102,7 @@ async def prepare_chat(service: TextService, caller: Caller, body: bytes) -> Gen
         InvalidRequest: a field is invalid or not implemented.
         UnknownModel: this gateway serves a different model.
     """
-    return await _prepared(service, caller, await service.read(read_chat, len(body), body), is_chat=True)
+    return await prepared(service, caller, await service.read(read_chat, len(body), body), is_chat=True)
 
 
 async def prepare_completion(service: TextService, caller: Caller, body: bytes, max_prompts: int) -> Generation:
@@ -113,7 +113,7 @@ async def prepare_completion(service: TextService, caller: Caller, body: bytes, 
         UnknownModel: this gateway serves a different model.
     """
     asked = await service.read(read_completion, len(body), body, max_prompts)
-    return await _prepared(service, caller, asked, is_chat=False)
+    return await prepared(service, caller, asked, is_chat=False)
 
 
 async def answer(generation: Generation) -> tuple[bytes, Timing]:
@@ -318,7 +318,13 @@ def _text_events(generation: Generation) -> Callable[[TextChunk], Sequence[reply
     return make
 
 
-async def _prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
+async def prepared(service: TextService, caller: Caller, asked: ReadRequest, *, is_chat: bool) -> Generation:
+    """Check a request that was read against the served model and the tenant's access.
+
+    Raises:
+        InvalidRequest: the request cannot be served with this model, or its constraint cannot be compiled.
+        UnknownModel: the model or adapter is unknown, or the tenant may not use it.
+    """
     adapter = service.adapter_of(asked.model)
     service.check_access(caller.tenant, service.model.name if adapter is None else adapter.name)
     sampling = asked.sampling

@@ -7,6 +7,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest, parse
 from kvferry.model.requests.prompt_parameters import with_bad_word_tokens
 from kvferry.model.text.answers.answer import SplitOptions
+from kvferry.model.text.tools.definitions import ToolUse
 from kvferry.rpc.text import prompts
 from kvferry.rpc.text.chats import prepare_chat
 from kvferry.rpc.text.text_model import TextModel
@@ -50,9 +51,22 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
         InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
     """
     asked = parse(ChatRequest, body)
+    return read_conversation(model, asked, asked.to_tool_use(), asked.constraint()[0] or "tools")
+
+
+def read_conversation(model: TextModel, asked: ChatRequest, use: ToolUse, constraint_field: str) -> ReadRequest:
+    """Render the template of a valid chat request and tokenize the prompt.
+
+    Args:
+        use: the functions that are offered.
+        constraint_field: field of the client's request that has the constraint, for errors.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
     name = _model_name(model, asked.model)
     sampling = with_bad_word_tokens(asked.to_sampling(), model.tokenizer)
-    chat = prepare_chat(model, asked.template_inputs(), asked.to_tool_use(), sampling)
+    chat = prepare_chat(model, asked.template_inputs(), use, sampling)
     return ReadRequest(
         model=name,
         prompts=(list(chat.token_ids),),
@@ -62,7 +76,7 @@ def read_chat(model: TextModel, body: bytes) -> ReadRequest:
         include_usage=asked.include_usage,
         cache_salt=asked.cache_salt or "",
         priority=asked.priority,
-        constraint_field=asked.constraint()[0] or "tools",
+        constraint_field=constraint_field,
         prompt_logprobs=asked.prompt_logprobs,
         split=chat.split,
     )

@@ -70,10 +70,7 @@ def openapi_document(version: str, *, needs_key: bool, operations: Iterable[Oper
 def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) -> dict[str, Any]:
     content: dict[str, Any] = {JSON: {"schema": answers[_name(op.answer)]}}
     if op.event is not None:
-        content[EVENTS] = {
-            "schema": {"type": "string", "description": "Lines `data: EVENT`; the last one is `data: [DONE]`."},
-            "x-event": answers[_name(op.event)],
-        }
+        content[EVENTS] = {"schema": _event_schema(op, answers[_name(op.event)])}
     responses: dict[str, Any] = {str(op.status): {"description": "The answer.", **_id_header(), "content": content}}
     for status, kind in (op.also or {}).items():
         responses[str(status)] = _response("The answer.", answers[_name(kind)])
@@ -89,6 +86,7 @@ def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) ->
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
                 for name in _PLACE.findall(op.path)
             ),
+            *_query(op),
             *(
                 {"name": name, "in": "header", "description": text, "schema": {"type": "string", **schema}}
                 for name, text, schema in _HEADERS
@@ -102,6 +100,22 @@ def _operation(op: Operation, answers: Mapping[str, Any], *, needs_key: bool) ->
     if op.has_key:
         made["security"] = [{_KEY: []}] if needs_key else [{_KEY: []}, {}]
     return made
+
+
+def _event_schema(op: Operation, payload: object) -> dict[str, Any]:
+    """Return the schema of one event of a stream: its name, if it has one, and its data, which are JSON."""
+    payloads = [payload, {"$ref": f"{_REF}{ErrorBody.__name__}"}] if op.has_done else [payload]
+    data: dict[str, Any] = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": payloads}}
+    if op.has_done:
+        data = {"anyOf": [{"const": "[DONE]", "description": "The end of a stream without an error."}, data]}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}, "required": ["data"]}
+
+
+def _query(op: Operation) -> list[dict[str, Any]]:
+    if op.query is None:
+        return []
+    properties = op.query.model_json_schema()["properties"]
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
 
 
 def _error_texts(op: Operation) -> Mapping[int, str]:

@@ -30,6 +30,10 @@ from kvferry.gateway.http.fields.strict import Strict
 from kvferry.gateway.http.openai import reply
 from kvferry.gateway.http.openai.schema import ChatRequest, CompletionRequest
 from kvferry.gateway.http.request_body import BodyTooLarge, BodyTooSlow, UnsupportedMedia
+from kvferry.gateway.http.responses.body import ResponseRequest
+from kvferry.gateway.http.responses.output import AnyEvent, DeletedResponse, ItemList, Response
+from kvferry.gateway.http.responses.routes import ItemsQuery
+from kvferry.gateway.http.responses.store import ResponseNotFound
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
 from kvferry.gateway.http.unary.comparisons import Ranking, RerankBody, ScoreBody, ScoreList
 from kvferry.gateway.http.unary.embeddings import Embedding, EmbeddingList, EmbeddingsBody
@@ -59,7 +63,11 @@ class Operation:
     body: type[Strict] | None = None
     event: Any = None
     """Type of the events of a stream; `None` if the route does not stream."""
+    has_done: bool = False
+    """Whether a stream ends with the event `[DONE]`, or with an error."""
     errors: Errors = EDGE
+    query: type[Strict] | None = None
+    """Parameters of the query."""
     also: Mapping[int, Any] | None = None
     """Types of answers with other statuses than 200."""
     status: int = 200
@@ -84,7 +92,43 @@ OPERATIONS: tuple[Operation, ...] = (
         reply.Reply[reply.ChatChoice],
         ChatRequest,
         reply.Reply[reply.ChunkChoice],
-        COMPUTED,
+        has_done=True,
+        errors=COMPUTED,
+    ),
+    Operation(
+        "createResponse",
+        "POST",
+        "/v1/responses",
+        "Answers a conversation; the answer may be kept for the next turn.",
+        Response,
+        ResponseRequest,
+        AnyEvent,
+        errors=(*COMPUTED, ResponseNotFound),
+    ),
+    Operation(
+        "retrieveResponse",
+        "GET",
+        "/v1/responses/{response_id}",
+        "Returns a response that is kept.",
+        Response,
+        errors=(*KEYED, ResponseNotFound),
+    ),
+    Operation(
+        "deleteResponse",
+        "DELETE",
+        "/v1/responses/{response_id}",
+        "Drops a response that is kept.",
+        DeletedResponse,
+        errors=(*KEYED, ResponseNotFound),
+    ),
+    Operation(
+        "listResponseItems",
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        "Lists the items of the input of a response that is kept.",
+        ItemList,
+        query=ItemsQuery,
+        errors=(*KEYED, ResponseNotFound),
     ),
     Operation(
         "createCompletion",
@@ -94,7 +138,8 @@ OPERATIONS: tuple[Operation, ...] = (
         reply.Reply[reply.TextChoice],
         CompletionRequest,
         reply.Reply[reply.TextChoice],
-        COMPUTED,
+        has_done=True,
+        errors=COMPUTED,
     ),
     Operation(
         "createEmbedding",

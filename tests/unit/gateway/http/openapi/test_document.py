@@ -25,6 +25,7 @@ DOCUMENT = openapi_document("1.0", needs_key=False)
 SCHEMAS = DOCUMENT["components"]["schemas"]
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 4},
     "/v1/completions": {"prompt": "abc", "max_tokens": 4, "echo": True, "logprobs": 2, "n": 2},
     "/v1/embeddings": {"input": ["a", "b"]},
     "/v1/score": {"text_1": "a", "text_2": ["b", "c"]},
@@ -154,18 +155,25 @@ async def test_answers_are_as_described(client, path):
         return
     streamed = await client.post(path, json={**VALID[path], "stream": True})
     assert streamed.headers["content-type"].startswith("text/event-stream")
-    events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
-    assert events.pop() == "[DONE]"
+    events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: ")]
+    data = described["text/event-stream"]["schema"]["properties"]["data"]
+    if path != "/v1/responses":
+        assert events.pop() == data["anyOf"][0]["const"] == "[DONE]"
+        data = data["anyOf"][1]
+    assert data["contentMediaType"] == "application/json"
     for event in events:
-        validator(described["text/event-stream"]["x-event"]).validate(json.loads(event))
+        validator(data["contentSchema"]).validate(json.loads(event))
 
 
 async def test_other_answers_and_errors_are_as_described(client):
     await client.post("/v1/completions", json=VALID["/v1/completions"], headers={"x-request-id": "asked"})
+    kept = (await client.post("/v1/responses", json=VALID["/v1/responses"])).json()["id"]
     asked = {
         "/v1/models": "/v1/models",
         "/v1/models/{model}": "/v1/models/bytes",
         "/v1/requests/{request_id}": "/v1/requests/asked",
+        "/v1/responses/{response_id}": f"/v1/responses/{kept}",
+        "/v1/responses/{response_id}/input_items": f"/v1/responses/{kept}/input_items?limit=1",
         "/health": "/health",
         "/ready": "/ready",
         "/openapi.json": "/openapi.json",
@@ -175,6 +183,9 @@ async def test_other_answers_and_errors_are_as_described(client):
         described = DOCUMENT["paths"][path]["get"]["responses"][str(answer.status_code)]
         validator(described["content"]["application/json"]["schema"]).validate(answer.json())
         assert answer.status_code == 200
+    deleted = await client.delete(f"/v1/responses/{kept}")
+    described = DOCUMENT["paths"]["/v1/responses/{response_id}"]["delete"]["responses"]["200"]
+    validator(described["content"]["application/json"]["schema"]).validate(deleted.json())
     refused = {
         ("/v1/completions", 400): await client.post("/v1/completions", json={"prompt": 1}),
         ("/v1/completions", 404): await client.post("/v1/completions", json={"prompt": "a", "model": "other"}),

@@ -1,0 +1,295 @@
+"""The body of a response's request, and its conversion to a chat's prompt and parameters.
+
+OpenAI's fields that are not implemented are refused by name, or accepted at values without effect.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.core.hashing import MAX_CACHE_SALT_CHARS
+from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range
+from kvferry.gateway.http.fields.offered_tools import (
+    FunctionDefinition,
+    FunctionName,
+    NamedChoice,
+    ToolDefinition,
+    tool_use,
+)
+from kvferry.gateway.http.fields.parsing import json_object, parse_fields, without_no_ops
+from kvferry.gateway.http.fields.strict import Accepted, SamplingFields, Strict
+from kvferry.gateway.http.openai.bounds import MAX_FIELDS, check_sizes
+from kvferry.gateway.http.openai.request import ReadRequest, read_conversation
+from kvferry.gateway.http.openai.schema import ChatRequest
+from kvferry.gateway.http.responses.items import KINDS, Item, check_kinds, in_items, messages_of
+from kvferry.model.text.tools.definitions import ToolUse
+from kvferry.rpc.text.text_model import TextModel
+
+MAX_METADATA = 16
+_LOGPROBS = "message.output_text.logprobs"
+_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    NO_OPS: ClassVar[Accepted] = {
+        "defer_loading": (None, False),
+        "async": (None, False),
+        "allowed_callers": (None, ["direct"]),
+        "output_schema": (None,),
+    }
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionChoice(Strict):
+    """A `tool_choice` of one function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    """The format of the output's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    body: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+    """Without effect: the output follows the schema in any case."""
+
+
+class TextOptions(Strict):
+    """Options of the output's text."""
+
+    NO_OPS: ClassVar[Accepted] = {"verbosity": (None, "medium")}
+
+    format: TextFormat | None = None
+
+
+class EventOptions(Strict):
+    """Options of a stream. Events have no padding."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+_Value = Annotated[str, Field(max_length=512)]
+_Metadata = dict[Annotated[str, Field(max_length=64)], _Value]
+
+
+class ResponseRequest(SamplingFields):
+    """Body of POST /v1/responses."""
+
+    NO_OPS: ClassVar[Accepted] = {
+        "access_programs": (None,),
+        "background": (None, False),
+        "background_options": (None,),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "image": (None,),
+        "max_tool_calls": (None,),
+        "moderation": (None,),
+        "prompt": (None,),
+        "prompt_cache_options": (None,),
+        "prompt_cache_retention": (None, "in_memory", "24h"),
+        "reasoning": (None, {}, {"effort": None}, {"effort": None, "summary": None}),
+        "service_tier": (None, "auto", "default"),
+        "truncation": (None, "disabled"),
+    }
+    LIMITS: ClassVar[Mapping[str, Range]] = {
+        **RANGES,
+        "max_output_tokens": RANGES["max_tokens"],
+        "top_logprobs": RANGES["logprobs"],
+    }
+
+    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: Annotated[_Metadata, Field(max_length=MAX_METADATA)] | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: str | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs"]], Field(fail_fast=True)] | None = None
+    stream: bool | None = None
+    stream_options: EventOptions | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    """`user`, `safety_identifier` and this one have no effect: cached prompts are found by their content."""
+    # Extensions, as in chat requests.
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_CACHE_SALT_CHARS)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the client wants the response to be kept."""
+        return self.store is not False
+
+    def items(self) -> list[Any]:
+        """Return the items of the input; a text is a user's message."""
+        if isinstance(self.input, list):
+            return self.input
+        return [KINDS["message"].model_validate({"role": "user", "content": self.input})]
+
+    def to_tool_use(self) -> ToolUse:
+        """
+        Raises:
+            InvalidRequest: the functions exceed a limit, or contradict the choice.
+        """
+        offered = [
+            ToolDefinition(
+                type="function",
+                function=FunctionDefinition(
+                    name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+                ),
+            )
+            for tool in self.tools or ()
+        ]
+        choice: str | NamedChoice | None
+        if isinstance(self.tool_choice, FunctionChoice):
+            choice = NamedChoice(type="function", function=FunctionName(name=self.tool_choice.name))
+        else:
+            choice = self.tool_choice
+        return tool_use(offered, choice, self.parallel_tool_calls)
+
+    def as_chat(self, messages: Sequence[Any]) -> ChatRequest:
+        """Return the chat request with the same prompt and parameters, without its functions.
+
+        Raises:
+            InvalidRequest: the items make no valid conversation, or the format of the text is incomplete.
+        """
+        wants_logprobs = _LOGPROBS in (self.include or ())
+        shared = {
+            name: getattr(self, name)
+            for name in ("model", "temperature", "top_p", "stream", "seed", "top_k", "min_p", "stop", "ignore_eos")
+        }
+        return parse_fields(
+            ChatRequest,
+            {
+                **shared,
+                "messages": messages,
+                "max_tokens": self.max_output_tokens,
+                "cache_salt": self.cache_salt,
+                "priority": self.priority,
+                "logprobs": wants_logprobs,
+                "top_logprobs": self.top_logprobs if wants_logprobs else None,
+                "response_format": _response_format(self.text),
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadResponse:
+    """A valid request: what is generated, and what the response repeats."""
+
+    chat: ReadRequest
+    body: ResponseRequest
+    items: list[dict[str, Any]]
+    """The items of the input, as JSON."""
+
+
+def read_response(model: TextModel, body: bytes, history: Sequence[bytes]) -> ReadResponse:
+    """Parse the body of a response's request, render the template of its conversation and tokenize the prompt.
+
+    Args:
+        history: items of earlier responses, each a JSON array.
+
+    Raises:
+        InvalidRequest, UnknownModel: the request is invalid or cannot be served by this gateway.
+    """
+    asked = parse_response(body)
+    own = asked.items()
+    before = [item for part in history for item in _ITEMS.validate_json(part)]
+    paths = ["previous_response_id"] * len(before)
+    paths += [f"input.{number}" for number in range(len(own))] if isinstance(asked.input, list) else ["input"]
+    messages, places = messages_of([*before, *own], paths)
+    if asked.instructions is not None:
+        messages.insert(0, {"role": "system", "content": asked.instructions})
+        places.insert(0, "instructions")
+    try:
+        chat = read_conversation(model, asked.as_chat(messages), asked.to_tool_use(), "text.format")
+    except InvalidRequest as error:
+        raise _renamed(in_items(error, places)) from None
+    return ReadResponse(chat, asked, [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in own])
+
+
+def parse_response(body: bytes) -> ResponseRequest:
+    """Parse and validate a body.
+
+    Raises:
+        InvalidRequest: a field is invalid, unknown or not implemented; the error describes the first such field.
+    """
+    fields = json_object(body)
+    check_sizes({name: value for name, value in fields.items() if name != "input"})
+    if len(fields) > MAX_FIELDS:
+        raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
+    if isinstance(fields.get("input"), list):
+        check_kinds("input", fields["input"])
+        fields["input"] = [_plain_item(item) for item in fields["input"]]
+    tools = fields.get("tools")
+    if isinstance(tools, list):
+        for number, tool in enumerate(tools):
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if isinstance(kind, str) and kind != "function":
+                raise InvalidRequest(
+                    f"tools.{number}.type {shortened(kind)!r} is not implemented here; only functions are",
+                    field=f"tools.{number}.type",
+                )
+        fields["tools"] = [without_no_ops(FunctionTool, tool) for tool in tools]
+    if isinstance(fields.get("text"), dict):
+        fields["text"] = without_no_ops(TextOptions, fields["text"])
+    for name in fields.get("include") or () if isinstance(fields.get("include"), list) else ():
+        if isinstance(name, str) and name != _LOGPROBS:
+            raise InvalidRequest(
+                f"include {shortened(name)!r} is not implemented here; only {_LOGPROBS} is", field="include"
+            )
+    return parse_fields(ResponseRequest, fields)
+
+
+def _plain_item(item: dict[str, Any]) -> object:
+    kind = KINDS.get(str(item.get("type", "message")))
+    return item if kind is None else without_no_ops(kind, item)
+
+
+def _response_format(options: TextOptions | None) -> dict[str, Any] | None:
+    given = None if options is None else options.format
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return {"type": "json_object"}
+    if given.name is None or given.body is None:
+        missing = "name" if given.name is None else "schema"
+        raise InvalidRequest(f"text.format.{missing} is missing", field=f"text.format.{missing}")
+    return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.body}}
+
+
+_NAMES = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "response_format": "text.format"}
+
+
+def _renamed(error: InvalidRequest) -> InvalidRequest:
+    """Return an error about a field of the chat request with the name of the response's field."""
+    name = _NAMES.get(error.field or "")
+    if name is None or error.field is None:
+        return error
+    return type(error)(error.message.replace(error.field, name, 1), field=name, reason=error.reason)

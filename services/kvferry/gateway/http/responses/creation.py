@@ -1,0 +1,153 @@
+"""Makes one response: reads the request, generates, and keeps the result for the next turn."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from kvferry.core.errors import InvalidRequest, KvferryError
+from kvferry.core.ids import new_request_id
+from kvferry.gateway.http.openai.api import Caller, Generation, prepared
+from kvferry.gateway.http.openai.reply import encode
+from kvferry.gateway.http.responses import output as out
+from kvferry.gateway.http.responses.body import ReadResponse, read_response
+from kvferry.gateway.http.responses.progress import ResponseProgress
+from kvferry.gateway.http.responses.store import KeptResponse, ResponseStore, history, transcript
+from kvferry.rpc.text.text_service import TextService
+
+
+class _Peek(msgspec.Struct):
+    previous_response_id: Any = None
+
+
+class Creation:
+    """A valid request, and the response that is made of it."""
+
+    def __init__(
+        self,
+        read: ReadResponse,
+        generation: Generation,
+        earlier: KeptResponse | None,
+        store: ResponseStore | None,
+        tenant: str,
+    ) -> None:
+        self._read, self._generation, self._earlier = read, generation, earlier
+        self._store, self._tenant = store, tenant
+        begun = _begun(read, generation, is_kept=store is not None)
+        self._progress = ResponseProgress(begun, generation.service.model.tokenizer.token_bytes)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the client wants events."""
+        return self._generation.stream
+
+    async def whole(self) -> bytes:
+        """Generate, and return the response as JSON.
+
+        Raises:
+            KvferryError: the generation failed.
+        """
+        async with aclosing(self._generation.chunks()) as chunks:
+            async for chunk in chunks:
+                for _ in self._progress.add(chunk):
+                    pass
+        return self._keep()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Generate, and yield server-sent events.
+
+        Raises:
+            KvferryError: the generation failed, before or after the first event.
+        """
+        async with aclosing(self._generation.chunks()) as chunks:
+            begun = False
+            async for chunk in chunks:
+                made = list(self._progress.add(chunk)) if begun else []
+                if not begun:  # after the first chunk, so that a request that is refused has no event
+                    begun = True
+                    made = [*self._progress.begin(), *self._progress.add(chunk)]
+                if chunk.finish_reason is not None:
+                    self._keep()  # before the client knows that it may continue from it
+                for event in made:
+                    yield _sse(event)
+
+    def failed(self, error: KvferryError) -> bytes:
+        """Return the last event of a stream that failed."""
+        return _sse(self._progress.fail(error, self._generation.service.clock.wall()))
+
+    def _keep(self) -> bytes:
+        response = self._progress.response
+        whole = encode(response)
+        if self._store is not None and self._read.body.is_stored:
+            items = encode(self._read.items)
+            turns = transcript(self._earlier, items, encode(list(response.output)))
+            self._store.put(self._tenant, response.id, KeptResponse(whole, items, turns))
+        return whole
+
+
+async def create(service: TextService, caller: Caller, body: bytes, store: ResponseStore | None) -> Creation:
+    """Validate a request.
+
+    Args:
+        store: the kept responses; `None` if this gateway keeps none.
+
+    Raises:
+        InvalidRequest: a field is invalid or not implemented.
+        ResponseNotFound: the previous response is not kept.
+        UnknownModel: this gateway serves a different model.
+    """
+    earlier = _earlier(caller, body, store)
+    before = history(earlier)
+    size = len(body) + sum(map(len, before))
+    read = await service.read(read_response, size, body, before)
+    generation = await prepared(service, caller, read.chat, is_chat=True)
+    return Creation(read, generation, earlier, store, caller.tenant)
+
+
+def _earlier(caller: Caller, body: bytes, store: ResponseStore | None) -> KeptResponse | None:
+    """Return the response that a body continues; errors in the body are found when it is read."""
+    try:
+        asked = msgspec.json.decode(body, type=_Peek).previous_response_id
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return None
+    if not isinstance(asked, str):
+        return None
+    if store is None:
+        raise InvalidRequest(
+            "previous_response_id is not implemented by this gateway, which keeps no responses, since it runs as "
+            "several processes; send the conversation's items as input",
+            field="previous_response_id",
+        )
+    return store.get(caller.tenant, asked, "previous_response_id")
+
+
+def _begun(read: ReadResponse, generation: Generation, *, is_kept: bool) -> out.Response:
+    asked, request = read.body, generation.requests[0]
+    adapter, sampling = request.adapter, request.sampling
+    shown = asked.model_dump(mode="json", by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
+    return out.Response(
+        id=f"resp_{new_request_id()}",
+        created_at=generation.created,
+        model=generation.service.model.name if adapter is None else adapter.name,
+        status="in_progress",
+        output=[],
+        metadata=dict(asked.metadata or {}),
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        store=asked.is_stored and is_kept,
+        tool_choice=shown.get("tool_choice", "auto"),
+        tools=shown.get("tools", []),
+        text={"format": {"type": "text"}, **shown.get("text", {})},
+        instructions=asked.instructions,
+        previous_response_id=asked.previous_response_id,
+        max_output_tokens=asked.max_output_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_logprobs=asked.top_logprobs or 0,
+        user=asked.user,
+    )
+
+
+def _sse(event: out.Event) -> bytes:
+    name = type(event).__struct_config__.tag
+    return f"event: {name}\ndata: ".encode() + encode(event) + b"\n\n"

@@ -1,0 +1,226 @@
+"""The items of a response's input, and the messages that they make for the chat template."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.gateway.http.fields.strict import Accepted, Strict
+from kvferry.model.text.tools.history import MAX_ID_CHARS
+
+MAX_ITEMS = 4096
+_Id = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+_Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(Strict):
+    """A part of a message or of a function's result."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    """Both have no effect; clients copy them from a response's output."""
+
+
+Content = str | Annotated[list[InputText], Field(fail_fast=True)]
+
+
+class InputMessage(Strict):
+    """A message; also one of an earlier response's output."""
+
+    NO_OPS: ClassVar[Accepted] = {"phase": (None, "commentary", "final_answer")}
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    id: _Id | None = None
+    status: _Status | None = None
+
+
+class FunctionCall(Strict):
+    """A call of a function by the model."""
+
+    NO_OPS: ClassVar[Accepted] = {"namespace": (None,), "caller": (None,), "async": (None, False)}
+
+    type: Literal["function_call"]
+    call_id: _Id
+    name: str
+    arguments: str
+    id: _Id | None = None
+    status: _Status | None = None
+
+
+class FunctionResult(Strict):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: _Id
+    output: Content
+    id: _Id | None = None
+    status: _Status | None = None
+
+
+class ReasoningText(Strict):
+    """A part of the model's reasoning."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningInput(Strict):
+    """Reasoning of an earlier response's output, before the message or the calls that it led to."""
+
+    NO_OPS: ClassVar[Accepted] = {"encrypted_content": (None,)}
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    id: _Id | None = None
+    status: _Status | None = None
+
+
+def _tag(value: Any) -> str:
+    found = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
+    return found if isinstance(found, str) else ""
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionResult, Tag("function_call_output")]
+    | Annotated[ReasoningInput, Tag("reasoning")],
+    Discriminator(_tag),
+]
+KINDS: Mapping[str, type[Strict]] = {
+    "message": InputMessage,
+    "function_call": FunctionCall,
+    "function_call_output": FunctionResult,
+    "reasoning": ReasoningInput,
+}
+
+
+def check_kinds(field: str, items: Sequence[object]) -> None:
+    """Refuse items and parts of types that are not implemented, by their name.
+
+    Raises:
+        InvalidRequest: an item or a part has another type, such as an image.
+    """
+    if not items:
+        raise InvalidRequest(f"{field} is empty; give at least one item", field=field)
+    if len(items) > MAX_ITEMS:
+        raise InvalidRequest(f"{field} has {len(items)} items; at most {MAX_ITEMS} are accepted", field=field)
+    for number, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise InvalidRequest(f"{field}.{number} must be an object", field=f"{field}.{number}")
+        _check_kind(f"{field}.{number}", item.get("type", "message"), KINDS)
+        for name, known in (("content", ("input_text", "output_text", "text", "reasoning_text", "summary_text")),):
+            parts = item.get(name)
+            for index, part in enumerate(parts if isinstance(parts, list) else ()):
+                if isinstance(part, dict) and "type" in part:
+                    _check_kind(f"{field}.{number}.{name}.{index}", part["type"], known)
+
+
+def _check_kind(where: str, kind: object, known: Sequence[str] | Mapping[str, object]) -> None:
+    if isinstance(kind, str) and kind not in known:
+        raise InvalidRequest(
+            f"{where}.type {shortened(kind)!r} is not implemented here; send {', '.join(known)}", field=f"{where}.type"
+        )
+
+
+class _Turn:
+    """The items of one assistant's message: reasoning, text, calls."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.text: str | None = None
+        self.calls: list[dict[str, Any]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.reasoning and self.text is None and not self.calls
+
+    def message(self) -> dict[str, Any]:
+        # A model's reasoning without text or calls, as of an answer that was cut off, has an empty text.
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.text is None and not self.calls:
+            message["content"] = ""
+        if self.calls:
+            message["tool_calls"] = self.calls
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        return message
+
+
+def messages_of(items: Sequence[Any], paths: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Convert items to messages; return them and, for each, the path of its first item, for errors.
+
+    Reasoning, a message of the assistant and calls that follow each other become one message.
+
+    Args:
+        items: valid items (`Item`).
+        paths: path of each item in the request.
+    """
+    messages: list[dict[str, Any]] = []
+    places: list[str] = []
+    turn, begun = _Turn(), ""
+
+    def flush() -> None:
+        nonlocal turn
+        if not turn.is_empty:
+            messages.append(turn.message())
+            places.append(begun)
+            turn = _Turn()
+
+    for item, path in zip(items, paths, strict=True):
+        match item:
+            case ReasoningInput():
+                if turn.text is not None or turn.calls:
+                    flush()
+                begun = begun if not turn.is_empty else path
+                turn.reasoning += [part.text for part in item.content or item.summary]
+            case InputMessage(role="assistant"):
+                if turn.text is not None or turn.calls:
+                    flush()
+                begun = begun if not turn.is_empty else path
+                turn.text = _text(item.content)
+            case FunctionCall():
+                begun = begun if not turn.is_empty else path
+                called = {"name": item.name, "arguments": item.arguments}
+                turn.calls.append({"id": item.call_id, "type": "function", "function": called})
+            case FunctionResult():
+                flush()
+                messages.append({"role": "tool", "content": _text(item.output), "tool_call_id": item.call_id})
+                places.append(path)
+            case InputMessage():
+                flush()
+                messages.append({"role": item.role, "content": _text(item.content)})
+                places.append(path)
+    flush()
+    return messages, places
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+_PLACE = re.compile(r"messages\.(\d+)(\.tool_call_id)?")
+
+
+def in_items(error: InvalidRequest, places: Sequence[str]) -> InvalidRequest:
+    """Return an error about a message with the names of the request's items."""
+
+    def name(found: re.Match[str]) -> str:
+        number = int(found[1])
+        place = places[number] if number < len(places) else "the end of input"
+        return place + (".call_id" if found[2] else "")
+
+    if error.field is None or not error.field.startswith("messages"):
+        return error
+    message = _PLACE.sub(name, error.message).replace("a message of role tool", "an item function_call_output")
+    message = message.replace("messages of role tool", "items function_call_output")
+    message = re.sub(r"^messages\b", "input", message)
+    field = _PLACE.sub(name, error.field) if "." in error.field else "input"
+    return InvalidRequest(message, field=field, reason=error.reason)

@@ -1,0 +1,250 @@
+"""Responses, their items and the events of their streams, as structs that msgspec encodes."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from kvferry.gateway.http.openai.reply import TokenLogprob
+from kvferry.rpc.text.token_source import Timing
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(Struct, tag="output_text"):
+    """Text of a message."""
+
+    text: str
+    annotations: list[dict[str, Any]] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class ReasoningPart(Struct, tag="reasoning_text"):
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+Part = OutputText | ReasoningPart
+
+
+class OutputMessage(Struct, tag="message"):
+    """A message of the assistant."""
+
+    id: str
+    status: Status
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class OutputCall(Struct, tag="function_call"):
+    """A call of a function."""
+
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputReasoning(Struct, tag="reasoning"):
+    """The model's reasoning."""
+
+    id: str
+    status: Status
+    content: list[ReasoningPart]
+    summary: list[dict[str, Any]] = []
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning
+
+
+class CachedTokens(Struct):
+    cached_tokens: int
+
+
+class ReasoningTokens(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    """Token counts. Tokens of reasoning are not counted apart from the others."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+
+
+class IncompleteDetails(Struct):
+    reason: str
+
+
+class ResponseFailure(Struct):
+    """Why a response failed; `code` is one of OpenAI's."""
+
+    code: str
+    message: str
+
+
+class Response(Struct):
+    """A response, in all of its states."""
+
+    id: str
+    created_at: float
+    model: str
+    status: Status
+    output: Sequence[OutputItem]
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    store: bool
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    text: dict[str, Any]
+    instructions: str | None
+    previous_response_id: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    top_logprobs: int
+    user: str | None
+    completed_at: float | None = None
+    usage: ResponseUsage | None = None
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    object: str = "response"
+    background: bool = False
+    truncation: str = "disabled"
+    kvferry: Timing | UnsetType = UNSET
+    """Timing, in a response that has ended."""
+
+
+class Event(Struct, tag_field="type"):
+    """An event of a stream."""
+
+    sequence_number: int
+
+
+class ResponseCreated(Event, tag="response.created"):
+    response: Response
+
+
+class ResponseInProgress(Event, tag="response.in_progress"):
+    response: Response
+
+
+class ResponseCompleted(Event, tag="response.completed"):
+    response: Response
+
+
+class ResponseIncomplete(Event, tag="response.incomplete"):
+    response: Response
+
+
+class ResponseFailed(Event, tag="response.failed"):
+    response: Response
+
+
+class ItemAdded(Event, tag="response.output_item.added"):
+    output_index: int
+    item: OutputItem
+
+
+class ItemDone(Event, tag="response.output_item.done"):
+    output_index: int
+    item: OutputItem
+
+
+class PartAdded(Event, tag="response.content_part.added"):
+    item_id: str
+    output_index: int
+    content_index: int
+    part: Part
+
+
+class PartDone(Event, tag="response.content_part.done"):
+    item_id: str
+    output_index: int
+    content_index: int
+    part: Part
+
+
+class TextDelta(Event, tag="response.output_text.delta"):
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class TextDone(Event, tag="response.output_text.done"):
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ReasoningDelta(Event, tag="response.reasoning_text.delta"):
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+
+
+class ReasoningDone(Event, tag="response.reasoning_text.done"):
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+
+
+class ArgumentsDelta(Event, tag="response.function_call_arguments.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(Event, tag="response.function_call_arguments.done"):
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+AnyEvent = (
+    ResponseCreated
+    | ResponseInProgress
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+    | ItemAdded
+    | ItemDone
+    | PartAdded
+    | PartDone
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+)
+
+
+class DeletedResponse(Struct):
+    """Answer of DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class ItemList(Struct):
+    """Answer of GET /v1/responses/{response_id}/input_items."""
+
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
+    object: str = "list"

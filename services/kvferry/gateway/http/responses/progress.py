@@ -1,0 +1,182 @@
+"""The progress of one response: text chunks in, events out, and the response as it is so far. No I/O.
+
+reasoning ──► message ──► function calls        each item is added, receives its deltas, and is done
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from kvferry.core.errors import KvferryError
+from kvferry.core.sampling import FinishReason
+from kvferry.gateway.http.openai import reply
+from kvferry.gateway.http.responses import output as out
+from kvferry.model.text.answers.pieces import CallDelta
+from kvferry.rpc.text.text_stream import TextChunk, Usage
+
+_FAILURES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    """The item that is being written."""
+
+    kind: str
+    """`message`, `reasoning` or `function_call`."""
+    id: str
+    parts: list[str] = field(default_factory=list)
+    logprobs: list[reply.TokenLogprob] = field(default_factory=list)
+    call_id: str = ""
+    name: str = ""
+
+    def item(self, status: out.Status, *, is_empty: bool = False) -> out.OutputItem:
+        text = "" if is_empty else "".join(self.parts)
+        if self.kind == "function_call":
+            return out.OutputCall(self.id, status, self.call_id, self.name, text)
+        if self.kind == "reasoning":
+            return out.OutputReasoning(self.id, status, [] if is_empty else [out.ReasoningPart(text)])
+        content = [] if is_empty else [out.OutputText(text, [], self.logprobs)]
+        return out.OutputMessage(self.id, status, content)
+
+
+class ResponseProgress:
+    """Builds one response. Iterate over the events of each method in order."""
+
+    def __init__(self, begun: out.Response, spell: reply.TokenBytes) -> None:
+        """
+        Args:
+            begun: the response without output, in progress.
+            spell: returns the bytes of a token.
+        """
+        self.response = begun
+        self._spell = spell
+        self._items: list[out.OutputItem] = []
+        self._open: _OpenItem | None = None
+        self._number = 0
+        self._suffix = begun.id.partition("_")[2]
+
+    def begin(self) -> list[out.Event]:
+        """Return the first events."""
+        return [
+            out.ResponseCreated(self._next(), self.response),
+            out.ResponseInProgress(self._next(), self.response),
+        ]
+
+    def add(self, chunk: TextChunk) -> Iterator[out.Event]:
+        """Add a chunk of the output; at its last one the response ends."""
+        if chunk.reasoning:
+            yield from self._enter("reasoning", "rs")
+            yield self._delta(chunk.reasoning)
+        logprobs = reply.chat_logprobs(chunk.tokens, self._spell) if chunk.text else None
+        if chunk.text:
+            yield from self._enter("message", "msg")
+            yield self._delta(chunk.text, [] if logprobs is None else logprobs.content)
+        for call in chunk.tool_calls:
+            yield from self._call(call)
+        if chunk.finish_reason is not None:
+            yield from self._finish(chunk)
+
+    def fail(self, error: KvferryError, now: float) -> out.Event:
+        """End a response that failed after its first event."""
+        self.response = replace(
+            self.response,
+            status="failed",
+            completed_at=now,
+            output=self._output("incomplete"),
+            error=out.ResponseFailure(_FAILURES.get(error.http_status, "server_error"), error.message),
+        )
+        return out.ResponseFailed(self._next(), self.response)
+
+    # -- items -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, kind: str, prefix: str) -> Iterator[out.Event]:
+        """Open an item of this kind, unless one is open."""
+        if self._open is not None and self._open.kind == kind != "function_call":
+            return
+        yield from self._close("completed")
+        opened = self._open = _OpenItem(kind, f"{prefix}_{self._suffix}_{len(self._items)}")
+        yield out.ItemAdded(self._next(), self._index, opened.item("in_progress", is_empty=True))
+        if kind != "function_call":
+            part: out.Part = out.ReasoningPart("") if kind == "reasoning" else out.OutputText("")
+            yield out.PartAdded(self._next(), opened.id, self._index, 0, part)
+
+    def _call(self, call: CallDelta) -> Iterator[out.Event]:
+        if call.name:
+            yield from self._close("completed")
+            opened = self._open = _OpenItem(
+                "function_call", f"fc_{self._suffix}_{len(self._items)}", call_id=call.call_id, name=call.name
+            )
+            yield out.ItemAdded(self._next(), self._index, opened.item("in_progress"))
+        if call.arguments:
+            assert self._open is not None, "a call's first delta has its name"
+            self._open.parts.append(call.arguments)
+            yield out.ArgumentsDelta(self._next(), self._open.id, self._index, call.arguments)
+
+    def _delta(self, text: str, logprobs: Sequence[reply.TokenLogprob] = ()) -> out.Event:
+        assert self._open is not None, "the item was opened before"
+        self._open.parts.append(text)
+        if self._open.kind == "reasoning":
+            return out.ReasoningDelta(self._next(), self._open.id, self._index, 0, text)
+        self._open.logprobs += logprobs
+        return out.TextDelta(self._next(), self._open.id, self._index, 0, text, list(logprobs))
+
+    def _close(self, status: out.Status) -> Iterator[out.Event]:
+        done = self._open
+        if done is None:
+            return
+        text, index = "".join(done.parts), self._index
+        if done.kind == "function_call":
+            yield out.ArgumentsDone(self._next(), done.id, index, done.name, text)
+        elif done.kind == "reasoning":
+            yield out.ReasoningDone(self._next(), done.id, index, 0, text)
+            yield out.PartDone(self._next(), done.id, index, 0, out.ReasoningPart(text))
+        else:
+            yield out.TextDone(self._next(), done.id, index, 0, text, done.logprobs)
+            yield out.PartDone(self._next(), done.id, index, 0, out.OutputText(text, [], done.logprobs))
+        item = done.item(status)
+        self._open = None
+        yield out.ItemDone(self._next(), index, item)
+        self._items.append(item)
+
+    def _finish(self, chunk: TextChunk) -> Iterator[out.Event]:
+        is_cut = chunk.finish_reason is FinishReason.LENGTH
+        if self._open is None and not any(isinstance(item, out.OutputMessage | out.OutputCall) for item in self._items):
+            yield from self._enter("message", "msg")  # an answer without text is a message without text
+        yield from self._close("incomplete" if is_cut else "completed")
+        ended = replace(
+            self.response,
+            status="incomplete" if is_cut else "completed",
+            output=list(self._items),
+            usage=None if chunk.usage is None else _usage(chunk.usage),
+            incomplete_details=out.IncompleteDetails("max_output_tokens") if is_cut else None,
+        )
+        if chunk.timing is not None:
+            ended.kvferry = chunk.timing
+            ended.completed_at = self.response.created_at + int(chunk.timing.total_seconds)
+        self.response = ended
+        kind = out.ResponseIncomplete if is_cut else out.ResponseCompleted
+        yield kind(self._next(), ended)
+
+    # -- numbers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _index(self) -> int:
+        return len(self._items)
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number - 1
+
+    def _output(self, status: out.Status) -> list[out.OutputItem]:
+        return [*self._items, *([] if self._open is None else [self._open.item(status)])]
+
+
+def _usage(usage: Usage) -> out.ResponseUsage:
+    return out.ResponseUsage(
+        usage.prompt_tokens,
+        out.CachedTokens(usage.cached_tokens),
+        usage.output_tokens,
+        out.ReasoningTokens(0),
+        usage.prompt_tokens + usage.output_tokens,
+    )

@@ -1,0 +1,143 @@
+"""The routes of responses: create, retrieve, delete, list the input's items."""
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvferry.core.errors import InvalidRequest, RequestCancelled, shortened
+from kvferry.gateway.http.event_stream import send_events
+from kvferry.gateway.http.fields.parsing import parse_fields
+from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.openai.reply import encode
+from kvferry.gateway.http.request_body import JSON, BufferedBody, check_media, read_body
+from kvferry.gateway.http.responses.creation import create
+from kvferry.gateway.http.responses.output import DeletedResponse, ItemList
+from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore
+from kvferry.gateway.http.unary.routes import Side, while_connected
+from kvferry.rpc.text.text_service import LARGE_CHARS
+
+_log = logging.getLogger(__name__)
+
+
+class ItemsQuery(Strict):
+    """Query of GET /v1/responses/{response_id}/input_items."""
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+    """Id of the item after which the list begins."""
+
+
+class ResponseRoutes:
+    """Handlers of all routes of responses."""
+
+    def __init__(self, side: Side, store: ResponseStore | None) -> None:
+        """
+        Args:
+            store: keeps responses; `None` if this gateway keeps none.
+        """
+        self._side = side
+        self._store = store
+        self.create = _Create(side, store)
+
+    async def retrieve(self, request: Request) -> Response:
+        """Answer GET /v1/responses/{response_id}."""
+        kept = self._kept(request)
+        if request.query_params:
+            name = next(iter(request.query_params))
+            raise InvalidRequest(f"{shortened(name)} is not implemented here; leave it out", field=shortened(name))
+        return Response(kept.response, media_type=JSON)
+
+    async def delete(self, request: Request) -> Response:
+        """Answer DELETE /v1/responses/{response_id}."""
+        tenant, response_id = self._named(request)
+        self._opened(response_id).delete(tenant, response_id)
+        return Response(encode(DeletedResponse(response_id)), media_type=JSON)
+
+    async def input_items(self, request: Request) -> Response:
+        """Answer GET /v1/responses/{response_id}/input_items."""
+        kept = self._kept(request)
+        asked = parse_fields(ItemsQuery, _query(request.query_params))
+        name = request.path_params["response_id"]
+        items = [_listed(item, f"{name}_{number}") for number, item in enumerate(msgspec.json.decode(kept.own_items))]
+        if asked.order == "desc":
+            items.reverse()
+        if asked.after is not None:
+            places = [number for number, item in enumerate(items) if item["id"] == asked.after]
+            if not places:
+                raise InvalidRequest("after is not the id of an item of this response", field="after")
+            items = items[places[0] + 1 :]
+        page = items[: asked.limit]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        listed = ItemList(page, first, last, has_more=len(items) > len(page))
+        return Response(encode(listed), media_type=JSON)
+
+    def _named(self, request: Request) -> tuple[str, str]:
+        return self._side.caller(request).tenant, request.path_params["response_id"]
+
+    def _opened(self, response_id: str) -> ResponseStore:
+        if self._store is None:
+            raise ResponseNotFound(
+                f"response {shortened(response_id)!r} is not kept: this gateway keeps none, since it runs as several "
+                "processes",
+                field="response_id",
+            )
+        return self._store
+
+    def _kept(self, request: Request) -> KeptResponse:
+        tenant, response_id = self._named(request)
+        return self._opened(response_id).get(tenant, response_id, "response_id")
+
+
+class _Create:
+    """ASGI handler of POST /v1/responses, without middleware between generation and socket."""
+
+    def __init__(self, side: Side, store: ResponseStore | None) -> None:
+        self._side, self._store = side, store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._serve(scope, receive, send)
+        except RequestCancelled as gone:
+            _log.info("%s: %s", scope["path"], gone.message, extra={"request_id": scope["kvferry.request_id"]})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        caller = self._side.caller(request)
+        check_media(request)
+        with BufferedBody(self._side.bodies) as buffered:
+            body = await read_body(request, self._side.config, buffered)
+            reading = create(self._side.service, caller, body, self._store)
+            large = len(body) >= LARGE_CHARS  # waits for the text process, so that the client may disconnect meanwhile
+            made = await (while_connected(receive, reading) if large else reading)
+            del body, reading
+        if made.is_streamed:
+            await while_connected(receive, send_events(made.events(), send, end=b"", failed=made.failed))
+        else:
+            whole = await while_connected(receive, made.whole())
+            await Response(whole, media_type=JSON)(scope, receive, send)
+
+
+def _query(params: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parameters of a query with whole numbers as such."""
+    return {
+        name: int(value) if value.isascii() and value.isdecimal() and len(value) < 10 and name == "limit" else value
+        for name, value in params.items()
+    }
+
+
+def _listed(item: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return an item as it is listed: with an id, and the content of a message as parts."""
+    listed = {"id": name, "status": "completed", **item}
+    content = item.get("content")
+    if isinstance(content, str):
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        part = {"type": kind, "text": content}
+        listed["content"] = [{**part, "annotations": []} if kind == "output_text" else part]
+    return listed
