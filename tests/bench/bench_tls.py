@@ -1,11 +1,12 @@
 """Hand-off time and inter-token time with and without TLS between the processes of a stack, in turn.
 
-    make bench-tls                          two stacks, 60 rounds; a row appended to tests/bench/results/tls.csv
+    make bench-tls                          two stacks, 120 rounds; a row appended to tests/bench/results/tls.csv
     make bench-tls ARGS="--rounds 5"
 
 Both stacks run at once, of a prefill and a decode worker each; a round sends the same prompt to one, then to the other,
 and the next round begins with the other one. The idle stack computes nothing. Compared are medians over the rounds, and
-the interval of the median of the rounds' ratios: 95 % of 2,000 bootstrap samples.
+the interval of the median of the rounds' ratios: 95 % of 2,000 bootstrap samples. Processor time is that of gateway and
+workers together. Before each round, both stacks answer a few calls of the smallest size (`call`), in turn.
 """
 
 import argparse
@@ -19,6 +20,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness.machine import cpu_name
 
 from kvferry.bench.commit import commit
@@ -26,13 +30,18 @@ from kvferry.bench.rows import append_csv
 from kvferry.client import AsyncClient
 from kvferry.core.clock import SystemClock
 from kvferry.core.sampling import SamplingParams
+from kvferry.rpc.channel import open_channel
+from kvferry.rpc.tls.certificate_files import CertificateFiles
+from kvferry.rpc.tls.pool_tls import PoolTls
 from kvferry.stack.local_stack import LocalStack
 from kvferry.stack.plan.processes import StackConfig
 
 RESULTS = Path(__file__).parent / "results" / "tls.csv"
 CALL_SECONDS = 300.0
 CLOCK = SystemClock()
-MEASURES = ("handoff_ms", "first_token_ms", "inter_token_ms")
+MEASURES = ("call_ms", "handoff_ms", "first_token_ms", "inter_token_ms", "processor_ms")
+CALLS = 20
+"""Smallest calls before each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +53,47 @@ class Sample:
     inter_token_ms: float
     """Median over the request's tokens."""
     tokens: tuple[int, ...]
+    processor_ms: float
+    call_ms: float
+    """Median of the smallest calls."""
 
 
-async def measure(client: AsyncClient, prompt: list[int], tokens: int) -> Sample:
+class Measured:
+    """A running stack, its client, and a channel to one of its workers."""
+
+    def __init__(self, stack: LocalStack, client: AsyncClient, channel: grpc.aio.Channel) -> None:
+        self.client = client
+        pids = [process.pid for process in (stack.gateway, *stack.workers) if process is not None]
+        self._processes = [psutil.Process(pid) for pid in pids if pid is not None]
+        self._health = health_pb2_grpc.HealthStub(channel)
+
+    def processor_ms(self) -> float:
+        """Return the processor time of gateway and workers until now."""
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes) * 1e3
+
+    async def call_ms(self) -> float:
+        """Return the median time of a few calls."""
+        times = []
+        for _ in range(CALLS):
+            began = CLOCK.monotonic()
+            await self._health.Check(health_pb2.HealthCheckRequest())
+            times.append((CLOCK.monotonic() - began) * 1e3)
+        return statistics.median(times)
+
+
+def gateway_tls(stack: LocalStack) -> PoolTls | None:
+    """Return the TLS of a stack's gateway."""
+    assert stack.gateway is not None
+    arguments = list(stack.gateway.spec.arguments)
+    if "--pool-tls-ca-file" not in arguments:
+        return None
+    paths = [arguments[arguments.index(f"--pool-tls-{name}-file") + 1] for name in ("cert", "key", "ca")]
+    return PoolTls(CertificateFiles(*map(Path, paths)), is_worker=False)
+
+
+async def measure(measured: Measured, prompt: list[int], tokens: int) -> Sample:
     """Send one request whose KV is handed off."""
+    call_ms, before, client = await measured.call_ms(), measured.processor_ms(), measured.client
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     times, found, last = [CLOCK.monotonic()], [], None
     async with aclosing(client.generate(prompt, sampling, timeout=CALL_SECONDS)) as chunks:
@@ -60,7 +106,12 @@ async def measure(client: AsyncClient, prompt: list[int], tokens: int) -> Sample
     assert last.timing.handoff_outcome == "fetched", last.timing
     gaps = [after - before for before, after in pairwise(times[1:])]
     return Sample(
-        last.timing.handoff_seconds * 1e3, (times[1] - times[0]) * 1e3, statistics.median(gaps) * 1e3, tuple(found)
+        last.timing.handoff_seconds * 1e3,
+        (times[1] - times[0]) * 1e3,
+        statistics.median(gaps) * 1e3,
+        tuple(found),
+        measured.processor_ms() - before,
+        call_ms,
     )
 
 
@@ -90,7 +141,11 @@ async def main(rounds: int, length: int, tokens: int, connector: str) -> None:
             )
             stack = LocalStack(config, clock=CLOCK)
             ending.push_async_callback(stack.stop, 30.0)
-            clients[tls] = await ending.enter_async_context(AsyncClient((await stack.start()).grpc))
+            client = await ending.enter_async_context(AsyncClient((await stack.start()).grpc))
+            channel = await ending.enter_async_context(
+                open_channel(next(iter(stack.worker_admin.values())), gateway_tls(stack))
+            )
+            clients[tls] = Measured(stack, client, channel)
         for number in range(-2, rounds):  # the first two rounds are not counted
             draw = random.Random(1000 + number)
             prompt = [draw.randrange(1000, 20_000) for _ in range(length)]
@@ -117,9 +172,9 @@ async def main(rounds: int, length: int, tokens: int, connector: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=120)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--connector", default="shm")
     given = parser.parse_args()
     asyncio.run(main(given.rounds, given.length, given.tokens, given.connector))

@@ -13,7 +13,8 @@ from harness.servers.pool_certificates import DAY, NOW, an_authority
 from harness.servers.processes import running
 from harness.waiting import until
 
-from kvferry.core.errors import UsageError
+from kvferry.client import AsyncClient, Client, ClientTls
+from kvferry.core.errors import Unavailable, UsageError
 from kvferry.gateway.http.tls import Certificate
 from kvferry.rpc.tls.authority import Authority
 
@@ -115,6 +116,31 @@ def test_clients_need_a_certificate_of_their_ca_which_can_be_replaced(tmp_path):
         for request in (http, call):
             assert [request(files) for files in (known, later, None)] == [False, True, False]
         assert gateway.stop() == 0
+
+
+async def test_the_clients_of_the_package_use_tls(tmp_path):
+    """They reach a service behind a certificate that only the known CA makes trusted, with one of their own."""
+    chain, key = make(tmp_path, "server")
+    authority = an_authority()
+    (tmp_path / "clients.crt").write_text(authority.certificate)
+    own = client_files(tmp_path / "known", authority)
+    flags = ["--model", "tiny", "--both", "127.0.0.1:1", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+    tls = ["--tls-cert-file", str(chain), "--tls-key-file", str(key), "--tls-client-ca-file", f"{tmp_path}/clients.crt"]
+    with running("gateway", *flags, *tls) as gateway:
+        address = str(gateway.wait_for("listening")["grpc"])
+        files = ClientTls(chain, *own)
+        with Client(address, timeout=20, tls=files) as blocking:
+            assert blocking.tokenize("Hello")
+        async with AsyncClient(address, timeout=20, tls=files) as client:
+            assert await client.tokenize("Hello")
+        for stranger in (None, ClientTls(chain), ClientTls()):
+            with Client(address, timeout=20, tls=stranger) as blocking, pytest.raises(Unavailable):
+                blocking.tokenize("Hello")
+        assert gateway.stop() == 0
+    with pytest.raises(UsageError, match="set key_file too"):
+        Client("127.0.0.1:1", tls=ClientTls(cert_file="x"))
+    with pytest.raises(UsageError, match="cannot read"):
+        Client("127.0.0.1:1", tls=ClientTls(ca_file=tmp_path / "missing"))
 
 
 def test_a_ca_of_clients_without_a_certificate_is_refused(capfd):

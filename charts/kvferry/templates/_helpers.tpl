@@ -28,6 +28,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{/* Rules of the operator in the namespaces that it manages. Alphabetical, one rule for each set of verbs. */}}
 {{- define "kvferry.rules" -}}
 - apiGroups: [""]
+  resources: [configmaps, serviceaccounts]
+  verbs: [create, get, list, patch, watch]
+- apiGroups: [""]
   resources: [events]
   verbs: [create, list]
 - apiGroups: [""]
@@ -37,9 +40,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create, update]
-- apiGroups: [""]
-  resources: [configmaps, serviceaccounts]
-  verbs: [create, get, list, patch, watch]
 - apiGroups: [""]
   resources: [services]
   verbs: [create, delete, get, list, patch, watch]

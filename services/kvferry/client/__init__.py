@@ -9,6 +9,7 @@ with Client("127.0.0.1:9000") as client:
 
 from kvferry.client.asynchronous import AsyncClient
 from kvferry.client.blocking import Client
+from kvferry.client.client_tls import ClientTls
 from kvferry.client.messages import Completion, ModelInfo, Prompt
 from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import FinishReason, SamplingParams
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncClient",
     "CallDelta",
     "Client",
+    "ClientTls",
     "Completion",
     "FinishReason",
     "KvferryError",

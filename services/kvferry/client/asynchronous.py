@@ -8,6 +8,7 @@ from typing import Self, TypeVar
 import grpc
 
 from kvferry.client import messages
+from kvferry.client.client_tls import ClientTls
 from kvferry.client.messages import ChatMessage, Completion, ModelInfo, Prompt
 from kvferry.core.sampling import SamplingParams
 from kvferry.model.requests.pooling import PoolingParams, pooling_named
@@ -33,14 +34,20 @@ class AsyncClient:
                     print(chunk.text, end="")
     """
 
-    def __init__(self, address: str, *, api_key: str | None = None, timeout: float | None = None) -> None:
+    def __init__(
+        self, address: str, *, api_key: str | None = None, timeout: float | None = None, tls: ClientTls | None = None
+    ) -> None:
         """
         Args:
             address: `host:port` of a gateway's gRPC server.
             api_key: sent with every call; `None` if the gateway requires no key.
             timeout: default timeout of a call in seconds; `None` for no limit.
+            tls: TLS to the gateway; `None` for a plain connection.
+
+        Raises:
+            UsageError: the files of `tls` cannot be read.
         """
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, credentials=None if tls is None else tls.credentials())
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._metadata = messages.metadata(api_key)
         self._timeout = timeout

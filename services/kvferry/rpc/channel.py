@@ -42,19 +42,28 @@ _CHANNEL_OPTIONS: Options = (
 )
 
 
-def open_channel(address: str, tls: PoolTls | None = None) -> grpc.aio.Channel:
+def open_channel(
+    address: str, tls: PoolTls | None = None, *, credentials: grpc.ChannelCredentials | None = None
+) -> grpc.aio.Channel:
     """Create an asyncio channel to `host:port`, which connects on the first call. The caller must close it.
 
     Args:
-        tls: TLS to a worker of the pool, with the current certificate; `None` for a plain connection.
+        tls: TLS to a worker of the pool, with the current certificate; `None` for other connections.
+        credentials: TLS to a server that is verified by its address; `None` for a plain connection.
     """
     if tls is None:
+        if credentials is not None:
+            return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=(*_CHANNEL_OPTIONS, *CHANNEL_OPTIONS))
 
 
-def open_blocking_channel(address: str, tls: PoolTls | None = None) -> grpc.Channel:
+def open_blocking_channel(
+    address: str, tls: PoolTls | None = None, *, credentials: grpc.ChannelCredentials | None = None
+) -> grpc.Channel:
     """Like `open_channel`, for a blocking channel."""
     if tls is None:
+        if credentials is not None:
+            return grpc.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
         return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return grpc.secure_channel(address, tls.channel_credentials(), options=(*_CHANNEL_OPTIONS, *CHANNEL_OPTIONS))

@@ -232,6 +232,11 @@ def test_a_preview_of_a_stored_pool_keeps_its_keys():
     assert "nothing to do" in preview(parse_pool(stored), pool(), IMAGE).as_text()
 
 
+def test_a_preview_draws_no_certificates_again():
+    sealed = {"tls": {"mode": "Managed"}}
+    assert preview(pool(**sealed), pool(**sealed), IMAGE).as_text().endswith("nothing to do")
+
+
 def test_a_preview_of_scaling_replaces_nobody():
     found = preview(pool(), pool(roles=[{"name": "prefill", "replicas": 3}, {"name": "decode"}]), IMAGE)
     assert not found.restarts
