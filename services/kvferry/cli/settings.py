@@ -4,7 +4,7 @@ from kvferry.cli.engine_options import ADAPTERS as ADAPTERS
 from kvferry.cli.engine_options import ENGINE as ENGINE
 from kvferry.cli.engine_options import TIERS as TIERS
 from kvferry.cli.engine_options import VERIFY_KV as VERIFY_KV
-from kvferry.core.settings import Setting, part, seconds, size_bytes, whole
+from kvferry.core.settings import Setting, boolean, part, seconds, size_bytes, whole
 from kvferry.gateway.config import POLICIES
 from kvferry.model.text.answers.formats import AUTO, CALL_PARSERS, REASONING_PARSERS
 
@@ -123,6 +123,12 @@ TRACES = (
         "Share of the requests that are traced where the client does not decide, from 0 to 1; 0 turns traces off.",
         parse=part,
     ),
+)
+PROCESSES = Setting(
+    "processes",
+    1,
+    "Gateway processes that share the HTTP and gRPC ports; each has its own admin port, counting up from --admin.",
+    parse=whole(1, 64),
 )
 PROBE_KEY = Setting(
     "probe_key",
@@ -248,6 +254,13 @@ GATEWAY = (
     *QUEUE,
     Setting("request_timeout", 600.0, "Maximum seconds per request.", parse=seconds(1, 86400)),
     *TRACES,
+    PROCESSES,
+    Setting(
+        "share_ports",
+        False,
+        "Whether other gateways of this user may listen on the same HTTP and gRPC ports; set by --processes.",
+        parse=boolean,
+    ),
     LINGER,
     DRAIN,
 )
@@ -315,5 +328,6 @@ UP = (
     UP_TLS,
     *TICKET_KEY,
     *TRACES,
+    PROCESSES,
     DRAIN,
 )

@@ -254,6 +254,8 @@ class GatewayConfig:
     """Where traces are sent; `None` for no traces."""
     hold: HoldConfig = field(default_factory=HoldConfig)
     """Limits on held requests; used only if `fleet.pool` is set."""
+    shares_ports: bool = False
+    """Whether other gateways of this user on this machine may listen on the same HTTP and gRPC addresses."""
     linger_seconds: float = 0.0
     """Seconds after SIGTERM during which new requests are still accepted while readiness is already false, so that load
     balancers remove this gateway first."""

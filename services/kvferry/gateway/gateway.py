@@ -186,6 +186,7 @@ class Gateway:
             max_request_bytes=MAX_CLIENT_MESSAGE_BYTES,
             max_connections=max_connections(MAX_CONNECTIONS, _SHARE_OF_FILES),
             idle_seconds=_IDLE_SECONDS,
+            shares_port=config.shares_ports,
         )
         try:
             gateway._http = await HttpServer.start(
@@ -194,6 +195,7 @@ class Gateway:
                 field="http",
                 drain_seconds=config.drain_seconds,
                 certificate=certificate,
+                shares_port=config.shares_ports,
             )
         except BaseException:
             await gateway._rpc.stop(0)

@@ -23,6 +23,7 @@ _FLUSH_SECONDS = 0.25
 MAX_CONNECTIONS = 1024
 """Maximum number of connections to one server."""
 
+_REUSEPORT = "grpc.so_reuseport"
 _SERVER_OPTIONS: Options = (
     *PING_OPTIONS,
     # Connections without calls are pinged, too: that of a dead peer would otherwise keep a file descriptor open.
@@ -33,7 +34,7 @@ _SERVER_OPTIONS: Options = (
     # Time after which a connection that has not sent its HTTP/2 preface is closed; two minutes by default.
     ("grpc.server_handshake_timeout_ms", 10_000),
     # Two processes on one port are a configuration error; without SO_REUSEPORT the second bind fails.
-    ("grpc.so_reuseport", 0),
+    (_REUSEPORT, 0),
 )
 
 
@@ -151,6 +152,7 @@ async def start_server(
     max_connections: int = MAX_CONNECTIONS,
     idle_seconds: float | None = None,
     statuses: health.aio.HealthServicer | None = None,
+    shares_port: bool = False,
 ) -> RpcServer:
     """Serve `services`, health and reflection on `address` (`host:port`; port 0 selects a free port).
 
@@ -163,6 +165,7 @@ async def start_server(
         idle_seconds: connections without a call for this time are closed, and clients open new ones when they need
             them; `None`: never.
         statuses: statuses of another server that this one reports; `None` for its own.
+        shares_port: whether other processes of this user may listen on the same address.
 
     Raises:
         UsageError: the address cannot be bound.
@@ -176,6 +179,8 @@ async def start_server(
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.max_allowed_incoming_connections", max_connections),
     )
+    if shares_port:
+        options = (*(option for option in options if option[0] != _REUSEPORT), (_REUSEPORT, 1))
     if idle_seconds is not None:
         options = (*options, ("grpc.max_connection_idle_ms", round(idle_seconds * 1000)))
     guards = () if verifier is None else (CallGuard(verifier),)

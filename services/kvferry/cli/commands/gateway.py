@@ -24,6 +24,7 @@ def command(values: Values) -> None:
       kvferry key gateway --ticket-key-file ticket.key > gateway.key
       kvferry gateway --both 127.0.0.1:9100/9101 --gateway-key-file gateway.key
       kvferry gateway --prefill 10.0.0.5:9100/9101 --decode 10.0.0.6:9100/9101 --gateway-key-file gateway.key
+      kvferry gateway --processes 4 --both 127.0.0.1:9100/9101 --gateway-key-file gateway.key
       kvferry gateway --pool chat/smollm --http 0.0.0.0:8000 --linger-seconds 5 --gateway-key-file gateway.key
 
     With --pool the gateway watches the pool's EndpointSlices. While the pool has no worker, requests are held, and
@@ -34,6 +35,9 @@ def command(values: Values) -> None:
     raise_open_files()
     return_freed_memory()
     follow_parent()
+    if values["processes"] > 1:
+        _run_group(values)
+        return
     from kvferry.gateway.config import (
         CacheMapConfig,
         Endpoint,
@@ -44,6 +48,7 @@ def command(values: Values) -> None:
         PoolName,
         RetryConfig,
         RoutingConfig,
+        StoreLimits,
     )
     from kvferry.gateway.fleet.worker_keys import WorkerKeys
     from kvferry.gateway.gateway import Listening
@@ -74,6 +79,8 @@ def command(values: Values) -> None:
         http=HttpConfig(
             address=values["http"],
             api_keys_file=Path(values["api_keys_file"]) if values["api_keys_file"] else None,
+            # The next request of a conversation may come to another process.
+            kept_responses=None if values["share_ports"] else StoreLimits(),
         ),
         grpc_address=values["grpc"],
         admin_address=values["admin"],
@@ -95,6 +102,7 @@ def command(values: Values) -> None:
         tenants_file=Path(values["tenants"]) if values["tenants"] else None,
         drain_seconds=values["drain_seconds"],
         traces=traces_of(values),
+        shares_ports=values["share_ports"],
     )
 
     def listening(bound: Listening) -> None:
@@ -113,6 +121,17 @@ def command(values: Values) -> None:
             announce=listening,
         )
     )
+
+
+def _run_group(values: Values) -> None:
+    """Run several gateway processes until a signal."""
+    from kvferry.core.clock import SystemClock
+    from kvferry.stack.gateway_group import run_gateway_group
+
+    def report_death(name: str, status: int, pause: float) -> None:
+        click.echo(f"{name} exited with status {status}; restarting in {pause:.1f} s", err=True)
+
+    asyncio.run(run_gateway_group(values.resolved, clock=SystemClock(), announce=announce, on_death=report_death))
 
 
 def _tls(values: Values) -> tuple[Path, Path, Path | None] | None:

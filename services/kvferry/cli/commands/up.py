@@ -39,6 +39,8 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
     if "drain_seconds" in has:
         worker_flags += ["--drain-seconds", str(values["drain_seconds"])]
         gateway_flags += ["--drain-seconds", str(values["drain_seconds"])]
+    if "processes" in has and values["processes"] > 1:
+        gateway_flags += ["--processes", str(values["processes"])]
     if "otlp" in has and traces_of(values) is not None:
         for setting in settings.TRACES:
             worker_flags += [setting.flag, str(values[setting.name])]

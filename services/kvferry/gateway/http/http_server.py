@@ -61,6 +61,7 @@ class HttpServer:
         drain_seconds: float,
         certificate: Certificate | None = None,
         limits: ConnectionLimits | None = None,
+        shares_port: bool = False,
     ) -> "HttpServer":
         """Listen at `address` and serve `app` on the running event loop.
 
@@ -71,6 +72,7 @@ class HttpServer:
             certificate: enables TLS; `None` serves plain HTTP.
             limits: connection limits; by default `ConnectionLimits()`, with `max_connections` reduced to fit the limit
                 of open files.
+            shares_port: whether other processes of this user may listen on the same address.
 
         Raises:
             UsageError: the address is invalid or cannot be bound.
@@ -78,7 +80,7 @@ class HttpServer:
         logging.getLogger("asyncio").addFilter(_is_relevant)
         logging.getLogger("uvicorn.error").addFilter(_is_relevant)
         asyncio.get_running_loop().set_exception_handler(_RareAcceptErrors())
-        bound = _bind(address, field)
+        bound = _bind(address, field, shares_port=shares_port)
         settings = uvicorn.Config(
             app,
             http=protocol_under(limits or _limits_here()),
@@ -150,7 +152,7 @@ class _RareAcceptErrors:
             _log.error("connections cannot be accepted: %s; raise the limit of open files", context.get("exception"))
 
 
-def _bind(address: str, field: str) -> socket.socket:
+def _bind(address: str, field: str, *, shares_port: bool) -> socket.socket:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 0xFFFF:
         raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field=field)
@@ -161,6 +163,8 @@ def _bind(address: str, field: str) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind((bare, int(port)))

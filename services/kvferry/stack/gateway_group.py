@@ -1,0 +1,121 @@
+"""Runs a gateway of several processes on this machine: starts them, restarts those that exit, and drains all."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+from kvferry.core.clock import Clock
+from kvferry.core.errors import UsageError
+from kvferry.core.settings import Resolved
+from kvferry.stack.plan.gateway_processes import SharedAddresses, admin_address, gateway_process_specs
+from kvferry.stack.supervisor import SupervisedProcess
+
+_LISTEN_SECONDS = 120.0
+_STOP_SECONDS = 10.0
+"""Time for the exit of a process after its draining."""
+
+
+class GatewayGroup:
+    """The processes of a gateway. `stop` must be awaited even if `start` fails."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Resolved],
+        *,
+        clock: Clock,
+        on_death: Callable[[str, int, float], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            settings: resolved settings of `kvferry gateway`.
+            on_death: see `SupervisedProcess`.
+        """
+        self._settings = settings
+        self._clock = clock
+        self._on_death = on_death
+        self._reserved: list[socket.socket] = []
+        self.processes: list[SupervisedProcess] = []
+
+    async def start(self) -> tuple[SharedAddresses, Sequence[str]]:
+        """Start all processes; return the clients' addresses, and the admin address of each, when all listen.
+
+        Raises:
+            UsageError: an address is invalid or in use.
+            Unavailable: a process does not listen in time.
+        """
+        shared = SharedAddresses(self._reserve("http"), self._reserve("grpc"))
+        count = int(str(self._value("processes")))
+        for number, spec in enumerate(gateway_process_specs(self._settings, shared, count)):
+            process = SupervisedProcess(spec, clock=self._clock, on_death=self._on_death)
+            process.prefer({"admin": admin_address(str(self._value("admin")), number)})
+            self.processes.append(process)
+        for process in self.processes:
+            process.start()
+        events = await asyncio.gather(*(process.wait_listening(_LISTEN_SECONDS) for process in self.processes))
+        return shared, [str(event["admin"]) for event in events]
+
+    async def stop(self) -> None:
+        """Let all processes drain, and wait for their exit. Idempotent."""
+        seconds = float(str(self._value("linger_seconds"))) + float(str(self._value("drain_seconds"))) + _STOP_SECONDS
+        await asyncio.gather(*(process.stop(seconds) for process in self.processes))
+        for held in self._reserved:
+            held.close()
+        self._reserved.clear()
+
+    def _value(self, name: str) -> object:
+        return self._settings[name].value
+
+    def _reserve(self, name: str) -> str:
+        """Bind an address without listening, so that its port stays the group's while processes come and go."""
+        address = str(self._value(name))
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 0xFFFF:
+            raise UsageError(f"{address!r} is not an address; write host:port; port 0 selects a free port", field=name)
+        bare = host.strip("[]")
+        held = socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET, socket.SOCK_STREAM)
+        self._reserved.append(held)
+        try:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind((bare, int(port)))
+        except OSError as error:
+            raise UsageError(f"cannot listen on {address} (--{name}): {error.strerror}", field=name) from error
+        return f"{host}:{held.getsockname()[1]}"
+
+
+async def run_gateway_group(
+    settings: Mapping[str, Resolved],
+    *,
+    clock: Clock,
+    announce: Callable[[Mapping[str, object]], None],
+    on_death: Callable[[str, int, float], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain all processes; a second signal has its default effect.
+
+    Args:
+        announce: called with the event `listening` when all processes listen.
+
+    Raises:
+        UsageError, Unavailable: see `GatewayGroup.start`.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    group = GatewayGroup(settings, clock=clock, on_death=on_death)
+    try:
+        starting, stopping = asyncio.create_task(group.start()), asyncio.create_task(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            shared, admins = starting.result()
+            addresses = {"http": shared.http, "grpc": shared.grpc, "admin": admins[0], "admins": list(admins)}
+            announce({"event": "listening", **addresses})
+        await stopping
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    finally:
+        await group.stop()
+        signal.set_wakeup_fd(-1)  # later signals must not write to the event loop that is being closed

@@ -1,0 +1,72 @@
+"""Plans the processes of a gateway of several processes, which share the ports of their clients. Pure.
+
+| of | each process |
+| --- | --- |
+| HTTP and gRPC ports | the same: the kernel gives each new connection to one of the processes (SO_REUSEPORT) |
+| admin port | its own: the first one's is as configured, the others' follow it; port 0 selects a free one for each |
+| streams, queue | a share of the limits, so that all together keep within them |
+| map of caches, journal, quotas | its own, exact; a tenant's quota holds for each process |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.core.errors import UsageError
+from kvferry.core.settings import Resolved
+from kvferry.stack.plan.processes import ProcessSpec
+
+_SHARED = ("max_streams", "max_queued", "max_queued_bytes", "max_held")
+"""Limits of which each process has a share."""
+_OWN = frozenset({"processes", "share_ports", "http", "grpc", "admin"})
+
+
+@dataclass(frozen=True, slots=True)
+class SharedAddresses:
+    """The addresses that all processes listen on, `host:port` with the real port."""
+
+    http: str
+    grpc: str
+
+
+def admin_address(address: str, number: int) -> str:
+    """Return the admin address of process `number`, from 0.
+
+    Raises:
+        UsageError: there is no port for it.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) <= 0xFFFF or (int(port) and int(port) + number > 0xFFFF):
+        raise UsageError(f"admin {address!r} leaves no port for process {number}; write host:port", field="admin")
+    return f"{host}:{int(port) + number if int(port) else 0}"
+
+
+def gateway_process_specs(
+    settings: Mapping[str, Resolved], shared: SharedAddresses, processes: int
+) -> Sequence[ProcessSpec]:
+    """Return the processes, with the settings that the group was given.
+
+    Args:
+        settings: resolved settings of the group by name.
+        shared: addresses of the clients' ports.
+        processes: number of processes.
+    """
+    flags: list[str] = []
+    environment: dict[str, str] = {}
+    for name, found in settings.items():
+        setting = found.setting
+        if name in _OWN or (found.source == "default" and name not in _SHARED):
+            continue
+        if setting.is_secret:  # not as a flag, which other users can read
+            environment[setting.variable] = str(found.value)
+            continue
+        values: Sequence[Any] = found.value if setting.is_repeated else [found.value]
+        for value in values:
+            text = str(-(-int(value) // processes) if name in _SHARED else value)
+            flags += [setting.flag, text.replace("{", "{{").replace("}", "}}")]  # not a place for an address
+    fixed = ("--http", shared.http, "--grpc", shared.grpc, "--share-ports", "true")
+    return [
+        # The admin address is that of the first start, so that a restarted process is found where it was.
+        ProcessSpec(f"gateway-{number}", ("gateway", *flags, *fixed, "--admin", "{admin}"), environment)
+        for number in range(processes)
+    ]
