@@ -1,0 +1,88 @@
+"""Each query of the chart's dashboards names metrics of the table, with labels that they have."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.core import metrics
+from kvferry.core.metrics import Kind
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts/kvferry"
+DASHBOARDS = sorted((CHART / "files/dashboards").glob("*.json"))
+TABLE = {metric.name: metric for metric in metrics.ALL}
+TARGET_LABELS = {"kvferry_dev_pool", "kvferry_dev_role", "namespace", "pod"}
+"""Labels that Prometheus adds, from the pods' labels that the chart's monitors name."""
+SUFFIXES = {"_bucket": {"le"}, "_sum": set(), "_count": set()}
+_NAME = re.compile(r"\b(?:kvferry_(?!dev_)|vllm:)[a-z0-9_]+")
+_GROUPS = re.compile(r"\b(?:by|without) *\(([^)]*)\)")
+_SELECTORS = re.compile(r"{([^}]*)}")
+
+
+def queries_of(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("expr"), str):
+            yield value["expr"]
+        for item in value.values():
+            yield from queries_of(item)
+    if isinstance(value, list):
+        for item in value:
+            yield from queries_of(item)
+
+
+QUERIES = [(path.name, query) for path in DASHBOARDS for query in queries_of(json.loads(path.read_text("utf-8")))]
+for template in sorted((CHART / "templates").rglob("*.yaml")):
+    QUERIES += [(template.name, query) for query in re.findall(r"^\s*expr: *(.+)$", template.read_text("utf-8"), re.M)]
+
+
+def problems(query: str) -> list[str]:
+    """Return what is wrong with a query: unknown metrics, unknown labels, rates of gauges."""
+    found: list[str] = []
+    labels = set(TARGET_LABELS)
+    names = _NAME.findall(query)
+    if not names:
+        found.append("no metric")
+    for name in names:
+        suffix = next((end for end in SUFFIXES if name.endswith(end) and name not in TABLE), "")
+        metric = TABLE.get(name.removesuffix(suffix))
+        if metric is None or (suffix and metric.kind is not Kind.HISTOGRAM):
+            found.append(f"unknown metric {name}")
+            continue
+        if metric.kind is Kind.HISTOGRAM and not suffix:
+            found.append(f"{name} is a histogram; its series have suffixes")
+        if f"rate({name}" in query and metric.kind is Kind.GAUGE:
+            found.append(f"rate of the gauge {name}")
+        labels |= {*metric.labels, *SUFFIXES.get(suffix, ())}
+    used = {label.strip() for group in _GROUPS.findall(query) for label in group.split(",")}
+    used |= {re.split(r"[=!]", part)[0].strip() for group in _SELECTORS.findall(query) for part in group.split(",")}
+    return found + [f"unknown label {label}" for label in sorted(used - labels)]
+
+
+def test_there_are_queries() -> None:
+    assert len(DASHBOARDS) >= 1
+    assert len(QUERIES) > 10
+
+
+@pytest.mark.parametrize(("file", "query"), QUERIES, ids=[f"{file}-{n}" for n, (file, _) in enumerate(QUERIES)])
+def test_a_query_names_metrics_and_labels_that_exist(file: str, query: str) -> None:
+    assert problems(query) == [], f"{file}: {query}"
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        ("sum(rate(kvferry_gateway_request_total[5m]))", "unknown metric"),
+        ("sum by (state) (rate(kvferry_gateway_requests_total[5m]))", "unknown label state"),
+        ('sum(rate(kvferry_gateway_requests_total{code="200"}[5m]))', "unknown label code"),
+        ("rate(kvferry_gateway_streams_open[5m])", "rate of the gauge"),
+        ("rate(kvferry_gateway_requests_total_bucket[5m])", "unknown metric"),
+        ("kvferry_gateway_handoff_seconds", "histogram"),
+        ("up", "no metric"),
+    ],
+)
+def test_wrong_queries_are_found(query: str, problem: str) -> None:
+    assert any(problem in found for found in problems(query))
