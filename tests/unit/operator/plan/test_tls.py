@@ -1,6 +1,7 @@
 """Managed TLS of a pool: at every moment each pod trusts every other one, whatever of its files has arrived."""
 
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from unit.operator.fake_cluster import Cluster
 
 from kvferry.core.errors import Unavailable
+from kvferry.operator.plan.process.fleet_page import read_fleet
 from kvferry.operator.plan.tls_plan import RENEW_SECONDS, SPREAD_SECONDS, VALID_DAYS
 from kvferry.operator.pool.tls_state import TlsState, data_of, read_state
 from kvferry.rpc.tls.authority import Authority, facts_of
@@ -245,6 +247,13 @@ def test_expiring_certificates_are_reported_with_a_remedy() -> None:
     cluster.settle()
     assert cluster.condition("CertificatesValid")[:2] == ("Unknown", "NotReportedYet")
     assert "chat-tls" not in str(cluster.api.writes)
+    page = {"workers": [], "pool_certificate_not_after": int(cluster.clock.now + 5 * DAY)}
+    cluster.report = read_fleet(json.dumps(page).encode(), cluster.clock.now)
+    cluster.reconcile()
+    status, reason, message = cluster.condition("CertificatesValid")
+    assert (status, reason) == ("False", "Expiring")
+    assert "spec.tls.secretName" in message
+    assert cluster.body["status"]["tls"] == {"mode": "Secret", "notAfter": "1970-01-06T00:16:43Z"}
 
 
 def states() -> Iterator[TlsState]:
