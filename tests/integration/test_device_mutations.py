@@ -93,7 +93,7 @@ def test_each_copy_and_its_order_is_needed(one_engine: LLM, monkeypatch: pytest.
         "hand_off": lambda: hand_off(one_engine, "shm"),
         "digests": lambda: hand_off(one_engine, "shm", verify_kv="digest"),
         "prior_turn": lambda: prior_turn(one_engine),
-        "prefetch": lambda: prefetch(one_engine),
+        "prefetch": lambda: prefetch(one_engine, num_followed=12),
         "overlap": lambda: overlap(one_engine),
         "lost_copies": lambda: lost_copies(one_engine),
         "evicted": lambda: evicted(one_engine, "dram://?size=8MiB"),

@@ -116,7 +116,12 @@ def a_pair(connector: str, speculation: str = "off") -> Iterator[tuple[Pair, lis
             pair.close()
 
 
-SPECULATION = {"memory": "off", "shm": "auto", "nixl": "suffix?k=8", "tcp": "ngram?k=4&min=1"}
+SPECULATION = {
+    "memory": "auto",
+    "shm": "draft=tiny?k=4&fixed=1",
+    "nixl": "suffix?k=8",
+    "tcp": "ngram?k=4&min=1",
+}
 """Speculation of the workers, by connector: drafts change no token."""
 
 

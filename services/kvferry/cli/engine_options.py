@@ -96,8 +96,8 @@ ENGINE = (
     Setting(
         "speculation",
         "off",
-        "Draft tokens that a step verifies beside the next token, from earlier text of the request: off; auto, as many "
-        "as pay; suffix?k=16; or ngram?k=5, a fixed number.",
+        "Draft tokens that a step verifies beside the next token: off; from earlier text of the request: auto, as many "
+        "as pay, suffix?k=16, or ngram?k=5, a fixed number; of a small model of the same vocabulary: draft=MODEL?k=8.",
         parse=checked_speculation,
     ),
 )

@@ -16,6 +16,7 @@ from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
 from kvferry.engine.adapters.adapter_settings import check_adapter_settings
 from kvferry.engine.adapters.adapter_store import AdapterStore, LoadedAdapter
+from kvferry.engine.drafts.load_draft import LoadedDraft, load_draft
 from kvferry.engine.engine import Engine
 from kvferry.engine.grammar.grammar_masks import OFFLINE_SECONDS, GrammarMasks
 from kvferry.engine.models.build import build_model
@@ -24,7 +25,7 @@ from kvferry.engine.run.build_runner import build_runner
 from kvferry.engine.run.runner import Runner
 from kvferry.engine.settings import ASYNC_STEPS, DEFAULT_KV_BYTES, LOAD_FORMATS, ON, EngineSettings
 from kvferry.engine.speculation.settings import parse_speculation
-from kvferry.engine.speculation.speculation import speculation_of
+from kvferry.engine.speculation.speculation import Speculation, speculation_of
 from kvferry.engine.tensors.compute_dtype import choose_dtype
 from kvferry.engine.tensors.device import CPU, choose_device
 from kvferry.engine.tensors.dtype_record import recorded_dtype
@@ -63,6 +64,8 @@ class LoadedModel:
     """Data type of the KV."""
     kv_bytes: int
     """Memory for the KV pages of an engine."""
+    draft: LoadedDraft | None = None
+    """The draft model; `None` without one."""
 
     @property
     def layout(self) -> KvLayout:
@@ -170,7 +173,11 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
         ) from error
     if settings.adapters and model.why_no_adapters is not None:
         raise UsageError(f"adapters cannot be served: {model.why_no_adapters}", field="adapters")
-    return LoadedModel(settings, config, source, model, dtype, _kv_bytes(settings, config, where))
+    draft = load_draft(settings, config, source, dtype, where)
+    kv_bytes = _kv_bytes(settings, config, where)
+    if draft is not None and not settings.kv_bytes and where != CPU:
+        kv_bytes = int(kv_bytes / (1.0 + draft.kv_share(config)))
+    return LoadedModel(settings, config, source, model, dtype, kv_bytes, draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +280,7 @@ def build_engine(
         block_bytes=layout.block_bytes,
         prices=PriceBook(settings.load_policy),
         masks=_masks(loaded, on_mask),
-        speculation=speculation_of(parse_speculation(settings.speculation)),
+        speculation=_speculation(loaded, runner),
         runs_ahead=settings.async_steps == ON,
         adapters=_adapters(loaded),
         adapter_slots=settings.adapter_slots,
@@ -329,6 +336,15 @@ def _kv_bytes(settings: EngineSettings, config: ModelConfig, device: str) -> int
     step_bytes = activation_bytes(config, rows=limits.token_budget, max_sequences=limits.max_sequences)
     found = GpuMemory(total, free, torch.cuda.memory_reserved())
     return kv_budget(found, settings.gpu_memory_share, step_bytes)
+
+
+def _speculation(loaded: LoadedModel, runner: Runner) -> Speculation | None:
+    settings = loaded.settings
+    parsed = parse_speculation(settings.speculation)
+    if loaded.draft is None:
+        return speculation_of(parsed)
+    tokens = min(runner.kv.num_blocks * settings.block_tokens, settings.limits.max_sequences * loaded.context_tokens)
+    return speculation_of(parsed, loaded.draft.build(settings.block_tokens, tokens, loaded.config.vocab_size))
 
 
 def _masks(loaded: LoadedModel, on_mask: Callable[[], None] | None) -> GrammarMasks | None:

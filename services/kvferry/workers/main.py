@@ -22,6 +22,7 @@ from kvferry.core.errors import InvariantBroken, UsageError
 from kvferry.core.ids import new_incarnation
 from kvferry.core.traces.spans import Tracer
 from kvferry.engine.build import LoadedModel, load_model
+from kvferry.engine.speculation.settings import OFF
 from kvferry.engine.tensors.device import CPU
 from kvferry.rpc.otlp import open_tracer
 from kvferry.rpc.server import RpcServer
@@ -147,7 +148,8 @@ class _Process:
 
 
 def _load(config: WorkerConfig) -> LoadedModel:
-    loaded = load_model(config.engine)
+    # A prefill worker has no drafts, so it loads no draft model.
+    loaded = load_model(replace(config.engine, speculation=OFF) if config.role == "prefill" else config.engine)
     if loaded.model.device != CPU:
         _log.info("computing on %s, with %d MiB for KV", loaded.model.device, loaded.kv_bytes >> 20)
     return loaded

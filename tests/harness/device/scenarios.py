@@ -80,14 +80,15 @@ def prior_turn(one_engine: LLM) -> None:
         assert_workers_idle([prefill.admin, decode.admin])
 
 
-def prefetch(one_engine: LLM) -> None:
-    """Let the decode worker follow long prompts, and compare the tokens."""
+def prefetch(one_engine: LLM, *, num_followed: int = 1) -> None:
+    """Let the decode worker follow long prompts, and compare the tokens. A prompt may be computed before it is
+    followed; prompts are sent until some were followed."""
     with (
         worker_units(late_pages, "prefill", "decode", connector="shm", engine=CHUNKED) as (prefill, decode),
         worker_channel(decode.address) as channel,
         ThreadPoolExecutor(1) as aside,
     ):
-        for number in range(12):
+        for number in range(12 * num_followed):  # evaluated once
             prompt, name = prompt_of(1500, seed=number), f"{number:032d}"
             request = decode_pb2.PrefetchKvRequest(
                 request_id=name,
@@ -99,7 +100,8 @@ def prefetch(one_engine: LLM) -> None:
             fetched = aside.submit(decode_pb2_grpc.DecodeStub(channel).PrefetchKv, request, timeout=SECONDS)
             tokens, _, _ = generate(prefill, decode, name, prompt, GREEDY, ticket_id=name)
             assert tokens == list(one_engine.generate([prompt], GREEDY)[0].token_ids)
-            if fetched.result(SECONDS).num_blocks:  # a prompt may be computed before it is followed
+            num_followed -= fetched.result(SECONDS).num_blocks > 0
+            if num_followed == 0:
                 break
         else:
             pytest.fail("no block was fetched while its prompt was computed")

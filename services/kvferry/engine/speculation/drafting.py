@@ -33,7 +33,7 @@ class Drafting:
         """Return whether drafts are worth their rows for the step in flight, whose plan has none. A draft proposed now,
         before that step's tokens are known, is probably the beginning of the next step's draft, so the next step is not
         launched before that step has ended."""
-        return self.speculation is not None and bool(self.speculation.drafts(running, len(running)))
+        return self.speculation is not None and self.speculation.may_draft(running, len(running))
 
     def grow(self, sequence: Sequence, draft: tuple[int, ...], num_running: int) -> list[PageCopy] | None:
         """Allocate pages for the next token and a draft; `None` without a draft, or if running sequences may need the

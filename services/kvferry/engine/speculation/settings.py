@@ -1,14 +1,21 @@
-"""The setting `speculation`: a method with parameters, such as `ngram?k=5`."""
+"""The setting `speculation`: a method with parameters, such as `ngram?k=5` or `draft=FOLDER?k=4`."""
 
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
 from kvferry.core.errors import UsageError
 
-OFF, AUTO, NGRAM, SUFFIX = "off", "auto", "ngram", "suffix"
-_NOT_IMPLEMENTED = ("draft", "medusa", "eagle")
+OFF, AUTO, NGRAM, SUFFIX, DRAFT = "off", "auto", "ngram", "suffix", "draft"
+_NOT_IMPLEMENTED = ("medusa", "eagle")
+_KNOWN = "off, auto, suffix, ngram?k=5 or draft=MODEL"
 MAX_DRAFT_TOKENS = 32
-_DEFAULTS = {AUTO: {"k": 16}, SUFFIX: {"k": 16}, NGRAM: {"k": 5, "min": 2, "max": 5}, OFF: {}}
+_DEFAULTS = {
+    AUTO: {"k": 16},
+    SUFFIX: {"k": 16},
+    NGRAM: {"k": 5, "min": 2, "max": 5},
+    OFF: {},
+    DRAFT: {"k": 8, "fixed": 0},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,30 +23,38 @@ class SpeculationSettings:
     """Method of speculation and its parameters."""
 
     method: str
-    """`off`, `auto`, `ngram` or `suffix`."""
+    """`off`, `auto`, `ngram`, `suffix` or `draft`."""
     num_drafts: int = 0
     """Maximum draft tokens of a sequence in a step."""
     min_match: int = 2
     """Minimum length of a match in tokens."""
     max_match: int = 5
     """Maximum length of a match that `ngram` compares, in tokens."""
+    draft_model: str = ""
+    """Name, folder or file of the draft model of the method `draft`."""
+    is_fixed: bool = False
+    """Whether the draft model always proposes `num_drafts` tokens, which are all verified."""
 
 
 def parse_speculation(text: str) -> SpeculationSettings:
-    """Parse the setting: `off`, `auto`, `suffix` or `ngram`, each but `off` with `?k=`, the maximum draft tokens of a
-    sequence in a step; `ngram` also with `&min=` and `&max=`, the lengths of matches.
+    """Parse the setting: `off`, `auto`, `suffix`, `ngram` or `draft=MODEL`, each but `off` with `?k=`, the maximum
+    draft tokens of a sequence in a step; `ngram` also with `&min=` and `&max=`, the lengths of matches, and `draft`
+    with `&fixed=1` for always k tokens.
 
     Raises:
         UsageError: the method or a parameter is unknown, not a number, or out of range.
     """
-    method, _, query = text.partition("?")
-    name = method.partition("=")[0]
-    if name in _NOT_IMPLEMENTED:
+    head, _, query = text.partition("?")
+    method, equals, model = head.partition("=")
+    if method in _NOT_IMPLEMENTED:
+        raise UsageError(f"speculation {method!r} is not implemented; expected {_KNOWN}", field="speculation")
+    if method not in _DEFAULTS or bool(equals) != (method == DRAFT):
+        raise UsageError(f"unknown speculation {text[:80]!r}; expected {_KNOWN}", field="speculation")
+    if method == DRAFT and not model:
         raise UsageError(
-            f"speculation {name!r} is not implemented; expected off, auto, suffix or ngram?k=5", field="speculation"
+            "speculation 'draft' names no model; write draft=MODEL with a name, a .gguf file or a folder",
+            field="speculation",
         )
-    if method not in _DEFAULTS:
-        raise UsageError(f"unknown speculation {text!r}; expected off, auto, suffix or ngram?k=5", field="speculation")
     values = dict(_DEFAULTS[method])
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key not in values:
@@ -47,17 +62,19 @@ def parse_speculation(text: str) -> SpeculationSettings:
             raise UsageError(
                 f"unknown parameter {key!r} of speculation {method!r}; known: {known}", field="speculation"
             )
-        if not (value.isascii() and value.isdigit() and 1 <= int(value) <= MAX_DRAFT_TOKENS):
+        least, most = (0, 1) if key == "fixed" else (1, MAX_DRAFT_TOKENS)
+        if not (value.isascii() and value.isdigit() and len(value) < 4 and least <= int(value) <= most):
             raise UsageError(
-                f"parameter {key}={value[:20]!r} of speculation {method!r} must be a whole number from 1 to "
-                f"{MAX_DRAFT_TOKENS}",
+                f"parameter {key}={value[:20]!r} of speculation {method!r} must be a whole number from {least} to "
+                f"{most}",
                 field="speculation",
             )
         values[key] = int(value)
-    least, most = values.get("min", 2), values.get("max", 5)
-    if least > most:
-        raise UsageError(f"min={least} of speculation {method!r} is above max={most}", field="speculation")
-    return SpeculationSettings(method, values.get("k", 0), least, most)
+    shortest, longest = values.get("min", 2), values.get("max", 5)
+    if shortest > longest:
+        raise UsageError(f"min={shortest} of speculation {method!r} is above max={longest}", field="speculation")
+    is_fixed = values.get("fixed", 0) == 1
+    return SpeculationSettings(method, values.get("k", 0), shortest, longest, model, is_fixed)
 
 
 def checked_speculation(text: str) -> str:

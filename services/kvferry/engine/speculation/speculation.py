@@ -1,6 +1,6 @@
 """Speculation of one engine: the draft tokens of each step, by sequence.
 
-tokens  ──► proposer ──► draft ──► length by gain and price ──► scheduled after the sequence's own token
+tokens  ──► proposer, or draft model ──► draft ──► length by gain and price ──► scheduled after the own token
 tokens  ◄── sampled rows, up to the first that differs from the draft ──► acceptance, prices
 """
 
@@ -11,12 +11,16 @@ from kvferry.core.ids import RequestId
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance
+from kvferry.engine.speculation.draft_depth import DraftDepth
 from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import TokenArray
+from kvferry.engine.speculation.model_drafts import ModelDrafts, Wanted
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
 from kvferry.engine.speculation.row_prices import RowPrices
-from kvferry.engine.speculation.settings import AUTO, MAX_DRAFT_TOKENS, NGRAM, OFF, SpeculationSettings
+from kvferry.engine.speculation.settings import AUTO, DRAFT, MAX_DRAFT_TOKENS, NGRAM, OFF, SpeculationSettings
 
+_LONG_MATCH = 6
+"""Length of a match in the sequence's own text from which it is used instead of a draft model."""
 Drafts = Mapping[RequestId, tuple[int, ...]]
 """Draft tokens of a step, by sequence; sequences without any are absent."""
 
@@ -36,16 +40,21 @@ class SpeculationCounts:
 class _State:
     """Tokens and last draft of a sequence."""
 
-    __slots__ = ("acceptance", "draft", "matches", "start", "tokens")
+    __slots__ = ("acceptance", "draft", "is_asked", "matches", "most", "start", "tokens")
 
     def __init__(self, acceptance: Acceptance) -> None:
         self.tokens = TokenArray()
         self.acceptance = SequenceAcceptance(acceptance)
         self.draft: tuple[int, ...] = ()
         self.matches: list[int] = []
-        """Match length by which each token of `draft` is supported, `FORCED` for those that a constraint forces."""
+        """Match length by which each token of `draft` is supported, `FORCED` for those that a constraint forces, and
+        negative for those of a draft model (`acceptance.support_of`)."""
         self.start = 0
         """Number of tokens that `draft` follows."""
+        self.most = 0
+        """Maximum number of tokens of `draft`."""
+        self.is_asked = False
+        """Whether the draft model has proposed `draft`, or nothing, for these tokens."""
 
     def cut_before(self, *ends: Collection[int]) -> None:
         """Cut the draft before the first token that ends the sequence: no token follows it."""
@@ -58,14 +67,25 @@ class _State:
 class Speculation:
     """Drafts of one engine's sequences. Used on the engine's thread."""
 
-    def __init__(self, proposer: Proposer, lengths: Lengths, *, num_drafts: int) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        lengths: Lengths,
+        *,
+        num_drafts: int,
+        draft_model: ModelDrafts | None = None,
+        depth: DraftDepth | None = None,
+    ) -> None:
         """
         Args:
-            proposer: proposes drafts.
+            proposer: proposes drafts from a sequence's own text.
             lengths: chooses how many tokens of each draft are verified.
             num_drafts: maximum draft tokens of a sequence in a step, at most `MAX_DRAFT_TOKENS`.
+            draft_model: proposes drafts where the text has no long match.
+            depth: chooses how many tokens the draft model proposes; default: as many as pay.
         """
         self._proposer, self._lengths, self._num_drafts = proposer, lengths, num_drafts
+        self._model, self._depth = draft_model, depth or DraftDepth(num_drafts)
         self._prices = RowPrices()
         self._acceptance = Acceptance()
         self._states: dict[RequestId, _State] = {}
@@ -78,11 +98,10 @@ class Speculation:
             decoding: the decoding sequences of the step.
             rows: rows of the step without drafts.
         """
-        proposed: list[tuple[Sequence, _State]] = []
-        for sequence in decoding:
-            state = self._propose(sequence)
-            if state is not None and state.draft:
-                proposed.append((sequence, state))
+        states = [(sequence, state) for sequence in decoding if (state := self._propose(sequence)) is not None]
+        if self._model is not None:
+            self._ask(self._model, states, rows)
+        proposed = [(sequence, state) for sequence, state in states if state.draft]
         if not proposed:
             return {}
         others = max(0, rows - len(proposed))
@@ -93,6 +112,15 @@ class Speculation:
             for (sequence, state), length in zip(proposed, lengths, strict=False)
             if length
         }
+
+    def may_draft(self, decoding: Iterable[Sequence], rows: int) -> bool:
+        """Return whether the next step may have drafts, without the work of a draft model."""
+        if self._model is None:
+            return bool(self.drafts(decoding, rows))
+        depth = self._num_proposed(self._model, rows, rows)
+        if not depth:
+            self._depth.advance(0)  # the next step is planned without another call
+        return depth > 0
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Count a verified draft."""
@@ -110,11 +138,13 @@ class Speculation:
     def forget(self, request_id: RequestId) -> None:
         """Drop the state of a sequence that has ended. Idempotent."""
         self._states.pop(request_id, None)
+        if self._model is not None:
+            self._model.forget(request_id)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no sequence has a state."""
-        return not self._states
+        """Whether no sequence has a state, or pages of the draft model."""
+        return not self._states and (self._model is None or self._model.is_idle)
 
     def _propose(self, sequence: Sequence) -> _State | None:
         """Make the draft of a sequence for its current tokens; `None` if it can have none."""
@@ -129,11 +159,38 @@ class Speculation:
         state.tokens.extend(sequence.tokens[len(state.tokens) :])
         self._compare(state)
         draft = self._proposer.propose(state.tokens.view(), most)
-        state.start, state.draft, state.matches = sequence.num_tokens, draft.tokens, [draft.match] * len(draft.tokens)
-        if sequence.mask is not None:
-            self._constrain(state, sequence, most)
-        state.cut_before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
+        if self._model is not None and draft.match < _LONG_MATCH:
+            draft = NO_DRAFT  # the draft model knows more
+        state.most, state.is_asked = most, False
+        self._take(state, sequence, draft.tokens, [draft.match] * len(draft.tokens))
         return state
+
+    def _take(self, state: _State, sequence: Sequence, draft: tuple[int, ...], matches: list[int]) -> None:
+        """Make a draft the sequence's draft, within its constraint and its end."""
+        state.start, state.draft, state.matches = sequence.num_tokens, draft, matches
+        if sequence.mask is not None:
+            self._constrain(state, sequence, state.most)
+        state.cut_before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
+
+    def _ask(self, model: ModelDrafts, states: list[tuple[Sequence, _State]], rows: int) -> None:
+        """Let the draft model propose for the sequences whose text has no draft."""
+        due = [(sequence, state) for sequence, state in states if not state.draft and not state.is_asked]
+        if not due:
+            return
+        depth = self._num_proposed(model, len(due), rows)
+        self._depth.advance(depth)
+        if not depth:
+            return
+        wanted = [Wanted(sequence.request_id, sequence.tokens, min(depth, state.most)) for sequence, state in due]
+        drafts = model.propose(wanted, depth)
+        for sequence, state in due:
+            state.is_asked = True
+            if (draft := drafts.get(sequence.request_id)) is not None:
+                self._take(state, sequence, draft.tokens, list(draft.supports))
+
+    def _num_proposed(self, model: ModelDrafts, sequences: int, rows: int) -> int:
+        seconds = model.prices.seconds if model.is_measured else None
+        return self._depth.choose(sequences, rows, self._acceptance.of_model, self._prices.seconds, seconds)
 
     def _compare(self, state: _State) -> None:
         """Compare the last draft with the tokens that were sampled since."""
@@ -170,12 +227,19 @@ def _before_bans_end(sequence: Sequence) -> int:
     return sequence.sampling.min_tokens - sequence.num_generated - 1
 
 
-def speculation_of(settings: SpeculationSettings) -> Speculation | None:
-    """Create the speculation of an engine; `None` if it is off."""
+def speculation_of(settings: SpeculationSettings, draft_model: ModelDrafts | None = None) -> Speculation | None:
+    """Create the speculation of an engine; `None` if it is off.
+
+    Args:
+        settings: the settings.
+        draft_model: the draft model, for the method `draft`.
+    """
     if settings.method == OFF:
         return None
     proposer: Proposer = SuffixProposer(least=settings.min_match)
     if settings.method == NGRAM:
         proposer = NgramProposer(least=settings.min_match, most=settings.max_match)
-    lengths: Lengths = PayingDrafts() if settings.method == AUTO else WholeDrafts()
-    return Speculation(proposer, lengths, num_drafts=settings.num_drafts)
+    is_paying = settings.method in (AUTO, DRAFT) and not settings.is_fixed
+    lengths: Lengths = PayingDrafts() if is_paying else WholeDrafts()
+    depth = DraftDepth(settings.num_drafts, is_fixed=settings.is_fixed)
+    return Speculation(proposer, lengths, num_drafts=settings.num_drafts, draft_model=draft_model, depth=depth)

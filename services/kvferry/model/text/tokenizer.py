@@ -86,6 +86,11 @@ class Tokenizer:
         """Number of tokens in the vocabulary; the model's embedding may have more rows."""
         return self._fast.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Id of each token, control tokens included."""
+        return self._fast.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str, *, add_special: bool, parse_control: bool = True) -> list[int]:
         """Convert a text to token ids.
 

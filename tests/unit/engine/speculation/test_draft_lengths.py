@@ -151,7 +151,7 @@ def test_the_setting_is_parsed(text: str, expected: SpeculationSettings) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fast", "unknown speculation 'fast'; expected off, auto, suffix or ngram"),
+        ("fast", "unknown speculation 'fast'; expected off, auto, suffix, ngram?k=5 or draft=MODEL"),
         ("", "unknown speculation ''"),
         ("ngram?k=0", "k='0' of speculation 'ngram' must be a whole number from 1 to 32"),
         ("ngram?k=33", "must be a whole number from 1 to 32"),
@@ -161,7 +161,11 @@ def test_the_setting_is_parsed(text: str, expected: SpeculationSettings) -> None
         ("suffix?min=3", "unknown parameter 'min' of speculation 'suffix'; known: k"),
         ("off?k=1", "unknown parameter 'k' of speculation 'off'; known: none"),
         ("ngram?min=5&max=3", "min=5 of speculation 'ngram' is above max=3"),
-        ("draft=folder", "speculation 'draft' is not implemented"),
+        ("draft", "unknown speculation 'draft'; expected"),
+        ("draft=", "speculation 'draft' names no model"),
+        ("suffix=tiny", "unknown speculation 'suffix=tiny'"),
+        ("draft=tiny?fixed=2", "fixed='2' of speculation 'draft' must be a whole number from 0 to 1"),
+        ("draft=tiny?min=2", "unknown parameter 'min' of speculation 'draft'; known: k, fixed"),
         ("eagle=folder", "speculation 'eagle' is not implemented"),
     ],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.core.constraint import Constraint, ConstraintKind
+from kvferry.core.errors import KvferryError
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
 from kvferry.engine.plan.step import StepPlan
@@ -109,3 +110,46 @@ def test_a_forced_text_is_drafted() -> None:
     llm.runner.watch = lambda plan: steps.append(plan.num_tokens)
     assert llm.generate([PROMPTS[0]], params)[0].token_ids == expected[0].token_ids
     assert len(steps) < len(expected[0].token_ids)
+
+
+@pytest.mark.parametrize("async_steps", ["on", "off"])
+@pytest.mark.parametrize("speculation", ["draft=tiny?k=4&fixed=1", "draft=tiny?k=8"])
+def test_a_draft_model_gives_the_tokens_of_a_run_without(speculation: str, async_steps: str) -> None:
+    """The model drafts for itself, so that greedy drafts are right, and prompts are longer than the draft model takes
+    in at once."""
+    free = [p for p in PARAMETERS if p.constraint is None]
+    prompts = [p * 3 for p in PROMPTS[: len(free)]]
+    expected = a_model().generate(prompts, free)
+    llm = a_model(speculation, async_steps=async_steps)
+    found = llm.generate(prompts, free)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert [c.logprobs for c in found] == [c.logprobs for c in expected]
+    assert llm.engine.speculation is not None
+    assert llm.engine.is_idle
+    assert llm.engine.speculation.is_idle
+    if "fixed" in speculation:
+        counts = llm.engine.speculation.counts
+        assert counts.num_accepted_tokens > 40
+        assert max(counts.accepted_by_position[:4]) > 0
+
+
+def test_greedy_drafts_of_the_model_itself_are_all_accepted() -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = a_model().generate([PROMPTS[0]], params)
+    llm = a_model("draft=tiny?k=4&fixed=1")
+    steps: list[int] = []
+    llm.runner.watch = lambda plan: steps.append(plan.num_tokens)
+    assert llm.generate([PROMPTS[0]], params)[0].token_ids == expected[0].token_ids
+    assert llm.engine.speculation is not None
+    counts = llm.engine.speculation.counts
+    assert counts.num_accepted_tokens > 0.7 * counts.num_draft_tokens, "but those of too little confidence"
+    assert len(steps) < 20
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message"),
+    [("draft=smollm2-135m-instruct", "its vocabulary of 49152 tokens is not that of"), ("draft=/none", "/none")],
+)
+def test_a_draft_model_that_does_not_fit_is_refused_by_name(speculation: str, message: str) -> None:
+    with pytest.raises(KvferryError, match=message):
+        a_model(speculation)

@@ -1,0 +1,4 @@
+"""Draft models: loading, and the steps with which they propose tokens.
+
+Computes with models and pages of its own; decisions are in `engine.speculation`. Does not know the scheduler.
+"""

@@ -1,0 +1,95 @@
+"""Loads the draft model of the setting `speculation`, and builds its pages and runner for each engine."""
+
+import logging
+from dataclasses import dataclass
+
+from kvferry.core.dtypes import BFLOAT16, INT8
+from kvferry.core.errors import UsageError
+from kvferry.engine.drafts.draft_model import DraftModel
+from kvferry.engine.models.build import build_model
+from kvferry.engine.models.model import Model
+from kvferry.engine.run.runner import Runner
+from kvferry.engine.settings import EngineSettings
+from kvferry.engine.speculation.settings import DRAFT, parse_speculation
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.model.config import ModelConfig
+from kvferry.model.source import ModelSource, open_model
+from kvferry.model.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A loaded draft model, which several engines of this process can share."""
+
+    config: ModelConfig
+    model: Model
+    dtype: str
+    """Data type of its KV."""
+
+    def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> DraftModel:
+        """Build the draft model of one engine.
+
+        Args:
+            block_tokens: tokens per page.
+            num_tokens: tokens that its pages hold, over all sequences.
+            vocab_size: vocabulary of the model that verifies.
+        """
+        layout = KvLayout.of(self.config, block_tokens=block_tokens, dtype=self.dtype)
+        num_blocks = max(1, -(-num_tokens // block_tokens))
+        _log.info(
+            "draft model %s: %d MiB of weights a step, %d MiB for KV of %d tokens",
+            self.config.name, self.model.weight_bytes >> 20, num_blocks * layout.block_bytes >> 20,
+            num_blocks * block_tokens,
+        )  # fmt: skip
+        pages = PagedKv.allocate(layout, num_blocks, self.model.device)
+        return DraftModel(Runner(self.model, pages), vocab_size=vocab_size)
+
+    def kv_share(self, config: ModelConfig) -> float:
+        """Return the KV bytes of a token in the draft model per byte in the model that verifies."""
+        own, others = (KvLayout.of(one, block_tokens=1, dtype=self.dtype).block_bytes for one in (self.config, config))
+        return own / others
+
+
+def load_draft(
+    settings: EngineSettings, config: ModelConfig, source: ModelSource | None, dtype: str, device: str
+) -> LoadedDraft | None:
+    """Load the draft model of the settings; `None` if they name none.
+
+    Args:
+        settings: the engine's settings.
+        config: the model that verifies.
+        source: its files; `None` if its weights are random.
+        dtype: data type of its KV.
+        device: the device of both.
+
+    Raises:
+        UsageError: the vocabularies differ, or the model that verifies has no tokenizer.
+        KvferryError: the draft model is unknown or damaged, or is not supported on the device.
+    """
+    parsed = parse_speculation(settings.speculation)
+    if parsed.method != DRAFT:
+        return None
+    if source is None:
+        raise UsageError("a model of random weights cannot have a draft model", field="speculation")
+    found = open_model(parsed.draft_model)
+    if (difference := _difference(source.tokenizer, found.tokenizer)) is not None:
+        raise UsageError(
+            f"{parsed.draft_model} cannot draft for {config.name}, since {difference}; use a model of the same family",
+            field="speculation",
+        )
+    own = found.config.served(0)
+    used = BFLOAT16 if dtype == INT8 else dtype
+    model = build_model(
+        own, found.tensors, dtype=used, device=device, kernels=settings.kernels, threads=settings.threads
+    )
+    return LoadedDraft(own, model, used)
+
+
+def _difference(verifying: Tokenizer, drafting: Tokenizer) -> str | None:
+    """Return how two vocabularies differ; `None` if token ids mean the same in both."""
+    if verifying.vocabulary == drafting.vocabulary:
+        return None
+    return f"its vocabulary of {len(drafting.vocabulary)} tokens is not that of {len(verifying.vocabulary)} tokens"

@@ -1,0 +1,51 @@
+"""Interface between speculation and a draft model."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvferry.core.ids import RequestId
+from kvferry.engine.speculation.row_prices import RowPrices
+
+
+class Wanted(NamedTuple):
+    """A sequence that can have a draft."""
+
+    request_id: RequestId
+    tokens: Sequence[int]
+    """Its tokens."""
+    most: int
+    """Maximum number of draft tokens, at least 1."""
+
+
+class ModelDraft(NamedTuple):
+    """Draft tokens, and what supports each (`acceptance.support_of`)."""
+
+    tokens: tuple[int, ...]
+    supports: tuple[int, ...]
+
+
+class ModelDrafts(Protocol):
+    """Proposes tokens by computing a draft model."""
+
+    @property
+    def prices(self) -> RowPrices:
+        """Seconds of the draft model's steps by their number of rows."""
+        ...
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `prices` has a measurement."""
+        ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence has a state or pages."""
+        ...
+
+    def propose(self, wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
+        """Propose at most `depth` tokens for each sequence; sequences without a draft are absent."""
+        ...
+
+    def forget(self, request_id: RequestId) -> None:
+        """Free what a sequence holds. Idempotent."""
+        ...
