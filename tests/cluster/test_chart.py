@@ -31,7 +31,10 @@ EVERYTHING = {
     "imagePullSecrets": ["registry"],
     "image": {"digest": f"sha256:{'0' * 64}"},
     "serviceAccount": {"annotations": {"e": "f"}},
-    "metrics": {"podMonitor": {"enabled": True, "labels": {"g": "h"}}},
+    "metrics": {
+        "podMonitor": {"enabled": True, "labels": {"g": "h"}},
+        "alerts": {"enabled": True, "labels": {"i": "j"}},
+    },
     "valkey": {"enabled": True},
     "examplePool": {"enabled": True},
     "crds": {"install": False},

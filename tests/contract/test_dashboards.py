@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kvferry.core import metrics
 from kvferry.core.metrics import Kind
@@ -35,8 +36,8 @@ def queries_of(value: Any) -> Iterator[str]:
 
 
 QUERIES = [(path.name, query) for path in DASHBOARDS for query in queries_of(json.loads(path.read_text("utf-8")))]
-for template in sorted((CHART / "templates").rglob("*.yaml")):
-    QUERIES += [(template.name, query) for query in re.findall(r"^\s*expr: *(.+)$", template.read_text("utf-8"), re.M)]
+for alerts in sorted((CHART / "files/alerts").glob("*.yaml")):
+    QUERIES += [(alerts.name, query) for query in queries_of(yaml.safe_load(alerts.read_text("utf-8")))]
 
 
 def problems(query: str) -> list[str]:

@@ -27,7 +27,7 @@ from kvferry.core.errors import Unavailable
 
 Say = Callable[[str], None]
 
-EXTRAS = ("encryption", "nixl", "operator", "redis")
+EXTRAS = ("encryption", "nixl", "operator", "redis", "traces")
 _SITE = f"app/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 _GPU = re.compile(r"nvidia-|cuda-|triton$")
 """Pattern of packages of which only the libraries that other packages link to are copied; torch does not load without

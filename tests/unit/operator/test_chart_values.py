@@ -21,6 +21,7 @@ FREE = {
     "serviceAccount.annotations": "any",
     "metrics.podMonitor.labels": "any",
     "metrics.dashboards.labels": "any",
+    "metrics.alerts.labels": "any",
     "valkey.resources": "as in a container",
     "examplePool.spec": "as in a pool",
 }

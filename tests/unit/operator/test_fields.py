@@ -385,6 +385,16 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
         at("PodMonitor/chat", "metadata.labels.release"),
         "p",
     ),
+    "observability.otlp": (
+        {"observability": {"otlp": "http://c:4318"}},
+        lambda pool: [flag("otlp")(pool), flag("otlp", GATEWAY)(pool)],
+        ["http://c:4318"] * 2,
+    ),
+    "observability.traceSamplePercent": (
+        {"observability": {"otlp": "http://c:4318", "traceSamplePercent": 25}},
+        lambda pool: [flag("trace-sample")(pool), flag("trace-sample", GATEWAY)(pool)],
+        ["0.25"] * 2,
+    ),
     "networkPolicy": ({"networkPolicy": "Off"}, at("NetworkPolicy/chat-workers", "kind"), None),
     "disruption.maxUnavailable": (
         {"disruption": {"maxUnavailable": "30%"}},
@@ -400,12 +410,16 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     ),
 }
 
-OTHERWISE = {"roles[].scaling.upSeconds": auto(requestsTarget=5)}
+OTHERWISE = {
+    "observability.traceSamplePercent": {"observability": {"otlp": "http://c:4318"}},
+    "roles[].scaling.upSeconds": auto(requestsTarget=5),
+}
 """The spec without the field, where a pool of defaults would not show it."""
 
 CHANGES_WORKERS = {
     "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "connector.type",
     "routing.blockTokens", "drain.seconds", "tenancy.keysSecret", "scheduling", "image",
+    "observability.otlp", "observability.traceSamplePercent",
     "imagePullPolicy", "imagePullSecrets", "tls.mode", "tls.secretName", "roles[].name", "roles[].speculation",
     "roles[].template",
 }  # fmt: skip

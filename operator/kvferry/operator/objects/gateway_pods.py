@@ -10,6 +10,7 @@ from kvferry.operator.objects.pods import (
     model_volume,
     pod_template,
     scratch,
+    trace_flags,
 )
 from kvferry.operator.objects.pool_tls import GATEWAY, tls_flags, tls_volume
 from kvferry.operator.pool import names
@@ -147,7 +148,7 @@ def _arguments(pool: Pool) -> list[str]:
         flags |= {"tls-cert-file": f"{_TLS_FOLDER}/tls.crt", "tls-key-file": f"{_TLS_FOLDER}/tls.key"}
     if spec.gateway.client_ca_secret:
         flags["tls-client-ca-file"] = f"{_CLIENT_CA_FOLDER}/ca.crt"
-    flags |= tls_flags(pool)
+    flags |= tls_flags(pool) | trace_flags(pool)
     return ["gateway", *(f"--{name}={value}" for name, value in flags.items())]
 
 

@@ -129,3 +129,9 @@ def size(quantity: str) -> str:
 def model_of(pool: Pool) -> str:
     """Return the value of a worker's `--model` flag."""
     return pool.spec.model.source or pool.spec.model.name
+
+
+def trace_flags(pool: Pool) -> dict[str, object]:
+    """Return the flags with which gateway and workers export traces; empty if the pool exports none."""
+    seen = pool.spec.observability
+    return {"otlp": seen.otlp, "trace-sample": seen.trace_sample_percent / 100} if seen.otlp else {}

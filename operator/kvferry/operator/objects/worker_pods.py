@@ -22,6 +22,7 @@ from kvferry.operator.objects.pods import (
     pod_template,
     scratch,
     size,
+    trace_flags,
 )
 from kvferry.operator.objects.pods import child as pool_child
 from kvferry.operator.objects.pool_tls import WORKER, tls_flags, tls_volume
@@ -53,6 +54,7 @@ def _inputs(pool: Pool, default_image: str) -> dict[str, Any]:
         **({"keys": pool.keys} if pool.keys else {}),
         **({"scheduling": spec.scheduling} if spec.scheduling else {}),
         **({"tls": spec.tls} if spec.tls.mode != "Off" else {}),
+        **({"traces": trace_flags(pool)} if spec.observability.otlp else {}),
         "model": spec.model,
         "connector": spec.connector,
         "tiers": spec.tiers,
@@ -199,6 +201,7 @@ def _arguments(pool: Pool, role: Role) -> list[str]:
         flags["speculation"] = role.speculation
     if spec.tls.mode != "Off":
         flags |= {**tls_flags(pool), "health": f"0.0.0.0:{names.PORT_HEALTH}"}
+    flags |= trace_flags(pool)
     return ["worker", *(f"--{name}={value}" for name, value in flags.items())]
 
 

@@ -201,6 +201,8 @@ class Observability(_Struct, frozen=True):
 
     pod_monitor: Literal["Off", "Auto"] = "Auto"
     pod_monitor_labels: dict[str, str] = {}
+    otlp: str = ""
+    trace_sample_percent: int = 1
 
 
 class Disruption(_Struct, frozen=True):
