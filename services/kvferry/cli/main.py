@@ -20,6 +20,7 @@ _COMMANDS = {
         "kvferry.cli.commands.simulate",
         "Simulate a fleet under a workload: the real decisions in virtual time.",
     ),
+    "plan": ("kvferry.cli.commands.plan", "Find the fewest workers for several loads, in the simulator."),
     "tune": ("kvferry.cli.commands.tune", "Search for settings of a fleet with more goodput, in the simulator."),
     "doctor": ("kvferry.cli.commands.doctor", "Inspect and measure this machine, or inspect a cluster."),
     "explain": ("kvferry.cli.commands.explain", "Explain an ended request: route, source of its KV, timing."),
