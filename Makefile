@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-scheduler bench-speculation bench-peers bench-steps bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-routing bench-scheduler bench-speculation bench-peers bench-steps bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ bench-speculation: $(READY) ## speculation by workload and batch size, in turn w
 
 bench-flow: $(READY) ## the gateway's flow controller: time per request, with and without a queue; tests/bench/results/flow.csv
 	@$(BIN)/python tests/bench/bench_flow.py $(ARGS)
+
+bench-routing: $(READY) ## routing policies in the simulator, on five workloads; tests/bench/results/routing.csv
+	@$(BIN)/python tests/bench/bench_routing.py $(ARGS)
 
 bench-scheduler: $(READY) ## time to plan a step, by policy and number of requests; tests/bench/results/scheduler.csv
 	@$(BIN)/python tests/bench/bench_scheduler.py $(ARGS)
