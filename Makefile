@@ -133,7 +133,7 @@ bench-routing: $(READY) ## routing policies in the simulator, on five workloads;
 bench-scheduler: $(READY) ## time to plan a step, by policy and number of requests; tests/bench/results/scheduler.csv
 	@$(BIN)/python tests/bench/bench_scheduler.py $(ARGS)
 
-results: $(READY) ## the papers' results, made again; docs/results.md and build/results.json; about 15 minutes (ARGS="--only H4")
+results: $(READY) ## the papers' results, reproduced; docs/results.md and build/results.json; about 15 minutes (ARGS="--only H4")
 	@$(BIN)/python -m harness.results $(ARGS)
 
 bench-steps: $(READY) ## time of steps by their work, and the device profile of the simulator; tests/bench/results/steps.csv

@@ -11,7 +11,7 @@
 namespace kvferry {
 
 // Phases named shrink compute the inner products of adapters; only batches with adapters have them. Those
-// after pick are of layers with experts.
+// after `pick` belong to layers with experts.
 enum class Phase : int {
   embed,
   qkv,

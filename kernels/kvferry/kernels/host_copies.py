@@ -56,8 +56,8 @@ class CudaCopyStream:
 
 
 class HostCopies:
-    """Copies between the pages of one device and their mirror. Use it on one thread, which may be another one than that
-    of the steps."""
+    """Copies between the pages of one device and their mirror. Use it on one thread, which may differ from that of the
+    steps."""
 
     def __init__(self, pages: torch.Tensor, host: memoryview, stream: CopyStream) -> None:
         """

@@ -114,7 +114,7 @@ class DeviceOps:
     """Operations for a runner without host synchronization between steps."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
-    """`Ops.attend`, also with plans of `plan_cascade` and `plan_rows`, and with attention sinks."""
+    """`Ops.attend`, which also accepts plans of `plan_cascade` and `plan_rows`, and attention sinks."""
 
     plan_cascade: Callable[[AttentionBatch, torch.Tensor, int, Sequence[SharedPrefix]], AttentionPlan]
     """Like `Ops.plan_attention`, but common prefixes of pages are read only once. The results are equal."""

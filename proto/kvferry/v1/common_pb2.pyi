@@ -339,7 +339,7 @@ Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class Token(_message.Message):
-    """One generated token. `logprob` and `top` are set when the request asked for them."""
+    """One generated token. `logprob` and `top` are set if the request enables them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -96,8 +96,9 @@ ENGINE = (
     Setting(
         "speculation",
         "off",
-        "Draft tokens that a step verifies beside the next token: off; from earlier text of the request: auto, as many "
-        "as pay, suffix?k=16, or ngram?k=5, a fixed number; of a small model of the same vocabulary: draft=MODEL?k=8.",
+        "Draft tokens that a step verifies after the next token: off; from earlier text of the request: auto, a number "
+        "chosen by measurement, suffix?k=16, or ngram?k=5, a fixed number; of a small model of the same vocabulary: "
+        "draft=MODEL?k=8.",
         parse=checked_speculation,
     ),
 )

@@ -22,7 +22,7 @@ ANSWERS = (
     Setting(
         "reasoning_parser",
         AUTO,
-        "Reasoning at the start of answers. think: between <think> and </think>; auto: so if the model has it.",
+        "Reasoning at the start of answers. think: between <think> and </think>; auto: think if the model has these markers.",
         choices=REASONING_PARSERS,
     ),
 )
@@ -308,7 +308,7 @@ EXPLAIN = (
 UP_TLS = Setting(
     "pool_tls",
     "off",
-    "Mutual TLS between the processes; on: with a CA that is drawn for this run and whose key is not stored.",
+    "Mutual TLS between the processes; on: with a CA that is generated for this run and whose key is not stored.",
     choices=("on", "off"),
 )
 

@@ -121,8 +121,7 @@ class LoadedModel:
 
     @property
     def context_tokens(self) -> int:
-        """Context length in tokens that the settings ask for, at most that of the model; the memory for KV may hold
-        less."""
+        """Context length in tokens by the settings, at most that of the model; the memory for KV may hold less."""
         return min(self.settings.max_model_tokens or self.config.max_model_tokens, self.config.max_model_tokens)
 
 
@@ -256,8 +255,8 @@ def build_engine(
         epochs: the transport's epoch table; default: a private table.
         loader: fetches KV from peers; without it, prompts are computed.
         tiers: KV tiers to load from and store to.
-        on_mask: called on another thread when a sequence can run whose mask was late; must make the owner call `step`.
-            `None` if steps wait for masks, because the engine has no other callers.
+        on_mask: called on another thread when the mask of a postponed sequence is ready; must make the owner of the
+            engine call `step`. `None` if steps wait for masks, because the engine has no other callers.
         clock: measures the steps; default: the system's clock.
 
     Raises:

@@ -269,7 +269,7 @@ class Engine:
     # ------------------------------------------------------------------ the prefix cache
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache, also for peers that have tickets of cached blocks; return the number of dropped
+        """Empty the prefix cache, which also invalidates peers' tickets of cached blocks; return the number of dropped
         blocks. Sequences keep their pages, and tiers their objects."""
         return self.allocator.reset_cache()
 

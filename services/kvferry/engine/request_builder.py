@@ -82,7 +82,7 @@ class RequestBuilder:
         """Build the request of a prompt, with its output, which is empty.
 
         Raises:
-            InvalidRequest: a parameter does not fit the model or another one.
+            InvalidRequest: a parameter does not fit the model, or conflicts with another parameter.
             UsageError: the weights are random, but the prompt is a text, or stop strings or bad words are set.
         """
         return self._start(self.tokens(prompt), sampling, adapter)

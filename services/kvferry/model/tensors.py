@@ -90,8 +90,8 @@ class TensorSource(Protocol):
         ...
 
     def weights(self) -> list[str]:
-        """Return lines for people about the types of the tensors, and how quantized matrices are kept and why not
-        smaller; may read all scales."""
+        """Return readable lines about the types of the tensors, and about how quantized matrices are kept and why not
+        in a smaller type; may read all scales."""
         ...
 
     def release(self) -> None:

@@ -29,8 +29,8 @@ _QUIET_HTTP_STATUS = 500
 
 
 _NOT_OF_THE_CALL = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
-"""Exceptions that do not come from the handler; all others end the call with a status, also those of extensions that
-are not derived from `Exception`."""
+"""Exceptions that do not come from the handler; all others end the call with a status, including those of extensions
+that are not derived from `Exception`."""
 
 
 class OpenCalls:

@@ -1,7 +1,7 @@
-"""Exports spans by OTLP over HTTP, with OpenTelemetry's SDK: in batches, on a thread of its own, from a bounded queue.
+"""Exports spans by OTLP over HTTP, with OpenTelemetry's SDK: in batches, on a separate thread, from a bounded queue.
 
-A span is put into the queue when it ends and never waits: where the collector is slow or away, the oldest spans are
-dropped, and one warning is logged.
+A span is put into the queue when it ends and never waits: if the collector is slow or unreachable, the oldest
+spans are dropped, and one warning is logged.
 """
 
 import logging

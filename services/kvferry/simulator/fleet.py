@@ -138,7 +138,7 @@ class Pool:
         """Simulate until all requests have ended.
 
         Raises:
-            InvariantBroken: requests remain that no event will end.
+            InvariantBroken: no event is left, but requests have not ended.
         """
         clock, measures, gateway = self.clock, self.gateway.measures, self.gateway
         while (gateway.num_open or self._has_next) and clock.step():

@@ -35,7 +35,7 @@ class Member:
     in_flight: int = 0
     """Requests of the gateway on this worker."""
     reported: WorkerLoad = WorkerLoad()  # noqa: RUF009  frozen
-    """The load of its last status."""
+    """Load in the worker's last status."""
     place: int = 0
     """Index among the workers of its role."""
 

@@ -56,7 +56,7 @@ class Stack:
             {c.laddr.port for child in family.children() for c in child.net_connections() if c.status == "LISTEN"}
             - {int(self.http.rpartition(":")[2])}
         )
-        """Ports of the gateway and the workers, also those for administration."""
+        """Ports of the gateway and the workers, including those for administration."""
         self._runs = 0
 
     def _memory(self) -> int:

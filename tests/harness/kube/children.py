@@ -27,7 +27,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class BoxState(msgspec.Struct, frozen=True):
-    """Record of the node's box."""
+    """State of the node's `Box`."""
 
     number: int
     inner: Process | None = None

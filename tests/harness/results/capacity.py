@@ -185,7 +185,7 @@ def chat() -> Outcome:
     """Compare rates of chats with prompts of 1,024 tokens."""
     ratios, kept = chat_ratios()
     return Outcome(
-        f"{min(ratios):.2f} to {max(ratios):.2f} times the three baselines; {kept:.2f} times as many again if the KV "
+        f"{min(ratios):.2f} to {max(ratios):.2f} times the three baselines; {kept:.2f} times the paged rate if the KV "
         "of earlier rounds stays in the prefix cache",
         min(ratios) >= 1.3 and kept > 1.0,
         f"outputs have 200 tokens, and each baseline reserves a chunk of {CONTEXT} slots. Keeping earlier rounds gains "

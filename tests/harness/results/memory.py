@@ -120,7 +120,9 @@ def block_sizes() -> Outcome:
         if kind == ALPACA and rates[256] > 0.8 * best:
             passed = False
             why.append("alpaca: 256 is not clearly worse")
-    why.append("memory alone: the step's time does not depend on the block size here, as it does in a kernel")
+    why.append(
+        "the row compares memory only: a step's time does not depend on the block size here, as it does in a kernel"
+    )
     return Outcome("share of the best rate by block size: " + "; ".join(parts), passed, "; ".join(why))
 
 

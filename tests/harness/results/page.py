@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 
-_HEAD = """# Results of the papers, made again
+_HEAD = """# Results of the papers, reproduced
 
 The design rests on claims of three sources: the PagedAttention paper (Kwon et al., SOSP 2023), the thesis on vLLM
-(Kwon, UC Berkeley, 2025) and the article "Inside vLLM" (2025). `make results` makes each with the code of this
+(Kwon, UC Berkeley, 2025) and the article "Inside vLLM" (2025). `make results` reproduces each with the code of this
 repository, on two cores and without a GPU, and writes this page and `build/results.json`;
-`make results ARGS="--only H4"` makes one row. {passed} of {count} rows pass their line.
+`make results ARGS="--only H4"` reproduces one row. {passed} of {count} rows pass their line.
 
 ## Set-up
 
 Both sides of a comparison run in the [simulator](simulator.md): the production scheduler, block pool and prefix index
-on a virtual clock. A baseline changes one decision of them (`services/kvferry/testing/baselines`): memory is reserved
+on a virtual clock. A baseline changes one of their decisions (`services/kvferry/testing/baselines`): memory is reserved
 in contiguous chunks by a buddy allocator, for the context (Max), for the output rounded up to a power of two (Pow2) or
 for the true output (Oracle), as in the paper's section 6.1; or batches are static.
 
@@ -21,7 +21,8 @@ for the true output (Oracle), as in the paper's section 6.1; or batches are stat
   mean batch of the paged system at 2 requests per second. Rows of the thesis and of the article use an accelerator
   of the H100's size.
 - *Lengths.* The data sets are not included. Log-normal lengths with the published means (ShareGPT 161 and 338 tokens,
-  Alpaca 19 and 58) stand for them; their spread is an assumption, and rows that depend on tails inherit it.
+  Alpaca 19 and 58) stand for them; their spread is an assumption, on which rows that depend
+  on tails rely.
 - *Rates.* The rate of a system is the highest at which the mean latency per output token is within 0.1 s, about twice
   that of an unloaded worker, to 5 %.
 
@@ -34,7 +35,7 @@ _TAIL = """
 ## What the rows do not show
 
 - Step times are a model: effects of kernels (the cost of paged attention, block sizes in a kernel) are not in these
-  rows; [performance.md](performance.md) has measured ones.
+  rows; [performance.md](performance.md) has measured times.
 - Rows run on one to three seeds; the table has medians. Differences of a few percent mean nothing.
 - Beams need the scores of a model and are not in these rows.
 """

@@ -66,8 +66,8 @@ def head_of_line() -> Outcome:
         + "; mean TTFT of a heavy-tailed trace on a prefill worker "
         + ", ".join(f"{1e3 * mean:.0f} ms ({name})" for name, mean in means.items()),
         passed and whole == {"fcfs": (13, 13), "two-level": (1, 13), "srtf": (1, 13)},
-        "beside decoding sequences, fcfs here leaves half of a step's prompt tokens to later prompts, and the policies "
-        "hardly differ; on a prefill worker nothing decodes",
+        "with decoding sequences in the batch, fcfs here leaves half of a step's prompt tokens to later prompts, and "
+        "the policies hardly differ; on a prefill worker nothing decodes",
     )
 
 
@@ -85,8 +85,8 @@ def no_starvation() -> Outcome:
     return Outcome(
         ", ".join(f"{wait:.1f} s with {policy}" for policy, wait in waits.items()),
         waits["two-level"] < 0.5 * waits["srtf"],
-        "the stream ends after 24 s, when srtf starts the long prompt; the staging of eight also bounds the cache "
-        "lookups of a pick to eight",
+        "the stream ends after 24 s, when srtf starts the long prompt; two-level compares the first eight prompts "
+        "only, which also bounds a choice to eight cache lookups",
     )
 
 

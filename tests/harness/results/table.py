@@ -30,7 +30,7 @@ ROWS: tuple[Row, ...] = (
         "geometric mean at least 2 over the baselines and workloads", capacity.overall,
     ),
     Row(
-        6, f"{_PAPER}, figure 12f", "The gain disappears where memory does not bind", "smaller, not stated",
+        6, f"{_PAPER}, figure 12f", "The gain disappears where memory is not the bottleneck", "smaller, not stated",
         "below 1.2 times Oracle", capacity.compute_bound,
     ),
     Row(

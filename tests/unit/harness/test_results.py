@@ -1,4 +1,4 @@
-"""The recorded results are those of the table, and the fast ones are made again."""
+"""The recorded results are those of the table, and the fast ones are computed again."""
 
 import pytest
 from harness.results.__main__ import PAGE, chosen, recorded

@@ -84,7 +84,7 @@ def _silu_mul(
     source = gate_up + row * row_stride + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-    small = tl.exp(-tl.abs(gate))  # the exponential cannot overflow
+    small = tl.exp(-tl.abs(gate))  # exponent at most 0, so that the exponential cannot overflow
     share = tl.where(gate >= 0, 1.0, small) / (1.0 + small)
     tl.store(out + row * columns + column, (gate * share * up).to(out.dtype.element_ty), mask=inside)
 

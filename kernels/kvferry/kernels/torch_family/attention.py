@@ -8,7 +8,7 @@ are gathered by one `index_select` over rows of B * D values, so that keys and v
 heads that share a KV head are rows of one small matrix, without repeating keys. Shorter members of a group are masked,
 and gathered values beyond their contexts are first set to zero, because a weight of zero times NaN is NaN. Sequences
 with more rows (prefill) have separate calls. Sliding windows are masks, planned once per window. Torch's fused
-attention has no soft cap, so that attention with one is computed in single operations.
+attention has no soft cap; attention with a soft cap is computed by separate operations.
 """
 
 import math

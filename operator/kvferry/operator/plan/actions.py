@@ -81,7 +81,7 @@ class WriteTls:
     state: TlsState
     """State before the action."""
     draws: bool
-    """Whether to draw a CA and publish it."""
+    """Whether to generate a CA and publish it."""
     issues: bool
     """Whether to sign certificates and write the Secret."""
     days: float
@@ -95,7 +95,7 @@ class WriteTls:
     @property
     def summary(self) -> str:
         """One-line summary for logs and `kvferry operator plan`."""
-        drawn = f"draw a CA and apply {target_of(self.config)}" if self.draws else ""
+        drawn = f"generate a CA and apply {target_of(self.config)}" if self.draws else ""
         signed = f"sign the certificates in {target_of(self.secret)}" if self.issues else ""
         return "; ".join(part for part in (drawn, signed) if part)
 

@@ -49,7 +49,7 @@ class Observed:
     keys: str = ""
     """Identifier of the generated keys; empty for the first ones."""
     fleet: FleetReport | None = None
-    """Latest report of the gateway, also if it is older than the end of the rollout."""
+    """Latest report of the gateway, even if it is older than the end of the rollout."""
     is_answering: bool = False
     """Whether a gateway has answered a short time ago, although its Deployment is not known."""
     tls: TlsSeen | None = None
@@ -262,7 +262,7 @@ def _model(seen: Observed) -> Verdict:
             "False",
             "DigestMismatch",
             (
-                f"{', '.join(wrong[:3])} serve a model with digest {found}, spec.model.digest is {expected}; "
+                f"{', '.join(wrong[:3])} serve a model with digest {found}, but spec.model.digest is {expected}; "
                 "correct the digest, or the files in the cache"
             ),
         )

@@ -1,14 +1,14 @@
-"""Managed TLS of a pool: when the operator draws a CA, signs certificates with it, and forgets the earlier CA. Pure.
+"""Managed TLS of a pool: when the operator makes a CA, signs certificates with it, and removes the earlier CA. Pure.
 
     publish   a new CA is added to the bundle that all pods trust
     wait      until kubelet has updated the bundle in all pods
-    issue     the new CA signs the certificates in the Secret, and its private key is forgotten
+    issue     the new CA signs the certificates in the Secret, and its private key is discarded
     wait      until kubelet has updated the certificates in all pods
     retire    the earlier CAs are removed from the bundle
 
-Pods of any two neighbouring stages trust each other, so that it does not matter which pod is updated first. The private
-key of a CA exists only in the memory of the operator between `publish` and `issue`; an operator that is restarted
-between them publishes another CA.
+Pods of any two neighbouring stages trust each other, so the order in which pods are updated does not matter. The
+private key of a CA exists only in the memory of the operator between `publish` and `issue`; an operator that is
+restarted between them publishes another CA.
 """
 
 from kvferry.operator.objects.pool_tls import tls_config, tls_secret

@@ -214,7 +214,7 @@ class PoolFacts:
     tls: TlsState | None = None
     """State of the managed TLS; `None` without it."""
     orders: dict[Place, int] = field(default_factory=dict)
-    """Latest observed resourceVersion of each object, also of recently deleted ones."""
+    """Latest observed resourceVersion of each object, including recently deleted ones."""
 
     def version(self, kind: str, name: str) -> str:
         """Return the version of an observed object; empty if it does not exist."""

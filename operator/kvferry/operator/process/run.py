@@ -142,7 +142,7 @@ class Operator:
             if not told:
                 return
             if told != logged:
-                _log.warning("waiting whether another operator works: %s", told)
+                _log.warning("waiting to see whether another operator is running: %s", told)
                 logged = told
             await asyncio.sleep(_RIVALS_SECONDS)
 

@@ -36,7 +36,7 @@ class Workload:
 
     kind: str = RANDOM
     """One of `WORKLOADS`. `shared-prefix`: each prompt begins with one of a few prefixes; `multi-turn`: each prompt of
-    a conversation begins with the prompt before it, and with as many tokens as were asked for as its answer."""
+    a conversation begins with the prompt before it, and with its answer of the requested number of tokens."""
     num_input: int = 512
     """Mean number of tokens of a prompt, or of a turn for `multi-turn`, without the shared prefix."""
     num_output: int = 128

@@ -104,7 +104,8 @@ def ca(folder: Path, days: float) -> None:
       kvferry key certificate gateway tls
 
     Every process needs ca.crt, its own certificate and its own key: --pool-tls-ca-file, --pool-tls-cert-file and
-    --pool-tls-key-file. Whoever has ca.key can make members of the pool: keep it elsewhere, no process reads it.
+    --pool-tls-key-file. With ca.key, certificates for new members of the pool can be made:
+    keep it elsewhere; no process reads it.
 
     To replace the CA while the pool runs, make a new one in another folder, append its ca.crt to the ca.crt of every
     process, then give the processes certificates of the new CA, then remove the old one from every ca.crt. Processes

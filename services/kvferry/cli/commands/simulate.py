@@ -30,7 +30,7 @@ _MAX_BYTES = 1 << 30
 @click.option(
     "--compare",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Simulate this fleet too, and show what it changes.",
+    help="Simulate this fleet too, and show the differences.",
 )
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to a file."
@@ -38,7 +38,7 @@ _MAX_BYTES = 1 << 30
 @click.option(
     "--svg", "svg_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the distributions of latencies."
 )
-@click.option("--seed", type=click.IntRange(0, 1 << 53), help="Draw another workload than that of the file's seed.")
+@click.option("--seed", type=click.IntRange(0, 1 << 53), help="Seed of the workload; default: the file's seed.")
 @click.option(
     "--processes", type=click.IntRange(1, 256), help="Processes among which pools are divided; default: one per core."
 )

@@ -27,14 +27,14 @@ from kvferry.core.errors import UsageError
     "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to a file."
 )
 def command(fleet: Path, *, simulations: int, out: Path | None, json_file: Path | None) -> None:
-    """Search for settings of a fleet with more goodput: each try is a simulation of the fleet's file.
+    """Search for settings of a fleet with higher goodput: each try is a simulation of the fleet's file.
 
     \b
       kvferry tune docs/examples/fleet-split.toml
       kvferry tune fleet.toml --simulations 200 --write better.toml
 
     Tries routing policy, split of prefill and decode workers, budgets, chunks, sequences and scheduling, one field at a
-    time, and says what each change gained. The file needs an `slo`. The result holds for its workload and device
+    time, and prints the gain of each change. The file needs an `slo`. The result holds for its workload and device
     profile; measure it with `kvferry bench serve` before you use it. docs/simulator.md has more.
     """
     with reported():

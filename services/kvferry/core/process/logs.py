@@ -32,7 +32,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats records for people; control characters of the message are escaped, so that input cannot forge a line."""
+    """Formats records as text; control characters of the message are escaped, so that input cannot forge a line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")

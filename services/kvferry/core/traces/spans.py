@@ -35,7 +35,7 @@ class TraceSettings:
     """URL of a collector that accepts OTLP over HTTP, without `/v1/traces`."""
     share: float = 1.0
     """Share of the requests without a decision of their client that are traced, from 0 to 1. With 0 none is traced,
-    whatever the client asks for."""
+    whatever the client's decision."""
 
     def __post_init__(self) -> None:
         """Check the settings.

@@ -135,7 +135,7 @@ class AdapterStore:
         """Return the weights of an adapter, loading them again if their copy was evicted.
 
         Raises:
-            ModelFileError: the folder is missing, damaged, or has another content than when it was registered.
+            ModelFileError: the folder is missing, damaged, or its content has changed since it was registered.
         """
         known = self._known[adapter]
         known.used = self._next_use()

@@ -1,7 +1,7 @@
 """Decoder over torch tensors, for all families; their features are fields of `ModelConfig`.
 
-Per layer, with T rows of one step's ragged batch (norms on the outputs only in some families, then also without norms
-on the inputs):
+Per layer, with T rows of one step's ragged batch (norms on the outputs in some families only, some of which have no
+norms on the inputs):
 
     hidden -> norm -> q, k, v -> (norm) rotate q, k, write k, v to pages -> attention -> output -> (norm)  ┐ added to
     hidden -> norm -> gate, up -> silu * -> down -> (norm)                                                  ┘ residual

@@ -8,7 +8,7 @@ from kvferry.engine.plan.sequence import Sequence, SequenceState
 
 
 class Deadlines:
-    """Sequences by the time at which they must have started. An entry stays until that time, also if its sequence has
+    """Sequences by the time at which they must have started. An entry stays until that time, even if its sequence has
     ended."""
 
     def __init__(self) -> None:

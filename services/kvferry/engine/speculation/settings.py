@@ -37,9 +37,9 @@ class SpeculationSettings:
 
 
 def parse_speculation(text: str) -> SpeculationSettings:
-    """Parse the setting: `off`, `auto`, `suffix`, `ngram` or `draft=MODEL`, each but `off` with `?k=`, the maximum
-    draft tokens of a sequence in a step; `ngram` also with `&min=` and `&max=`, the lengths of matches, and `draft`
-    with `&fixed=1` for always k tokens.
+    """Parse the setting: `off`, `auto`, `suffix`, `ngram` or `draft=MODEL`. All but `off` accept `?k=`, the maximum
+    draft tokens of a sequence in a step; `ngram` also accepts `&min=` and `&max=`, the lengths of matches, and `draft`
+    accepts `&fixed=1`, which always proposes k tokens.
 
     Raises:
         UsageError: the method or a parameter is unknown, not a number, or out of range.

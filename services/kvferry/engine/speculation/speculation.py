@@ -82,7 +82,8 @@ class Speculation:
             lengths: chooses how many tokens of each draft are verified.
             num_drafts: maximum draft tokens of a sequence in a step, at most `MAX_DRAFT_TOKENS`.
             draft_model: proposes drafts where the text has no long match.
-            depth: chooses how many tokens the draft model proposes; default: as many as pay.
+            depth: chooses how many tokens the draft model proposes; default: as many as increase the
+                expected tokens per second.
         """
         self._proposer, self._lengths, self._num_drafts = proposer, lengths, num_drafts
         self._model, self._depth = draft_model, depth or DraftDepth(num_drafts)
@@ -160,7 +161,7 @@ class Speculation:
         self._compare(state)
         draft = self._proposer.propose(state.tokens.view(), most)
         if self._model is not None and draft.match < _LONG_MATCH:
-            draft = NO_DRAFT  # the draft model knows more
+            draft = NO_DRAFT  # the draft model is more accurate
         state.most, state.is_asked = most, False
         self._take(state, sequence, draft.tokens, [draft.match] * len(draft.tokens))
         return state

@@ -44,7 +44,7 @@ def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
 
 
 def device_title(device: str | object) -> str:
-    """Return the name of a torch device for people: `cpu`, or the GPU's product name."""
+    """Return the readable name of a torch device: `cpu`, or the GPU's product name."""
     if str(device).partition(":")[0] != CUDA:
         return str(device)
     import torch

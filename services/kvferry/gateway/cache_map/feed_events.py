@@ -48,7 +48,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Up to a slice of names of one event, as keys of the index, with the XOR of the whole names."""
+    """Names of one event, at most one slice of them, as keys of the index, with the XOR of the whole names."""
 
     keys: list[int]
     xor: int

@@ -50,7 +50,7 @@ class ReplicaMap:
         self.num_repeated = 0
         self.dispatched = DispatchedBlocks()
         self.samples: deque[bytes] = deque(maxlen=_NUM_SAMPLES)
-        """Names of blocks that were predicted to be cached; an audit asks the worker for them."""
+        """Names of blocks that were predicted to be cached; an audit verifies them with the worker."""
         self.digests: deque[tuple[int, Digest]] = deque(maxlen=_NUM_DIGESTS)
         """Digests after the most recent events, by sequence."""
         self.touched: set[int] | None = None

@@ -14,8 +14,8 @@ from kvferry.rpc.tls.refusal_cause import may_be_tls, refusal_cause
 _CLOSE_SECONDS = 5.0
 """Grace period in seconds of a channel that is being closed, for releases of offers and final statuses of streams."""
 REPLACED_POLLS = 1_200
-"""Status polls for which a replaced channel is kept, 10 minutes at the default interval: calls without a hold, which
-are KV prefetches, releases and subscriptions, end before or are made again."""
+"""Status polls for which a replaced channel is kept, 10 minutes at the default interval: calls that do not hold
+it, which are KV prefetches, releases and subscriptions, end earlier or are repeated."""
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ class TenantPolicy:
     max_queued_bytes: int | None = None
 
     def priority_of(self, asked: int) -> int:
-        """Return the priority of a request that asks for `asked`; 0, the default, becomes the nearest allowed one.
+        """Return the priority of a request with priority `asked`; 0, the default, becomes the nearest allowed one.
 
         Raises:
             Forbidden: the tenant may not use this priority.

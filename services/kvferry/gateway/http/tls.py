@@ -79,7 +79,7 @@ class Certificate:
 
     def _use_current(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         """Use the renewed files for a new connection: OpenSSL calls this at each ClientHello. The context of a server
-        cannot forget the CAs that it has loaded, so that a renewal makes another one."""
+        cannot unload CAs; a renewal therefore makes another context."""
         connection.context = self._current
 
     def _read(self) -> tuple[float, ssl.SSLContext]:

@@ -13,7 +13,8 @@ MAX_BLOCKS = 4096
 
 
 class PromptCaches:
-    """Predictions for one prompt, one lookup for each KV layout. A function from a replica to its cached prefix."""
+    """Predictions for one prompt, with one lookup for each KV layout. Calling it with a replica returns the replica's
+    cached prefix."""
 
     def __init__(
         self,
@@ -26,9 +27,9 @@ class PromptCaches:
     ) -> None:
         """
         Args:
-            names: hashes of the prompt that were computed before.
-            least_blocks: minimum number of cached blocks that determine the choice of a replica; for a shorter prompt,
-                all of its blocks.
+            names: hashes of the prompt's blocks that were computed earlier.
+            least_blocks: number of blocks that must be cached for the cached prefix to decide the choice of a replica;
+                for a prompt with fewer blocks, all of them.
         """
         self._map = cache_map
         self._namers = namers

@@ -22,7 +22,7 @@ class NoTrace:
         return _NO_CALL
 
     def answered(self) -> None:
-        """Record that the call has given all that was asked for; its reader may then leave it."""
+        """Record that the call has returned all requested results; its reader may then leave it."""
 
     def handed_off(self, timing: Timing) -> None:
         """Record the source of the prompt's KV, as the decode worker has reported it."""

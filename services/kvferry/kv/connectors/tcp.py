@@ -159,7 +159,7 @@ class TcpTransport:
         owner = _Owner(where, wire.connection_key(self._setup.secrets[0], Incarnation(where.incarnation)))
         try:
             owner.give_back(owner.take(_CONNECT_SECONDS))
-        except (OSError, ValueError, OverflowError) as error:  # the latter two: no host name, or no port
+        except (OSError, ValueError, OverflowError) as error:  # ValueError, OverflowError: an invalid host name or port
             raise ReadError(f"worker {peer.worker_id} cannot be reached over tcp ({error})") from error
         with self._connecting:
             kept = self._owners.setdefault(peer.incarnation, owner)

@@ -1,7 +1,7 @@
 """Quarantine bound: limits the share of a block pool's pages that stalled transports may occupy.
 
 A stalled read leaves its pages in quarantine until the transport reports its end, which may never happen. A peer that
-stalls every read could thus occupy all pages. Above the bound, new fetches are declined and their tokens are computed,
+stalls every read could thus occupy all pages. Above the bound, new fetches are rejected and their tokens are computed,
 which costs time but does not expose further pages to a transport.
 """
 

@@ -86,7 +86,7 @@ class DramTier:
 
     def reserve(self, key: ObjectKey) -> memoryview | None:
         """Reserve a slot for an object until `commit` or `abandon`; return `None` if the object is already stored or is
-        declined."""
+        rejected."""
         with self._changed:
             slot = self._shelf.reserve(key)
         return None if slot is None else self._slot(slot)

@@ -260,7 +260,7 @@ class TierStack:
                 _log.info("prefetch failed: %s", error)
 
     def _into_memory(self, key: ObjectKey, where: str, deadline: float) -> bool:
-        """Read an object from a slow tier into the arena; return `False` if the arena declined the object or already
+        """Read an object from a slow tier into the arena; return `False` if the arena rejected the object or already
         has it.
 
         Raises:
@@ -338,7 +338,7 @@ class TierStack:
                 raise TierMiss("the object was evicted before it was read")
             fetched = self._into_memory(key, slow, deadline)
             if not fetched and self._when_written(key, deadline) is not Presence.YES:
-                self._read(key, slow, into, deadline)  # the arena declined the object: read it directly into the pages
+                self._read(key, slow, into, deadline)  # the arena rejected the object: read it directly into the pages
                 return slow
         begun = self._clock.monotonic()
         memory.load(key, into, 0.0)

@@ -38,7 +38,7 @@ class Family:
     """Whether GGUF files of the family are read; the family's name is then that of the architecture in GGUF."""
 
     def renamed(self, name: str) -> str:
-        """Return the name of a tensor of the family's files in this project."""
+        """Return this project's name for a tensor of the family's files."""
         for pattern, replacement in self.renames:
             found, count = pattern.subn(replacement, name, count=1)
             if count:

@@ -80,8 +80,8 @@ class SafetensorsModel:
         return {name: matrix.choice for name, matrix in self._matrices.items()}
 
     def weights(self) -> list[str]:
-        """Return a line for each way in which quantized matrices are kept, and for what is not done as the checkpoint
-        asks; empty for a checkpoint that is not quantized."""
+        """Return a line for each way in which quantized matrices are kept, and for each setting of the checkpoint
+        that is not applied; empty for a checkpoint that is not quantized."""
         return [*report(self.choices()), *self._notes]
 
     def read(self, name: str) -> npt.NDArray[np.float32]:

@@ -49,7 +49,7 @@ def group_size(fields: ConfigFields) -> int | None:
 
 
 def group_title(group: int | None) -> str:
-    """Return the group size for people."""
+    """Return a readable description of the group size."""
     return "a scale per output" if group is None else f"groups of {group}"
 
 

@@ -60,7 +60,7 @@ def float8_matrix(parts: Parts, scale_name: str, block: tuple[int, int] | None, 
         parts: tensors of the module.
         scale_name: name of the tensor with the scales.
         block: outputs and inputs of a block; `None` for a scale per tensor or per output.
-        title: the scheme, for people.
+        title: readable name of the scheme.
 
     Raises:
         ModelFileError: a tensor is missing or has a wrong type or shape.

@@ -22,4 +22,4 @@ class Method:
     dropped: frozenset[str] = frozenset()
     """Last parts of the names of tensors that have no effect here, such as scales of activations."""
     notes: tuple[str, ...] = ()
-    """What is not done as the checkpoint asks, for people."""
+    """Lines for the log about settings of the checkpoint that are not applied."""

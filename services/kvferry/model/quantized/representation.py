@@ -35,7 +35,7 @@ class Kept(Enum):
 
     @property
     def title(self) -> str:
-        """Description for people."""
+        """Readable description."""
         return self.value[1]
 
 
@@ -45,7 +45,7 @@ class Choice:
 
     kept: Kept
     scheme: str
-    """The scheme of the checkpoint, for people."""
+    """Readable name of the scheme of the checkpoint."""
     passed_over: tuple[tuple[Kept, str], ...] = ()
     """Smaller candidates, each with the reason why it was not chosen."""
 

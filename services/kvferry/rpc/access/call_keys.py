@@ -9,8 +9,8 @@
 
 A process gets only the key of its own role, so that a gateway cannot call what is reserved for workers or operators.
 The MAC is BLAKE3, keyed with the role's key, over method and audience; the audience is the `host:port` that the caller
-dials. A token that was sent to one address is therefore rejected at every other address, also if the first address
-meanwhile belongs to a different process. Tokens neither encrypt nor bind the content of a message: anyone who can read
+dials. A token that was sent to one address is therefore rejected at every other address, even if the first address
+now belongs to a different process. Tokens neither encrypt nor bind the content of a message: anyone who can read
 and alter the traffic between two pods needs to be kept out by the network or by TLS. The encoding is fixed by
 tests/golden/call_keys.json.
 """
@@ -128,7 +128,7 @@ class CallVerifier:
             raise Unauthenticated("the call's token is invalid", reason="CALLER_UNKNOWN")
         if not self._is_own(audience, CallerRole(role)):
             raise Unauthenticated(
-                f"the call's token is for {audience}, which is not an address of this worker; it knows its port "
+                f"the call's token is for {audience}, which is not an address of this worker; its own are port "
                 f"{self._port} on {', '.join(sorted(self._hosts))}. Set --advertise-host to the host that other "
                 "processes dial, and dial the port that the worker listens on",
                 reason="CALLER_AUDIENCE",

@@ -141,7 +141,7 @@ def fit(
 
     Args:
         model: the served model, for its vocabulary.
-        token_ids: the prompt, truncated if the request asks for it.
+        token_ids: the prompt, truncated if the request enables it.
         sampling: the client's parameters.
         context_tokens: the workers' context length, prompt and output.
         new_seed: function that generates a seed, called if the request has no seed.

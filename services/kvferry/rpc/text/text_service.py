@@ -126,7 +126,7 @@ class TextService:
         return self.model.max_model_tokens if limit is None else min(limit, self.model.max_model_tokens)
 
     def fit(self, request: TextRequest) -> TextRequest:
-        """Truncate the prompt of `request` if it asks for that, and complete its sampling parameters; see
+        """Truncate the prompt of `request` if it enables that, and complete its sampling parameters; see
         `prompts.fit`.
 
         Raises:

@@ -1,8 +1,8 @@
 """TLS between the processes of a pool: credentials for gRPC servers and channels, renewed with their files.
 
-Both sides show a certificate of the pool's CA. A server uses renewed files for each new connection. A channel keeps the
-certificate with which it was opened, so that `generation` tells its owner when to open another one; connections and
-calls that exist are not affected by a renewal.
+Both sides present a certificate of the pool's CA. A server uses renewed files for each new connection. A channel keeps
+the certificate with which it was opened; a changed `generation` means that its owner must open another one. Existing
+connections and calls are not affected by a renewal.
 """
 
 import asyncio

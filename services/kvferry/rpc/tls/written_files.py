@@ -45,7 +45,7 @@ def read_ca(folder: Path) -> Authority:
 
 
 def write_certificate(folder: Path, kind: str, authority: Authority, now: float, days: float) -> CertificateFiles:
-    """Sign a certificate for one kind of process and write it with its key. Files that exist are replaced at once, so
+    """Sign a certificate for one kind of process and write it with its key. Existing files are replaced atomically, so
     that a process never reads half of one.
 
     Args:

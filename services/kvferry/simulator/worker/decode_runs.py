@@ -36,10 +36,10 @@ class KnownDrafts(Speculation):
         return {sequence.request_id: draft for sequence in decoding}
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Count nothing."""
+        """Do nothing, since drafts are not counted."""
 
     def forget(self, request_id: str) -> None:
-        """Forget nothing, since no state is kept."""
+        """Do nothing, since no state is kept."""
 
 
 class DecodeRun:
@@ -78,7 +78,7 @@ class DecodeRun:
 def num_steps(scheduler: Scheduler, running: Iterable[Sequence]) -> int:
     """Return the number of steps that can be planned at once: until the first sequence ends; 1 if the next step is not
     like those after it."""
-    # Without a place, none is admitted until a sequence ends.
+    # If the batch has no free place, no sequence is admitted until one ends.
     may_admit = scheduler.num_waiting > 0 and scheduler.admission.has_place
     if may_admit or scheduler.num_running > scheduler.limits.token_budget:
         return 1

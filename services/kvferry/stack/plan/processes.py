@@ -51,11 +51,11 @@ class StackConfig:
     """Secret of the workers, from which the gateway's key is derived; if empty, a random one is generated for each
     run."""
     pool_tls: bool = False
-    """Whether the processes call each other by mutual TLS, with a CA that is drawn for the run."""
+    """Whether the processes call each other by mutual TLS, with a CA that is generated for the run."""
     api_key: str | None = field(default=None, repr=False)
     """API key for the first token; `None` if the gateway requires none."""
     probe_key: str = field(default="", repr=False)
-    """`api_key` if the gateway does not know it otherwise; empty if it does."""
+    """`api_key` if no tenant of the gateway has it; empty if one has."""
 
     def __post_init__(self) -> None:
         """Check the numbers of workers.

@@ -33,7 +33,7 @@ class BuddyMemory:
             InvariantBroken: no chunk is as large.
         """
         if num_slots > self._largest:
-            raise InvariantBroken(f"{num_slots} slots were asked for; the largest chunk has {self._largest}")
+            raise InvariantBroken(f"{num_slots} slots were requested; the largest chunk has {self._largest}")
         return max(LEAST, 1 << (num_slots - 1).bit_length())
 
     def fits(self, num_slots: int) -> bool:

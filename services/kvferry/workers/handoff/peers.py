@@ -145,7 +145,7 @@ class GrpcPeerControl:
                 used.channel.close()
 
     def _replace(self, address: str) -> None:
-        """Forget the channel to `address`; its calls are finished first."""
+        """Drop the channel to `address`; its calls are finished first."""
         replaced = self._peers.pop(address, None)
         if replaced is not None:
             replaced.is_replaced = True

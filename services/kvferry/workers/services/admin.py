@@ -45,9 +45,9 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
     ) -> None:
         """
         Args:
-            calls: counter of calls in flight to the request server, without those to the admin server.
+            calls: counter of calls in flight to the request server, excluding those to the admin server.
             verifier: verifier of the admin server, which proves to callers that this worker has the pool's secret.
-            adapters: loads adapters while serving; `None` refuses it.
+            adapters: loads adapters while serving; `None`: calls that load adapters are refused.
             listed: the adapters of a list, whose failures are reported.
             on_drain: called once when draining begins.
         """

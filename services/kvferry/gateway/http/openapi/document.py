@@ -32,7 +32,7 @@ _PROTOCOL = {
     431: "The headers are too large or too many.",
     501: "The body has a transfer coding other than chunked.",
 }
-"""Errors of the connection, with any route."""
+"""Errors of the connection, which are possible on every route."""
 
 
 def openapi_document(version: str, *, needs_key: bool, operations: Iterable[Operation] = OPERATIONS) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Operation:
     query: type[Strict] | None = None
     """Parameters of the query."""
     also: Mapping[int, Any] | None = None
-    """Types of answers with other statuses than 200."""
+    """Types of answers with statuses other than 200."""
     status: int = 200
 
     @property

@@ -143,7 +143,7 @@ class ResponseRequest(SamplingFields):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the client wants the response to be kept."""
+        """Whether the response is kept after it has ended."""
         return self.store is not False
 
     def items(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Makes one response: reads the request, generates, and keeps the result for the next turn."""
+"""Makes one response: reads the request, generates the output, and keeps the result for the next turn."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -39,7 +39,7 @@ class Creation:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the client wants events."""
+        """Whether the response is streamed as events."""
         return self._generation.stream
 
     async def whole(self) -> bytes:
@@ -68,7 +68,7 @@ class Creation:
                     begun = True
                     made = [*self._progress.begin(), *self._progress.add(chunk)]
                 if chunk.finish_reason is not None:
-                    self._keep()  # before the client knows that it may continue from it
+                    self._keep()  # before the client receives the last event and may continue from the response
                 for event in made:
                     yield _sse(event)
 

@@ -131,7 +131,7 @@ def _check_kind(where: str, kind: object, known: Sequence[str] | Mapping[str, ob
 
 
 class _Turn:
-    """The items of one assistant's message: reasoning, text, calls."""
+    """Items of one assistant message: reasoning, text, calls."""
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []

@@ -75,7 +75,7 @@ class Document(Struct):
 
 
 class Ranked(Struct):
-    """A document's relevance, with the document if it was asked for."""
+    """A document's relevance, with the document if it was requested."""
 
     index: int
     relevance_score: float

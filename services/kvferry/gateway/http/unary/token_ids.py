@@ -34,7 +34,7 @@ class TokenIds(Struct):
     max_model_len: int
     tokens: Ids
     token_strs: list[str] | None
-    """The text of each token, if it was asked for."""
+    """The text of each token, if it was requested."""
 
 
 class TokenText(Struct):

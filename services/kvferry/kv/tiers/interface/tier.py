@@ -65,7 +65,7 @@ class Tier(Protocol):
 
     def store(self, key: ObjectKey, parts: Sequence[memoryview], timeout: float) -> bool:
         """Store one object, the concatenation of `parts`; return whether it was written. It is not written if it was
-        already stored, or if the tier declined it: all space is in use, the quota is exhausted, or it was not requested
+        already stored, or if the tier rejected it: all space is in use, the quota is exhausted, or it was not requested
         often enough.
 
         Readers find either the complete object or no object. After the call returns or raises, the tier no longer reads

@@ -8,7 +8,7 @@ Only READY objects are found, and only READY objects that are not pinned are evi
 
 - The victim belongs to the tenant with the most stored objects, so that a tenant that floods the tier evicts its own
   objects, not those of a tenant below an equal share; with one tenant this is plain LRU.
-- A new object that was requested less often than the victim is declined (`frequency`), so that a long scan does not
+- A new object that was requested less often than the victim is rejected (`frequency`), so that a long scan does not
   evict the working set; on a tie the new object is admitted, so that recency decides.
 """
 
@@ -75,7 +75,7 @@ class Shelf:
                 self._order[entry.tenant].move_to_end(name)
 
     def reserve(self, key: ObjectKey) -> int | None:
-        """Reserve a slot for writing an object; return `None` if the object is already stored or is declined, or if all
+        """Reserve a slot for writing an object; return `None` if the object is already stored or is rejected, or if all
         slots are in use."""
         if key.name in self._entries:
             return None

@@ -29,7 +29,7 @@ class CallSyntax(Protocol):
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """Texts that may begin calls, anywhere."""
+        """Texts that may begin calls at any position of the answer."""
         ...
 
     @property

@@ -1,7 +1,7 @@
 """Markers of an answer's parts. A marker that is a control token of the model is one character, a *mark*.
 
-Detokenizers omit control tokens, and a text that merely spells one (`[TOOL_CALLS]`, asked for by a user) is not the
-token. Therefore the detokenizer of an answer writes each control token that is a marker as a mark: an unpaired
+Detokenizers omit control tokens, and a text that merely spells one (`[TOOL_CALLS]`, because a user requested it) is not
+the token. Therefore the detokenizer of an answer writes each control token that is a marker as a mark: an unpaired
 surrogate, which no decoded text contains. Parsers compare marks like any other text, and remove those that they do not
 need.
 """
