@@ -1,11 +1,11 @@
-"""Sizes of a fleet by load: the fewest workers of each role with which enough requests keep the latency targets.
+"""Sizes of a fleet by load: the fewest workers of each role with which enough requests meet the latency targets.
 
-    for each rate, ascending, from the sizes of the rate before:
-        grow     add workers to the role where it helps most, until enough requests keep the targets
-        shrink   take single workers away, the most expensive first, as long as they do
+    for each rate, ascending, from the sizes of the previous rate:
+        grow     add workers to the role where it helps most, until enough requests meet the targets
+        shrink   remove single workers, the most expensive first, as long as enough requests meet the targets
 
-A role that was made too large by the growth's stride is made smaller again, so that the result is a fleet in which no
-single worker can be taken away; the prefill:decode ratio follows from the workload.
+A role that a step of growth made too large is made smaller again, so that the result is a fleet from which no single
+worker can be removed; the prefill:decode ratio follows from the workload.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ _STRIDE = 4
 Sizes = Mapping[str, int]
 """Number of workers by role."""
 Attain = Callable[[FleetSpec], float]
-"""Simulates a fleet; returns the share of requests that keep the targets."""
+"""Simulates a fleet; returns the share of requests that meet the targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PlanRow:
     """Requests per second of one pool."""
     sizes: Sizes
     attained: float
-    """Share of the requests that keep the latency targets."""
+    """Share of the requests that meet the latency targets."""
     is_enough: bool
     """Whether that is the wanted share; if not, no fleet within the limits reached it."""
     price_per_hour: float
@@ -61,7 +61,7 @@ class PoolPlanner:
         Args:
             spec: the fleet; its numbers of workers are ignored.
             attain: simulates a fleet.
-            wanted: share of the requests that must keep the targets, above 0, at most 1.
+            wanted: share of the requests that must meet the targets, above 0, at most 1.
             most: maximum number of simulations for one rate.
             on_try: called with the sizes and the share of each simulation.
 
@@ -121,7 +121,7 @@ class PoolPlanner:
 
 
 def with_sizes(spec: FleetSpec, sizes: Sizes, rate: float) -> FleetSpec:
-    """Return a fleet with other numbers of workers and another rate."""
+    """Return the fleet with different numbers of workers and a different rate."""
     assert spec.demand is not None
     demand = replace(spec.demand, arrivals=replace(spec.demand.arrivals, rate=rate))
     roles = tuple(replace(role, replicas=sizes[role.role]) for role in spec.pool.roles)

@@ -23,7 +23,7 @@ _MAX_RATES = 32
     default=0.95,
     show_default=True,
     type=click.FloatRange(0.0, 1.0, min_open=True),
-    help="Share of the requests that must keep the file's slo.",
+    help="Share of the requests that must meet the file's slo.",
 )
 @click.option(
     "--simulations",
