@@ -22,7 +22,8 @@ ANSWERS = (
     Setting(
         "reasoning_parser",
         AUTO,
-        "Reasoning at the start of answers. think: between <think> and </think>; auto: think if the model has these markers.",
+        "Reasoning at the start of answers. think: between <think> and </think>; auto: think if the model has these "
+        "markers.",
         choices=REASONING_PARSERS,
     ),
 )
