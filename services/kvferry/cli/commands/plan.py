@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from kvferry.cli.commands.simulate import read_fleet_file
+from kvferry.cli.commands.simulate import read_fleet_with_slo
 from kvferry.cli.options import EXIT_FAILED, print_json, reported
 from kvferry.core.errors import UsageError
 
@@ -50,9 +50,7 @@ def command(fleet: Path, *, rates: str, attain: float, simulations: int, json_fi
         from kvferry.simulator.planning import PoolPlanner, attained_share, named
         from kvferry.simulator.run import simulate_pool
 
-        spec = read_fleet_file(fleet)
-        if not spec.pool.gateway.slo:
-            raise UsageError('slo is missing; add for example slo = "ttft=1s,tpot=50ms" to the fleet file', field="slo")
+        spec = read_fleet_with_slo(fleet)
         shown = sys.stderr.isatty()
         planner = PoolPlanner(
             spec,

@@ -144,6 +144,18 @@ def read_fleet_file(path: Path, seed: int | None = None) -> "FleetSpec":
     return spec if seed is None else replace(spec, seed=seed)
 
 
+def read_fleet_with_slo(path: Path) -> "FleetSpec":
+    """Read a fleet file that must have latency targets.
+
+    Raises:
+        UsageError: see `read_fleet_file`, or the targets are missing.
+    """
+    spec = read_fleet_file(path)
+    if not spec.pool.gateway.slo:
+        raise UsageError('slo is missing; add for example slo = "ttft=1s,tpot=50ms" to the fleet file', field="slo")
+    return spec
+
+
 def _named_file(folder: Path, name: str) -> str:
     """Return a file that a fleet file names: a path from its folder, or the name of a shipped device profile."""
     shipped = resources.files("kvferry.simulator") / "profiles" / f"{name}.toml"

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from kvferry.cli.commands.simulate import read_fleet_file
+from kvferry.cli.commands.simulate import read_fleet_with_slo
 from kvferry.cli.options import print_json, reported
-from kvferry.core.errors import UsageError
 
 
 @click.command("tune")
@@ -41,9 +40,7 @@ def command(fleet: Path, *, simulations: int, out: Path | None, json_file: Path 
         from kvferry.simulator.run import simulate_pool
         from kvferry.simulator.tuning import Score, fields_of, tune
 
-        spec = read_fleet_file(fleet)
-        if not spec.pool.gateway.slo:
-            raise UsageError('slo is missing; add for example slo = "ttft=1s,tpot=50ms" to the fleet file', field="slo")
+        spec = read_fleet_with_slo(fleet)
         shown = sys.stderr.isatty()
         found = tune(
             spec,
