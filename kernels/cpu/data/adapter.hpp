@@ -35,7 +35,7 @@ struct Adapter {
   const AdapterLayer* layers = nullptr;
 };
 
-// How the panels of a packed matrix belong to parts: one after the other, or alternating between two.
+// How the panels of a packed matrix are assigned to parts: one after the other, or alternating between two.
 struct PanelParts {
   bool alternates = false;
   int ends[kMaxParts] = {};  // end of each part's panels; unused if they alternate

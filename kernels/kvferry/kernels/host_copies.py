@@ -17,7 +17,7 @@ from kvferry.kernels.block_moves import runs
 
 
 class CopyStream(Protocol):
-    """A stream of copies beside the stream of the steps."""
+    """A stream of copies, separate from the stream of the steps."""
 
     def after_steps(self) -> None:
         """Order the following copies after all steps launched so far."""
@@ -111,7 +111,7 @@ class HostCopies:
 
 
 def pin(memory: memoryview) -> None:
-    """Pin host memory for the rest of the process, so that copies run beside the steps.
+    """Pin host memory for the rest of the process, so that copies run concurrently with the steps.
 
     Raises:
         UsageError: the driver rejects it, for example because of the limit on locked memory.

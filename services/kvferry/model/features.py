@@ -1,7 +1,7 @@
 """Digest of the features by which a model's computation differs from Llama's, as part of the KV fingerprint.
 
 The digest of a model's files covers the fields, but not their meaning: a worker that ignored a feature would have the
-same files and other KV.
+same files but different KV.
 """
 
 from collections.abc import Sequence

@@ -98,7 +98,7 @@ class WorkerUnit:
             on_failure: called on the event loop after the engine has raised an unexpected error; the process should
                 exit.
             tls: TLS of the pool; `None` for plain connections.
-            make_pages: makes the engine's pages beside the memory that transports access.
+            make_pages: makes the engine's pages, apart from the memory that transports access.
         """
         self._make_pages, self._tls = make_pages, tls
         self._config, self._endpoint, self._model = config, endpoint, model

@@ -128,7 +128,7 @@ def evicted(one_engine: LLM, url: str) -> None:
 
 
 def overlap(one_engine: LLM) -> None:
-    """Load, store and hand over 1,000 pages of each of three prompts beside a running stream, and compare the trace
+    """Load, store and hand over 1,000 pages of each of three prompts alongside a running stream, and compare the trace
     on the virtual clock with one in which steps follow each other at once."""
     engine = {**CHUNKED, "block_tokens": 1, "kv_bytes": 16 << 20}
     settings: dict[str, Any] = {"connector": "shm", "engine": engine, "tiers": ("dram://?size=64MiB",)}

@@ -113,7 +113,7 @@ def hit_rates() -> Outcome:
     return Outcome(
         ", ".join(f"{100 * share:.1f} % with {policy}" for policy, share in found.items()),
         passed,
-        "" if passed else "the cached prompts of this trace are served before they are evicted with each policy",
+        "" if passed else "with each policy, cached prompts of this trace are served before they are evicted",
     )
 
 

@@ -157,7 +157,7 @@ class WorkerReport:
     device: str = ""
     """`cpu`, or the name of the GPU; empty if unknown."""
     is_staged: bool = False
-    """Whether peers and tiers access KV through host memory beside the device's pages."""
+    """Whether peers and tiers access KV through host memory, apart from the device's pages."""
     adapters: tuple[tuple[str, str], ...] = ()
     """Name and digest, in hexadecimal digits, of each loaded adapter."""
     adapter_failures: Mapping[str, str] = field(default_factory=dict)

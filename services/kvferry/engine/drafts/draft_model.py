@@ -4,7 +4,7 @@ Speculative Decoding, 2023; Chen et al., Accelerating Large Language Model Decod
     step    tokens that are new since the last draft ─► d1    then one row each: d1 ─► d2, d2 ─► d3, ..
     pages   of the draft model only; KV of rejected tokens is overwritten
 
-The draft model is greedy. Prompts are computed in chunks beside the steps, and a sequence has no drafts until its
+The draft model is greedy. Prompts are computed in chunks alongside the steps, and a sequence has no drafts until its
 prompt is computed.
 """
 

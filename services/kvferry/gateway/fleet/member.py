@@ -71,7 +71,7 @@ class WorkerView:
     device: str = ""
     """`cpu`, or the name of the worker's GPU; empty if it is not known."""
     is_staged: bool = False
-    """Whether peers and tiers access the worker's KV through host memory beside its device's pages."""
+    """Whether peers and tiers access the worker's KV through host memory, apart from the device's pages."""
     place: Place = Place()  # noqa: RUF009  frozen
     tiers: tuple[worker_admin_pb2.TierStatus, ...] = ()
     adapters: frozenset[AdapterId] = frozenset()

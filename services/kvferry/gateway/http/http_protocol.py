@@ -178,7 +178,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _misframed(self) -> _Refused | None:
         """Return the error of a request that a proxy and this server could read differently (RFC 9112, sections 3.2,
-        6.1); `None` if there is none. The parser rejects a Content-Length beside a Transfer-Encoding itself."""
+        6.1); `None` if there is none. The parser rejects a Content-Length with a Transfer-Encoding itself."""
         codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings not in ([], [b"chunked"]):
             return _Refused(501, "Transfer-Encoding must be chunked; send the body without another coding")

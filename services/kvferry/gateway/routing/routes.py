@@ -49,7 +49,7 @@ class Terms(NamedTuple):
     transfer: float = 0.0
     """Hand-off of the part of its KV that the worker lacks."""
     decode: float = 0.0
-    """Generation, beside the sequences on the worker."""
+    """Generation, alongside the sequences on the worker."""
     room: float = 0.0
     """Wait for KV blocks in use by other sequences."""
     eviction: float = 0.0
