@@ -7,21 +7,18 @@ from contextlib import ExitStack, asynccontextmanager
 
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, a_worker, running
+from harness.servers.real_gateway import real_gateway
 from harness.servers.worker_channel import TEST_KEYS
 
 from kvferry.client import AsyncClient
-from kvferry.core.clock import SystemClock
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
 from kvferry.gateway.cache_map.map_states import MapState
 from kvferry.gateway.config import CacheMapConfig, Endpoint, FleetConfig, GatewayConfig, HttpConfig
-from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway
 from kvferry.gateway.routing.prefix_hash import PrefixHash
 from kvferry.gateway.routing.prompt_names import prefix_key
 from kvferry.gateway.routing.routes import RouteRequest
-from kvferry.model.source import open_model
-from kvferry.rpc.text.model_text import text_model_of
 
 SECONDS = 60.0
 TENANT_KEY = TEST_KEYS["KVFERRY_TENANT_KEY"].encode()
@@ -47,15 +44,9 @@ async def a_gateway(*workers: RunningProcess, tenant_key: bytes = TENANT_KEY) ->
         tenant_key=tenant_key,
         cache_map=CacheMapConfig(audit_seconds=0.2, poll_seconds=0.02),
     )
-    keys = WorkerKeys(lambda: [TEST_KEYS["KVFERRY_GATEWAY_KEY"].encode()])
-    gateway = await Gateway.start(config, text_model_of(open_model("tiny")), SystemClock(), keys=keys)
-    try:
-        async with asyncio.timeout(SECONDS):
-            await gateway.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
+    async with real_gateway(config) as gateway:
         yield gateway
         await asyncio.wait_for(gateway.dispatcher.wait_idle(), SECONDS)
-    finally:
-        await gateway.stop()
 
 
 async def eventually(gateway: Gateway, holds: Callable[[], bool]) -> None:

@@ -11,20 +11,16 @@ import httpx
 import pytest
 from harness.idle import assert_workers_idle
 from harness.servers.processes import RunningProcess, a_worker
-from harness.servers.worker_channel import TEST_KEYS
+from harness.servers.real_gateway import real_gateway
 
 from kvferry.client import AsyncClient, FinishReason
-from kvferry.core.clock import SystemClock
 from kvferry.core.hashing import BlockNamers
 from kvferry.engine import LLM, SamplingParams
 from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
-from kvferry.gateway.fleet.worker_keys import WorkerKeys
 from kvferry.gateway.gateway import Gateway
 from kvferry.gateway.routing.prefix_hash import PrefixHash
 from kvferry.gateway.routing.prompt_names import prefix_key
 from kvferry.gateway.routing.routes import RouteRequest
-from kvferry.model.source import open_model
-from kvferry.rpc.text.model_text import text_model_of
 
 _PROMPT = [(11 * i) % 200 for i in range(70)]
 _DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=77, max_tokens=300, ignore_eos=True)
@@ -56,19 +52,8 @@ async def a_stack(prefill: list[RunningProcess], decode: list[RunningProcess]) -
         http=HttpConfig(address="127.0.0.1:0"),
         grpc_address="127.0.0.1:0",
     )
-    gateway = await Gateway.start(
-        config,
-        text_model_of(open_model("tiny")),
-        SystemClock(),
-        keys=WorkerKeys(lambda: [TEST_KEYS["KVFERRY_GATEWAY_KEY"].encode()]),
-    )
-    try:
-        async with asyncio.timeout(30):
-            await gateway.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
-        async with AsyncClient(gateway.listening.grpc) as client:
-            yield Stack(gateway, client)
-    finally:
-        await gateway.stop()
+    async with real_gateway(config) as gateway, AsyncClient(gateway.listening.grpc) as client:
+        yield Stack(gateway, client)
 
 
 @pytest.fixture(scope="module")

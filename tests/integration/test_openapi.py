@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 from harness.servers.processes import RunningProcess, a_worker
-from harness.servers.worker_channel import TEST_KEYS
+from harness.servers.real_gateway import real_gateway
 
-from kvferry.core.clock import SystemClock
 from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpConfig
-from kvferry.gateway.fleet.worker_keys import WorkerKeys
-from kvferry.gateway.gateway import Gateway
 from kvferry.gateway.http import key_guesses
-from kvferry.model.source import open_model
-from kvferry.rpc.text.model_text import text_model_of
 
 KEY = "key-of-the-tests"
 # A body may be valid by its schema and be refused because of its fields together: a tool that was not offered, a prompt
@@ -45,18 +40,8 @@ async def url(worker: RunningProcess, tmp_path: Path, monkeypatch: pytest.Monkey
         http=HttpConfig(address="127.0.0.1:0", api_keys_file=keys),
         grpc_address="127.0.0.1:0",
     )
-    gateway = await Gateway.start(
-        config,
-        text_model_of(open_model("tiny")),
-        SystemClock(),
-        keys=WorkerKeys(lambda: [TEST_KEYS["KVFERRY_GATEWAY_KEY"].encode()]),
-    )
-    try:
-        async with asyncio.timeout(30):
-            await gateway.fleet.wait_until(lambda fleet: all(view.takes_work for view in fleet.views()))
+    async with real_gateway(config) as gateway:
         yield f"http://{gateway.listening.http}"
-    finally:
-        await gateway.stop()
 
 
 async def found(url: str, folder: Path, *arguments: str) -> str:

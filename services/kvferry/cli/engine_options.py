@@ -62,7 +62,7 @@ ENGINE = (
         "gpu_memory_share",
         0.9,
         "Share of a GPU's memory for a worker, weights included; in a stack, divided by the workers of the GPU.",
-        parse=share,
+        parse=share(),
     ),
     Setting("block_tokens", 16, "Tokens per KV page.", parse=whole(1, 1024)),
     Setting(

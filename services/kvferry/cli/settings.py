@@ -4,7 +4,7 @@ from kvferry.cli.engine_options import ADAPTERS as ADAPTERS
 from kvferry.cli.engine_options import ENGINE as ENGINE
 from kvferry.cli.engine_options import TIERS as TIERS
 from kvferry.cli.engine_options import VERIFY_KV as VERIFY_KV
-from kvferry.core.settings import Setting, boolean, part, seconds, size_bytes, whole
+from kvferry.core.settings import Setting, boolean, seconds, share, size_bytes, whole
 from kvferry.gateway.config import POLICIES
 from kvferry.model.text.answers.formats import AUTO, CALL_PARSERS, REASONING_PARSERS
 
@@ -122,7 +122,7 @@ TRACES = (
         "trace_sample",
         1.0,
         "Share of the requests that are traced where the client does not decide, from 0 to 1; 0 turns traces off.",
-        parse=part,
+        parse=share(may_be_zero=True),
     ),
 )
 PROCESSES = Setting(

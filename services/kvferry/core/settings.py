@@ -157,20 +157,16 @@ def size_or_auto(text: str) -> int:
     return 0 if text.strip().lower() in ("auto", "0") else size_bytes(text)
 
 
-def share(text: str) -> float:
-    """Parse a share, greater than 0 and at most 1."""
-    number = float(text)
-    if not 0 < number <= 1:  # also rejects NaN
-        raise ValueError("must be greater than 0 and at most 1")
-    return number
+def share(*, may_be_zero: bool = False) -> Callable[[str], float]:
+    """Return a parser for shares: numbers up to 1 that are greater than 0, or at least 0."""
 
+    def parse(text: str) -> float:
+        number = float(text)
+        if not 0 <= number <= 1 or (number == 0 and not may_be_zero):  # also rejects NaN
+            raise ValueError(f"must be {'from 0 to 1' if may_be_zero else 'greater than 0 and at most 1'}")
+        return number
 
-def part(text: str) -> float:
-    """Parse a share from 0 to 1."""
-    number = float(text)
-    if not 0 <= number <= 1:  # also rejects NaN
-        raise ValueError("must be from 0 to 1")
-    return number
+    return parse
 
 
 def device_name(text: str) -> str:

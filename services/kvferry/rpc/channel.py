@@ -51,19 +51,26 @@ def open_channel(
         tls: TLS to a worker of the pool, with the current certificate; `None` for other connections.
         credentials: TLS to a server that is verified by its address; `None` for a plain connection.
     """
-    if tls is None:
-        if credentials is not None:
-            return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=(*_CHANNEL_OPTIONS, *CHANNEL_OPTIONS))
+    secured, options = _secured(tls, credentials)
+    if secured is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, secured, options=options)
 
 
 def open_blocking_channel(
     address: str, tls: PoolTls | None = None, *, credentials: grpc.ChannelCredentials | None = None
 ) -> grpc.Channel:
     """Like `open_channel`, for a blocking channel."""
+    secured, options = _secured(tls, credentials)
+    if secured is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, secured, options=options)
+
+
+def _secured(
+    tls: PoolTls | None, credentials: grpc.ChannelCredentials | None
+) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, int | str], ...]]:
+    """Return the credentials of a channel, `None` for a plain one, and its options."""
     if tls is None:
-        if credentials is not None:
-            return grpc.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
-        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=(*_CHANNEL_OPTIONS, *CHANNEL_OPTIONS))
+        return credentials, _CHANNEL_OPTIONS
+    return tls.channel_credentials(), (*_CHANNEL_OPTIONS, *CHANNEL_OPTIONS)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kvferry.kernels.batch import LowRankGroup, LowRankWeights
 from kvferry.kernels.gpu import check
-from kvferry.kernels.gpu.launch import choose
+from kvferry.kernels.gpu.launch import Choice, choose
 
 _TILE = 4096
 """Weights of an adapter that a program holds in registers."""
@@ -187,14 +187,18 @@ def _add_few(y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, weights: LowR
     rank, columns = weights.a.shape
     padded = triton.next_power_of_2(rank)
     shrunk = torch.empty(len(rows), rank, dtype=torch.float32, device=x.device)
-    c = choose("low_rank_shrink", x.device)
-    block = min(c.sizes["block"], triton.next_power_of_2(columns), max(1, _TILE // padded))
+    shrink, expand, outputs = choose("low_rank_shrink", x.device), choose("low_rank_expand", x.device), len(weights.b)
     sizes = {"rank": rank, "padded": padded}
-    c.run(_shrink, (len(rows),), shrunk, x, rows, weights.a, columns, x.stride(0), block=block, **sizes)
-    c, outputs = choose("low_rank_expand", x.device), len(weights.b)
-    block = min(c.sizes["block"], triton.next_power_of_2(outputs), max(1, _TILE // padded))
+    block = _block(shrink, columns, padded)
+    shrink.run(_shrink, (len(rows),), shrunk, x, rows, weights.a, columns, x.stride(0), block=block, **sizes)
+    block = _block(expand, outputs, padded)
     grid = (len(rows), triton.cdiv(outputs, block))
-    c.run(_expand, grid, y, shrunk, rows, weights.b, weights.first, outputs, y.stride(0), block=block, **sizes)
+    expand.run(_expand, grid, y, shrunk, rows, weights.b, weights.first, outputs, y.stride(0), block=block, **sizes)
+
+
+def _block(choice: Choice, columns: int, padded: int) -> int:
+    """Return the columns of a tile: as chosen, at most all, and so few that the tile stays in registers."""
+    return min(choice.sizes["block"], int(triton.next_power_of_2(columns)), max(1, _TILE // padded))
 
 
 def _add_many(y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, weights: LowRankWeights) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 from kvferry.operator.objects.pods import keys_secret_of
 from kvferry.operator.plan.actions import Problem
 from kvferry.operator.plan.rollout import PAIRED, RoleState
-from kvferry.operator.plan.worker_reports import TlsSeen, Verdict, adapters_verdict, certificates_verdict, devices_of
+from kvferry.operator.plan.verdicts.certificates import TlsSeen, certificates_verdict
+from kvferry.operator.plan.verdicts.verdict import Verdict
+from kvferry.operator.plan.verdicts.workers import adapters_verdict, devices_of
 from kvferry.operator.pool.facts import FleetReport
 from kvferry.operator.pool.names import Condition
 from kvferry.operator.pool.spec import Json, Pool

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +14,11 @@ from kvferry.core.errors import UsageError
 from kvferry.core.process.config import silence_grpc
 from kvferry.core.process.memory import return_freed_memory
 from kvferry.core.process.open_files import raise_open_files
+
+if TYPE_CHECKING:
+    from kvferry.gateway.config import GatewayConfig
+
+_ROLES = ("prefill", "decode", "both")
 
 
 @click.command("gateway")
@@ -38,6 +44,41 @@ def command(values: Values) -> None:
     if values["processes"] > 1:
         _run_group(values)
         return
+    from kvferry.gateway.fleet.worker_keys import WorkerKeys
+    from kvferry.gateway.gateway import Listening
+    from kvferry.gateway.serve import run_gateway
+    from kvferry.model.requests.answer_forms import AnswerParsers
+    from kvferry.rpc.text.constraint_check import ConstraintCheck
+    from kvferry.rpc.text.model_text import open_text_model
+    from kvferry.rpc.text.text_process import TextProcess
+
+    config = _config(values)
+    has_workers = config.fleet.pool is not None or any(values[role] for role in _ROLES)
+
+    def listening(bound: Listening) -> None:
+        announce({"event": "listening", "http": bound.http, "grpc": bound.grpc, "admin": bound.admin})
+
+    keys = WorkerKeys(functools.partial(read_key, values, "gateway_key")) if has_workers else None
+    parsers = AnswerParsers(values["tool_call_parser"], values["reasoning_parser"])
+    open_model = functools.partial(open_text_model, values["model"], values["served_name"], parsers)
+    asyncio.run(
+        run_gateway(
+            config,
+            open_model(),
+            keys=keys,
+            text_process=TextProcess(open_model),
+            constraints=ConstraintCheck(open_model),
+            announce=listening,
+        )
+    )
+
+
+def _config(values: Values) -> "GatewayConfig":
+    """Return the gateway's configuration.
+
+    Raises:
+        UsageError: settings contradict each other, or a value is not valid.
+    """
     from kvferry.gateway.config import (
         CacheMapConfig,
         Endpoint,
@@ -50,24 +91,17 @@ def command(values: Values) -> None:
         RoutingConfig,
         StoreLimits,
     )
-    from kvferry.gateway.fleet.worker_keys import WorkerKeys
-    from kvferry.gateway.gateway import Listening
-    from kvferry.gateway.serve import run_gateway
-    from kvferry.model.requests.answer_forms import AnswerParsers
-    from kvferry.rpc.text.constraint_check import ConstraintCheck
-    from kvferry.rpc.text.model_text import open_text_model
-    from kvferry.rpc.text.text_process import TextProcess
 
     def endpoints(role: str) -> tuple[Endpoint, ...]:
         return tuple(Endpoint.parse(text) for text in values[role])
 
-    listed = [f"--{role}" for role in ("prefill", "decode", "both") if values[role]]
+    listed = [f"--{role}" for role in _ROLES if values[role]]
     if values["pool"] and listed:
         raise UsageError(
             f"--pool and {', '.join(listed)} are mutually exclusive: list workers or give their pool, not both",
             field="pool",
         )
-    config = GatewayConfig(
+    return GatewayConfig(
         fleet=FleetConfig(
             pool=PoolName.parse(values["pool"]) if values["pool"] else None,
             prefill=endpoints("prefill"),
@@ -103,23 +137,6 @@ def command(values: Values) -> None:
         drain_seconds=values["drain_seconds"],
         traces=traces_of(values),
         shares_ports=values["share_ports"],
-    )
-
-    def listening(bound: Listening) -> None:
-        announce({"event": "listening", "http": bound.http, "grpc": bound.grpc, "admin": bound.admin})
-
-    keys = WorkerKeys(functools.partial(read_key, values, "gateway_key")) if values["pool"] or listed else None
-    parsers = AnswerParsers(values["tool_call_parser"], values["reasoning_parser"])
-    open_model = functools.partial(open_text_model, values["model"], values["served_name"], parsers)
-    asyncio.run(
-        run_gateway(
-            config,
-            open_model(),
-            keys=keys,
-            text_process=TextProcess(open_model),
-            constraints=ConstraintCheck(open_model),
-            announce=listening,
-        )
     )
 
 

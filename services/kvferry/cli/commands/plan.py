@@ -1,13 +1,12 @@
 """`kvferry plan`: the sizes of a fleet by load, in the simulator."""
 
-import json
 import sys
 from pathlib import Path
 
 import click
 
-from kvferry.cli.commands.simulate import read_fleet_with_slo
-from kvferry.cli.options import EXIT_FAILED, print_json, reported
+from kvferry.cli.commands.simulate import JSON_FILE, read_fleet_with_slo, write_json
+from kvferry.cli.options import EXIT_FAILED, reported
 from kvferry.core.errors import UsageError
 
 _MAX_RATES = 32
@@ -32,9 +31,7 @@ _MAX_RATES = 32
     type=click.IntRange(2, 10_000),
     help="Maximum number of simulations for one rate.",
 )
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to a file."
-)
+@JSON_FILE
 def command(fleet: Path, *, rates: str, attain: float, simulations: int, json_file: Path | None) -> None:
     """Find the fewest workers of each role for several loads: each try is a simulation of the fleet's file.
 
@@ -81,9 +78,7 @@ def command(fleet: Path, *, rates: str, attain: float, simulations: int, json_fi
                 for row in rows
             ],
         }
-        if json_file is not None:
-            json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-            print_json(result)
+        write_json(json_file, result)
     if not all(row.is_enough for row in rows):
         sys.exit(EXIT_FAILED)
 

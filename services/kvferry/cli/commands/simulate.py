@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 _MAX_BYTES = 1 << 30
 """Maximum size of a file that a fleet file names."""
 
+JSON_FILE = click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to a file."
+)
+"""The option of the simulator's commands for `write_json`."""
+
 
 @click.command("simulate")
 @click.argument("fleet", type=click.Path(path_type=Path, dir_okay=False))
@@ -32,9 +37,7 @@ _MAX_BYTES = 1 << 30
     type=click.Path(path_type=Path, dir_okay=False),
     help="Simulate this fleet too, and show the differences.",
 )
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to a file."
-)
+@JSON_FILE
 @click.option(
     "--svg", "svg_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the distributions of latencies."
 )
@@ -91,9 +94,7 @@ def command(
             drawn.append((compare.stem, other.measures))
         if svg_file is not None:
             svg_file.write_text(picture(f"Simulated latencies, seed {base_spec.seed}", drawn), "utf-8")
-        if json_file is not None:
-            json_file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
-            print_json(found)
+        write_json(json_file, found)
 
 
 def _simulate(path: Path, seed: int | None, processes: int | None) -> "tuple[FleetSpec, PoolResult]":
@@ -128,6 +129,13 @@ def _merged(results: "list[PoolResult]") -> "PoolResult":
     for other in others:
         whole.merge(other)
     return whole
+
+
+def write_json(file: Path | None, result: dict[str, Any]) -> None:
+    """Write results to the file of `--json`, and print them as the last line; without a file, do nothing."""
+    if file is not None:
+        file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        print_json(result)
 
 
 def read_fleet_file(path: Path, seed: int | None = None) -> "FleetSpec":

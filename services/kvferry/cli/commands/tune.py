@@ -1,13 +1,12 @@
 """`kvferry tune`: searches the settings of a fleet in the simulator."""
 
-import json
 import sys
 from pathlib import Path
 
 import click
 
-from kvferry.cli.commands.simulate import read_fleet_with_slo
-from kvferry.cli.options import print_json, reported
+from kvferry.cli.commands.simulate import JSON_FILE, read_fleet_with_slo, write_json
+from kvferry.cli.options import reported
 
 
 @click.command("tune")
@@ -22,9 +21,7 @@ from kvferry.cli.options import print_json, reported
 @click.option(
     "--write", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the changed fields as TOML."
 )
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to a file."
-)
+@JSON_FILE
 def command(fleet: Path, *, simulations: int, out: Path | None, json_file: Path | None) -> None:
     """Search for settings of a fleet with higher goodput: each try is a simulation of the fleet's file.
 
@@ -67,6 +64,4 @@ def command(fleet: Path, *, simulations: int, out: Path | None, json_file: Path 
                 {"field": c.name, "before": c.before, "after": c.after, "gain": round(c.gain, 4)} for c in found.changes
             ],
         }
-        if json_file is not None:
-            json_file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-            print_json(result)
+        write_json(json_file, result)

@@ -19,7 +19,7 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.models.model import Logits
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 from kvferry.engine.run.runner import Runner
-from kvferry.engine.speculation.acceptance import support_of
+from kvferry.engine.speculation.acceptance import support_of_confidence
 from kvferry.engine.speculation.draft_pages import DraftedSequence, DraftPages
 from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
 from kvferry.engine.speculation.row_prices import RowPrices
@@ -128,7 +128,7 @@ class DraftModel:
             return False
         sequence.tokens.append(token)
         one.draft.append(token)
-        one.supports.append(support_of(confidence))
+        one.supports.append(support_of_confidence(confidence))
         return len(one.draft) < min(depth, one.wanted.most)
 
     def _scheduled(

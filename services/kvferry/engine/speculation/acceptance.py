@@ -3,29 +3,46 @@
 All drafts are compared with the sampled tokens, also drafts that no step verified: a proposal that was not worth its
 rows still shows whether the next one is. An estimate combines two counts, in which older events weigh less:
 
-    probability  =  (hits of this sequence + W * probability of the match's length) / (tries of this sequence + W)
+    probability  =  (hits of this sequence + W * probability of the support) / (tries of this sequence + W)
+
+The *support* of a draft token is the class of what speaks for it: a constraint, the length of a match in the text, or
+the confidence of a draft model.
 """
+
+from bisect import bisect_left, bisect_right
 
 _DECAY = 0.9
 """Factor by which the weight of a sequence's earlier events decreases at each event; about the last ten matter."""
 _CLASS_DECAY = 0.99
 _PRIOR_WEIGHT = 3.0
 """W: tries of a sequence that count as much as the events of all sequences."""
-_CLASSES = (1, 2, 4, 8, 16)
-"""Upper bounds of the classes of match lengths; longer matches form one more class."""
-_FIRST_PROBABILITIES = (0.25, 0.4, 0.6, 0.7, 0.8, 0.85)
 _FIRST_TRIES = 8.0
 FORCED = 0
-"""Match length of a draft token that a constraint forces."""
-_FORCED_PROBABILITY = 0.95
+"""Support of a token that a constraint forces."""
+_MATCHES = (1, 2, 4, 8, 16)
+"""Upper bounds of the classes of match lengths; longer matches form one more class."""
 _CONFIDENCES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Upper bounds of the classes of a draft model's probabilities; higher ones form one more class."""
-_FIRST_CONFIDENCES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.96, 0.99)
+"""Lower bounds of the classes of a draft model's probabilities, but for the first class."""
+_FIRST_PROBABILITIES = (
+    *(0.95,),  # forced
+    *(0.25, 0.4, 0.6, 0.7, 0.8, 0.85),  # by length of the match
+    *(0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.96, 0.99),  # by confidence
+)
+"""Assumed probabilities, by support."""
+_FIRST_OF_MODEL = 2 + len(_MATCHES)
+"""The lowest support of a draft model's tokens."""
+_MODEL_PROBABILITY = 0.6
+"""Assumed probability of a draft model's token."""
 
 
-def support_of(probability: float) -> int:
-    """Return what stands for the match length of a token to which a draft model gives this probability: negative."""
-    return -1 - next((i for i, most in enumerate(_CONFIDENCES) if probability < most), len(_CONFIDENCES))
+def support_of_match(length: int) -> int:
+    """Return the support of a token that follows a match of this length, at least 1."""
+    return 1 + bisect_left(_MATCHES, length)
+
+
+def support_of_confidence(probability: float) -> int:
+    """Return the support of a token to which a draft model gives this probability."""
+    return _FIRST_OF_MODEL + bisect_right(_CONFIDENCES, probability)
 
 
 class _Share:
@@ -40,30 +57,37 @@ class _Share:
         self.hits = self._decay * self.hits + is_hit
         self.tries = self._decay * self.tries + 1.0
 
+    @property
+    def share(self) -> float:
+        """Hits per try; there must be a try."""
+        return self.hits / self.tries
+
+
+def _assumed(probability: float) -> _Share:
+    return _Share(_CLASS_DECAY, hits=probability * _FIRST_TRIES, tries=_FIRST_TRIES)
+
 
 class Acceptance:
-    """Acceptance by length of the match, over all sequences of an engine."""
+    """Acceptance by support, over all sequences of an engine."""
 
     def __init__(self) -> None:
-        first = (_FORCED_PROBABILITY, *_FIRST_PROBABILITIES, *_FIRST_CONFIDENCES)
-        self._classes = [_Share(_CLASS_DECAY, hits=p * _FIRST_TRIES, tries=_FIRST_TRIES) for p in first]
-        self._model = _Share(_CLASS_DECAY, hits=0.6 * _FIRST_TRIES, tries=_FIRST_TRIES)
+        self._by_support = [_assumed(probability) for probability in _FIRST_PROBABILITIES]
+        self._of_model = _assumed(_MODEL_PROBABILITY)
 
-    def add(self, match: int, is_hit: bool) -> None:
-        """Record whether a draft token that was supported by a match of this length was right."""
-        self._classes[_class_of(match)].add(is_hit)
-        if match < FORCED:
-            self._model.add(is_hit)
+    def add(self, support: int, is_hit: bool) -> None:
+        """Record whether a draft token with this support was right."""
+        self._by_support[support].add(is_hit)
+        if support >= _FIRST_OF_MODEL:
+            self._of_model.add(is_hit)
 
     @property
     def of_model(self) -> float:
         """The estimated probability that the next token of a draft model is right, whatever its confidence."""
-        return self._model.hits / self._model.tries
+        return self._of_model.share
 
-    def probability(self, match: int) -> float:
-        """Return the estimated probability that such a token is right."""
-        found = self._classes[_class_of(match)]
-        return found.hits / found.tries
+    def probability(self, support: int) -> float:
+        """Return the estimated probability that a token with this support is right."""
+        return self._by_support[support].share
 
 
 class SequenceAcceptance:
@@ -75,23 +99,21 @@ class SequenceAcceptance:
         self._all = all_sequences
         self._own = _Share(_DECAY)
 
-    def add(self, match: int, is_hit: bool) -> None:
+    def add(self, support: int, is_hit: bool) -> None:
         """Record whether a draft token was right."""
-        self._all.add(match, is_hit)
-        if match > FORCED:
+        self._all.add(support, is_hit)
+        if _is_match(support):
             self._own.add(is_hit)
 
-    def probability(self, match: int) -> float:
+    def probability(self, support: int) -> float:
         """Return the estimated probability that the next draft token is right, given that those before it are."""
-        common = self._all.probability(match)
-        if match <= FORCED:  # the draft model's confidence already depends on the sequence
+        common = self._all.probability(support)
+        if not _is_match(support):
             return common
         return (self._own.hits + _PRIOR_WEIGHT * common) / (self._own.tries + _PRIOR_WEIGHT)
 
 
-def _class_of(match: int) -> int:
-    if match == FORCED:
-        return 0
-    if match < FORCED:
-        return len(_CLASSES) + 1 - match
-    return 1 + next((i for i, most in enumerate(_CLASSES) if match <= most), len(_CLASSES))
+def _is_match(support: int) -> bool:
+    """Return whether a token follows a match. How far a text repeats itself depends on the sequence; what a constraint
+    forces does not, and the confidence of a draft model already does."""
+    return FORCED < support < _FIRST_OF_MODEL

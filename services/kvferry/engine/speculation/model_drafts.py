@@ -18,7 +18,7 @@ class Wanted(NamedTuple):
 
 
 class ModelDraft(NamedTuple):
-    """Draft tokens, and what supports each (`acceptance.support_of`)."""
+    """Draft tokens, and the support of each (`acceptance`)."""
 
     tokens: tuple[int, ...]
     supports: tuple[int, ...]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvferry.core.ids import RequestId
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
-from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance
+from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance, support_of_match
 from kvferry.engine.speculation.draft_depth import DraftDepth
 from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import TokenArray
@@ -40,15 +40,14 @@ class SpeculationCounts:
 class _State:
     """Tokens and last draft of a sequence."""
 
-    __slots__ = ("acceptance", "draft", "is_asked", "matches", "most", "start", "tokens")
+    __slots__ = ("acceptance", "draft", "is_asked", "most", "start", "supports", "tokens")
 
     def __init__(self, acceptance: Acceptance) -> None:
         self.tokens = TokenArray()
         self.acceptance = SequenceAcceptance(acceptance)
         self.draft: tuple[int, ...] = ()
-        self.matches: list[int] = []
-        """Match length by which each token of `draft` is supported, `FORCED` for those that a constraint forces, and
-        negative for those of a draft model (`acceptance.support_of`)."""
+        self.supports: list[int] = []
+        """Support of each token of `draft` (`acceptance`)."""
         self.start = 0
         """Number of tokens that `draft` follows."""
         self.most = 0
@@ -60,7 +59,7 @@ class _State:
         """Cut the draft before the first token that ends the sequence: no token follows it."""
         for index, token in enumerate(self.draft):
             if any(token in tokens for tokens in ends):
-                self.draft, self.matches = self.draft[:index], self.matches[:index]
+                self.draft, self.supports = self.draft[:index], self.supports[:index]
                 return
 
 
@@ -106,7 +105,7 @@ class Speculation:
         if not proposed:
             return {}
         others = max(0, rows - len(proposed))
-        probabilities = [[state.acceptance.probability(m) for m in state.matches] for _, state in proposed]
+        probabilities = [[state.acceptance.probability(support) for support in state.supports] for _, state in proposed]
         lengths = self._lengths.choose([*probabilities, *([[]] * others)], rows, self._prices)
         return {
             sequence.request_id: state.draft[:length]
@@ -163,12 +162,12 @@ class Speculation:
         if self._model is not None and draft.match < _LONG_MATCH:
             draft = NO_DRAFT  # the draft model is more accurate
         state.most, state.is_asked = most, False
-        self._take(state, sequence, draft.tokens, [draft.match] * len(draft.tokens))
+        self._take(state, sequence, draft.tokens, _supports(draft))
         return state
 
-    def _take(self, state: _State, sequence: Sequence, draft: tuple[int, ...], matches: list[int]) -> None:
+    def _take(self, state: _State, sequence: Sequence, draft: tuple[int, ...], supports: list[int]) -> None:
         """Make a draft the sequence's draft, within its constraint and its end."""
-        state.start, state.draft, state.matches = sequence.num_tokens, draft, matches
+        state.start, state.draft, state.supports = sequence.num_tokens, draft, supports
         if sequence.mask is not None:
             self._constrain(state, sequence, state.most)
         state.cut_before(sequence.eos_token_ids, sequence.sampling.stop_token_ids)
@@ -196,8 +195,8 @@ class Speculation:
     def _compare(self, state: _State) -> None:
         """Compare the last draft with the tokens that were sampled since."""
         actual = state.tokens.view()[state.start :].tolist()
-        for match, token, drawn in zip(state.matches, state.draft, actual, strict=False):
-            state.acceptance.add(match, token == drawn)
+        for support, token, drawn in zip(state.supports, state.draft, actual, strict=False):
+            state.acceptance.add(support, token == drawn)
             if token != drawn:
                 break
 
@@ -208,9 +207,9 @@ class Speculation:
         if forced:
             tail = self._extended(state, forced, most)
             state.draft = forced + tail.tokens
-            state.matches = [FORCED] * len(forced) + [tail.match] * len(tail.tokens)
+            state.supports = [FORCED] * len(forced) + _supports(tail)
         count = sequence.mask.num_allowed(state.draft)
-        state.draft, state.matches = state.draft[:count], state.matches[:count]
+        state.draft, state.supports = state.draft[:count], state.supports[:count]
 
     def _extended(self, state: _State, forced: tuple[int, ...], most: int) -> Draft:
         """Propose what follows the tokens that a constraint forces."""
@@ -219,6 +218,11 @@ class Speculation:
         text = TokenArray()
         text.extend([*state.tokens.view().tolist(), *forced])
         return self._proposer.propose(text.view(), most - len(forced))
+
+
+def _supports(draft: Draft) -> list[int]:
+    """Return the support of each token of a draft from the text."""
+    return [support_of_match(draft.match)] * len(draft.tokens)
 
 
 def _before_bans_end(sequence: Sequence) -> int:

@@ -19,7 +19,6 @@ from kvferry.core.errors import (
     InvalidRequest,
     InvariantBroken,
     KvferryError,
-    RequestCancelled,
     UnknownModel,
     shortened,
 )
@@ -28,19 +27,20 @@ from kvferry.core.traces.spans import TRACEPARENT, TRACESTATE, Span, TraceContex
 from kvferry.gateway.config import HttpConfig
 from kvferry.gateway.dispatch.journal import Journal
 from kvferry.gateway.http.answers import Alive, Ready
+from kvferry.gateway.http.body_route import BodyRoute, prepared, while_connected
 from kvferry.gateway.http.event_stream import send_events
 from kvferry.gateway.http.openai import api as openai_api
 from kvferry.gateway.http.openai import reply as openai_reply
 from kvferry.gateway.http.openai.api import Caller
 from kvferry.gateway.http.openapi.document import openapi_document
 from kvferry.gateway.http.openapi.operations import OPERATIONS
-from kvferry.gateway.http.request_body import JSON, BodyBudget, BufferedBody, check_media, read_body
+from kvferry.gateway.http.request_body import JSON, BodyBudget
 from kvferry.gateway.http.responses.routes import ResponseRoutes
 from kvferry.gateway.http.responses.store import ResponseStore
 from kvferry.gateway.http.route_errors import MethodNotAllowed, NoSuchRoute
-from kvferry.gateway.http.unary.routes import ANSWERS, UnaryRoute, while_connected
+from kvferry.gateway.http.unary.routes import ANSWERS, UnaryRoute
 from kvferry.gateway.instruments import Instruments
-from kvferry.rpc.text.text_service import LARGE_CHARS, TextService
+from kvferry.rpc.text.text_service import TextService
 from kvferry.rpc.wire import check_request_id
 
 _log = logging.getLogger(__name__)
@@ -175,32 +175,22 @@ class ClientApi:
         return Response(body, 200 if ready else 503, media_type=JSON)
 
 
-class _Generate:
-    """ASGI handler of both generating routes, without middleware between generation and socket."""
+class _Generate(BodyRoute):
+    """ASGI handler of both generating routes."""
 
     def __init__(self, side: ClientApi, *, is_chat: bool) -> None:
-        self._side = side
+        super().__init__(side)
         self._is_chat = is_chat
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._serve(scope, receive, send)
-        except RequestCancelled as gone:
-            _log.info("%s: %s", scope["path"], gone.message, extra={"request_id": scope["kvferry.request_id"]})
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        caller = self._side.caller(request)
-        check_media(request)
-        with BufferedBody(self._side.bodies) as buffered:
-            body = await read_body(request, self._side.config, buffered)
-            service, limit = self._side.service, self._side.config.max_prompts
+    async def serve(self, request: Request, send: Send) -> None:
+        """See `BodyRoute.serve`."""
+        receive, service = request.receive, self.side.service
+        async with self.body(request) as (caller, body):
             if self._is_chat:
                 reading = openai_api.prepare_chat(service, caller, body)
             else:
-                reading = openai_api.prepare_completion(service, caller, body, limit)
-            large = len(body) >= LARGE_CHARS  # waits for the text process, so that the client may disconnect meanwhile
-            generation = await (while_connected(receive, reading) if large else reading)
+                reading = openai_api.prepare_completion(service, caller, body, self.side.config.max_prompts)
+            generation = await prepared(receive, body, reading)
             del body, reading  # a request that waits for room holds only its tokens
         if generation.stream:
             events = openai_api.events(generation)
@@ -209,7 +199,7 @@ class _Generate:
         else:
             whole, timing = await while_connected(receive, openai_api.answer(generation))
             headers = {_DEBUG_HEADER: openai_reply.kv_line(timing)} if _DEBUG_HEADER in request.headers else None
-            await Response(whole, headers=headers, media_type=JSON)(scope, receive, send)
+            await Response(whole, headers=headers, media_type=JSON)(request.scope, receive, send)
 
 
 def _last_event(error: KvferryError) -> bytes:

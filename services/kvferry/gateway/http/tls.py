@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 
 from kvferry.core.errors import UsageError
-from kvferry.rpc.tls.certificate_files import Times, cause_of, leaf_not_after
+from kvferry.rpc.tls.certificate_files import Times, cause_of, leaf_not_after, times_of
 
 _log = logging.getLogger(__name__)
 
@@ -101,5 +101,4 @@ class Certificate:
         )
 
     def _times(self) -> Times:
-        files = (self.chain, self.key, *(() if self.client_ca is None else (self.client_ca,)))
-        return tuple(path.stat().st_mtime_ns for path in files)
+        return times_of((self.chain, self.key, *(() if self.client_ca is None else (self.client_ca,))))

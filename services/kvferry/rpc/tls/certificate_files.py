@@ -5,7 +5,7 @@ signatures, the name, the purposes, and whether the key belongs to the certifica
 """
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ class CertificateFiles:
         Raises:
             OSError: a file does not exist.
         """
-        return tuple(path.stat().st_mtime_ns for path in (self.chain, self.key, self.ca))
+        return times_of((self.chain, self.key, self.ca))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,15 @@ class Credentials:
     """End of the certificate's validity, wall-clock seconds since the epoch."""
     times: Times
     """Modification times of the files."""
+
+
+def times_of(files: Iterable[Path]) -> Times:
+    """Return the modification times of files in nanoseconds.
+
+    Raises:
+        OSError: a file does not exist.
+    """
+    return tuple(path.stat().st_mtime_ns for path in files)
 
 
 def read_credentials(files: CertificateFiles, *, is_worker: bool) -> Credentials:

@@ -38,7 +38,7 @@ class ListedAdapters:
         self._loaded: dict[str, ListedAdapter] = {}
         self._retry_at: dict[ListedAdapter, float] = {}
         self.failures: dict[str, str] = {}
-        """Why a listed adapter is not loaded, by its name; under the file's name, why the list is not valid."""
+        """Why a listed adapter is not loaded, by its name; under the file's name, why the list cannot be used."""
 
     async def run(self) -> None:
         """Follow the list until cancelled."""
@@ -48,7 +48,7 @@ class ListedAdapters:
                 await self.refresh()
             except Unavailable:
                 return  # the engine has stopped
-            except Exception:  # such as a disk's error; the next reading may succeed
+            except Exception:  # of a library; the next reading may succeed
                 _log.exception("reading the list of adapters %s failed", self._file)
 
     async def refresh(self) -> None:
@@ -57,7 +57,11 @@ class ListedAdapters:
         Raises:
             Unavailable: the engine has stopped.
         """
-        raw = await asyncio.to_thread(self._read)
+        try:
+            raw = await asyncio.to_thread(self._read)
+        except OSError as error:
+            raw = None
+            self._fail(self._file.name, f"cannot read {self._file}: {error.strerror}")
         if raw is not None and raw != self._raw:
             self._raw = raw
             self._take(raw)
@@ -79,7 +83,7 @@ class ListedAdapters:
         try:
             self._listed = read_adapter_list(raw)
         except UsageError as error:
-            self._fail(self._file.name, error)
+            self._fail(self._file.name, error.message)
             return
         self._retry_at.clear()
         self.failures = {name: why for name, why in self.failures.items() if name in self._listed}
@@ -91,7 +95,7 @@ class ListedAdapters:
             raise
         except KvferryError as error:
             self._retry_at[one] = self._clock.monotonic() + RETRY_SECONDS
-            self._fail(one.name, error)
+            self._fail(one.name, error.message)
             return
         self._loaded[one.name] = one
         self._retry_at.pop(one, None)
@@ -104,7 +108,7 @@ class ListedAdapters:
         del self._loaded[name]
         _log.info("adapter %s removed", name)
 
-    def _fail(self, name: str, error: KvferryError) -> None:
-        if self.failures.get(name) != error.message:  # logged once
-            _log.warning("adapter %s is not loaded: %s", name, error.message)
-        self.failures[name] = error.message
+    def _fail(self, name: str, why: str) -> None:
+        if self.failures.get(name) != why:  # logged once
+            _log.warning("%s: %s", name, why)
+        self.failures[name] = why

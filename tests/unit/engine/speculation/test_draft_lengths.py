@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance
+from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance, support_of_match
 from kvferry.engine.speculation.draft_lengths import MAX_DRAFT_ROWS, MIN_ADVANTAGE, draft_lengths, gains_of
 from kvferry.engine.speculation.row_prices import RowPrices
 from kvferry.engine.speculation.settings import SpeculationSettings, parse_speculation
@@ -114,23 +114,25 @@ def test_a_sequence_whose_drafts_fail_is_not_like_the_others() -> None:
     common = Acceptance()
     good, bad = SequenceAcceptance(common), SequenceAcceptance(common)
     for _ in range(30):
-        good.add(5, True)
-        bad.add(5, False)
-    assert good.probability(5) > 0.8
-    assert bad.probability(5) < 0.2
-    assert 0.3 < SequenceAcceptance(common).probability(5) < 0.7, "a new one starts from all sequences"
+        good.add(support_of_match(5), True)
+        bad.add(support_of_match(5), False)
+    assert good.probability(support_of_match(5)) > 0.8
+    assert bad.probability(support_of_match(5)) < 0.2
+    assert 0.3 < SequenceAcceptance(common).probability(support_of_match(5)) < 0.7, (
+        "a new one starts from all sequences"
+    )
 
 
 def test_forced_tokens_have_a_class_of_their_own() -> None:
     acceptance = SequenceAcceptance(Acceptance())
     for _ in range(30):
-        acceptance.add(3, False)
+        acceptance.add(support_of_match(3), False)
     assert acceptance.probability(FORCED) > 0.9
 
 
 def test_longer_matches_are_expected_to_be_right_more_often() -> None:
     acceptance = Acceptance()
-    found = [acceptance.probability(match) for match in (1, 2, 4, 8, 16, 32)]
+    found = [acceptance.probability(support_of_match(match)) for match in (1, 2, 4, 8, 16, 32)]
     assert found == sorted(found)
 
 

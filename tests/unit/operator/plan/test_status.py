@@ -8,7 +8,7 @@ from unit.operator.pools import pool
 from kvferry.operator.plan.actions import Problem
 from kvferry.operator.plan.rollout import Count, RoleState
 from kvferry.operator.plan.status import Observed, first_status, status_of, unreadable_status
-from kvferry.operator.plan.worker_reports import TlsSeen
+from kvferry.operator.plan.verdicts.certificates import TlsSeen
 from kvferry.operator.pool.facts import FleetReport, WorkerReport
 from kvferry.operator.pool.names import Condition
 

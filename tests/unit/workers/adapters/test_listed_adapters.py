@@ -116,3 +116,19 @@ async def test_an_adapter_that_an_administrator_has_removed_may_leave_the_list(t
     file.write_text("")
     await listed.refresh()
     assert loader.loaded == {}
+
+
+async def test_a_list_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+    file, loader = tmp_path / "list.toml", FakeLoader("/a")
+    file.write_text(entry("x"))
+    listed = ListedAdapters(file, loader, ManualClock())  # type: ignore[arg-type]
+    await listed.refresh()
+    file.unlink()
+    file.mkdir()
+    await listed.refresh()
+    assert loader.loaded == {"x": "/a"}
+    assert "cannot read" in listed.failures["list.toml"]
+    file.rmdir()
+    file.write_text("")
+    await listed.refresh()
+    assert (loader.loaded, listed.failures) == ({}, {})

@@ -91,22 +91,19 @@ class ResponseProgress:
     # -- items -----------------------------------------------------------------------------------------------------
 
     def _enter(self, kind: str, prefix: str) -> Iterator[out.Event]:
-        """Open an item of this kind, unless one is open."""
-        if self._open is not None and self._open.kind == kind != "function_call":
+        """Open a message or reasoning, unless one is open."""
+        if self._open is not None and self._open.kind == kind:
             return
         yield from self._close("completed")
-        opened = self._open = _OpenItem(kind, f"{prefix}_{self._suffix}_{len(self._items)}")
+        opened = self._open = _OpenItem(kind, self._named(prefix))
         yield out.ItemAdded(self._next(), self._index, opened.item("in_progress", is_empty=True))
-        if kind != "function_call":
-            part: out.Part = out.ReasoningPart("") if kind == "reasoning" else out.OutputText("")
-            yield out.PartAdded(self._next(), opened.id, self._index, 0, part)
+        part: out.Part = out.ReasoningPart("") if kind == "reasoning" else out.OutputText("")
+        yield out.PartAdded(self._next(), opened.id, self._index, 0, part)
 
     def _call(self, call: CallDelta) -> Iterator[out.Event]:
         if call.name:
             yield from self._close("completed")
-            opened = self._open = _OpenItem(
-                "function_call", f"fc_{self._suffix}_{len(self._items)}", call_id=call.call_id, name=call.name
-            )
+            opened = self._open = _OpenItem("function_call", self._named("fc"), call_id=call.call_id, name=call.name)
             yield out.ItemAdded(self._next(), self._index, opened.item("in_progress"))
         if call.arguments:
             assert self._open is not None, "a call's first delta has its name"
@@ -159,6 +156,10 @@ class ResponseProgress:
         yield kind(self._next(), ended)
 
     # -- numbers ---------------------------------------------------------------------------------------------------
+
+    def _named(self, prefix: str) -> str:
+        """Return the id of the next item."""
+        return f"{prefix}_{self._suffix}_{self._index}"
 
     @property
     def _index(self) -> int:

@@ -1,6 +1,5 @@
 """The routes of responses: create, retrieve, delete, list the input's items."""
 
-import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -8,21 +7,18 @@ import msgspec
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
-from kvferry.core.errors import InvalidRequest, RequestCancelled, shortened
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.gateway.http.body_route import BodyRoute, Side, prepared, while_connected
 from kvferry.gateway.http.event_stream import send_events
 from kvferry.gateway.http.fields.parsing import parse_fields
 from kvferry.gateway.http.fields.strict import Strict
 from kvferry.gateway.http.openai.reply import encode
-from kvferry.gateway.http.request_body import JSON, BufferedBody, check_media, read_body
+from kvferry.gateway.http.request_body import JSON
 from kvferry.gateway.http.responses.creation import create
 from kvferry.gateway.http.responses.output import DeletedResponse, ItemList
 from kvferry.gateway.http.responses.store import KeptResponse, ResponseNotFound, ResponseStore
-from kvferry.gateway.http.unary.routes import Side, while_connected
-from kvferry.rpc.text.text_service import LARGE_CHARS
-
-_log = logging.getLogger(__name__)
 
 
 class ItemsQuery(Strict):
@@ -95,33 +91,24 @@ class ResponseRoutes:
         return self._opened(response_id).get(tenant, response_id, "response_id")
 
 
-class _Create:
-    """ASGI handler of POST /v1/responses, without middleware between generation and socket."""
+class _Create(BodyRoute):
+    """ASGI handler of POST /v1/responses."""
 
     def __init__(self, side: Side, store: ResponseStore | None) -> None:
-        self._side, self._store = side, store
+        super().__init__(side)
+        self._store = store
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._serve(scope, receive, send)
-        except RequestCancelled as gone:
-            _log.info("%s: %s", scope["path"], gone.message, extra={"request_id": scope["kvferry.request_id"]})
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        caller = self._side.caller(request)
-        check_media(request)
-        with BufferedBody(self._side.bodies) as buffered:
-            body = await read_body(request, self._side.config, buffered)
-            reading = create(self._side.service, caller, body, self._store)
-            large = len(body) >= LARGE_CHARS  # waits for the text process, so that the client may disconnect meanwhile
-            made = await (while_connected(receive, reading) if large else reading)
-            del body, reading
+    async def serve(self, request: Request, send: Send) -> None:
+        """See `BodyRoute.serve`."""
+        receive = request.receive
+        async with self.body(request) as (caller, body):
+            made = await prepared(receive, body, create(self.side.service, caller, body, self._store))
+            del body
         if made.is_streamed:
             await while_connected(receive, send_events(made.events(), send, end=b"", failed=made.failed))
         else:
             whole = await while_connected(receive, made.whole())
-            await Response(whole, media_type=JSON)(scope, receive, send)
+            await Response(whole, media_type=JSON)(request.scope, receive, send)
 
 
 def _query(params: Mapping[str, str]) -> dict[str, Any]:

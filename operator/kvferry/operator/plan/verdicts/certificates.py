@@ -1,0 +1,54 @@
+"""How long the certificates of a pool are valid. Pure."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from kvferry.operator.plan.verdicts.verdict import Verdict
+from kvferry.operator.pool.spec import Json
+
+_EXPIRING_SECONDS = 7 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class TlsSeen:
+    """What is known of a pool's certificates. Times are wall-clock seconds."""
+
+    mode: str
+    """`Managed` or `Secret`."""
+    not_after: float
+    """End of the validity of the certificates; 0 if it is not known yet."""
+    now: float
+    num_cas: int = 1
+    """Number of CAs that pods trust; more than one during a renewal."""
+
+    def status(self) -> Json:
+        """Return the pool's `status.tls`."""
+        return {"mode": self.mode, **({"notAfter": _date(self.not_after)} if self.not_after else {})}
+
+
+def certificates_verdict(tls: TlsSeen | None) -> Verdict | None:
+    """Judge whether the pool's certificates are valid for a while; `None` without TLS."""
+    if tls is None:
+        return None
+    if not tls.not_after:
+        return "Unknown", "NotReportedYet", "the gateway has not reported its certificate yet"
+    left = tls.not_after - tls.now
+    if left > _EXPIRING_SECONDS:
+        renewal = "; a renewal is in progress" if tls.num_cas > 1 else ""
+        return (
+            "True",
+            "Valid",
+            f"calls between pods use TLS; certificates are valid until {_date(tls.not_after)}{renewal}",
+        )
+    remedy = (
+        "the operator renews them 30 days before: see its log"
+        if tls.mode == "Managed"
+        else "write renewed ones into the Secret spec.tls.secretName; pods read them without a restart"
+    )
+    if left <= 0:
+        return "False", "Expired", f"certificates expired on {_date(tls.not_after)}, and new connections fail; {remedy}"
+    return "False", "Expiring", f"certificates expire on {_date(tls.not_after)}; {remedy}"
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,99 @@
+"""ASGI handler of a route with a body: reads it within the limits, and cancels a request whose client disconnects."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from kvferry.core.errors import RequestCancelled
+from kvferry.gateway.config import HttpConfig
+from kvferry.gateway.http.openai.api import Caller
+from kvferry.gateway.http.request_body import BodyBudget, BufferedBody, check_media, read_body
+from kvferry.rpc.text.text_service import LARGE_CHARS, TextService
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Side(Protocol):
+    """The part of the client API that the handlers use."""
+
+    @property
+    def service(self) -> TextService: ...
+
+    @property
+    def config(self) -> HttpConfig: ...
+
+    @property
+    def bodies(self) -> BodyBudget: ...
+
+    def caller(self, request: Request) -> Caller:
+        """Return the caller of a request, whose API key has been checked."""
+        ...
+
+
+class BodyRoute:
+    """A route with a body, without middleware between the work and the socket. Implementations define `serve`."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.serve(Request(scope, receive), send)
+        except RequestCancelled as gone:
+            _log.info("%s: %s", scope["path"], gone.message, extra={"request_id": scope["kvferry.request_id"]})
+
+    async def serve(self, request: Request, send: Send) -> None:
+        """Answer a request.
+
+        Raises:
+            KvferryError: the request failed before a status was sent.
+        """
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def body(self, request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
+        """Give the caller and the body of a request; the body counts as buffered for the length of the `with` block."""
+        caller = self.side.caller(request)
+        check_media(request)
+        with BufferedBody(self.side.bodies) as buffered:
+            yield caller, await read_body(request, self.side.config, buffered)
+
+
+async def prepared(receive: Receive, body: bytes, preparing: Coroutine[Any, Any, T]) -> T:
+    """Await the preparation of a request. That of a large body waits for the text process, so that the client may
+    disconnect meanwhile.
+
+    Raises:
+        RequestCancelled: the client disconnected.
+    """
+    return await (while_connected(receive, preparing) if len(body) >= LARGE_CHARS else preparing)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, and cancel it if the client disconnects.
+
+    Raises:
+        RequestCancelled: the client disconnected.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise RequestCancelled("the client disconnected")
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
