@@ -80,6 +80,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None,
         ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name", "not implemented"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", ""),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt", "is 512"),
+        ({"messages": [{"role": "assistant", "content": "x", "refusal": ""}]}, "messages.0.refusal", "or send []"),
         ({"model": ""}, "model", "model '' is not served here"),
     ],
 )
@@ -240,6 +241,15 @@ async def test_other_routes_answer_in_openais_form(client, method, path, status,
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
     assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"), [("/v1/models", "GET, HEAD"), ("/v1/responses/r", "DELETE, GET, HEAD"), ("/v1/score", "POST")]
+)
+async def test_a_wrong_method_is_answered_with_all_methods_of_the_path(client, path, methods):
+    response = await client.request("PATCH", path)
+    assert response.status_code == 405
+    assert response.headers["allow"] == methods
 
 
 @pytest.mark.parametrize("length", ["0" * 5000 + "30", "9" * 100])

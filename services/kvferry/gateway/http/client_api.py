@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.core.errors import (
@@ -311,6 +311,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         "/v1/completions, /v1/embeddings"
     )
     response = error_response(kind(what))
-    for name, value in (error.headers or {}).items():
-        response.headers[name] = value
+    if kind is MethodNotAllowed:
+        response.headers["allow"] = ", ".join(_methods_of(request))
     return response
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods of the request's path, which may have a route for each."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in matching for method in route.methods or ()})

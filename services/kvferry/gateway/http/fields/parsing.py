@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from kvferry.core.errors import InvalidRequest, shortened
-from kvferry.gateway.http.fields.strict import Strict
+from kvferry.gateway.http.fields.strict import Accepted, Strict, is_no_op
 from kvferry.gateway.http.openai.bounds import shown
 
 S = TypeVar("S", bound=Strict)
@@ -31,27 +31,23 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_fields(kind: type[S], fields: dict[str, Any]) -> S:
-    """Validate the fields of a body. Removes fields of `kind.NO_OPS` from `fields`.
+    """Validate the fields of a body.
 
     Raises:
         InvalidRequest: a field is invalid, unknown or not implemented; the error describes the most specific one.
     """
     for name in fields.keys() & kind.NO_OPS.keys():
-        accepted, value = kind.NO_OPS[name], fields.pop(name)
-        if not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
-            remedy = f"or send {' or '.join(map(json.dumps, accepted[1:]))}" if len(accepted) > 1 else "or send null"
-            raise InvalidRequest(f"{name} is not implemented here; leave it out {remedy}", field=name)
+        if not is_no_op(fields[name], kind.NO_OPS[name]):
+            raise _not_implemented(name, kind.NO_OPS[name])
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise _refusal(kind, error.errors(include_url=False, include_context=False)) from None
 
 
-def without_no_ops(kind: type[Strict], value: object) -> object:
-    """Return an object inside of a body without the fields of `kind.NO_OPS` that have an accepted value."""
-    if not isinstance(value, dict) or not kind.NO_OPS.keys() & value.keys():
-        return value
-    return {name: item for name, item in value.items() if item not in kind.NO_OPS.get(name, ())}
+def _not_implemented(field: str, accepted: tuple[object, ...]) -> InvalidRequest:
+    remedy = " or ".join(map(json.dumps, accepted[1:])) or "null"
+    return InvalidRequest(f"{field} is not implemented here; leave it out or send {remedy}", field=field)
 
 
 def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
@@ -66,8 +62,8 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
     path = [part for part in outer if isinstance(part, int) or part in names]
     path += [last] if unknown or isinstance(last, int) or last in names else []
     field = ".".join(shortened(str(part)) for part in path)
-    if unknown and outer and last in no_ops:
-        return InvalidRequest(f"{field} is not implemented here; leave it out", field=field)
+    if unknown and outer and isinstance(last, str) and last in no_ops:
+        return _not_implemented(field, no_ops[last])
     if unknown:
         return InvalidRequest(f"{field} is an unknown field; leave it out", field=field)
     if worst["type"] == "missing":
@@ -80,8 +76,8 @@ def _refusal(kind: type[Strict], errors: list[ErrorDetails]) -> InvalidRequest:
 
 
 @functools.cache
-def _names(kind: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of all fields of a model and of the models in it, and the names of their `NO_OPS`."""
+def _names(kind: type[BaseModel]) -> tuple[frozenset[str], Accepted]:
+    """Return the names of all fields of a model and of the models in it, and the `NO_OPS` of the latter."""
     models = {kind}
     open_models = [kind]
     while open_models:
@@ -90,8 +86,8 @@ def _names(kind: type[BaseModel]) -> tuple[frozenset[str], frozenset[str]]:
             models |= inner
             open_models += inner
     names = {info.alias or name for model in models for name, info in model.model_fields.items()}
-    no_ops = {name for model in models if issubclass(model, Strict) and model is not kind for name in model.NO_OPS}
-    return frozenset(names), frozenset(no_ops)
+    inner_kinds = [model for model in models if issubclass(model, Strict) and model is not kind]
+    return frozenset(names), {name: values for model in inner_kinds for name, values in model.NO_OPS.items()}
 
 
 def _models_of(annotation: object) -> Iterator[type[BaseModel]]:

@@ -1,9 +1,9 @@
 """The base class of all bodies and of their objects: no unknown fields, no conversion of types, a schema of both."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -13,6 +13,22 @@ Accepted = Mapping[str, tuple[object, ...]]
 """The values at which a field has no effect and is accepted, by the field's name."""
 
 
+def is_no_op(value: object, accepted: Iterable[object]) -> bool:
+    """Return whether a JSON value is one of `accepted`. `False` is not 0, and 1 is not 1.0: equal values of different
+    types are different."""
+    return any(_is_same(value, no_op) for no_op in accepted)
+
+
+def _is_same(value: object, other: object) -> bool:
+    if type(value) is not type(other) or value != other:
+        return False
+    if isinstance(value, dict) and isinstance(other, dict):
+        return all(_is_same(item, other[name]) for name, item in value.items())
+    if isinstance(value, list) and isinstance(other, list):
+        return all(map(_is_same, value, other))
+    return True
+
+
 class Strict(BaseModel):
     """A part of a request, without unknown fields and without conversion of types."""
 
@@ -20,6 +36,15 @@ class Strict(BaseModel):
 
     NO_OPS: ClassVar[Accepted] = {}
     """Fields that are not implemented, with the values at which they have no effect and are accepted."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_ops(cls, value: object) -> object:
+        """Return an object without the fields of `NO_OPS` that have an accepted value. The others stay, as unknown
+        fields."""
+        if not isinstance(value, dict) or not cls.NO_OPS.keys() & value.keys():
+            return value
+        return {name: item for name, item in value.items() if not is_no_op(item, cls.NO_OPS.get(name, ()))}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -17,7 +17,7 @@ from kvferry.core.sampling import MAX_PRIORITY, RANGES, Range, SamplingParams
 from kvferry.gateway.http.fields.constraint_fields import ConstraintFields
 from kvferry.gateway.http.fields.messages import Message
 from kvferry.gateway.http.fields.offered_tools import NamedChoice, ToolDefinition, tool_use
-from kvferry.gateway.http.fields.parsing import json_object, parse_fields, without_no_ops
+from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Accepted, SamplingFields, Strict
 from kvferry.gateway.http.openai.bounds import Prompt, check_prompt, check_sizes
 from kvferry.model.text.tools.definitions import ToolUse
@@ -285,9 +285,6 @@ def parse(kind: type[R], body: bytes) -> R:
     """
     fields = json_object(body)
     check_sizes(fields)
-    messages = fields.get("messages")
-    if isinstance(messages, list):
-        fields["messages"] = [without_no_ops(Message, message) for message in messages]
     return parse_fields(kind, fields)
 
 

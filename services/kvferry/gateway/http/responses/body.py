@@ -19,7 +19,7 @@ from kvferry.gateway.http.fields.offered_tools import (
     ToolDefinition,
     tool_use,
 )
-from kvferry.gateway.http.fields.parsing import json_object, parse_fields, without_no_ops
+from kvferry.gateway.http.fields.parsing import json_object, parse_fields
 from kvferry.gateway.http.fields.strict import Accepted, SamplingFields, Strict
 from kvferry.gateway.http.openai.bounds import MAX_FIELDS, check_sizes
 from kvferry.gateway.http.openai.request import ReadRequest, read_conversation
@@ -79,7 +79,7 @@ class TextOptions(Strict):
 class EventOptions(Strict):
     """Options of a stream. Events have no padding."""
 
-    include_obfuscation: Literal[False] | None = None
+    NO_OPS: ClassVar[Accepted] = {"include_obfuscation": (None, False)}
 
 
 _Value = Annotated[str, Field(max_length=512)]
@@ -246,7 +246,6 @@ def parse_response(body: bytes) -> ResponseRequest:
         raise InvalidRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
     if isinstance(fields.get("input"), list):
         check_kinds("input", fields["input"])
-        fields["input"] = [_plain_item(item) for item in fields["input"]]
     tools = fields.get("tools")
     if isinstance(tools, list):
         for number, tool in enumerate(tools):
@@ -256,20 +255,12 @@ def parse_response(body: bytes) -> ResponseRequest:
                     f"tools.{number}.type {shortened(kind)!r} is not implemented here; only functions are",
                     field=f"tools.{number}.type",
                 )
-        fields["tools"] = [without_no_ops(FunctionTool, tool) for tool in tools]
-    if isinstance(fields.get("text"), dict):
-        fields["text"] = without_no_ops(TextOptions, fields["text"])
     for name in fields.get("include") or () if isinstance(fields.get("include"), list) else ():
         if isinstance(name, str) and name != _LOGPROBS:
             raise InvalidRequest(
                 f"include {shortened(name)!r} is not implemented here; only {_LOGPROBS} is", field="include"
             )
     return parse_fields(ResponseRequest, fields)
-
-
-def _plain_item(item: dict[str, Any]) -> object:
-    kind = KINDS.get(str(item.get("type", "message")))
-    return item if kind is None else without_no_ops(kind, item)
 
 
 def _response_format(options: TextOptions | None) -> dict[str, Any] | None:

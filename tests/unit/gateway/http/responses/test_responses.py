@@ -331,6 +331,8 @@ async def test_log_probabilities_come_if_they_are_included(client):
             "stream_options.include_obfuscation",
             "false",
         ),
+        ({"input": "a", "stream_options": {"include_obfuscation": 0}}, "stream_options.include_obfuscation", "false"),
+        ({"input": "a", "background": 0}, "background", "false"),
     ],
 )
 async def test_what_is_not_implemented_or_invalid_is_refused_by_name(api, body, field, text):
