@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from kvferry.core.errors import STEP_FAILED, InvariantBroken, KvferryError, Unavailable
 from kvferry.core.ids import AdapterId, RequestId
 from kvferry.core.load import WorkerLoad
+from kvferry.core.process.exit_threads import start_thread
 from kvferry.engine.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
@@ -161,8 +162,7 @@ class EngineLoop:
     def start(self) -> None:
         """Start the engine's thread."""
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, self._name, stop=lambda: self._commands.put(_Stop()))
 
     def cut(self, error: KvferryError) -> None:
         """End all streams with `error` and reject new streams; resources are freed when the loop stops."""

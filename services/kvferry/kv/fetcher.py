@@ -18,6 +18,7 @@ from kvferry.core.clock import Clock
 from kvferry.core.dtypes import FLOAT32
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
+from kvferry.core.process.exit_threads import start_thread
 from kvferry.kv.handoff import attempt as effects
 from kvferry.kv.handoff.attempt import Attempt, Effect, Effects
 from kvferry.kv.handoff.ticket import plan_for
@@ -345,8 +346,7 @@ class Fetcher:
         with self._lock:
             self._draining.append(job)
             if self._drainer is None:
-                self._drainer = threading.Thread(target=self._drain, name="kv-drain", daemon=True)
-                self._drainer.start()
+                self._drainer = start_thread(self._drain, "kv-drain", stop=self._closing.set)
 
     def _drain(self) -> None:
         while not self._closing.wait(_DRAIN_PAUSE_SECONDS):

@@ -12,9 +12,11 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import overload
 
 from kvferry.core.errors import InvariantBroken
+from kvferry.core.process.exit_threads import start_thread
 from kvferry.engine.models.model import Model
 from kvferry.engine.plan.step import StepPlan, StepResult
 from kvferry.engine.run.runner import ComputedStep, PreparedStep, Runner
@@ -125,8 +127,9 @@ class ThreadedRunner(Runner):
         super().__init__(model, kv)
         self._steps: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
         self._last: LaunchedStep | None = None
-        threading.Thread(target=_compute_all, args=(self._steps,), name="steps", daemon=True).start()
-        weakref.finalize(self, self._steps.put, None)
+        stop = partial(self._steps.put, None)
+        start_thread(partial(_compute_all, self._steps), "steps", stop)
+        weakref.finalize(self, stop)
 
     def begin(self, plan: StepPlan) -> LaunchedStep:
         """Launch a step after those launched before. If input tokens are not known yet, the previous step samples them.

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import BlockId, Incarnation
+from kvferry.core.process.exit_threads import start_thread
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
 
@@ -170,8 +171,7 @@ class NixlTransport:
             self._own_landing = self._prepare("", base + split + num_blocks * _EPOCH_BYTES, num_blocks, _EPOCH_BYTES)
             metadata = self._agent.get_agent_metadata()
         self._own = _Address(self._incarnation, metadata, base, base + split, num_blocks, block_bytes)
-        self._helper = threading.Thread(target=self._progress, name="nixl-progress", daemon=True)
-        self._helper.start()
+        self._helper = start_thread(self._progress, "nixl-progress", self._stop_progress)
         return PageMemory(whole[:split], whole[split : split + num_blocks * _EPOCH_BYTES].cast("Q"))
 
     def address(self) -> bytes:
@@ -255,8 +255,7 @@ class NixlTransport:
                 self._remove_if_quiet(peer.incarnation, remote)
 
     def close(self) -> None:
-        self._closed = True
-        self._wake.set()
+        self._stop_progress()
         if self._helper is not None:
             self._helper.join()  # the thread must not call NIXL during teardown; one iteration of it is short
         with self._lock:
@@ -289,6 +288,10 @@ class NixlTransport:
             if remote is not None:
                 remote.active -= 1
                 self._remove_if_quiet(peer, remote)
+
+    def _stop_progress(self) -> None:
+        self._closed = True
+        self._wake.set()
 
     def _progress(self) -> None:
         """Drive UCX progress for peers that connect or read, since UCX runs without a progress thread."""
