@@ -207,7 +207,7 @@ def _frames() -> Iterator[Run]:
                     case 0:
                         tcp_wire.greet_as_owner(ours, [key], clock, _READ_SECONDS)
                     case 1:
-                        while tcp_wire.receive_request(ours, 1000, _READ_SECONDS):
+                        while tcp_wire.receive_request(ours, 1000):
                             pass
                     case 2:
                         tcp_wire.greet_as_reader(ours, key)

@@ -180,8 +180,7 @@ def test_an_owner_that_trickles_is_given_up() -> None:
             wire.receive_reply(ours, [memoryview(bytearray(1000))], Trickle(), 3.0)
 
 
-def test_large_reads_use_two_connections_and_land_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.kv.connectors.tcp._SPLIT_BYTES", BLOCK)
+def test_a_read_of_scattered_pages_lands_in_place() -> None:
     with a_transport() as (owner, peer), a_transport() as (reader, _):
         reader.connect(peer, owner.address())
         assert reader._memory is not None

@@ -1,16 +1,14 @@
 """Connector `tcp`: transport over plain TCP, for clusters without RDMA and NIXL; needs no extra package.
 
-The reader requests pages over a few connections to their owner and receives them directly into its own pages; adjacent
-pages are one buffer on both sides. Both sides authenticate as members of the pool (`tcp_wire`). Only threads of the
-reader's process write to its pages, so an abandoned read is quiet once its thread ends; a stall time-out on the socket
-bounds that time.
+The reader requests pages over one connection per read and receives them directly into its own pages; adjacent pages
+are one buffer on both sides. Both sides authenticate as members of the pool (`tcp_wire`). Only the thread that polls a
+read writes to the target pages (`tcp_read`), so a read that has ended is quiet.
 """
 
 import mmap
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,7 +16,9 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connectors import tcp_wire as wire
+from kvferry.kv.connectors.tcp_read import TcpRead
 from kvferry.kv.connectors.tcp_server import PageServer, runs
+from kvferry.kv.connectors.windows import CompletedRead
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
 
@@ -26,10 +26,8 @@ _STALL_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
 _LEAST_BYTES_PER_SECOND = 1e6
 """Minimum average rate of a read in bytes per second; a slower read is abandoned even if it never stalls."""
-_LINKS_PER_PEER = 2
-_SPLIT_BYTES = 8 << 20
-"""Minimum size in bytes of a read that is split over several connections."""
-_MAX_THREADS = 16
+_MAX_IDLE_LINKS = 2
+"""Number of idle connections per peer that are kept."""
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
@@ -73,7 +71,7 @@ class _Owner:
     def give_back(self, link: socket.socket) -> None:
         """Return a connection after a complete exchange."""
         with self._lock:
-            keep = not self._forgotten and len(self._idle) < _LINKS_PER_PEER
+            keep = not self._forgotten and len(self._idle) < _MAX_IDLE_LINKS
             if keep:
                 self._idle.append(link)
         if not keep:
@@ -86,25 +84,6 @@ class _Owner:
             idle, self._idle = self._idle, []
         for link in idle:
             link.close()
-
-
-class _TcpRead:
-    """One read in flight, over one or more connections."""
-
-    def __init__(self, parts: Sequence["Future[None]"]) -> None:
-        self._parts = parts
-
-    def poll(self) -> bool:
-        for part in self._parts:
-            if part.done() and (error := part.exception()) is not None:
-                raise ReadError(f"the read failed ({error})") from error
-        return self.is_quiet()
-
-    def is_quiet(self) -> bool:
-        return all(part.done() for part in self._parts)
-
-    def wait(self, seconds: float) -> None:
-        wait(self._parts, seconds)
 
 
 class TcpTransport:
@@ -128,7 +107,6 @@ class TcpTransport:
         self._server: PageServer | None = None
         self._owners: dict[str, _Owner] = {}
         self._connecting = threading.Lock()  # guards additions to _owners
-        self._readers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="kv-tcp-read")
 
     def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
         pages = memoryview(mmap.mmap(-1, num_blocks * block_bytes))
@@ -176,7 +154,7 @@ class TcpTransport:
         if local and (min(local) < 0 or max(local) >= self._where.num_blocks):
             raise ReadError(f"a page id is outside this worker's {self._where.num_blocks} pages")
         pages = self._memory.pages
-        return self._start(owner, remote, lambda i, j: [pages[a * size : b * size] for a, b in runs(local[i:j])])
+        return self._start(owner, remote, [pages[a * size : b * size] for a, b in runs(local)])
 
     def staging(self, num_bytes: int) -> memoryview:
         return memoryview(mmap.mmap(-1, num_bytes))
@@ -186,35 +164,33 @@ class TcpTransport:
         size = owner.where.block_bytes
         if len(into) != len(remote) * size:
             raise ReadError(f"cannot read {len(remote)} pages of {size} B into {len(into)} B")
-        return self._start(owner, remote, lambda i, j: [into[i * size : j * size]])
+        return self._start(owner, remote, [into])
 
-    def _start(self, owner: _Owner, remote: Sequence[int], places: Callable[[int, int], list[memoryview]]) -> _TcpRead:
-        """Start a read of the pages `remote`; `places(i, j)` returns the target buffers of `remote[i:j]`."""
+    def _start(self, owner: _Owner, remote: Sequence[int], into: Sequence[memoryview]) -> Read:
+        """Start a read of the pages `remote` into the buffers `into`."""
         if remote and (min(remote) < 0 or max(remote) >= owner.where.num_blocks):
             raise ReadError(f"a page id is outside the peer's {owner.where.num_blocks} pages")
-        num_parts = max(1, min(_LINKS_PER_PEER, len(remote) * owner.where.block_bytes // _SPLIT_BYTES))
-        step = -(-len(remote) // num_parts)
-        parts = [
-            self._readers.submit(
-                _fetch,
-                owner,
-                wire.Op.PAGES,
-                list(remote[i : i + step]),
-                places(i, min(i + step, len(remote))),
-                _STALL_SECONDS,
-                self._clock,
-            )
-            for i in range(0, len(remote), step or 1)
-        ]
-        return _TcpRead(parts)
+        if not remote:
+            return CompletedRead()
+        num_bytes = len(remote) * owner.where.block_bytes
+        return TcpRead(
+            owner,
+            remote,
+            into,
+            stall_seconds=_STALL_SECONDS,
+            total_seconds=_STALL_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND,
+            clock=self._clock,
+        )
 
     def read_epochs(self, peer: Peer, remote: Sequence[int], timeout: float) -> list[int]:
         owner = self._find(peer)
         if remote and (min(remote) < 0 or max(remote) >= owner.where.num_blocks):
             raise ReadError(f"a page id is outside the peer's {owner.where.num_blocks} pages")
         landing = memoryview(bytearray(8 * len(remote)))
+        if not remote:
+            return []
         try:
-            _fetch(owner, wire.Op.EPOCHS, remote, [landing], timeout, self._clock)
+            _fetch_epochs(owner, remote, landing, timeout, self._clock)
         except OSError as error:
             raise ReadError(f"the epochs of worker {peer.worker_id} did not arrive ({error})") from error
         return [int.from_bytes(landing[i : i + 8], "little") for i in range(0, len(landing), 8)]
@@ -228,7 +204,6 @@ class TcpTransport:
         for owner in self._owners.values():
             owner.forget()
         self._owners.clear()
-        self._readers.shutdown(wait=False, cancel_futures=True)
         if self._server is not None:
             self._server.close()
 
@@ -239,22 +214,18 @@ class TcpTransport:
         return owner
 
 
-def _fetch(
-    owner: _Owner, op: wire.Op, ids: Sequence[int], into: Sequence[memoryview], patience: float, clock: Clock
-) -> None:
-    """Request pages or epochs over one connection; retry once, since the peer may have closed an idle connection.
+def _fetch_epochs(owner: _Owner, ids: Sequence[int], into: memoryview, patience: float, clock: Clock) -> None:
+    """Request epochs over one connection; retry once, since the peer may have closed an idle connection.
 
     Raises:
         OSError: the exchange failed; `into` is no longer written to.
     """
-    if not ids:
-        return
     for attempt in (1, 2):
         link = owner.take(min(patience, _CONNECT_SECONDS))
         try:
             link.settimeout(patience)
-            wire.send_request(link, op, ids)
-            wire.receive_reply(link, into, clock, patience + sum(map(len, into)) / _LEAST_BYTES_PER_SECOND)
+            wire.send_request(link, wire.Op.EPOCHS, ids)
+            wire.receive_reply(link, [into], clock, patience)
         except TimeoutError:
             link.close()
             raise

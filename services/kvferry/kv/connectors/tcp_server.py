@@ -97,8 +97,11 @@ class PageServer:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link.settimeout(_GREETING_SECONDS)
             wire.greet_as_owner(link, self._keys, self._clock, _GREETING_SECONDS)
+            wire.block_in_kernel(link, _STALL_SECONDS)
             while self._answer(link):
                 pass
+        except BlockingIOError:
+            _log.info("disconnected a reader: it stalled for %.0f s", _STALL_SECONDS)
         except OSError as error:  # includes time-outs and `WireError`
             if not self._closed:
                 _log.info("disconnected a reader: %s", error)
@@ -108,7 +111,7 @@ class PageServer:
             link.close()
 
     def _answer(self, link: socket.socket) -> bool:
-        request = wire.receive_request(link, len(self._epochs), _STALL_SECONDS)
+        request = wire.receive_request(link, len(self._epochs))
         if request is None:
             return False
         op, ids = request

@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import IntEnum
 from hmac import compare_digest
 
@@ -95,24 +96,37 @@ def greet_as_reader(link: socket.socket, key: bytes) -> None:
         raise WireError("the listener does not have this pool's key")
 
 
+def block_in_kernel(link: socket.socket, patience: float) -> None:
+    """Make calls of a connection block in the kernel, each for at most `patience` seconds without data.
+
+    With a time-out of Python's, each call asks the kernel whether it would block, and a large send is resumed whenever
+    a part fits into the buffer; that costs more than the transfer of a small page over loopback.
+    """
+    link.settimeout(None)
+    limit = struct.pack("@ll", int(patience), int(patience % 1 * 1e6))
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
 def send_request(link: socket.socket, op: Op, ids: Sequence[int]) -> None:
     """Send a request for pages or epochs."""
     link.sendall(_REQUEST.pack(op, len(ids)) + struct.pack(f"<{len(ids)}I", *ids))
 
 
-def receive_request(link: socket.socket, most: int, patience: float) -> tuple[Op, tuple[int, ...]] | None:
+def receive_request(link: socket.socket, most: int) -> tuple[Op, tuple[int, ...]] | None:
     """Wait for the next request, without a time limit; return `None` if the reader closed the connection. After the
-    first byte, each receive must return within `patience` seconds.
+    first byte, the connection's time-out applies.
 
     Raises:
-        WireError, TimeoutError: the request is malformed, has more than `most` page ids, or is incomplete.
+        WireError, BlockingIOError: the request is malformed, has more than `most` page ids, or is incomplete.
     """
-    link.settimeout(None)
-    first = link.recv(1)
-    if not first:
+    head = None
+    while head is None:
+        with suppress(BlockingIOError):  # the time-out of an idle connection
+            head = link.recv(_REQUEST.size)
+    if not head:
         return None
-    link.settimeout(patience)
-    op, count = _REQUEST.unpack(first + receive(link, _REQUEST.size - 1))
+    op, count = _REQUEST.unpack(head + receive(link, _REQUEST.size - len(head)))
     if op not in Op._value2member_map_ or not 0 < count <= most:
         raise WireError(f"invalid request of kind {op} for {count} pages")
     return Op(op), struct.unpack(f"<{count}I", receive(link, 4 * count))
@@ -131,6 +145,49 @@ def send_reply(link: socket.socket, content: Sequence[memoryview]) -> None:
         left = _advance(left, sent)
 
 
+class Reply:
+    """A reply that is being received into buffers, in order."""
+
+    def __init__(self, into: Sequence[memoryview]) -> None:
+        self._head = bytearray(_REPLY.size)
+        self._head_left = memoryview(self._head)
+        self._left = list(into)
+        self.num_received = 0
+        """Bytes received so far."""
+
+    def receive_some(self, link: socket.socket) -> bool:
+        """Receive once, at most 1 MiB if no buffer is longer; return whether the reply is complete.
+
+        Raises:
+            BlockingIOError: nothing has arrived on a connection that does not block.
+            WireError, TimeoutError: the reply is a rejection or has an unexpected length, the connection was closed
+                or timed out.
+        """
+        if self._head_left:
+            received = link.recv_into(self._head_left)
+            self._head_left = self._head_left[received:]
+            if received and not self._head_left:
+                self._check_head()
+        else:
+            piece, size = 0, 0
+            while piece < min(len(self._left), _MAX_BUFFERS) and size < _PIECE_BYTES:
+                size += len(self._left[piece])
+                piece += 1
+            received = link.recvmsg_into(self._left[:piece])[0]
+            self._left = _advance(self._left, received)
+        if not received:
+            raise WireError("the owner closed the connection")
+        self.num_received += received
+        return not self._left and not self._head_left
+
+    def _check_head(self) -> None:
+        status, length = _REPLY.unpack(self._head)
+        if status != Status.OK:
+            raise WireError("the owner rejected the request")
+        if length != sum(map(len, self._left)):
+            raise WireError(f"the owner's reply has an unexpected length of {length} bytes")
+
+
 def receive_reply(link: socket.socket, into: Sequence[memoryview], clock: Clock, seconds: float) -> None:
     """Receive a reply into the buffers `into`, in order, within `seconds` in total.
 
@@ -138,22 +195,9 @@ def receive_reply(link: socket.socket, into: Sequence[memoryview], clock: Clock,
         WireError, TimeoutError: the reply is a rejection, has an unexpected length, is incomplete, or takes too long.
     """
     deadline = clock.monotonic() + seconds
-    status, length = _REPLY.unpack(receive(link, _REPLY.size))
-    if status != Status.OK:
-        raise WireError("the owner rejected the request")
-    if length != sum(map(len, into)):
-        raise WireError(f"the owner's reply has an unexpected length of {length} bytes")
-    left = list(into)
-    while left:
-        piece, size = 0, 0
-        while piece < min(len(left), _MAX_BUFFERS) and size < _PIECE_BYTES:
-            size += len(left[piece])
-            piece += 1
-        received = link.recvmsg_into(left[:piece])[0]
-        if not received:
-            raise WireError("the owner closed the connection")
-        left = _advance(left, received)
-        if left and clock.monotonic() > deadline:
+    reply = Reply(into)
+    while not reply.receive_some(link):
+        if clock.monotonic() > deadline:
             raise TimeoutError(f"the reply took longer than {seconds:.0f} s")
 
 

@@ -1,0 +1,153 @@
+"""One read over connector `tcp`, received by the thread that polls it.
+
+A thread of its own would cost two switches per read, which is more than the transfer of a single page over loopback.
+"""
+
+import select
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvferry.core.clock import Clock
+from kvferry.kv.connectors import tcp_wire as wire
+from kvferry.kv.interface.connector import ReadError
+
+_MAX_BYTES_PER_POLL = 16 << 20
+
+
+class Links(Protocol):
+    """Connections to one peer."""
+
+    def take(self, timeout: float) -> socket.socket:
+        """Return a connection for one exchange.
+
+        Raises:
+            OSError: a connection cannot be opened within `timeout` seconds.
+        """
+        ...
+
+    def give_back(self, link: socket.socket) -> None:
+        """Return a connection after a complete exchange."""
+        ...
+
+
+class TcpRead:
+    """A read in flight. Only `poll` and `is_quiet` write to the target pages, on the thread that calls them."""
+
+    def __init__(
+        self,
+        links: Links,
+        ids: Sequence[int],
+        into: Sequence[memoryview],
+        *,
+        stall_seconds: float,
+        total_seconds: float,
+        clock: Clock,
+    ) -> None:
+        """Send the request for pages `ids`, whose contents go to the buffers `into` in order.
+
+        Args:
+            links: connections to the peer.
+            ids: the peer's pages; not empty.
+            into: target buffers.
+            stall_seconds: time without data after which the read fails.
+            total_seconds: time after which the read fails.
+            clock: clock of both times.
+
+        Raises:
+            ReadError: the peer cannot be reached.
+        """
+        self._links, self._ids = links, ids
+        self._stall_seconds = stall_seconds
+        self._clock = clock
+        now = clock.monotonic()
+        self._total_seconds = total_seconds
+        self._deadline, self._last_arrival = now + total_seconds, now
+        self._link: socket.socket | None = None
+        self._failure: str | None = None
+        self._may_retry = True
+        self._reply = wire.Reply(into)
+        try:
+            self._request()
+        except OSError as error:
+            raise ReadError(f"the read failed ({error})") from error
+
+    def poll(self) -> bool:
+        self._receive()
+        if self._failure is not None:
+            raise ReadError(f"the read failed ({self._failure})")
+        return self._link is None
+
+    def is_quiet(self) -> bool:
+        self._receive()
+        return self._link is None
+
+    def progress(self) -> int:
+        """Return the number of bytes received."""
+        return self._reply.num_received
+
+    def wait(self, seconds: float) -> None:
+        if self._link is not None:
+            watcher = select.poll()
+            watcher.register(self._link, select.POLLIN)
+            watcher.poll(1e3 * seconds)
+
+    def _request(self) -> None:
+        """Send the request; retry once, since the peer may have closed an idle connection."""
+        link = self._links.take(self._stall_seconds)
+        try:
+            link.settimeout(self._stall_seconds)
+            wire.send_request(link, wire.Op.PAGES, self._ids)
+            link.setblocking(False)
+        except OSError:
+            link.close()
+            if not self._may_retry:
+                raise
+            self._may_retry = False
+            self._request()
+        else:
+            self._link = link
+
+    def _receive(self) -> None:
+        """Receive what has arrived; end the read when it is complete or has failed."""
+        if self._link is None:
+            return
+        before = self._reply.num_received
+        try:
+            while not self._reply.receive_some(self._link):
+                if self._reply.num_received - before >= _MAX_BYTES_PER_POLL:
+                    break
+            else:
+                self._links.give_back(self._link)
+                self._link = None
+                return
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lose(error)
+            return
+        now = self._clock.monotonic()
+        if self._reply.num_received > before:
+            self._last_arrival = now
+        if now - self._last_arrival > self._stall_seconds:
+            self._fail(f"no data arrived for {self._stall_seconds:g} s")
+        elif now > self._deadline:
+            self._fail(f"it took longer than {self._total_seconds:.0f} s")
+
+    def _lose(self, error: OSError) -> None:
+        """End the exchange after an error of the connection; repeat it if the peer had closed an idle connection."""
+        self._fail(str(error))
+        if self._may_retry and self._reply.num_received == 0:
+            self._may_retry = False
+            try:
+                self._request()
+            except OSError as again:
+                self._fail(str(again))
+            else:
+                self._failure = None
+
+    def _fail(self, why: str) -> None:
+        self._failure = why
+        if self._link is not None:
+            self._link.close()
+            self._link = None
