@@ -171,7 +171,9 @@ def _addresses() -> Iterator[Run]:
         try:
             transport.connect(PEER, data[1:])
             transport.read_epochs(PEER, [0, _PAGES - 1], 0.5)
-            transport.read(PEER, [0], [0]).wait(0.5)  # type: ignore[list-item]
+            read = transport.read(PEER, [0], [0])  # type: ignore[list-item]
+            while not read.poll():  # until the stall time-out at the latest
+                read.wait(0.5)
         except ReadError:
             pass
         finally:
