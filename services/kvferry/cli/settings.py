@@ -125,6 +125,20 @@ TRACES = (
         parse=share(may_be_zero=True),
     ),
 )
+REQUEST_TRACE = (
+    Setting(
+        "trace_file",
+        "",
+        "File of an anonymous trace of the requests (arrivals, lengths, keyed block ids) for `kvferry simulate`; "
+        "default: none.",
+    ),
+    Setting(
+        "trace_file_bytes",
+        64 << 20,
+        "Maximum size of the trace, for example 64MiB; older lines are in FILE.old, and the oldest are dropped.",
+        parse=size_bytes,
+    ),
+)
 PROCESSES = Setting(
     "processes",
     1,
@@ -255,6 +269,7 @@ GATEWAY = (
     *QUEUE,
     Setting("request_timeout", 600.0, "Maximum seconds per request.", parse=seconds(1, 86400)),
     *TRACES,
+    *REQUEST_TRACE,
     PROCESSES,
     Setting(
         "share_ports",
@@ -329,6 +344,7 @@ UP = (
     UP_TLS,
     *TICKET_KEY,
     *TRACES,
+    *REQUEST_TRACE,
     PROCESSES,
     DRAIN,
 )

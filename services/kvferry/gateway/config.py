@@ -252,6 +252,8 @@ class GatewayConfig:
     """Key of the workers' block hashes; see `DispatchConfig.tenant_key`."""
     traces: TraceSettings | None = None
     """Where traces are sent; `None` for no traces."""
+    request_trace: tuple[Path, int] | None = None
+    """File of an anonymous trace of the requests, and the bound of its size in bytes; `None` for none."""
     hold: HoldConfig = field(default_factory=HoldConfig)
     """Limits on held requests; used only if `fleet.pool` is set."""
     shares_ports: bool = False

@@ -32,6 +32,9 @@ from kvferry.gateway.http.client_api import ClientApi
 from kvferry.gateway.http.http_server import HttpServer
 from kvferry.gateway.http.tls import Certificate
 from kvferry.gateway.instruments import Instruments
+from kvferry.gateway.lifecycle.sample_run import SampleRun
+from kvferry.gateway.request_trace.trace_file import TraceFile
+from kvferry.gateway.request_trace.trace_line import TracedSample
 from kvferry.gateway.routing.holding import Holding
 from kvferry.rpc.channel import MAX_CLIENT_MESSAGE_BYTES
 from kvferry.rpc.otlp import open_tracer
@@ -111,6 +114,9 @@ class Gateway:
             holding=None if pool is None else self._holding,
             waker=self._waker,
         )
+        self._request_trace = (
+            None if config.request_trace is None else TraceFile(*config.request_trace, config.tenant_key)
+        )
         self.dispatcher = Dispatcher(
             self.fleet,
             clock,
@@ -118,6 +124,7 @@ class Gateway:
             instruments=self.instruments,
             gate=None if pool is None else self.gate,
             cache_map=self.cache_map,
+            on_end=None if self._request_trace is None else self._trace_request,
         )
         self._tracer = open_tracer(config.traces, "kvferry-gateway", self._incarnation, clock)
         adapters = AdapterChanges(self.fleet)
@@ -260,6 +267,8 @@ class Gateway:
             self._pool.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+        if self._request_trace is not None:
+            await asyncio.to_thread(self._request_trace.close)
 
     async def _stop_tasks(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         for task in tasks:
@@ -295,6 +304,13 @@ class Gateway:
             flow=self.gate.report(),
             certificate_not_after=0.0 if self._pool_tls is None else self._pool_tls.not_after,
         )
+
+    def _trace_request(self, run: SampleRun) -> None:
+        """Add an ended sample to the request trace; those that got no token are requests that had no effect."""
+        if self._request_trace is not None and run.emitted:
+            request = run.request
+            at = self._clock.wall() - (self._clock.monotonic() - request.arrived)
+            self._request_trace.add(TracedSample(at, request.token_ids, tuple(run.emitted), request.scope))
 
     def _overview(self) -> Mapping[str, object]:
         return self._history.overview(self._clock.monotonic(), self.instruments.totals())

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -59,6 +60,21 @@ async def test_draining_lets_running_streams_end_and_refuses_new_work():
             rest = [line async for line in lines]
         assert rest[-2:] == ["data: [DONE]", ""]
         await stopping
+
+
+async def test_ended_requests_are_written_to_the_request_trace(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    async with (
+        scripted_gateway(request_trace=(path, 1 << 20), tenant_key=b"secret of the tenants") as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=20) as client,
+    ):
+        for _ in range(2):
+            assert (await client.post("/v1/chat/completions", json={**_CHAT, "stream": False})).status_code == 200
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first["output_length"] == 8
+    assert first["input_length"] > 0
+    assert first["timestamp"] <= second["timestamp"]
+    assert first["hash_ids"] == second["hash_ids"]
 
 
 async def accepts(address: str) -> bool:

@@ -5,7 +5,7 @@ caches and routers see the same sharing in every run with the same seed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvferry.bench.workload.arrivals import Arrivals
@@ -28,6 +28,8 @@ class BenchRequest:
     num_output: int
     session: int | None = None
     """Number of the conversation; `None` if the request belongs to no conversation."""
+    output: tuple[int, ...] | None = None
+    """The output's tokens, `num_output` of them, if the workload knows them; a server generates its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def token_block(name: str, count: int) -> tuple[int, ...]:
 def clipped(requests: Sequence[BenchRequest], *, max_input: int, max_output: int) -> tuple[list[BenchRequest], int]:
     """Cut prompts and outputs to the limits of a server; return the requests and how many were cut."""
     made = [
-        BenchRequest(r.at, r.prompt[:max_input], min(r.num_output, max_output), r.session)
+        replace(r, prompt=r.prompt[:max_input], num_output=min(r.num_output, max_output), output=None)
         if len(r.prompt) > max_input or r.num_output > max_output
         else r
         for r in requests

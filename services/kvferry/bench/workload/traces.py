@@ -2,12 +2,15 @@
 
 Mooncake    {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [..]} in each line, 512 tokens per id
             (Qin et al., Mooncake, 2024, section 4)
+own         the same with "block_tokens": n in each line; the ids are those of prompt and output together
+            (`kvferry gateway --trace-file`)
 Azure       CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens (Patel et al., Splitwise, 2024, section 3)
 """
 
 import csv
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from itertools import chain
 from typing import Any
@@ -48,7 +51,7 @@ def read_trace(lines: Iterable[str], *, most: int = MAX_REQUESTS, speed: float =
     if not requests:
         raise UsageError("the trace has no request", field="arrivals")
     start = min(request.at for request in requests)
-    moved = [BenchRequest((r.at - start) / speed, r.prompt, r.num_output) for r in requests]
+    moved = [replace(r, at=(r.at - start) / speed) for r in requests]
     return sorted(moved, key=lambda request: request.at)
 
 
@@ -64,17 +67,22 @@ def _mooncake(lines: Iterable[str], most: int) -> list[BenchRequest]:
             at, num_input, num_output = float(entry["timestamp"]), entry["input_length"], entry["output_length"]
             ids = entry.get("hash_ids", [])
             sizes = (_size(num_input, 1), _size(num_output, 0))
-            if not isinstance(ids, list) or len(ids) > _MAX_TOKENS // HASH_TOKENS + 1:
-                raise ValueError("hash_ids is not a list of block ids")
+            is_own = "block_tokens" in entry
+            block_tokens = _size(entry["block_tokens"], 1) if is_own else HASH_TOKENS
+            if not isinstance(ids, list) or len(ids) > sum(sizes) // block_tokens + 1:
+                raise ValueError("hash_ids is not a list of block ids, at most one for each block of the request")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise _invalid(number, error) from error
-        requests.append(BenchRequest(at / 1000.0, _of_blocks(ids, sizes[0], number), max(1, sizes[1])))
+        tokens = _of_blocks(ids, block_tokens, sizes[0] + (sizes[1] if is_own else 0), number)
+        requests.append(
+            BenchRequest(at / 1000.0, tokens[: sizes[0]], max(1, sizes[1]), output=tokens[sizes[0] :] or None)
+        )
     return requests
 
 
-def _of_blocks(ids: list[object], count: int, number: int) -> tuple[int, ...]:
-    """Return a prompt whose blocks have the tokens of their ids; tokens beyond the ids are specific to the line."""
-    tokens = tuple(chain.from_iterable(token_block(f"block {one!r}", HASH_TOKENS) for one in ids))[:count]
+def _of_blocks(ids: list[object], block_tokens: int, count: int, number: int) -> tuple[int, ...]:
+    """Return `count` tokens: those of a block depend on its id only, and those beyond the ids on the line."""
+    tokens = tuple(chain.from_iterable(token_block(f"block {one!r}", block_tokens) for one in ids))[:count]
     return (*tokens, *token_block(f"line {number}", count - len(tokens)))
 
 

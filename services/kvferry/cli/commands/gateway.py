@@ -136,6 +136,7 @@ def _config(values: Values) -> "GatewayConfig":
         tenants_file=Path(values["tenants"]) if values["tenants"] else None,
         drain_seconds=values["drain_seconds"],
         traces=traces_of(values),
+        request_trace=(Path(values["trace_file"]), values["trace_file_bytes"]) if values["trace_file"] else None,
         shares_ports=values["share_ports"],
     )
 

@@ -45,6 +45,9 @@ def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackCo
         for setting in settings.TRACES:
             worker_flags += [setting.flag, str(values[setting.name])]
             gateway_flags += [setting.flag, str(values[setting.name])]
+    if "trace_file" in has and values["trace_file"]:
+        for setting in settings.REQUEST_TRACE:
+            gateway_flags += [setting.flag, str(values[setting.name])]
     if "kv_prefetch_tokens" in has:
         gateway_flags += ["--kv-prefetch-tokens", str(values["kv_prefetch_tokens"])]
     if "policy" in has:

@@ -9,7 +9,7 @@ depends only on seed and position, so the output is the same. `obligations.DUTIE
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Never
@@ -69,6 +69,7 @@ class Dispatcher:
         gate: FlowGate | None = None,
         cache_map: CacheMap | None = None,
         sleep: Sleep = asyncio.sleep,
+        on_end: Callable[[SampleRun], None] | None = None,
     ) -> None:
         """
         Args:
@@ -80,6 +81,7 @@ class Dispatcher:
                 recover.
             cache_map: predicts what the workers have cached; `None` predicts from the dispatcher's own history.
             sleep: called to wait between attempts.
+            on_end: called with each sample that has ended.
         """
         self._fleet = fleet
         self._clock = clock
@@ -88,6 +90,7 @@ class Dispatcher:
         self._instruments = instruments or Instruments()
         self._gate = gate
         self._sleep = sleep
+        self._on_end = on_end
         self.journal = Journal()
         namers = BlockNamers(config.tenant_key)
         self._releases = Releases(fleet, self._instruments, self._retry.release_timeout_seconds, sleep)
@@ -171,6 +174,8 @@ class Dispatcher:
             self._ending.end(run, Event.CANCEL)
             self._records.arrived(run)
             self.journal.add(run)
+            if self._on_end is not None:
+                self._on_end(run)
             counts = {
                 "gen_ai.usage.input_tokens": len(run.request.token_ids),
                 "gen_ai.usage.output_tokens": len(run.emitted),

@@ -2,13 +2,14 @@
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from kvferry.bench.workload.arrivals import Arrivals
 from kvferry.bench.workload.lengths import LengthMix
 from kvferry.bench.workload.requests import BenchRequest
 from kvferry.core.errors import UsageError
+from kvferry.core.sampling import SampledToken
 from kvferry.simulator.requests.tokens import UNIQUE_ID, Output, Tape
 
 MAX_REQUESTS = 100_000_000
@@ -148,5 +149,8 @@ def of_trace(requests: Iterable[BenchRequest], tape: Tape, *, repeat: int = 1) -
     for request in requests:
         for copy in range(repeat):
             prompt = request.prompt if not copy else [UNIQUE_ID + copy, *request.prompt[1:]]
-            yield SimRequest(number, request.at, prompt, Output.of(tape, number, request.num_output))
+            output = Output.of(tape, number, request.num_output)
+            if request.output is not None:
+                output = replace(output, known=tuple(map(SampledToken, request.output)))
+            yield SimRequest(number, request.at, prompt, output)
             number += 1

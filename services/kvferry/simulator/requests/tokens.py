@@ -62,6 +62,8 @@ class Output:
     place: int
     count: int
     """Number of tokens, at least 1."""
+    known: tuple[SampledToken, ...] | None = None
+    """The tokens, instead of those of the tape."""
 
     @classmethod
     def of(cls, tape: Tape, number: int, count: int) -> "Output":
@@ -70,8 +72,12 @@ class Output:
 
     def sampled(self, first: int, count: int) -> tuple[SampledToken, ...]:
         """Return the tokens with the indices `first` .. `first` + `count` - 1."""
+        if self.known is not None:
+            return self.known[first : first + count]
         return self.tape.sampled(self.place + first, count)
 
     def ids(self) -> list[int]:
         """Return the ids of all tokens."""
+        if self.known is not None:
+            return [token.token_id for token in self.known]
         return self.tape.ids(self.place, self.count)

@@ -5,6 +5,7 @@
 | HTTP and gRPC ports | the same: the kernel gives each new connection to one of the processes (SO_REUSEPORT) |
 | admin port | its own: the first one's is as configured, the others' follow it; port 0 selects a free one for each |
 | streams, queue | a share of the limits, so that all together keep within them |
+| request trace | a file of its own, FILE.0, FILE.1 .., and a share of the size |
 | map of caches, journal, quotas | its own, exact; a tenant's quota holds for each process |
 """
 
@@ -16,9 +17,11 @@ from kvferry.core.errors import UsageError
 from kvferry.core.settings import Resolved
 from kvferry.stack.plan.processes import ProcessSpec
 
-_SHARED = ("max_streams", "max_queued", "max_queued_bytes", "max_held")
+_SHARED = ("max_streams", "max_queued", "max_queued_bytes", "max_held", "trace_file_bytes")
 """Limits of which each process has a share."""
 _OWN = frozenset({"processes", "share_ports", "http", "grpc", "admin"})
+_FILE = "trace_file"
+"""Setting of a file of which each process writes its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,12 @@ def gateway_process_specs(
     """
     flags: list[str] = []
     environment: dict[str, str] = {}
+    trace_flag, trace_file = "", ""
     for name, found in settings.items():
         setting = found.setting
+        if name == _FILE and found.value:
+            trace_flag, trace_file = setting.flag, _literal(str(found.value))
+            continue
         if name in _OWN or (found.source == "default" and name not in _SHARED):
             continue
         if setting.is_secret:  # not as a flag, which other users can read
@@ -63,10 +70,21 @@ def gateway_process_specs(
         values: Sequence[Any] = found.value if setting.is_repeated else [found.value]
         for value in values:
             text = str(-(-int(value) // processes) if name in _SHARED else value)
-            flags += [setting.flag, text.replace("{", "{{").replace("}", "}}")]  # not a place for an address
+            flags += [setting.flag, _literal(text)]
     fixed = ("--http", shared.http, "--grpc", shared.grpc, "--share-ports", "true")
+
+    def traced(number: int) -> tuple[str, ...]:
+        return (trace_flag, f"{trace_file}.{number}") if trace_flag else ()
+
     return [
         # The admin address is that of the first start, so that a restarted process is found where it was.
-        ProcessSpec(f"gateway-{number}", ("gateway", *flags, *fixed, "--admin", "{admin}"), environment)
+        ProcessSpec(
+            f"gateway-{number}", ("gateway", *flags, *traced(number), *fixed, "--admin", "{admin}"), environment
+        )
         for number in range(processes)
     ]
+
+
+def _literal(text: str) -> str:
+    """Return a value that has no places for addresses."""
+    return text.replace("{", "{{").replace("}", "}}")

@@ -40,6 +40,16 @@ def test_tokens_beyond_the_block_ids_belong_to_the_line() -> None:
     assert first.prompt[512:] != second.prompt[512:]
 
 
+def test_own_traces_name_the_blocks_of_prompt_and_output() -> None:
+    entry = {"timestamp": 5, "input_length": 20, "output_length": 15, "block_tokens": 16, "hash_ids": [8, 9]}
+    (first,) = read_trace(lines([entry]))
+    (longer,) = read_trace(lines([{**entry, "input_length": 40, "output_length": 2}]))
+    assert (len(first.prompt), first.num_output, len(first.output or ())) == (20, 15, 15)
+    assert (*first.prompt, *(first.output or ()))[:32] == longer.prompt[:32]
+    (without,) = read_trace(lines(MOONCAKE[:1]))
+    assert without.output is None
+
+
 def test_azures_csv_has_lengths_only() -> None:
     first, second = read_trace(AZURE)
     assert (first.at, len(first.prompt), first.num_output) == (0.0, 374, 44)
@@ -65,6 +75,8 @@ def test_a_trace_is_replayed_faster_and_only_its_begin() -> None:
         (['{"timestamp": 1, "input_length": 9999999999, "output_length": 1}'], "a length is 9999999999"),
         (['{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": 3}'], "hash_ids is not a list"),
         (['{"timestamp": null, "input_length": 1, "output_length": 1}'], "line 1 of the trace is invalid"),
+        (['{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1, 2]}'], "one for each block"),
+        (['{"timestamp": 1, "input_length": 1, "output_length": 1, "block_tokens": 0}'], "a length is 0"),
         ([*lines(MOONCAKE), "{"], "line 4 of the trace is invalid"),
         (["{" * 100_000], "line 1 of the trace is invalid"),
     ],

@@ -88,6 +88,14 @@ def test_the_copies_of_a_trace_share_nothing() -> None:
     assert made[1].prompt[0] == made[4].prompt[0]
 
 
+def test_the_outputs_of_a_trace_are_generated_again() -> None:
+    trace = [BenchRequest(0.0, (1, 2), 3, output=(7, 8, 9)), BenchRequest(1.0, (1, 2), 3)]
+    known, drawn = (request.output for request in of_trace(trace, TAPE))
+    assert known.ids() == [7, 8, 9]
+    assert [token.token_id for token in known.sampled(1, 2)] == [8, 9]
+    assert drawn.ids() == TAPE.ids(drawn.place, 3)
+
+
 @given(place=st.integers(0, 1 << 20), count=st.integers(0, 500))
 def test_ids_and_sampled_tokens_of_a_place_are_the_same(place: int, count: int) -> None:
     assert [token.token_id for token in TAPE.sampled(place, count)] == TAPE.ids(place, count)

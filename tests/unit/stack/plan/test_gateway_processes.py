@@ -19,12 +19,13 @@ def test_processes_have_the_settings_of_the_group() -> None:
         "max_streams": "100",
         "policy": "random",
         "served_name": "{x}",
+        "trace_file": "/logs/{day}",
     }
     environment = {"KVFERRY_GATEWAY_KEY": "secret of the gateway", "KVFERRY_MAX_QUEUED_BYTES": "3MiB"}
     found = resolve(GATEWAY, flags, environment, {"linger_seconds": 2.5})
     specs = gateway_process_specs(found, SHARED, 3)
     assert [spec.name for spec in specs] == ["gateway-0", "gateway-1", "gateway-2"]
-    for spec in specs:
+    for number, spec in enumerate(specs):
         arguments = [argument.format_map({"admin": "here:1"}) for argument in spec.arguments]
         assert arguments[0] == "gateway"
         given = resolve(GATEWAY, flags_of(arguments[1:]), spec.environment, {})
@@ -41,6 +42,8 @@ def test_processes_have_the_settings_of_the_group() -> None:
         assert given["gateway_key"].value == "secret of the gateway"
         assert "secret of the gateway" not in arguments
         assert given["request_timeout"].source == "default"
+        assert given["trace_file"].value == f"/logs/{{day}}.{number}"
+        assert given["trace_file_bytes"].value == -(-found["trace_file_bytes"].value // 3)
 
 
 def vars_of(shared: SharedAddresses) -> tuple[str, str]:
