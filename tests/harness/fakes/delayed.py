@@ -1,0 +1,247 @@
+"""A runner, a loader and tiers that do their work at random times between a call and its answer.
+
+Until a step's result is read it may not have run, and until a transport is quiet it may still write to its targets.
+Each of them writes what it should, or garbage where only its own result is lost, at any of these times. A page that is
+used too early, or again too early, therefore changes tokens.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from harness.fakes.engines import ArithmeticRunner, attach
+from kvferry.core.ids import BlockId, RequestId
+from kvferry.engine.engine import Engine
+from kvferry.engine.plan.sampling_plan import needs_host
+from kvferry.engine.plan.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
+from kvferry.kv.interface.tiering import ObjectKey, StoreDone, TierAnswer, TierSource
+
+Page = list[int | None]
+GARBAGE = -1
+
+
+class QueuedRunner(ArithmeticRunner):
+    """Runs steps in order, each at some time before its result is read, up to two at a time."""
+
+    def __init__(self, num_blocks: int, block_tokens: int, chance: random.Random) -> None:
+        super().__init__(num_blocks, block_tokens)
+        self._chance = chance
+        self._queue: list[QueuedStep] = []
+        self._last: dict[RequestId, int] = {}
+        """Last token of each sequence that a step sampled."""
+        self._begun: frozenset[RequestId] = frozenset()
+        self.num_ahead = 0
+
+    def begin(self, plan: StepPlan) -> "QueuedStep":
+        frozen = [replace(s, token_ids=list(s.token_ids), block_ids=list(s.block_ids)) for s in plan.scheduled]
+        step = QueuedStep(self, replace(plan, scheduled=tuple(frozen)))
+        self.num_ahead += any(map(is_ahead, frozen))
+        self._queue.append(step)
+        self._begun = frozenset(s.request_id for s in frozen if s.num_sampled)
+        assert len(self._queue) <= 2
+        self.run_some()
+        return step
+
+    def may_follow(self, plan: StepPlan) -> bool:
+        return not any(map(needs_host, plan.scheduled)) and all(s.request_id in self._begun for s in plan.scheduled)
+
+    def run_some(self) -> None:
+        """Perhaps run queued steps, as a device does while the host is busy."""
+        while self._queue and self._chance.random() < 0.3:
+            self.run_first()
+
+    def run_first(self) -> None:
+        step = self._queue.pop(0)
+        known = [
+            replace(s, token_ids=[*s.token_ids, self._last[s.request_id]]) if is_ahead(s) else s
+            for s in step.plan.scheduled
+        ]
+        step.found = self.run(replace(step.plan, scheduled=tuple(known)))
+        self._last = {name: output.tokens[-1].token_id for name, output in step.found.outputs.items() if output.tokens}
+
+    def run_until(self, step: "QueuedStep") -> StepResult:
+        while step.found is None:
+            self.run_first()
+        return step.found
+
+
+class QueuedStep:
+    """A launched step."""
+
+    def __init__(self, runner: QueuedRunner, plan: StepPlan) -> None:
+        self._runner, self.plan = runner, plan
+        self.found: StepResult | None = None
+
+    def result(self) -> StepResult:
+        return self._runner.run_until(self)
+
+
+def is_ahead(s: ScheduledSequence) -> bool:
+    """Return whether the sequence's last token was not known when the step was launched."""
+    return s.num_computed == len(s.token_ids)
+
+
+@dataclass
+class _Load:
+    job: int
+    request_id: RequestId
+    pages: list[Page]
+    """What a load without failures writes to its targets."""
+    targets: list[BlockId]
+    num_done: int = 0
+    has_ended: bool = False
+    """Whether the outcome was reported; garbage may be written until the transport is quiet."""
+    is_cancelled: bool = False
+
+
+class DelayedLoads:
+    """Loads that progress with each call of `work`, fail sometimes, and then take some time to be quiet."""
+
+    def __init__(self, engine: Engine, runner: ArithmeticRunner, chance: random.Random, failing: float) -> None:
+        self._engine, self._runner, self._chance, self._failing = engine, runner, chance, failing
+        self._loads: list[_Load] = []
+
+    def begin(self, job: int, request_id: RequestId, pages: list[Page], targets: Sequence[BlockId]) -> None:
+        self._loads.append(_Load(job, request_id, pages, list(targets)))
+
+    def cancel(self, request_id: RequestId) -> None:
+        for load in self._loads:
+            load.is_cancelled |= load.request_id == request_id
+
+    @property
+    def num_active(self) -> int:
+        return len(self._loads)
+
+    def work(self, *, counts_partly: bool) -> None:
+        """Do a part of each load.
+
+        Args:
+            counts_partly: whether the leading blocks of a failed load can be used.
+        """
+        for load in list(self._loads):
+            self._advance(load, counts_partly=counts_partly)
+
+    def _advance(self, load: _Load, *, counts_partly: bool) -> None:
+        draw = self._chance.random
+        if load.has_ended:
+            if draw() < 0.4:
+                self._loads.remove(load)
+                self._engine.post(PagesQuiet(load.job))
+            elif load.targets:
+                self._runner.pages[self._chance.choice(load.targets)][:] = [GARBAGE] * self._runner.block_tokens
+            return
+        missing = load.num_done == len(load.pages)
+        if load.num_done < len(load.targets) and not missing and not load.is_cancelled and draw() >= self._failing:
+            self._runner.pages[load.targets[load.num_done]][:] = load.pages[load.num_done]
+            load.num_done += 1
+            return
+        is_good = load.num_done == len(load.targets) and not load.is_cancelled
+        usable = load.num_done if is_good or counts_partly else 0
+        failure = None if is_good else "cancelled" if load.is_cancelled else "failed"
+        self._engine.post(LoadOutcome(load.request_id, load.job, failure, usable, 0, 0.1))
+        if is_good or usable:
+            self._loads.remove(load)
+            self._engine.post(PagesQuiet(load.job))
+        load.has_ended = True
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Pages that another engine exports."""
+
+    runner: ArithmeticRunner
+    blocks: tuple[BlockId, ...]
+    release: Callable[[], None]
+
+
+class DelayedLoader(DelayedLoads):
+    """Loads of another engine's pages. An offer must stay until the load that reads it has ended."""
+
+    def __init__(self, engine: Engine, runner: ArithmeticRunner, chance: random.Random, failing: float) -> None:
+        super().__init__(engine, runner, chance, failing)
+        attach(engine, loader=self)
+
+    def start(
+        self, job: int, request_id: RequestId, source: object, first_block: int, targets: Sequence[BlockId]
+    ) -> None:
+        assert isinstance(source, Offer)
+        pages = [source.runner.pages[block] for block in source.blocks[first_block:]]  # read when they are copied
+        self.begin(job, request_id, pages, targets)
+
+    def is_reading(self, *request_ids: str) -> bool:
+        return any(load.request_id in request_ids for load in self._loads)
+
+
+class DelayedTiers:
+    """A tier that answers, loads and stores with delays, and loses objects."""
+
+    object_blocks = 2
+    held_share = 0.5
+
+    def __init__(self, engine: Engine, runner: ArithmeticRunner, chance: random.Random, failing: float) -> None:
+        self._engine, self._runner, self._chance = engine, runner, chance
+        self._loads = DelayedLoads(engine, runner, chance, failing)
+        self._kept: dict[bytes, list[Page]] = {}
+        self._asked: list[tuple[RequestId, tuple[ObjectKey, ...]]] = []
+        self._stores: list[tuple[int, ObjectKey, tuple[BlockId, ...]]] = []
+        self.num_loads = 0
+        attach(engine, tiers=self)
+
+    def ask(self, request_id: RequestId, keys: Sequence[ObjectKey]) -> TierAnswer | None:
+        if self._chance.random() < 0.5:
+            return self._answer(request_id, keys)
+        self._asked.append((request_id, tuple(keys)))
+        return None
+
+    def _answer(self, request_id: RequestId, keys: Sequence[ObjectKey]) -> TierAnswer:
+        run = next((i for i, key in enumerate(keys) if key.name not in self._kept), len(keys))
+        return TierAnswer(request_id, ("dram",) * run)
+
+    def prefetch(self, request_id: RequestId, source: TierSource) -> None:
+        pass
+
+    def wants(self, key: ObjectKey) -> bool:
+        return key.name not in self._kept
+
+    def store(self, job: int, key: ObjectKey, pages: Sequence[BlockId]) -> None:
+        self._stores.append((job, key, tuple(pages)))
+
+    def start(
+        self, job: int, request_id: RequestId, source: object, first_block: int, targets: Sequence[BlockId]
+    ) -> None:
+        assert isinstance(source, TierSource)
+        self.num_loads += 1
+        pages: list[Page] = []
+        for key in source.keys:
+            if key.name not in self._kept:
+                break
+            pages += self._kept[key.name]
+        self._loads.begin(job, request_id, pages[first_block - source.first_object * self.object_blocks :], targets)
+
+    def cancel(self, request_id: RequestId) -> None:
+        self._loads.cancel(request_id)
+        self._asked = [asked for asked in self._asked if asked[0] != request_id]
+
+    @property
+    def num_active(self) -> int:
+        return self._loads.num_active + len(self._stores)
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
+
+    def work(self) -> None:
+        """Do a part of the loads, stores and answers."""
+        self._loads.work(counts_partly=True)
+        for asked in list(self._asked):
+            if self._chance.random() < 0.4:
+                self._asked.remove(asked)
+                self._engine.post(self._answer(*asked))
+        for store in list(self._stores):
+            if self._chance.random() < 0.2:
+                self._stores.remove(store)
+                job, key, blocks = store
+                self._kept[key.name] = [list(self._runner.pages[block]) for block in blocks]
+                self._engine.post(StoreDone(job))
+        if self._kept and self._chance.random() < 0.02:
+            del self._kept[self._chance.choice(list(self._kept))]
