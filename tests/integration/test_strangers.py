@@ -62,6 +62,7 @@ def requests(dialed: str) -> dict[str, Any]:
         "/kvferry.v1.WorkerAdmin/ResetPrefixCache": worker_admin_pb2.ResetPrefixCacheRequest(),
         "/kvferry.v1.WorkerAdmin/LoadAdapter": worker_admin_pb2.LoadAdapterRequest(name="a", path="a"),
         "/kvferry.v1.WorkerAdmin/UnloadAdapter": worker_admin_pb2.UnloadAdapterRequest(name="a"),
+        "/kvferry.v1.WorkerAdmin/Profile": worker_admin_pb2.ProfileRequest(steps=1, timeout_seconds=0.1),
         "/kvferry.v1.WorkerAdmin/Drain": worker_admin_pb2.DrainRequest(timeout_seconds=0.1),
     }
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvferry/v1/worker_admin.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\x1e\n\rStatusRequest\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"\x98\x05\n\x0eStatusResponse\x12,\n\x08identity\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\x11\n\tconnector\x18\x06 \x01(\t\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x18\n\x10max_model_tokens\x18\t \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\n \x01(\r\x12$\n\x04load\x18\x0b \x01(\x0b\x32\x16.kvferry.v1.WorkerLoad\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12%\n\x05tiers\x18\r \x03(\x0b\x32\x16.kvferry.v1.TierStatus\x12\x0e\n\x06\x64omain\x18\x0e \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x0f \x01(\x0c\x12\r\n\x05proof\x18\x10 \x01(\x0c\x12\x15\n\rmax_sequences\x18\x11 \x01(\r\x12%\n\x08\x61\x64\x61pters\x18\x12 \x03(\x0b\x32\x13.kvferry.v1.Adapter\x12-\n\x10retired_adapters\x18\x13 \x03(\x0b\x32\x13.kvferry.v1.Adapter\x12\x11\n\tnum_steps\x18\x14 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x15 \x01(\t\x12\x0e\n\x06staged\x18\x16 \x01(\x08\x12I\n\x10\x61\x64\x61pter_failures\x18\x17 \x03(\x0b\x32/.kvferry.v1.StatusResponse.AdapterFailuresEntry\x1a\x36\n\x14\x41\x64\x61pterFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd0\x01\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nbytes_held\x18\x02 \x01(\x04\x12\x0c\n\x04hits\x18\x03 \x01(\x04\x12\x0e\n\x06misses\x18\x04 \x01(\x04\x12\r\n\x05loads\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ytes_loaded\x18\x06 \x01(\x04\x12\x14\n\x0cload_seconds\x18\x07 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x08 \x01(\x04\x12\x0e\n\x06stores\x18\t \x01(\x04\x12\x14\n\x0c\x62ytes_stored\x18\n \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x0b \x01(\x04\"\xcb\x02\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07loading\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x06 \x01(\r\x12\x17\n\x0ftickets_offered\x18\x07 \x01(\r\x12\x17\n\x0ftickets_claimed\x18\x08 \x01(\r\x12\x11\n\ttransfers\x18\t \x01(\r\x12\x12\n\nopen_calls\x18\n \x01(\r\x12\x0e\n\x06stores\x18\x0b \x01(\r\x12\x0f\n\x07\x65xports\x18\x0c \x01(\r\x12\x17\n\x0f\x65xported_blocks\x18\r \x01(\r\x12\x19\n\x11tokens_to_compute\x18\x0e \x01(\r\x12\x15\n\rblocks_cached\x18\x0f \x01(\r\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"\x1d\n\rDrainResponse\x12\x0c\n\x04idle\x18\x01 \x01(\x08\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x0f\x41\x64\x61pterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.Adapter\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2\x87\x03\n\x0bWorkerAdmin\x12?\n\x06Status\x12\x19.kvferry.v1.StatusRequest\x1a\x1a.kvferry.v1.StatusResponse\x12<\n\x05\x44rain\x12\x18.kvferry.v1.DrainRequest\x1a\x19.kvferry.v1.DrainResponse\x12]\n\x10ResetPrefixCache\x12#.kvferry.v1.ResetPrefixCacheRequest\x1a$.kvferry.v1.ResetPrefixCacheResponse\x12J\n\x0bLoadAdapter\x12\x1e.kvferry.v1.LoadAdapterRequest\x1a\x1b.kvferry.v1.AdapterResponse\x12N\n\rUnloadAdapter\x12 .kvferry.v1.UnloadAdapterRequest\x1a\x1b.kvferry.v1.AdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvferry/v1/worker_admin.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"d\n\x0eProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12\x1a\n\x12reset_prefix_cache\x18\x03 \x01(\x08\x12\x0e\n\x06tokens\x18\x04 \x01(\x08\")\n\x0bProfilePart\x12\r\n\x05trace\x18\x01 \x01(\x0c\x12\x0b\n\x03log\x18\x02 \x01(\x0c\"\x1e\n\rStatusRequest\x12\r\n\x05nonce\x18\x01 \x01(\x0c\"\x98\x05\n\x0eStatusResponse\x12,\n\x08identity\x18\x01 \x01(\x0b\x32\x1a.kvferry.v1.WorkerIdentity\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x04 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\x0c\x12\x11\n\tconnector\x18\x06 \x01(\t\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x18\n\x10max_model_tokens\x18\t \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\n \x01(\r\x12$\n\x04load\x18\x0b \x01(\x0b\x32\x16.kvferry.v1.WorkerLoad\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12%\n\x05tiers\x18\r \x03(\x0b\x32\x16.kvferry.v1.TierStatus\x12\x0e\n\x06\x64omain\x18\x0e \x01(\t\x12\x0e\n\x06\x66\x61mily\x18\x0f \x01(\x0c\x12\r\n\x05proof\x18\x10 \x01(\x0c\x12\x15\n\rmax_sequences\x18\x11 \x01(\r\x12%\n\x08\x61\x64\x61pters\x18\x12 \x03(\x0b\x32\x13.kvferry.v1.Adapter\x12-\n\x10retired_adapters\x18\x13 \x03(\x0b\x32\x13.kvferry.v1.Adapter\x12\x11\n\tnum_steps\x18\x14 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x15 \x01(\t\x12\x0e\n\x06staged\x18\x16 \x01(\x08\x12I\n\x10\x61\x64\x61pter_failures\x18\x17 \x03(\x0b\x32/.kvferry.v1.StatusResponse.AdapterFailuresEntry\x1a\x36\n\x14\x41\x64\x61pterFailuresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd0\x01\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nbytes_held\x18\x02 \x01(\x04\x12\x0c\n\x04hits\x18\x03 \x01(\x04\x12\x0e\n\x06misses\x18\x04 \x01(\x04\x12\r\n\x05loads\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ytes_loaded\x18\x06 \x01(\x04\x12\x14\n\x0cload_seconds\x18\x07 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x08 \x01(\x04\x12\x0e\n\x06stores\x18\t \x01(\x04\x12\x14\n\x0c\x62ytes_stored\x18\n \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x0b \x01(\x04\"\xcb\x02\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07loading\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x06 \x01(\r\x12\x17\n\x0ftickets_offered\x18\x07 \x01(\r\x12\x17\n\x0ftickets_claimed\x18\x08 \x01(\r\x12\x11\n\ttransfers\x18\t \x01(\r\x12\x12\n\nopen_calls\x18\n \x01(\r\x12\x0e\n\x06stores\x18\x0b \x01(\r\x12\x0f\n\x07\x65xports\x18\x0c \x01(\r\x12\x17\n\x0f\x65xported_blocks\x18\r \x01(\r\x12\x19\n\x11tokens_to_compute\x18\x0e \x01(\r\x12\x15\n\rblocks_cached\x18\x0f \x01(\r\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\"\x1d\n\rDrainResponse\x12\x0c\n\x04idle\x18\x01 \x01(\x08\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"7\n\x0f\x41\x64\x61pterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.kvferry.v1.Adapter\"\x19\n\x17ResetPrefixCacheRequest\".\n\x18ResetPrefixCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2\xc9\x03\n\x0bWorkerAdmin\x12?\n\x06Status\x12\x19.kvferry.v1.StatusRequest\x1a\x1a.kvferry.v1.StatusResponse\x12<\n\x05\x44rain\x12\x18.kvferry.v1.DrainRequest\x1a\x19.kvferry.v1.DrainResponse\x12]\n\x10ResetPrefixCache\x12#.kvferry.v1.ResetPrefixCacheRequest\x1a$.kvferry.v1.ResetPrefixCacheResponse\x12J\n\x0bLoadAdapter\x12\x1e.kvferry.v1.LoadAdapterRequest\x1a\x1b.kvferry.v1.AdapterResponse\x12N\n\rUnloadAdapter\x12 .kvferry.v1.UnloadAdapterRequest\x1a\x1b.kvferry.v1.AdapterResponse\x12@\n\x07Profile\x12\x1a.kvferry.v1.ProfileRequest\x1a\x17.kvferry.v1.ProfilePart0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,30 +34,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STATUSRESPONSE_ADAPTERFAILURESENTRY']._loaded_options = None
   _globals['_STATUSRESPONSE_ADAPTERFAILURESENTRY']._serialized_options = b'8\001'
-  _globals['_STATUSREQUEST']._serialized_start=70
-  _globals['_STATUSREQUEST']._serialized_end=100
-  _globals['_STATUSRESPONSE']._serialized_start=103
-  _globals['_STATUSRESPONSE']._serialized_end=767
-  _globals['_STATUSRESPONSE_ADAPTERFAILURESENTRY']._serialized_start=713
-  _globals['_STATUSRESPONSE_ADAPTERFAILURESENTRY']._serialized_end=767
-  _globals['_TIERSTATUS']._serialized_start=770
-  _globals['_TIERSTATUS']._serialized_end=978
-  _globals['_WORKERLOAD']._serialized_start=981
-  _globals['_WORKERLOAD']._serialized_end=1312
-  _globals['_DRAINREQUEST']._serialized_start=1314
-  _globals['_DRAINREQUEST']._serialized_end=1353
-  _globals['_DRAINRESPONSE']._serialized_start=1355
-  _globals['_DRAINRESPONSE']._serialized_end=1384
-  _globals['_LOADADAPTERREQUEST']._serialized_start=1386
-  _globals['_LOADADAPTERREQUEST']._serialized_end=1434
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1436
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1472
-  _globals['_ADAPTERRESPONSE']._serialized_start=1474
-  _globals['_ADAPTERRESPONSE']._serialized_end=1529
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1531
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1556
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1558
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1604
-  _globals['_WORKERADMIN']._serialized_start=1607
-  _globals['_WORKERADMIN']._serialized_end=1998
+  _globals['_PROFILEREQUEST']._serialized_start=70
+  _globals['_PROFILEREQUEST']._serialized_end=170
+  _globals['_PROFILEPART']._serialized_start=172
+  _globals['_PROFILEPART']._serialized_end=213
+  _globals['_STATUSREQUEST']._serialized_start=215
+  _globals['_STATUSREQUEST']._serialized_end=245
+  _globals['_STATUSRESPONSE']._serialized_start=248
+  _globals['_STATUSRESPONSE']._serialized_end=912
+  _globals['_STATUSRESPONSE_ADAPTERFAILURESENTRY']._serialized_start=858
+  _globals['_STATUSRESPONSE_ADAPTERFAILURESENTRY']._serialized_end=912
+  _globals['_TIERSTATUS']._serialized_start=915
+  _globals['_TIERSTATUS']._serialized_end=1123
+  _globals['_WORKERLOAD']._serialized_start=1126
+  _globals['_WORKERLOAD']._serialized_end=1457
+  _globals['_DRAINREQUEST']._serialized_start=1459
+  _globals['_DRAINREQUEST']._serialized_end=1498
+  _globals['_DRAINRESPONSE']._serialized_start=1500
+  _globals['_DRAINRESPONSE']._serialized_end=1529
+  _globals['_LOADADAPTERREQUEST']._serialized_start=1531
+  _globals['_LOADADAPTERREQUEST']._serialized_end=1579
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=1581
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=1617
+  _globals['_ADAPTERRESPONSE']._serialized_start=1619
+  _globals['_ADAPTERRESPONSE']._serialized_end=1674
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1676
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1701
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1703
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1749
+  _globals['_WORKERADMIN']._serialized_start=1752
+  _globals['_WORKERADMIN']._serialized_end=2209
 # @@protoc_insertion_point(module_scope)

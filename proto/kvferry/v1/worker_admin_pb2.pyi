@@ -20,6 +20,64 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class ProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    RESET_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    """1 to 10,000"""
+    timeout_seconds: _builtins.float
+    """above 0, up to 600"""
+    reset_prefix_cache: _builtins.bool
+    """empties the prefix cache first, so that the log can be replayed"""
+    tokens: _builtins.bool
+    """the log has the tokens of prompts and outputs, instead of ids of blocks"""
+    def __init__(
+        self,
+        *,
+        steps: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+        reset_prefix_cache: _builtins.bool = ...,
+        tokens: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reset_prefix_cache", b"reset_prefix_cache", "steps", b"steps", "timeout_seconds", b"timeout_seconds", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
+
+@_typing.final
+class ProfilePart(_message.Message):
+    """Two documents in parts, to be joined in order: first all of the trace, then all of the log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACE_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    trace: _builtins.bytes
+    """JSON, Chrome's trace format"""
+    log: _builtins.bytes
+    """JSON lines, a step log"""
+    def __init__(
+        self,
+        *,
+        trace: _builtins.bytes = ...,
+        log: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log", b"log", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProfilePart: _TypeAlias = ProfilePart  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -59,6 +59,11 @@ class WorkerAdminStub:
                 request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/kvferry.v1.WorkerAdmin/Profile',
+                request_serializer=kvferry_dot_v1_dot_worker__admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.ProfilePart.FromString,
+                _registered_method=True)
 
 
 class WorkerAdminServicer:
@@ -99,6 +104,13 @@ class WorkerAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Records the engine's next steps; one recording at a time. Returns when they are recorded, or after the timeout.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +138,11 @@ def add_WorkerAdminServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=kvferry_dot_v1_dot_worker__admin__pb2.ProfileRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_worker__admin__pb2.ProfilePart.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +280,33 @@ class WorkerAdmin:
             '/kvferry.v1.WorkerAdmin/UnloadAdapter',
             kvferry_dot_v1_dot_worker__admin__pb2.UnloadAdapterRequest.SerializeToString,
             kvferry_dot_v1_dot_worker__admin__pb2.AdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvferry.v1.WorkerAdmin/Profile',
+            kvferry_dot_v1_dot_worker__admin__pb2.ProfileRequest.SerializeToString,
+            kvferry_dot_v1_dot_worker__admin__pb2.ProfilePart.FromString,
             options,
             channel_credentials,
             insecure,

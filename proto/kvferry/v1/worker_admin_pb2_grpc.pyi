@@ -42,6 +42,8 @@ class WorkerAdminStub:
     """Loads an adapter, or replaces the one of its name; running requests keep the version they began with."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]
     """Removes an adapter; running requests continue with it."""
+    Profile: _grpc.UnaryStreamMultiCallable[_worker_admin_pb2.ProfileRequest, _worker_admin_pb2.ProfilePart]
+    """Records the engine's next steps; one recording at a time. Returns when they are recorded, or after the timeout."""
 
 @_typing.type_check_only
 class WorkerAdminAsyncStub(WorkerAdminStub):
@@ -57,6 +59,8 @@ class WorkerAdminAsyncStub(WorkerAdminStub):
     """Loads an adapter, or replaces the one of its name; running requests keep the version they began with."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]  # type: ignore[assignment]
     """Removes an adapter; running requests continue with it."""
+    Profile: _aio.UnaryStreamMultiCallable[_worker_admin_pb2.ProfileRequest, _worker_admin_pb2.ProfilePart]  # type: ignore[assignment]
+    """Records the engine's next steps; one recording at a time. Returns when they are recorded, or after the timeout."""
 
 class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -99,5 +103,13 @@ class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_admin_pb2.AdapterResponse, _abc.Awaitable[_worker_admin_pb2.AdapterResponse]]:
         """Removes an adapter; running requests continue with it."""
+
+    @_abc_1.abstractmethod
+    def Profile(
+        self,
+        request: _worker_admin_pb2.ProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_admin_pb2.ProfilePart], _abc.AsyncIterator[_worker_admin_pb2.ProfilePart]]:
+        """Records the engine's next steps; one recording at a time. Returns when they are recorded, or after the timeout."""
 
 def add_WorkerAdminServicer_to_server(servicer: WorkerAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

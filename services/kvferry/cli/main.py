@@ -22,6 +22,10 @@ _COMMANDS = {
     ),
     "plan": ("kvferry.cli.commands.plan", "Find the fewest workers for several loads, in the simulator."),
     "tune": ("kvferry.cli.commands.tune", "Search for settings of a fleet with higher goodput, in the simulator."),
+    "profile": (
+        "kvferry.cli.commands.profile",
+        "Record the steps of an engine as a picture and a log, and replay them.",
+    ),
     "doctor": ("kvferry.cli.commands.doctor", "Inspect and measure this machine, or inspect a cluster."),
     "explain": ("kvferry.cli.commands.explain", "Explain an ended request: route, source of its KV, timing."),
     "key": ("kvferry.cli.commands.key", "Make the keys with which a pool's processes authenticate each other."),

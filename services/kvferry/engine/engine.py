@@ -31,6 +31,8 @@ from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.pooling.prompt_pooling import PromptPooling
+from kvferry.engine.profile.watch import COMPUTE, MESSAGES, NO_WATCH, PLAN, RECORD, StepWatch
+from kvferry.engine.prompt_length import check_length
 from kvferry.engine.speculation.speculation import Speculation
 from kvferry.engine.tensors.batch import PackedAdapter
 from kvferry.kv.interface.connector import KvLoader
@@ -109,11 +111,13 @@ class Engine:
         )
         self.statistics = EngineStatistics()
         self._exports: dict[int, tuple[BlockId, ...]] = {}
-        self._next_export = 0
+        self.num_exports = 0
+        """Number of exports so far, which is the number of the next one."""
         self.on_started: Callable[[list[RequestId]], None] | None = None
         """Callback before each step, called with the requests that are computed for the first time in that step."""
         self.failed_step: frozenset[RequestId] = frozenset()
         """Requests of the step that raised an exception; empty if no step did."""
+        self.watch: StepWatch = NO_WATCH
 
     # ------------------------------------------------------------------ requests
 
@@ -153,6 +157,7 @@ class Engine:
             sequence.remote = None
         self.scheduler.add(sequence)
         self.statistics.arrive(request.request_id, num_prompt, self._clock.monotonic())
+        self.watch.added(request, total)
         if self._masks is not None and request.sampling.constraint is not None:
             sequence.mask = self._masks.begin(request.sampling.constraint, sequence.tokens[num_prompt:])
         if sequence.may_load:
@@ -162,6 +167,7 @@ class Engine:
         """Abort a request; return whether it existed. Idempotent."""
         self._loads.cancel(request_id)
         self.statistics.forget(request_id)
+        self.watch.aborted(request_id)
         return self.scheduler.abort(request_id)
 
     def prefetch_kv(self, request: KvPrefetchRequest) -> None:
@@ -177,8 +183,10 @@ class Engine:
     def step(self) -> StepOutput:
         """Process messages of loaders and tiers, plan a step, compute it and record its results. If no sequence can
         run, no step is computed. The next step may be launched before this one is recorded (`pipeline`)."""
+        self.watch.phase(MESSAGES)
         outcomes = self._loads.take_in()
         self._loads.store_full_objects()  # before `schedule`, which may preempt a sequence and reuse its pages
+        self.watch.phase(PLAN)
         plan = self._pipeline.take(self.scheduler.is_wanted) or self.scheduler.schedule()
         self._loads.start_planned()
         plan, failed = self._activate_adapters(plan)
@@ -193,6 +201,7 @@ class Engine:
         updates = [*failed, *overdue, *(self._run(plan) if plan.scheduled else [])]
         exports = {u.request_id: self._keep_export(u.export) for u in updates if u.export is not None}
         self._loads.store_full_objects()
+        self.watch.stepped(plan, updates, is_ahead=self._pipeline.is_ahead)
         changes, progress = self.allocator.index.take_changes(), self.scheduler.blocks.take_progress()
         decisions = self._loads.take_decisions()
         return StepOutput(updates, exports, outcomes, decisions, progress, changes, ran=bool(plan.scheduled))
@@ -212,6 +221,7 @@ class Engine:
 
     def release_export(self, number: int) -> None:
         """Free the pages of an export. Idempotent."""
+        self.watch.released(number)
         blocks = self._exports.pop(number, None)
         if blocks is not None:
             self.allocator.pool.release(blocks)
@@ -271,9 +281,20 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Empty the prefix cache, which also invalidates peers' tickets of cached blocks; return the number of dropped
         blocks. Sequences keep their pages, and tiers their objects."""
+        self.watch.reset()
         return self.allocator.reset_cache()
 
     # ------------------------------------------------------------------ views
+
+    def observe(self, watch: StepWatch) -> None:
+        """Report requests and steps, and the phases of the runner, to `watch` from now on; `NO_WATCH` ends this."""
+        self.watch = watch
+        self._pipeline.observe(watch)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps may be launched before the previous one's tokens are read."""
+        return self._pipeline.can_run_ahead
 
     def load(self) -> WorkerLoad:
         """Count all resources that the engine holds; the worker adds its tickets and calls."""
@@ -324,8 +345,8 @@ class Engine:
     # ------------------------------------------------------------------ inside
 
     def _keep_export(self, export: Export) -> int:
-        number = self._next_export
-        self._next_export += 1
+        number = self.num_exports
+        self.num_exports += 1
         self._exports[number] = export.blocks
         return number
 
@@ -346,19 +367,7 @@ class Engine:
         count = len(request.token_ids)
         if count - request.num_generated < 1:
             raise InvalidRequest("the prompt is empty; send at least one token", field="prompt", reason="PROMPT_EMPTY")
-        if request.pooling is None and count >= self.max_model_tokens:
-            raise InvalidRequest(
-                f"the prompt has {count} tokens, the context holds {self.max_model_tokens}, and at least one must be "
-                "left for the output; shorten the prompt",
-                field="prompt",
-                reason="PROMPT_TOO_LONG",
-            )
-        if count > self.max_model_tokens:  # a pooling request needs no room for an output
-            raise InvalidRequest(
-                f"the prompt has {count} tokens, and the context holds {self.max_model_tokens}; shorten the prompt",
-                field="prompt",
-                reason="PROMPT_TOO_LONG",
-            )
+        check_length(count, self.max_model_tokens, has_output=request.pooling is None)
         check_prompt_logprobs(request.sampling, count - request.num_generated)
         if not request.sampling.is_greedy and request.sampling.seed is None:
             # The gateway chooses the seed, so that a request samples the same tokens on every worker.
@@ -372,11 +381,13 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> list[SequenceUpdate]:
         begun = self._clock.monotonic()
+        self.watch.phase(COMPUTE)
         try:
             result = self._pipeline.run(plan, lambda: self.scheduler.follow(plan))
         except BaseException:
             self.failed_step = frozenset(self._pipeline.in_flight(plan))
             raise
+        self.watch.phase(RECORD)
         chunks = [item for item in plan.scheduled if not item.is_decode]
         if len(chunks) == 1:  # the step may also have decode rows, as is usual under load
             seconds = self._clock.monotonic() - begun

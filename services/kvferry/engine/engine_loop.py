@@ -27,6 +27,7 @@ from kvferry.engine.messages import (
     Command,
     EngineRequest,
     MaskReady,
+    Observe,
     ReleaseExport,
     ResetPrefixCache,
     StepOutput,
@@ -258,6 +259,10 @@ class EngineLoop:
         finally:
             self._replies.discard(reply)
 
+    async def observe(self, apply: Callable[[Engine], T]) -> T:
+        """Call a function that does not raise with the engine, on its thread. Raises: Unavailable: it has stopped."""
+        return await self._ask(lambda give: Observe(lambda engine: give(apply(engine))))
+
     def release_export(self, number: int) -> None:
         """Free the pages of export `number`."""
         self._commands.put(ReleaseExport(number))
@@ -313,6 +318,8 @@ class EngineLoop:
                 reply(self._engine.reset_prefix_cache())
             case ChangeAdapter():
                 self._change_adapter(command)
+            case Observe(apply):
+                apply(self._engine)
             case MaskReady():
                 pass  # the step that follows finds the mask
             case message:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvferry.core.errors import KvferryError
 from kvferry.core.ids import AdapterId, RequestId
@@ -82,8 +83,24 @@ class ChangeAdapter:
     """Called on the engine's thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class Observe:
+    """Command: call a function with the engine between two steps, which may begin or end a recording."""
+
+    apply: Callable[[Any], None]
+    """Called on the engine's thread with the `Engine`."""
+
+
 Command = (
-    EngineRequest | KvPrefetchRequest | Abort | ReleaseExport | MaskReady | ResetPrefixCache | ChangeAdapter | KvMessage
+    EngineRequest
+    | KvPrefetchRequest
+    | Abort
+    | ReleaseExport
+    | MaskReady
+    | ResetPrefixCache
+    | ChangeAdapter
+    | Observe
+    | KvMessage
 )
 """Any command to an engine."""
 

@@ -5,7 +5,7 @@ All offers and calls are tracked, so that tests can check for leaks at the end (
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -211,6 +211,11 @@ class ScriptedWorker(prefill_pb2_grpc.PrefillServicer, admin_grpc.WorkerAdminSer
     ) -> worker_admin_pb2.AdapterResponse:
         digest = self.adapters.pop(request.name)
         return worker_admin_pb2.AdapterResponse(adapter=common_pb2.Adapter(name=request.name, digest=digest))
+
+    async def Profile(
+        self, request: worker_admin_pb2.ProfileRequest, context: Any
+    ) -> AsyncIterator[worker_admin_pb2.ProfilePart]:
+        yield worker_admin_pb2.ProfilePart(trace=b"{}")
 
     async def Drain(self, request: worker_admin_pb2.DrainRequest, context: Any) -> worker_admin_pb2.DrainResponse:
         self.draining = True

@@ -72,6 +72,16 @@ class Pipeline:
         self._pipelined = runner if runs_ahead and isinstance(runner, PipelinedRunner) else None
         self._next: _Ahead | None = None
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether steps may be launched ahead."""
+        return self._pipelined is not None
+
+    def observe(self, watch: object) -> None:
+        """Report the phases of the runner to a `profile.watch.StepWatch`, if the runner can."""
+        if hasattr(self._runner, "phases"):
+            self._runner.phases = watch
+
     def take(self, is_wanted: Callable[[ScheduledSequence], bool]) -> StepPlan | None:
         """Return the plan that was launched ahead and must run next; `None` if no plan was launched ahead or all its
         sequences have ended."""

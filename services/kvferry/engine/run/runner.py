@@ -1,6 +1,6 @@
 """The host-driven runner: executes a step's page copies and forward pass, and samples on the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from kvferry.core.sampling import SampledToken
 from kvferry.engine.blocks.allocation import PageCopy
 from kvferry.engine.models.model import Logits, Model
 from kvferry.engine.plan.step import Sampled, StepPlan, StepResult, sampled_rows
+from kvferry.engine.profile.watch import FORWARD, NO_WATCH, SAMPLE, StepWatch
 from kvferry.engine.run.pooler import with_pooled
 from kvferry.engine.run.sampler import is_greedy, sample
 from kvferry.engine.run.scorer import Scores, score
@@ -37,6 +38,9 @@ class Runner:
         self._slots: dict[int, PackedAdapter] = {}
         self.watch: Callable[[StepPlan], None] | None = None
         """Callback for measurements, called with every plan before its execution."""
+        self.phases: StepWatch = NO_WATCH
+        """Observer of the phases of steps, called on the threads that prepare and compute."""
+        self._kernel_seconds: Callable[[], Mapping[str, float]] | None = getattr(model, "phase_seconds", None)
 
     def activate(self, slot: int, adapter: PackedAdapter) -> None:
         """Put an adapter into a slot, for the steps that are prepared from now on."""
@@ -78,13 +82,19 @@ class Runner:
         plan = step.plan
         if plan.copies:
             self.copy_pages(plan.copies)
+        phases = self.phases
+        phases.runner_phase(FORWARD)
         logits = self.model.compute(step.batch, self.kv)
+        phases.runner_phase(SAMPLE)
+        if phases is not NO_WATCH and self._kernel_seconds is not None:
+            phases.kernels(self._kernel_seconds())
         hidden = logits.hidden
         scores: Scores | None = None
         if step.is_scoring:
             scores = score(logits, plan.scheduled)
             logits = logits.of_rows(sampled_rows(plan.scheduled))
         sampled = None if step.is_greedy else sample(logits, plan.scheduled)
+        phases.runner_phase("")
         return ComputedStep(step, logits, sampled, scores, hidden)
 
 

@@ -43,6 +43,7 @@ ALLOWED: Mapping[str, frozenset[CallerRole]] = {
     "/kvferry.v1.WorkerAdmin/ResetPrefixCache": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/LoadAdapter": _GATEWAY | _OPERATOR,
     "/kvferry.v1.WorkerAdmin/UnloadAdapter": _GATEWAY | _OPERATOR,
+    "/kvferry.v1.WorkerAdmin/Profile": _OPERATOR,
 }
 """Roles that may call each method of a worker, by full method name."""
 

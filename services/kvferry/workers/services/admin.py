@@ -1,7 +1,7 @@
 """`WorkerAdmin` service: reports a worker's identity and load, and drains the worker."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from kvferry.workers.adapters.adapter_loader import AdapterLoader
 from kvferry.workers.adapters.listed_adapters import ListedAdapters
 from kvferry.workers.context import WorkerContext
 from kvferry.workers.handoff.offer_desk import OfferDesk
+from kvferry.workers.services.profiling import Profiling
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -60,6 +61,7 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
         self._verifier = verifier
         self._adapters = adapters
         self._listed = listed
+        self._profiling = Profiling(context)
 
     async def Status(
         self, request: worker_admin_pb2.StatusRequest, context: Context
@@ -129,6 +131,12 @@ class AdminService(worker_admin_pb2_grpc.WorkerAdminServicer):
     ) -> worker_admin_pb2.AdapterResponse:
         adapter = await self._loader().unload(request.name)
         return worker_admin_pb2.AdapterResponse(adapter=adapter_to_wire(adapter))
+
+    async def Profile(
+        self, request: worker_admin_pb2.ProfileRequest, context: Context
+    ) -> AsyncIterator[worker_admin_pb2.ProfilePart]:
+        async for part in self._profiling.record(request):
+            yield part
 
     def _loader(self) -> AdapterLoader:
         if self._adapters is None:

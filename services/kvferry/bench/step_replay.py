@@ -1,0 +1,135 @@
+"""Replays a step log with a real engine: the same schedule, and the same tokens."""
+
+from dataclasses import dataclass, replace
+
+from kvferry.core.errors import UsageError
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.ids import RequestId
+from kvferry.engine.build import build_engine, load_model, runner_for
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import EngineRequest
+from kvferry.engine.plan.kv_jobs import SequenceUpdate
+from kvferry.engine.plan.step import StepPlan
+from kvferry.engine.profile.log_file import sampling_of
+from kvferry.engine.profile.step_log import ABORT, ADD, RELEASE, LoggedRequest, Planned, StepLog
+from kvferry.engine.profile.watch import NO_WATCH, StepWatch
+from kvferry.engine.settings import OFF, ON, EngineSettings
+
+Tokens = list[tuple[int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReplay:
+    """Result of a replay with an engine."""
+
+    num_steps: int
+    """Steps that were compared."""
+    num_tokens: int
+    """Tokens that were compared."""
+    schedule_differs_at: int | None = None
+    """Number of the first step that was planned differently."""
+    tokens_differ_at: int | None = None
+    """Number of the first step with a different token."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether schedule and tokens were the logged ones."""
+        return self.schedule_differs_at is None and self.tokens_differ_at is None
+
+
+class _Seen(StepWatch):
+    """The plan and the tokens of the last step."""
+
+    def __init__(self) -> None:
+        self.plan: list[Planned] = []
+        self.tokens: Tokens = []
+
+    def stepped(self, plan: StepPlan, updates: list[SequenceUpdate], *, is_ahead: bool) -> None:  # type: ignore[override]
+        self.plan = [(int(s.request_id), s.num_computed, s.num_scheduled, s.num_sampled) for s in plan.scheduled]
+        self.tokens = [(int(u.request_id), [token.token_id for token in u.tokens]) for u in updates]
+
+
+def engine_for(log: StepLog, settings: EngineSettings) -> Engine:
+    """Build an engine like the recorded one.
+
+    Args:
+        log: the log, whose pages, limits and asynchronous steps replace those of the settings.
+        settings: the model.
+
+    Raises:
+        KvferryError: the model cannot be loaded.
+    """
+    facts = log.engine
+    loaded = load_model(
+        replace(
+            settings,
+            limits=facts.limits,
+            block_tokens=facts.block_tokens,
+            async_steps=ON if facts.runs_ahead else OFF,
+        )
+    )
+    loaded = replace(loaded, kv_bytes=facts.num_blocks * loaded.layout.block_bytes)
+    return build_engine(loaded, runner_for(loaded), namers=BlockNamers(b"replay"))
+
+
+def replay(log: StepLog, engine: Engine) -> EngineReplay:
+    """Give an idle engine the events of a log, between the same steps, and compare what it does.
+
+    Args:
+        log: a log with tokens.
+        engine: an engine with the log's number of pages, tokens per page and limits, and the same model; its prefix
+            cache is emptied.
+
+    Raises:
+        UsageError: the log cannot be replayed, has no tokens, or the engine differs.
+    """
+    if log.obstacle or not log.has_tokens:
+        why = log.obstacle or "it has no tokens; record them with --tokens"
+        raise UsageError(f"the step log cannot be replayed with an engine: {why}", field="log")
+    facts, allocator = log.engine, engine.allocator
+    found = (allocator.pool.num_blocks, allocator.block_tokens, engine.scheduler.limits, engine.runs_ahead)
+    if found != (facts.num_blocks, facts.block_tokens, facts.limits, facts.runs_ahead):
+        raise UsageError(f"the engine has {found}; the log needs {facts}", field="log")
+    engine.reset_prefix_cache()
+    seen, first_export = _Seen(), engine.num_exports
+    engine.observe(seen)
+    num_tokens = 0
+    try:
+        for number, step in enumerate(log.steps):
+            for kind, which in step.events:
+                if kind == ADD:
+                    engine.add(_request(log.requests[which]))
+                elif kind == ABORT:
+                    engine.abort(RequestId(str(which)))
+                elif kind == RELEASE:
+                    engine.release_export(first_export + which)
+                else:
+                    engine.reset_prefix_cache()
+            engine.step()
+            if seen.plan != step.plan:
+                return EngineReplay(number, num_tokens, schedule_differs_at=number)
+            if seen.tokens != step.tokens:
+                return EngineReplay(number, num_tokens, tokens_differ_at=number)
+            num_tokens += sum(len(ids) for _, ids in step.tokens)
+        return EngineReplay(len(log.steps), num_tokens)
+    finally:
+        engine.observe(NO_WATCH)
+        for which in log.requests:
+            engine.abort(RequestId(str(which)))
+
+
+def _request(logged: LoggedRequest) -> EngineRequest:
+    sampling = sampling_of(logged)
+    # The context of the recorded engine may have been smaller than that of this one.
+    sampling = replace(sampling, max_tokens=logged.max_tokens_total - logged.num_prompt)
+    return EngineRequest(
+        RequestId(str(logged.number)),
+        logged.tokens[: logged.num_given],
+        sampling,
+        num_generated=logged.num_generated,
+        sample_index=logged.sample_index,
+        priority=logged.priority,
+        tenant=str(logged.scope),
+        exports=logged.exports,
+        keeps=logged.keeps,
+    )

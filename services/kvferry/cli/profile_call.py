@@ -1,0 +1,67 @@
+"""The call of `WorkerAdmin.Profile`."""
+
+from dataclasses import dataclass
+
+import grpc
+
+from kvferry.core.errors import InvariantBroken, UsageError
+from kvferry.rpc.access.call_keys import CallSigner, role_key
+from kvferry.rpc.access.signed_channel import signed_blocking
+from kvferry.rpc.access.table import CallerRole
+from kvferry.rpc.channel import open_blocking_channel
+from kvferry.rpc.errors import error_from_rpc
+from kvferry.rpc.tls.certificate_files import CertificateFiles
+from kvferry.rpc.tls.pool_tls import PoolTls
+from kvferry.v1 import worker_admin_pb2, worker_admin_pb2_grpc
+
+_MAX_BYTES = 1 << 30
+_GRACE_SECONDS = 60.0
+"""Time for writing and sending a recording after the worker's timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """A recording of a worker."""
+
+    trace: bytes
+    """JSON, Chrome's trace format."""
+    log: bytes
+    """JSON lines, a step log."""
+
+
+def profile_worker(
+    address: str,
+    ticket_key: bytes,
+    tls: CertificateFiles | None,
+    *,
+    steps: int,
+    timeout_seconds: float,
+    resets_cache: bool,
+    has_tokens: bool,
+) -> Profiled:
+    """Record steps of the worker whose WorkerAdmin listens on `address`, `host:port`.
+
+    Raises:
+        UsageError: the address has another form.
+        KvferryError: the call failed.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"{address!r} is not an address; write host:port of the worker's --admin", field="address")
+    pool_tls = None if tls is None else PoolTls(tls, is_worker=False)
+    signer = CallSigner(CallerRole.OPERATOR, role_key(ticket_key, CallerRole.OPERATOR))
+    request = worker_admin_pb2.ProfileRequest(
+        steps=steps, timeout_seconds=timeout_seconds, reset_prefix_cache=resets_cache, tokens=has_tokens
+    )
+    trace, log = bytearray(), bytearray()
+    with open_blocking_channel(address, pool_tls) as channel:
+        stub = worker_admin_pb2_grpc.WorkerAdminStub(signed_blocking(channel, signer, address))
+        try:
+            for part in stub.Profile(request, timeout=timeout_seconds + _GRACE_SECONDS):
+                trace += part.trace
+                log += part.log
+                if len(trace) + len(log) > _MAX_BYTES:
+                    raise InvariantBroken(f"{address} sent more than {_MAX_BYTES} bytes")
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+    return Profiled(bytes(trace), bytes(log))

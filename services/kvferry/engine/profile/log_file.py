@@ -1,0 +1,211 @@
+"""Reads and writes step logs as JSON lines.
+
+A log without tokens has ids of the full blocks of prompt and output instead, under a key that is not stored. Reading
+makes tokens of the ids, so that the same prefixes are equal; end tokens become `END_TOKEN`.
+"""
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields
+from itertools import islice
+from random import Random
+from typing import Any
+
+from kvferry.core.errors import KvferryError, UsageError
+from kvferry.core.hashing import BlockNamers
+from kvferry.core.sampling import SamplingParams
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.policies.policy import POLICIES
+from kvferry.engine.profile.step_log import ADD, EVENTS, EngineFacts, LoggedRequest, LoggedStep, StepLog
+
+VERSION = 1
+END_TOKEN = (1 << 32) - 1
+"""Token that stands for an end token; no vocabulary has it."""
+MAX_STEPS = 100_000
+MAX_TOKENS = 1 << 22
+"""Maximum number of tokens of one request, and of requests in a log."""
+_FIRST_TOKEN, _NUM_TOKENS = 300, 4000
+_ID_BYTES = 6
+_FINGERPRINT = b"step log"
+
+
+def write_log(log: StepLog) -> Iterator[str]:
+    """Yield the lines of a log, each with its line break."""
+    head = {"kvferry_steps": VERSION, "has_tokens": log.has_tokens, "obstacle": log.obstacle}
+    yield _line({**head, "engine": asdict(log.engine)})
+    for step in log.steps:
+        tokens = [[number, ids if log.has_tokens else len(ids)] for number, ids in step.tokens]
+        yield _line({
+            "events": step.events, "plan": step.plan, "tokens": tokens, "stopped": step.stopped,
+            "is_ahead": step.is_ahead, "begun": round(step.begun, 7), "ended": round(step.ended, 7),
+        })  # fmt: skip
+    namers = BlockNamers(secrets.token_bytes(32))
+    for request in log.requests.values():
+        entry = asdict(request)
+        if not log.has_tokens:
+            namer = namers.of(str(request.scope), fingerprint=_FINGERPRINT, block_tokens=log.engine.block_tokens)
+            names = namer.chain(request.tokens)
+            entry |= {"tokens": [], "names": [int.from_bytes(name[:_ID_BYTES], "big") for name in names]}
+        yield _line({"request": request.number, **entry})
+
+
+def read_log(lines: Iterable[str]) -> StepLog:
+    """Read a log.
+
+    Raises:
+        UsageError: a line is invalid; the message names it.
+    """
+    numbered = enumerate(lines, 1)
+    number, first = next(numbered, (1, ""))
+    try:
+        log = _head(json.loads(first))
+        for number, line in islice(numbered, MAX_STEPS + MAX_TOKENS):  # noqa: B007  for the message
+            entry = json.loads(line)
+            if "request" in entry:
+                request = _request(entry)
+                log.requests[request.number] = request
+            elif len(log.steps) < MAX_STEPS:
+                log.steps.append(_step(entry))
+            else:
+                raise ValueError(f"the log has more than {MAX_STEPS} steps")
+        number = 0
+        _complete(log)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, KvferryError) as error:
+        reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)[:200]
+        where = f"line {number} of the step log" if number else "the step log"
+        raise UsageError(
+            f"{where} is invalid: {reason}; a log is written by kvferry profile --log FILE", field="log"
+        ) from error
+    return log
+
+
+def sampling_of(request: LoggedRequest) -> SamplingParams:
+    """Return the sampling parameters of a request of a log with tokens.
+
+    Raises:
+        UsageError: a parameter is unknown or out of range.
+    """
+    known = {one.name for one in fields(SamplingParams)} - {"constraint"}
+    given: dict[str, Any] = dict(request.sampling)
+    if unknown := given.keys() - known:
+        raise UsageError(f"the log has an unknown sampling parameter {sorted(unknown)[0]!r}", field="log")
+    if "logit_bias" in given:
+        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if "bad_word_token_ids" in given:
+        given["bad_word_token_ids"] = tuple(map(tuple, given["bad_word_token_ids"]))
+    try:
+        return SamplingParams(**given)
+    except (KvferryError, TypeError, ValueError) as error:
+        raise UsageError(f"the log has invalid sampling parameters: {error}", field="log") from error
+
+
+def _line(entry: object) -> str:
+    return json.dumps(entry, separators=(",", ":")) + "\n"
+
+
+def _head(entry: Any) -> StepLog:
+    if entry["kvferry_steps"] != VERSION:
+        raise ValueError(f"the version is {str(entry['kvferry_steps'])[:20]}, not {VERSION}")
+    engine = entry["engine"]
+    limits = SchedulerLimits(**engine["limits"])
+    if limits.scheduling not in POLICIES:
+        raise ValueError(f"the scheduling policy {str(limits.scheduling)[:40]!r} is unknown")
+    facts = EngineFacts(
+        _whole(engine["num_blocks"], 1, 1 << 24), _whole(engine["block_tokens"], 1, 1 << 16), limits,
+        bool(engine["runs_ahead"]), str(engine["model"]),
+    )  # fmt: skip
+    return StepLog(facts, bool(entry["has_tokens"]), str(entry["obstacle"]))
+
+
+def _step(entry: Any) -> LoggedStep:
+    step = LoggedStep(is_ahead=bool(entry["is_ahead"]), begun=float(entry["begun"]), ended=float(entry["ended"]))
+    for kind, number in entry["events"]:
+        if kind not in EVENTS:
+            raise ValueError(f"the event {str(kind)[:20]!r} is unknown")
+        step.events.append((kind, _whole(number)))
+    for request, computed, scheduled, sampled in entry["plan"]:
+        step.plan.append((_whole(request), _whole(computed), _whole(scheduled, 1), _whole(sampled)))
+    for request, ids in entry["tokens"]:
+        tokens = [_whole(one) for one in ids] if isinstance(ids, list) else [-1] * _whole(ids)
+        step.tokens.append((_whole(request), tokens))
+    step.stopped = [_whole(one) for one in entry["stopped"]]
+    return step
+
+
+def _request(entry: Any) -> LoggedRequest:
+    sampling = entry["sampling"]
+    if not isinstance(sampling, dict):
+        raise TypeError("sampling is not an object")
+    return LoggedRequest(
+        number=_whole(entry["request"]),
+        scope=_whole(entry["scope"]),
+        num_prompt=_whole(entry["num_prompt"], 1),
+        num_generated=_whole(entry["num_generated"]),
+        max_tokens_total=_whole(entry["max_tokens_total"], 1),
+        priority=_whole(entry["priority"], -MAX_TOKENS),
+        exports=bool(entry["exports"]),
+        keeps=bool(entry["keeps"]),
+        sample_index=_whole(entry["sample_index"]),
+        tokens=[_whole(one) for one in entry["tokens"]],
+        names=[_whole(one, 0, 1 << (8 * _ID_BYTES)) for one in entry["names"]],
+        sampling=sampling,
+    )
+
+
+def _complete(log: StepLog) -> None:
+    """Check that requests and steps fit, and make the tokens of a log that has none."""
+    arrived = {number for step in log.steps for kind, number in step.events if kind == ADD}
+    if missing := arrived - log.requests.keys():
+        raise ValueError(f"request {min(missing)} arrives, but is not described")
+    counts = {number: request.num_given for number, request in log.requests.items()}
+    for step in log.steps:
+        for number, ids in step.tokens:
+            if number in counts:
+                counts[number] += len(ids)
+    for number, request in log.requests.items():
+        if not 0 < counts[number] <= MAX_TOKENS:
+            raise ValueError(f"request {number} has {counts[number]} tokens")
+        if not log.has_tokens:
+            request.tokens = _tokens(request, counts[number], log.engine.block_tokens)
+        elif len(request.tokens) != counts[number]:
+            raise ValueError(f"request {number} has {len(request.tokens)} tokens; its steps need {counts[number]}")
+    if not log.has_tokens:
+        _fill(log)
+
+
+def _tokens(request: LoggedRequest, count: int, block_tokens: int) -> list[int]:
+    """Make the tokens of a request from the ids of its blocks; those of the last, partial block are its own."""
+    tokens: list[int] = []
+    for name in (*request.names, f"end of {request.number}"):
+        draw = Random(f"{name}")  # noqa: S311  tokens that stand for a block need no secret numbers
+        tokens += (_FIRST_TOKEN + draw.randrange(_NUM_TOKENS) for _ in range(block_tokens))
+    if len(tokens) < count:
+        raise ValueError(f"request {request.number} has {len(request.names)} blocks for {count} tokens")
+    return tokens[:count]
+
+
+def _fill(log: StepLog) -> None:
+    """Give the steps of a log without tokens the tokens of its requests."""
+    at = {number: request.num_given for number, request in log.requests.items()}
+    for step in log.steps:
+        filled: list[tuple[int, list[int]]] = []
+        for number, ids in step.tokens:
+            request = log.requests.get(number)
+            if request is not None:
+                start = at[number]
+                at[number] += len(ids)
+                ids = request.tokens[start : at[number]]
+                if number in step.stopped:
+                    ids[-1] = END_TOKEN  # its KV is never computed, so that no name depends on it
+            filled.append((number, ids))
+        step.tokens = filled
+
+
+def _whole(value: object, least: int = 0, most: int = 1 << 53) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{str(value)[:40]} is not a whole number from {least} to {most}")
+    return value

@@ -1,0 +1,91 @@
+"""A step log: the requests that an engine took in, and what it planned, step by step. Written as JSON lines.
+
+    {"kvferry_steps": 1, "engine": {...}, "has_tokens": false, ...}                       the head
+    {"events": [["add", 0], ["abort", 3]], "plan": [[0, 0, 40, 1]], "tokens": [[0, [17]]], ...}    one for each step
+    {"request": 0, "prompt": 40, "ids": [..], ...}                                        one for each request
+
+A log begins with an idle engine and an empty prefix cache, so that a scheduler that takes in the same events between
+the same steps plans the same steps (`simulator.worker.step_replay`). `replayable` says why, if that is not so.
+"""
+
+from dataclasses import dataclass, field
+
+from kvferry.engine.plan.step_budget import SchedulerLimits
+
+Planned = tuple[int, int, int, int]
+"""Number of a request; tokens computed before, scheduled, and rows sampled in the step."""
+Event = tuple[str, int]
+"""One of `EVENTS`, and the number of the request or of the export; 0 for `reset`."""
+ADD, ABORT, RELEASE, RESET = "add", "abort", "release", "reset"
+EVENTS = (ADD, ABORT, RELEASE, RESET)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a replay must know of the engine."""
+
+    num_blocks: int
+    block_tokens: int
+    limits: SchedulerLimits
+    runs_ahead: bool
+    model: str = ""
+
+
+@dataclass(slots=True)
+class LoggedRequest:
+    """A request. Its fields are those of `EngineRequest`."""
+
+    number: int
+    scope: int
+    """Number of the scope of its KV; requests of two scopes share no blocks."""
+    num_prompt: int
+    num_generated: int
+    max_tokens_total: int
+    priority: int = 0
+    exports: bool = False
+    keeps: bool = False
+    sample_index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and known output, if the log has tokens."""
+    names: list[int] = field(default_factory=list)
+    """Otherwise ids of the full blocks of prompt and known output."""
+    sampling: dict[str, object] = field(default_factory=dict)
+    """Sampling parameters that are not the defaults, if the log has tokens."""
+
+    @property
+    def num_given(self) -> int:
+        """Tokens at its arrival: prompt, and those generated before."""
+        return self.num_prompt + self.num_generated
+
+
+@dataclass(slots=True)
+class LoggedStep:
+    """One step. Times are seconds since the beginning of the log."""
+
+    events: list[Event] = field(default_factory=list)
+    """What happened since the step before, in order."""
+    plan: list[Planned] = field(default_factory=list)
+    tokens: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Number of a request and its sampled tokens; if the log has no tokens, their number only, as -1 each."""
+    stopped: list[int] = field(default_factory=list)
+    """Requests whose last token in this step is an end token."""
+    is_ahead: bool = False
+    begun: float = 0.0
+    ended: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the step."""
+        return self.ended - self.begun
+
+
+@dataclass(slots=True)
+class StepLog:
+    """A step log."""
+
+    engine: EngineFacts
+    has_tokens: bool
+    obstacle: str = ""
+    """Why the log cannot be replayed; empty if it can."""
+    requests: dict[int, LoggedRequest] = field(default_factory=dict)
+    steps: list[LoggedStep] = field(default_factory=list)

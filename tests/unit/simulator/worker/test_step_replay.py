@@ -1,0 +1,84 @@
+"""A recorded run of an engine, replayed by the simulator: the same schedule, step by step."""
+
+import pytest
+from harness.fakes.recorded import a_request, record
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.core.errors import UsageError
+from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.policies.policy import POLICIES
+from kvferry.engine.profile.log_file import read_log, write_log
+from kvferry.engine.profile.step_log import StepLog
+from kvferry.simulator.worker.step_replay import StepReplay
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 40),
+        st.integers(1, 120),
+        st.integers(1, 40),
+        st.sampled_from([1000, 1000, 2000]),
+        st.integers(0, 9),
+        st.integers(0, 5),
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+def replayed(log: StepLog) -> None:
+    for one in (log, read_log(write_log(log))):
+        replay = StepReplay(one)
+        found = replay.run(observe=lambda plan, of=replay: of.scheduler.allocator.check_integrity())
+        assert found.difference is None
+        assert found.num_steps == len(log.steps)
+        assert len(found.work) == sum(bool(step.plan) for step in log.steps)
+        replay.scheduler.allocator.check_integrity()
+        assert replay.scheduler.is_idle
+
+
+@given(
+    arrivals=ARRIVALS,
+    policy=st.sampled_from(sorted(POLICIES)),
+    blocks=st.sampled_from([400, 26]),
+    ahead=st.booleans(),
+    has_tokens=st.booleans(),
+    aborted=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 23)), max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_simulator_plans_the_logged_steps(arrivals, policy, blocks, ahead, has_tokens, aborted) -> None:
+    """With 26 blocks of 16 tokens sequences are preempted; some share prefixes, some export their pages, some end with
+    an end token or are aborted."""
+    requests = [
+        (
+            at,
+            a_request(
+                str(number), num_prompt, num_output, first=first, exports=kind == 0, priority=priority,
+                tenant="other" if kind == 1 else "",
+            ),
+        )
+        for number, (at, num_prompt, num_output, first, kind, priority) in enumerate(arrivals)
+    ]  # fmt: skip
+    limits = SchedulerLimits(128, 48, 64, max_sequences=6, scheduling=policy)
+    log = record(
+        requests, limits=limits, blocks=blocks, eos=True, ahead=ahead, has_tokens=has_tokens,
+        aborts=[(at, str(number)) for at, number in aborted],
+    )  # fmt: skip
+    assert log.obstacle == ""
+    replayed(log)
+
+
+def test_a_different_plan_is_found() -> None:
+    log = record([(0, a_request("a", 40, 5)), (2, a_request("b", 40, 5))])
+    log.steps[3].plan = [(0, 0, 1, 1)]
+    found = StepReplay(log).run().difference
+    assert found is not None
+    assert (found.step, found.logged) == (3, [(0, 0, 1, 1)])
+    assert found.planned != found.logged
+
+
+def test_a_log_that_cannot_be_replayed_is_refused() -> None:
+    log = record([(0, a_request("a", 40, 5))])
+    log.obstacle = "requests were running"
+    with pytest.raises(UsageError, match="cannot be replayed: requests were running"):
+        StepReplay(log)
