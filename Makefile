@@ -196,8 +196,8 @@ cluster-up: $(READY) node-tools ## start the same cluster in build/cluster to tr
 cluster-down: $(READY) ## stop that cluster
 	@$(BIN)/python -m harness.kube down build/cluster
 
-image: $(READY) ## build/image/kvferry.tar: an OCI archive with kvferry and all that it needs, built without a daemon
-	@$(BIN)/python -m harness.kube image build/image/kvferry.tar
+image: $(READY) ## build/image/kvferry.tar: an OCI archive with kvferry and all that it needs, built without a daemon (ARGS=--cuda)
+	@$(BIN)/python -m harness.kube image build/image/kvferry.tar $(ARGS)
 
 # Never a reason to fail: without them the tests of the node are skipped, and say why.
 node-tools: ## containerd and other packages of a node, from the distribution, if they can be installed

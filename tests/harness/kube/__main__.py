@@ -84,11 +84,12 @@ def build(sets: tuple[str, ...]) -> None:
 @main.command()
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--scratch", type=click.Path(path_type=Path), default=Path("build/image"), show_default=True)
-def image(out: Path, scratch: Path) -> None:
+@click.option("--cuda", is_flag=True, help="Include CUDA's libraries and a C compiler, for workers on GPUs.")
+def image(out: Path, scratch: Path, cuda: bool) -> None:
     """Write kvferry's image as an OCI archive."""
     # An image name without a host refers to a public registry, even if only local images are searched.
-    name = f"localhost/kvferry:{version('kvferry')}"
-    digest = python_image.write(out, scratch, name, _say)
+    name = f"localhost/kvferry:{version('kvferry')}{'-cuda' if cuda else ''}"
+    digest = python_image.write(out, scratch, name, _say, cuda=cuda)
     click.echo(f"{out}: {name} {digest}, {out.stat().st_size >> 20} MiB")
 
 

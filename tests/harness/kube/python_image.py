@@ -1,6 +1,7 @@
 """Builds the self-contained image of kvferry: Python interpreter, libraries, packages and kvferry.
 
-The image has three layers, the least frequently changed first: interpreter, packages, kvferry. It has no shell.
+The image has three layers, the least frequently changed first: interpreter, packages, kvferry. It has no shell. An
+image for GPUs also has CUDA's libraries and the C compiler with which Triton builds its launchers.
 """
 
 import compileall
@@ -20,6 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from harness.kube import c_compiler
 from harness.kube.host_image import ACCOUNTS
 from harness.kube.image import Entry, Image, tree, write_archive
 from kvferry.bench.commit import ROOT
@@ -30,32 +32,40 @@ Say = Callable[[str], None]
 EXTRAS = ("encryption", "nixl", "operator", "redis", "traces")
 _SITE = f"app/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 _GPU = re.compile(r"nvidia-|cuda-|triton$")
-"""Pattern of packages of which only the libraries that other packages link to are copied; torch does not load without
-these."""
+"""Pattern of packages of which an image for CPUs has only the libraries that other packages link to; torch does not
+load without these."""
 _UNWANTED = ("__pycache__", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3")
 _UNWANTED_STANDARD = shutil.ignore_patterns(*_UNWANTED, "config-*", "site-packages", "dist-packages", "*.a")
 _COMMAND = b"#!/app/bin/python\nimport sys\n\nfrom kvferry.cli.main import main\n\nsys.exit(main())\n"
 _SECONDS = 1200.0
 
 
-def write(out: Path, scratch: Path, name: str, say: Say = print) -> str:
+def write(out: Path, scratch: Path, name: str, say: Say = print, *, cuda: bool = False) -> str:
     """Write the archive and return the digest of its manifest.
 
     Args:
         scratch: folder for staged files; staged packages are reused by the next build.
+        cuda: whether workers of the image compute on GPUs too; it is several gigabytes larger.
+
+    Raises:
+        Unavailable: a package is not installed, the wheel cannot be built, or an image for GPUs has no C compiler.
     """
     wanted = closure("kvferry", EXTRAS)
     own = wanted.pop(canonicalize_name("kvferry"))
     wanted |= closure("pip", ())  # `kvferry model` fetches models from PyPI
-    kept = [found for key, found in sorted(wanted.items()) if not _GPU.match(key)]
+    kept = [found for key, found in sorted(wanted.items()) if cuda or not _GPU.match(key)]
     packages, libraries = _stage_packages(scratch, kept, say)
     say("staging the interpreter")
     base = _fresh(scratch / "base")
     _stage_interpreter(base, libraries)
+    if cuda:
+        say("staging the C compiler")
+        _stage_launcher_tools(base)
     say("building the wheel of kvferry")
     application = _fresh(scratch / "application")
     _stage_application(application, _wheel(scratch))
-    environment = {"PATH": "/app/bin:/usr/local/bin", "HOME": "/tmp", "PYTHONSAFEPATH": "1"}
+    path = "/app/bin:/usr/local/bin" + (":/usr/bin" if cuda else "")
+    environment = {"PATH": path, "HOME": "/tmp", "PYTHONSAFEPATH": "1"}
     environment |= {"SSL_CERT_FILE": "/etc/ssl/certs/ca-certificates.crt"}
     labels = {"org.opencontainers.image.title": "kvferry", "org.opencontainers.image.version": own.version}
     image = Image(name, ["/app/bin/kvferry"], environment, labels=labels)
@@ -140,6 +150,18 @@ def _stage_interpreter(root: Path, libraries: set[Path]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(library, target)  # copy the target of a link under the link's name
     _compile(root)
+
+
+def _stage_launcher_tools(root: Path) -> None:
+    """Stage what Triton needs to build and load its launchers: a C compiler, Python's headers, and ldconfig, by which
+    it finds the driver's library."""
+    c_compiler.stage(root, linked)
+    headers = Path(sysconfig.get_path("include"))
+    shutil.copytree(headers, root / "usr" / "local" / "include" / headers.name)
+    finder = Path("/sbin/ldconfig")
+    if finder.is_file():
+        (root / "sbin").mkdir(exist_ok=True)
+        shutil.copy2(finder, root / "sbin" / finder.name)
 
 
 def _base_entries(root: Path) -> list[Entry]:

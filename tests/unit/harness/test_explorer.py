@@ -21,7 +21,7 @@ from kvferry.kv.handoff.offers import OFFER_MACHINE, OfferEvent
 from kvferry.kv.handoff.transfers import TRANSFER_MACHINE, TransferEvent, TransferState
 
 MAX_STATES = 200_000
-LARGE = {"reuse"}
+LARGE = {"reuse", "tight", "prefix"}
 """Whole only in `make explore`; here as far as a few seconds go, and by random walks."""
 
 

@@ -123,7 +123,12 @@ GREEDY = SamplingParams(temperature=0)
 
 @pytest.mark.parametrize(
     ("config", "is_captured"),
-    [(CONFIG, True), (CONFIG, False), (tiny.config(qk_norm=True), True), (tiny.config(qkv_bias=True), True)],
+    [
+        (CONFIG, True),
+        pytest.param(CONFIG, False, marks=pytest.mark.long),
+        pytest.param(tiny.config(qk_norm=True), True, marks=pytest.mark.long),
+        pytest.param(tiny.config(qkv_bias=True), True, marks=pytest.mark.long),
+    ],
     ids=["llama", "llama uncaptured", "qwen3", "qwen2"],
 )
 def test_tokens_are_the_torch_family_s(device: torch.device, config: ModelConfig, is_captured: bool) -> None:
@@ -175,7 +180,7 @@ def test_steps_with_prompts_by_pieces_give_the_same_and_write_nothing_more(devic
     assert int(written[:, 0, 0, 0, :, 0].sum()) == sum(g.computed for g in made)
 
 
-@pytest.mark.parametrize("is_captured", [True, False])
+@pytest.mark.parametrize("is_captured", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_siblings_of_a_fork_stay_apart_and_the_copies_ask_for_nothing(device: torch.device, is_captured: bool) -> None:
     """Captured steps are copied for before they are replayed: a recording knows nothing of a step's copies."""
     runner = runner_on(device, is_captured=is_captured)
@@ -195,10 +200,12 @@ WISHES = [
 ]
 
 
+@pytest.mark.long
 def test_draws_are_the_host_s(device: torch.device) -> None:
     assert generated(runner_on(device), WISHES) == generated(plain_runner(), WISHES)
 
 
+@pytest.mark.long
 def test_log_probabilities_come_from_the_host_s_sampler(device: torch.device) -> None:
     asking = [SamplingParams(temperature=0, logprobs=2), SamplingParams(temperature=1.0, seed=2, logprobs=0)]
     model = model_on(device)
@@ -220,6 +227,7 @@ def test_whoever_asks_on_the_way_is_caught(device: torch.device) -> None:
         generate(runner, [[5]], 3, params=SamplingParams(temperature=0, logprobs=1))
 
 
+@pytest.mark.long
 def test_a_prompt_computed_elsewhere_goes_on_here(device: torch.device) -> None:
     """The decode side of a hand-off: pages come from another runner, the first token with them."""
     prefill, decode = plain_runner(), runner_on(device)
@@ -274,6 +282,7 @@ def served(engine: Engine, names: Sequence[str]) -> tuple[dict[str, list[int]], 
     return tokens, num_ahead
 
 
+@pytest.mark.long
 def test_an_engine_short_of_pages_with_names_used_twice(device: torch.device) -> None:
     names = ["a", "b", "c", "a", "d", "e"]
     runner = runner_on(device, blocks=17, piece_rows=(16,))
@@ -355,6 +364,7 @@ def one_token(number: int, banned: Sequence[int] = ()) -> StepPlan:
     )
 
 
+@pytest.mark.long
 def test_damaged_weights_and_a_ban_on_everything_fail_the_row_by_name(device: torch.device) -> None:
     runner = runner_on(device)
     assert runner.run(one_token(1, range(258))).outputs[RequestId("a")].tokens[0].token_id == 258
@@ -438,6 +448,7 @@ def test_engines_on_a_gpu_give_the_same_tokens_with_graphs_and_without(dtype: st
     assert [c.token_ids for c in made[0]] == [c.token_ids for c in made[1]]
 
 
+@pytest.mark.long
 def test_rows_with_adapters_are_not_captured_and_give_the_tokens_of_torch(device: torch.device, tmp_path: Path) -> None:
     adapters = [read_adapter(write(tmp_path / str(n), CONFIG, seed=n), CONFIG, max_rank=8) for n in range(2)]
     slots = [0, NO_SLOT, 1, 0]

@@ -265,8 +265,14 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: s
                 at += n
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "dtype"),
+    [
+        pytest.param(level, dtype, marks=[pytest.mark.long] if level == "portable" and dtype != "bfloat16" else [])
+        for level in LEVELS
+        for dtype in DTYPES
+    ],
+)
 def test_sequences_that_begin_alike_get_the_bits_that_each_gets_alone(level: str, dtype: str) -> None:
     """Decoding rows over the same pages are computed together: 67 over two partitions of 256 tokens, three more over
     the first of them alone, two over none; beside a prompt, and beside one that is too short to be cut."""

@@ -72,7 +72,7 @@ def pages(model: Transformer) -> PagedKv:
     return PagedKv.allocate(KvLayout.of(CONFIG, block_tokens=4, dtype="float32"), 64, model.device)
 
 
-@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("is_captured", [pytest.param(False, marks=pytest.mark.long), True], ids=["eager", "captured"])
 def test_tokens_and_scores_are_the_hosts(device: torch.device, is_captured: bool) -> None:
     plain = model_on(torch.device("cpu"), "torch")
     expected = run(Runner(plain, pages(plain)), COMPANY)

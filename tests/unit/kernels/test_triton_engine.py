@@ -20,7 +20,14 @@ from kvferry.model import tiny
 from kvferry.model.config import ModelConfig
 
 PROMPTS = [[5], list(range(100, 117)), [257, *b"user\nhello", 258], list(b"a longer prompt " * 3)]
-VARIANTS = [tiny.config(), tiny.config(qk_norm=True), tiny.config(qkv_bias=True), *FEATURED.values()]
+VARIANTS = {
+    "llama": tiny.config(),
+    "qwen3": tiny.config(qk_norm=True),
+    "qwen2": tiny.config(qkv_bias=True),
+    **FEATURED,
+}
+QUICK = ("window, caps, norms around", "multipliers, part rotated, part not")
+"""Variants of which every change is tested; the others have no feature that these lack."""
 
 
 def tokens(config: ModelConfig, kernels: str, device: torch.device | str, chunks: Sequence[int]) -> list[list[int]]:
@@ -32,8 +39,11 @@ def tokens(config: ModelConfig, kernels: str, device: torch.device | str, chunks
     return [g.tokens[len(g.prompt) :] for g in made]
 
 
-@pytest.mark.parametrize("config", VARIANTS, ids=lambda c: c.architecture)
-def test_tokens_are_the_torch_family_s(device: torch.device, config: ModelConfig) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in VARIANTS]
+)
+def test_tokens_are_the_torch_family_s(device: torch.device, name: str) -> None:
+    config = VARIANTS[name]
     assert tokens(config, "triton", device, [1, 5, 3, 7, 2]) == tokens(config, "torch", "cpu", ())
 
 

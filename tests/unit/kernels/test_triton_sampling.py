@@ -54,6 +54,7 @@ def drawn_by_the_host(logits: torch.Tensor, params: list[SamplingParams], positi
     ]
 
 
+@pytest.mark.long
 def test_every_cut_counts(device: torch.device) -> None:
     """Rows in which each of the cuts changes what is drawn, alone and with the others."""
     cuts: list[dict[str, float]] = [{"top_k": 6}, {"top_p": 0.4}, {"min_p": 0.15}]

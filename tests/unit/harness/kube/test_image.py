@@ -4,12 +4,16 @@ import hashlib
 import io
 import json
 import os
+import shutil
+import subprocess
+import sys
+import sysconfig
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.kube import host_image
+from harness.kube import c_compiler, host_image
 from harness.kube.image import Entry, Image, tree, write_archive
 from harness.kube.python_image import closure, linked
 
@@ -104,3 +108,28 @@ def test_the_closure_of_a_package_is_what_it_imports() -> None:
 
 def test_libraries_are_found_as_the_loader_finds_them() -> None:
     assert any(path.name.startswith("libc.so") for path in linked([Path("/bin/sh").resolve()]))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("gcc") is None, reason="chroot needs root, and gcc")
+def test_the_staged_compiler_builds_an_extension_module_by_itself(tmp_path: Path) -> None:
+    c_compiler.stage(tmp_path, linked)
+    include = Path(sysconfig.get_path("include"))
+    shutil.copytree(include, tmp_path / "include")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "probe.c").write_text(
+        "#include <Python.h>\n#include <dlfcn.h>\n#include <stdbool.h>\n"
+        'static struct PyModuleDef probe = {PyModuleDef_HEAD_INIT, "probe", NULL, -1, NULL};\n'
+        "PyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&probe); }\n"
+    )
+    command = ["gcc", "probe.c", "-O3", "-shared", "-fPIC", "-Wno-psabi", "-o", "probe.so", "-I/include"]
+    path = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    subprocess.run(["chroot", tmp_path, *command], env=path, check=True, timeout=60)
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import probe; print(probe.__name__)"],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert loaded.stdout == "probe\n"
