@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-routing bench-scheduler bench-speculation bench-peers bench-steps bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-routing bench-scheduler bench-speculation bench-peers bench-steps bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,6 +144,9 @@ bench-peers: $(READY) ## comparison with vLLM, OpenVINO GenAI and llama.cpp on t
 
 test-long: $(READY) redis ## thousands of requests over each transport and tier, all faults injected into running stacks: minutes (some need root)
 	@$(BIN)/python -m pytest -m "long and not cluster" $(ARGS)
+
+endurance: $(READY) ## all features at once for 10 minutes, each answer compared with the request alone (ARGS="--seconds 60")
+	@$(BIN)/python -m harness.endurance $(ARGS)
 
 siege: $(READY) ## hostile clients against `kvferry up`, and the latency of a canary; 10 minutes (ARGS="--seconds 60")
 	@$(BIN)/python -m harness.siege $(ARGS)

@@ -1,0 +1,201 @@
+"""Run requests with all features through `kvferry up` for minutes: `python -m harness.endurance [--seconds 600]`.
+
+64 streams run at a time over two prefill and two decode workers with tiers, drafts, priorities and adapters, and so few
+pages that sequences are preempted. Every answer must be that of the same request alone in one worker. At the end, no
+worker may hold anything, and the memory of no process may have grown. Exit status 1 if one of these does not hold.
+"""
+
+import asyncio
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import click
+import psutil
+
+from harness.endurance.cases import Case, draw_cases
+from harness.idle import assert_workers_idle
+from harness.kernels.lora_files import write
+from harness.servers.processes import running
+from kvferry.client import AsyncClient
+from kvferry.core.clock import SystemClock
+from kvferry.core.errors import KvferryError
+from kvferry.model import tiny
+
+CLOCK = SystemClock()
+ADAPTERS = ("first", "second")
+COMMON = (
+    *("--model", "tiny", "--dtype", "float32", "--threads", "1"),
+    *("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json", "--log-level", "error"),
+)
+ALONE = ("--both", "1", "--prefill", "0", "--decode", "0")
+TOGETHER = (
+    *("--prefill", "2", "--decode", "2", "--kv-memory", "3MiB", "--tier", "dram://?size=16MiB"),
+    *("--load-policy", "always", "--speculation", "auto", "--scheduling", "priority"),
+)
+SAMPLE_SECONDS = 2.0
+SPARE_BYTES = 16 << 20
+GROWTH = 1.1
+"""Memory in the last fifth of the run, compared with that in the second fifth; `SPARE_BYTES` may be added."""
+REQUEST_SECONDS = 120.0
+
+Answer = dict[int, list[int]]
+"""Token ids by sample."""
+
+
+@dataclass
+class Report:
+    """What was seen."""
+
+    features: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+    wrong: list[str] = field(default_factory=list)
+    memory: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+
+async def expected_answers(address: str, cases: Sequence[Case]) -> dict[int, Answer]:
+    """Return the answers of requests that are sent one after the other."""
+    found: dict[int, Answer] = {}
+    async with AsyncClient(address, timeout=REQUEST_SECONDS) as client:
+        for case in cases:
+            made = await client.complete(case.prompt, case.sampling, n=case.n, model=case.model)
+            found[case.number] = {one.index: one.token_ids for one in made}
+    return found
+
+
+async def ask(client: AsyncClient, case: Case, expected: Answer, leaves_after: int | None, report: Report) -> None:
+    """Send a request; compare what arrives until the end, or until the client leaves."""
+    tokens: Answer = defaultdict(list)
+    stream = client.generate(
+        case.prompt, case.sampling, n=case.n, model=case.model, priority=case.priority, cache_salt=case.cache_salt
+    )
+    has_left = False
+    try:
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                tokens[chunk.index] += [token.token_id for token in chunk.tokens]
+                if chunk.timing is not None:
+                    report.outcomes[f"hand-off {chunk.timing.handoff_outcome or 'none'}"] += 1
+                    report.outcomes.update(f"blocks from {kv.source}" for kv in chunk.timing.kv if kv.blocks_loaded)
+                if leaves_after is not None and sum(map(len, tokens.values())) > leaves_after:
+                    has_left = True
+                    break
+    except KvferryError as error:
+        report.wrong.append(f"request {case.number} {case.features}: {error.reason}: {error.message}")
+        return
+    report.outcomes["left" if has_left else "whole"] += 1
+    report.features.update(case.features)
+    report.num_tokens += sum(map(len, tokens.values()))
+    for index, whole in expected.items():
+        found = tokens[index]
+        if found != (whole[: len(found)] if has_left else whole):
+            report.wrong.append(f"request {case.number} {case.features}, sample {index}: {found}, not {whole}")
+
+
+async def run(
+    address: str, cases: Sequence[Case], expected: dict[int, Answer], seconds: float, streams: int, report: Report
+) -> None:
+    """Keep `streams` requests running for `seconds`."""
+    rng = Random(1)
+    deadline = CLOCK.monotonic() + seconds
+
+    async def one_stream(client: AsyncClient) -> None:
+        while CLOCK.monotonic() < deadline:
+            case = rng.choice(cases)
+            leaves = rng.randrange(4) if rng.random() < 0.1 else None
+            await ask(client, case, expected[case.number], leaves, report)
+
+    async with AsyncClient(address, timeout=REQUEST_SECONDS) as client:
+        await asyncio.gather(*(one_stream(client) for _ in range(streams)))
+
+
+async def watch(parent: psutil.Process, report: Report) -> None:
+    """Note the memory of the stack's processes."""
+    while True:
+        for child in parent.children():
+            words = child.cmdline()
+            role = words[words.index("--role") + 1] if "--role" in words else "gateway" if "gateway" in words else "up"
+            report.memory[f"{role} {child.pid}"].append(child.memory_info().rss)
+        await asyncio.sleep(SAMPLE_SECONDS)
+
+
+def grown(memory: Sequence[int]) -> bool:
+    """Return whether a process uses more memory in the last fifth of a run than in the second one."""
+    fifth = len(memory) // 5
+    if not fifth:
+        return False
+    early, late = statistics.median(memory[fifth : 2 * fifth]), statistics.median(memory[-fifth:])
+    return late > GROWTH * early + SPARE_BYTES
+
+
+@click.command()
+@click.option("--seconds", default=600.0, show_default=True)
+@click.option("--streams", default=64, show_default=True)
+@click.option("--cases", "count", default=300, show_default=True, help="Distinct requests.")
+@click.option("--seed", default=7, show_default=True)
+@click.option("--connector", default="shm", show_default=True)
+def main(seconds: float, streams: int, count: int, seed: int, connector: str) -> None:
+    """Run all features at once and compare every answer with that of the request alone."""
+    report = Report()
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for number, name in enumerate(ADAPTERS):
+            write(folder / name, tiny.config(), seed=number)
+        cases = draw_cases(count, seed, ADAPTERS)
+        adapters = [word for name in ADAPTERS for word in ("--adapter", f"{name}={folder / name}")]
+        click.echo(f"{count} requests, one after the other")
+        with running("up", *COMMON, *ALONE, *adapters) as stack:
+            expected = asyncio.run(expected_answers(str(stack.wait_for("ready")["grpc"]), cases))
+            assert stack.stop() == 0
+        with running("up", *COMMON, *TOGETHER, "--connector", connector, *adapters) as stack:
+            ready = stack.wait_for("ready")
+            workers = ready["workers"]
+            assert isinstance(workers, dict)
+            click.echo(f"{streams} streams for {seconds:.0f} s")
+            asyncio.run(_watched(str(ready["grpc"]), cases, expected, seconds, streams, report, stack.process.pid))
+            assert_workers_idle(workers.values())
+            assert stack.stop() == 0
+    sys.exit(_print(report))
+
+
+async def _watched(
+    address: str,
+    cases: Sequence[Case],
+    expected: dict[int, Answer],
+    seconds: float,
+    streams: int,
+    report: Report,
+    pid: int,
+) -> None:
+    watching = asyncio.create_task(watch(psutil.Process(pid), report))
+    try:
+        await run(address, cases, expected, seconds, streams, report)
+    finally:
+        watching.cancel()
+
+
+def _print(report: Report) -> int:
+    for name, number in sorted({**report.outcomes, **report.features}.items()):
+        click.echo(f"{name:28s} {number}")
+    click.echo(f"{'tokens':28s} {report.num_tokens}")
+    has_grown = False
+    for name, values in report.memory.items():
+        fifth = max(1, len(values) // 5)
+        early, late = statistics.median(values[fifth : 2 * fifth] or values), statistics.median(values[-fifth:])
+        has_grown |= grown(values)
+        click.echo(f"{name:28s} {early / 2**20:.0f} MiB, then {late / 2**20:.0f}{'  GREW' if grown(values) else ''}")
+    click.echo(f"{'wrong or failed':28s} {len(report.wrong)}")
+    for line in report.wrong[:10]:
+        click.echo(line)
+    return int(bool(report.wrong) or has_grown)
+
+
+if __name__ == "__main__":
+    main()
