@@ -142,10 +142,13 @@ struct World {
     model.logit_soft_cap = draw(0, 2) ? 0.0f : 3.0f;
     model.residual_scale = draw(0, 2) ? 1.0f : 0.5f;
     model.embedding_scale = draw(0, 2) ? 1.0f : 3.0f;
-    model.is_gelu = !draw(0, 2);
+    model.gate = Gate(std::max(0, draw(-2, 2)));
+    model.swiglu_alpha = 1.7f;
+    model.swiglu_limit = 0.5f;
     const int placement = draw(0, 3);  // norms on the inputs, on the outputs, or on both
     for (Layer& layer : layers) {
       if (draw(0, 2)) layer.cos = cos, layer.sin = sin;
+      if (!draw(0, 2)) layer.sinks = vectors.emplace_back(floats(size_t(model.heads), 2.0f)).data();
       layer.window = draw(0, 2) ? 0 : one_of({1, 7, 16, 100, 256, 300});
       if (placement > 1) layer.attention_output_norm = layer.mlp_output_norm = norm(model.hidden);
       if (layer.mixture.count) layer.mlp_output_norm = nullptr;

@@ -72,7 +72,10 @@ class Runner {
     m.logit_soft_cap = real("logit_soft_cap");
     m.embedding_scale = real("embedding_scale");
     m.residual_scale = real("residual_scale");
-    m.is_gelu = whole("is_gelu") != 0;
+    m.gate = Gate(whole("gate"));
+    m.swiglu_alpha = real("swiglu_alpha");
+    m.swiglu_limit = real("swiglu_limit");
+    require(m.gate >= Gate::silu && m.gate <= Gate::clamped_swiglu, "the activation is unknown");
     require(is_width(m.input_bits), "inputs have 8, 16 or 32 bits");
     require(m.head_dim % 16 == 0 && m.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16, at most 256");
     require(m.kv_heads > 0 && m.heads % m.kv_heads == 0, "heads must be a multiple of kv_heads");
@@ -100,6 +103,7 @@ class Runner {
       require(!layer.cos == !layer.sin, "a rotated layer needs cosines and sines");
       layer.window = nb::cast<int>(from["window"]);
       require(layer.window >= 0, "a window must not be negative");
+      layer.sinks = optional("sinks", m.heads);
       layer.attention_output_norm = optional("attention_output_norm", m.hidden);
       layer.mlp_output_norm = optional("mlp_output_norm", m.hidden);
       layer.output = matrix(from["output"], m.hidden, width);

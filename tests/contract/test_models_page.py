@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from kvferry.engine.models.build import COMPILED_FEATURES
+from kvferry.model.families.gpt_oss import GPT_OSS
 from kvferry.model.families.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from kvferry.model.families.registry import FAMILIES, GGUF_ARCHITECTURES
 from kvferry.model.features import FEATURES
@@ -20,7 +21,7 @@ def test_the_table_has_a_row_for_each_family() -> None:
 def test_the_table_says_what_serves_a_family() -> None:
     assert set(FEATURES) - set(COMPILED_FEATURES) <= {"experts"}
     for name, _, _, *cells in ROWS:
-        has_experts = name.strip("`") in {MIXTRAL.name, QWEN2_MOE.name, QWEN3_MOE.name}
+        has_experts = name.strip("`") in {MIXTRAL.name, QWEN2_MOE.name, QWEN3_MOE.name, GPT_OSS.name}
         compiled = "works" if "experts" in COMPILED_FEATURES or not has_experts else "refused"
         gguf = "works" if name.strip("`") in GGUF_ARCHITECTURES else "refused"
         assert cells == [compiled, "works", "refused" if has_experts else "works", gguf]

@@ -4,6 +4,9 @@
 
 namespace kvferry {
 
+// Function of the gate and up values g and u: SiLU(g) u, GELU(g) u, or, clamped to a limit, g sigmoid(alpha g) (u + 1).
+enum class Gate : int { silu = 0, gelu_tanh = 1, clamped_swiglu = 2 };
+
 // A gated MLP that computes some of the rows.
 struct Expert {
   Matrix gate_up;  // as in Layer
@@ -28,9 +31,10 @@ struct Layer {
   const float* k_norm = nullptr;
   const float* q_norm_whole = nullptr;  // [heads * head_dim] or null: all heads together
   const float* k_norm_whole = nullptr;
-  const float* cos = nullptr;  // [max_tokens, head_dim]; null if the layer is not rotated
-  const float* sin = nullptr;  // [max_tokens, head_dim]; the first half is negated
-  int window = 0;              // tokens that a token attends to, including its own; 0 for all
+  const float* cos = nullptr;    // [max_tokens, head_dim]; null if the layer is not rotated
+  const float* sin = nullptr;    // [max_tokens, head_dim]; the first half is negated
+  int window = 0;                // tokens that a token attends to, including its own; 0 for all
+  const float* sinks = nullptr;  // [heads]: scores without a value in the softmax of each head; null for none
   Matrix output;
   const float* attention_output_norm = nullptr;  // [hidden]
   const float* mlp_norm = nullptr;
@@ -47,9 +51,10 @@ struct Model {
   float attention_soft_cap = 0.0f, logit_soft_cap = 0.0f;  // s becomes cap * tanh(s / cap); 0 for none
   float embedding_scale = 1.0f;
   float residual_scale = 1.0f;  // factor of what is added to the residual
-  bool is_gelu = false;         // GELU (tanh approximation) instead of SiLU
-  Matrix embedding;             // [vocabulary, hidden]; one row is dequantized per token
-  Matrix head;                  // shares its data with `embedding` if the weights are tied
+  Gate gate = Gate::silu;
+  float swiglu_alpha = 0.0f, swiglu_limit = 0.0f;  // of Gate::clamped_swiglu
+  Matrix embedding;                                // [vocabulary, hidden]; one row is dequantized per token
+  Matrix head;                                     // shares its data with `embedding` if the weights are tied
   const float* final_norm = nullptr;
   const float* head_norm = nullptr;  // final norm times the factor of the logits
   const Layer* layers = nullptr;

@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "data/matrix.hpp"
+#include "data/model.hpp"
 #include "data/rows.hpp"
 #include "simd/simd.hpp"
 #include "products/blocking.hpp"
@@ -14,14 +15,18 @@
 
 namespace kvferry::KVFERRY_LEVEL {
 
-// Writes activation(gate) * up of one tile of the gate and up product, whose panels alternate.
-template <bool IsGelu>
-static inline void write_gated(const Matrix& m, const Rows& to, bool rough, const Tile& tile) {
+// Writes the gated values of one tile of the gate and up product, whose panels alternate.
+template <Gate Kind>
+static inline void write_gated(const Model& model, const Matrix& m, const Rows& to, bool rough, const Tile& tile) {
+  const auto gated = [&](V gate, V up) {
+    if constexpr (Kind == Gate::clamped_swiglu) return clamped_swiglu(gate, up, model.swiglu_alpha, model.swiglu_limit);
+    return v_mul(Kind == Gate::gelu_tanh ? gelu_tanh(gate) : silu(gate, rough), up);
+  };
   const auto finish = [&](int row, int pair, V gate, V up) {
     const size_t at = size_t(row) * to.stride + size_t(pair) * kPanel;
     if (to.forms.f32) prefetch_for_write(to.f32 + at, size_t(to.stride));
     if (to.forms.bf16) prefetch_for_write(to.bf16 + at, size_t(to.stride));
-    store_input(to, row, pair * kPanel, v_mul(IsGelu ? gelu_tanh(gate) : silu(gate, rough), up));
+    store_input(to, row, pair * kPanel, gated(gate, up));
     // Padding inputs are multiplied by zero weights, but stale memory there may contain non-finite values, so it is
     // zeroed.
     for (int i = (pair + 1) * kPanel; 2 * pair + 2 == m.panels && i < to.stride; i += kPanel)
@@ -41,17 +46,20 @@ static inline void write_gated(const Matrix& m, const Rows& to, bool rough, cons
 }
 
 // Not inlined: beside an inlined GELU, or in a second instance of the product, the code for SiLU was slower by 7 %.
-[[gnu::noinline]] static void write_gelu_gated(const Matrix& m, const Rows& to, bool rough, const Tile& tile) {
-  write_gated<true>(m, to, rough, tile);
+[[gnu::noinline]] static void write_other_gated(const Model& model, const Matrix& m, const Rows& to, bool rough,
+                                                const Tile& tile) {
+  model.gate == Gate::gelu_tanh ? write_gated<Gate::gelu_tanh>(model, m, to, rough, tile)
+                                : write_gated<Gate::clamped_swiglu>(model, m, to, rough, tile);
 }
 
 // A chunk of the gate and up product, into the inputs of down.
 [[gnu::noinline]] static void gated_product(const Matrix& m, const Rows& x, int rows, const Blocking& blocking,
                                             const Expansion* expansion, int chunk, uint8_t* scratch, const Rows& to,
-                                            bool is_gelu) {
+                                            const Model& model) {
   const bool rough = !to.forms.f32 || to.forms.bytes;
-  product_chunk(m, x, rows, blocking, chunk, scratch, expansion, [=, &m](const Tile& tile) {
-    is_gelu ? write_gelu_gated(m, to, rough, tile) : write_gated<false>(m, to, rough, tile);
+  product_chunk(m, x, rows, blocking, chunk, scratch, expansion, [=, &m, &model](const Tile& tile) {
+    model.gate != Gate::silu ? write_other_gated(model, m, to, rough, tile)
+                             : write_gated<Gate::silu>(model, m, to, rough, tile);
   });
 }
 

@@ -71,7 +71,7 @@ static inline void run_mixture_chunk(Step& step, Phase phase, const Mixture& mix
     const ExpertRun& run = step.experts.locate(&ExpertRun::gate_up_end, chunk);
     const Rows x = run.source >= 0 ? step.x.from(run.source) : step.expert_x.from(run.first);
     gated_product(mixture.experts[run.expert].gate_up, x, run.count, run.gate_up, nullptr, chunk, step.scratch(thread),
-                  step.expert_up.from(run.first), step.model.is_gelu);
+                  step.expert_up.from(run.first), step.model);
   } else if (phase == Phase::expert_down) {
     const ExpertRun& run = step.experts.locate(&ExpertRun::down_end, chunk);
     const size_t stride = size_t(step.x.stride);

@@ -157,6 +157,7 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
       }
       continue;
     }
+    if (layer.sinks) add_sinks(layer.sinks + kv_head * g.group, g.group, s.max_score, s.sums, s.totals, rows, D);
     for (int r = 0; r < rows; ++r) {
       const int row = sequence.first + item.first_query + r / g.group, head = kv_head * g.group + r % g.group;
       float* to = step.attended.f32 + size_t(row) * step.attended.stride + size_t(head) * D;
@@ -168,7 +169,7 @@ static inline void attend_item(Step& step, const Layer& layer, int layer_index, 
 
 // Merges the partial results of split sequences in the order of partitions, and writes the input rows of the output
 // projection.
-static inline void merge_partials(Step& step, int chunk) {
+static inline void merge_partials(Step& step, const Layer& layer, int chunk) {
   const Model& m = step.model;
   const Batch& b = step.batch;
   const int D = m.head_dim, group = m.heads / m.kv_heads;
@@ -200,6 +201,7 @@ static inline void merge_partials(Step& step, int chunk) {
           merge_sums(all, further, keep, take);
           for (int h = 0; h < heads; ++h) merge_values(values + h * D, from[h], keep[h], take[h], D);
         }
+        if (layer.sinks) add_sinks(layer.sinks + head, heads, all.max_score, all.sums, values, heads, D);
         for (int h = 0; h < heads; ++h) {
           const V sum = v_set(all.sums[h]);
           for (int d = 0; d < D; d += 16)
@@ -290,7 +292,7 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     }
     case Phase::rotate: rope_rows(step, layer, layer_index, chunk); break;
     case Phase::attend: attend_item(step, layer, layer_index, chunk, thread); break;
-    case Phase::merge: merge_partials(step, chunk); break;
+    case Phase::merge: merge_partials(step, layer, chunk); break;
     case Phase::output:
       accumulate_chunk(step, layer.output, layer.attention_output_norm, step.attended, step.output_blocking,
                        expansion(&AdapterLayer::output), chunk, thread);
@@ -300,7 +302,7 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
       break;
     case Phase::gate_up:
       gated_product(layer.gate_up, step.x, step.batch.rows, step.gate_up_blocking, expansion(&AdapterLayer::gate_up),
-                    chunk, step.scratch(thread), step.hidden_up, m.is_gelu);
+                    chunk, step.scratch(thread), step.hidden_up, m);
       break;
     case Phase::down:
       accumulate_chunk(step, layer.down, layer.mlp_output_norm, step.hidden_up, step.down_blocking,

@@ -88,7 +88,7 @@ class Ops:
     no effect, even if they contain NaN. Query head h reads KV head h // (H / K)."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
-    """Like `paged_attention`, but with sliding window and soft cap."""
+    """Like `paged_attention`, but with sliding window, soft cap and sinks."""
 
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     """Multiply silu of the first half of each row by the second half: ([T, 2 n]) -> [T, n] (Shazeer, SwiGLU, 2020)."""
@@ -114,7 +114,7 @@ class DeviceOps:
     """Operations for a runner without host synchronization between steps."""
 
     attend: Callable[[torch.Tensor, torch.Tensor, int, AttentionPlan, AttentionRules], torch.Tensor]
-    """`Ops.attend`, which also accepts plans of `plan_cascade` and `plan_rows`, and attention sinks."""
+    """`Ops.attend`, which also accepts plans of `plan_cascade` and `plan_rows`."""
 
     plan_cascade: Callable[[AttentionBatch, torch.Tensor, int, Sequence[SharedPrefix]], AttentionPlan]
     """Like `Ops.plan_attention`, but common prefixes of pages are read only once. The results are equal."""

@@ -39,6 +39,14 @@ def place_qkv_of(rms_norm: _RmsNorm, rotate: _Rotate, write_kv: _WriteKv) -> _Pl
     return place_qkv
 
 
+def clamped_swiglu(gate_up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
+    """Multiply g sigmoid(alpha g) of the first half of each row by u + 1 of the second half: [T, 2 n] to [T, n]. g is
+    clamped to `limit` from above, u from both sides (OpenAI, gpt-oss model card, 2025, section 2.2)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(gate * alpha) * (up + 1)
+
+
 def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `Ops.gelu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -16,10 +16,12 @@ class NormPlacement(Enum):
 
 
 class Activation(Enum):
-    """Function of the gate values of the MLP: SiLU, or GELU in its tanh approximation."""
+    """Function of the gate and up values g and u of the MLP: SiLU(g) u, GELU(g) u in its tanh approximation, or, with
+    g and u clamped to a limit (g only from above), g sigmoid(alpha g) (u + 1) (gpt-oss)."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"
 
 
 class LayerRope(Enum):
@@ -47,6 +49,8 @@ class Experts:
     (Dai et al., DeepSeekMoE, 2024, section 3.2)."""
     dense_layers: tuple[int, ...] = ()
     """Layers with an MLP instead."""
+    has_biases: bool = False
+    """Whether router and experts have biases (gpt-oss)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,15 @@ class ModelConfig:
     qk_norm_spans_heads: bool = False
     """Whether `qk_norm` normalizes a whole projection instead of each head (OLMo 2)."""
     activation: Activation = Activation.SILU
+    swiglu_alpha: float = 1.702
+    """Factor in the sigmoid of `Activation.CLAMPED_SWIGLU`."""
+    swiglu_limit: float = 7.0
+    """Limit of `Activation.CLAMPED_SWIGLU`."""
+    attention_sinks: bool = False
+    """Whether each head has a learned score that counts in the denominator of the softmax and has no value (Xiao et
+    al., Efficient Streaming Language Models with Attention Sinks, 2024, in the learned form; gpt-oss)."""
+    output_bias: bool = False
+    """Whether the output projection of attention has a bias (gpt-oss)."""
     experts: Experts | None = None
     """Experts of the layers; `None` for a dense model."""
 

@@ -17,6 +17,8 @@ Shape = tuple[int, ...]
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+SINKS = "self_attn.sinks"
+"""Attention sinks [heads], after the layer's prefix."""
 
 
 class Stored:
@@ -149,6 +151,10 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     layer |= dict.fromkeys(layer_norms(config).names, (hidden,))
     if config.qkv_bias:
         layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+    if config.output_bias:
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if config.attention_sinks:
+        layer[SINKS] = (config.num_heads,)
     if config.qk_norm:
         spans = config.qk_norm_spans_heads
         layer |= {
@@ -176,6 +182,7 @@ def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
 
 ROUTER = "mlp.gate.weight"
 """Weight of the router [experts, hidden], after the layer's prefix."""
+ROUTER_BIAS = "mlp.gate.bias"
 SHARED, SHARED_GATE = "mlp.shared_expert.", "mlp.shared_expert_gate.weight"
 """Prefix of the shared expert's tensors, and its gate [1, hidden]."""
 
@@ -187,8 +194,13 @@ def expert_prefix(index: int) -> str:
 
 def _expert_shapes(experts: Experts, hidden: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {ROUTER: (experts.count, hidden)}
+    if experts.has_biases:
+        shapes[ROUTER_BIAS] = (experts.count,)
     for index in range(experts.count):
         shapes |= _mlp_shapes(expert_prefix(index), hidden, experts.intermediate_size)
+        if experts.has_biases:
+            sizes = {"gate_proj": experts.intermediate_size, "up_proj": experts.intermediate_size, "down_proj": hidden}
+            shapes |= {f"{expert_prefix(index)}{name}.bias": (size,) for name, size in sizes.items()}
     if experts.shared_size:
         shapes |= {SHARED_GATE: (1, hidden)} | _mlp_shapes(SHARED, hidden, experts.shared_size)
     return shapes

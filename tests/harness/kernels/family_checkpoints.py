@@ -48,11 +48,14 @@ class Checkpoint:
             for name, value in model.named_parameters():
                 if "norm" in name:
                     value.add_(torch.randn_like(value) * 0.2)
+                elif name.endswith("sinks"):
+                    value.copy_(torch.randn_like(value) * 2)
                 elif value.ndim == 2:
                     gain = 1.0 if "embed_tokens" in name else 1.5
                     value.copy_(torch.randn_like(value) * gain / value.shape[1] ** (0.5 if gain > 1 else 0.25))
                 elif value.ndim == 3:  # all experts
-                    value.copy_(torch.randn_like(value) * 1.5 / value.shape[2] ** 0.5)
+                    inputs = value.shape[1 if self.prefix == "GptOss" else 2]
+                    value.copy_(torch.randn_like(value) * 1.5 / inputs**0.5)
                 else:
                     value.copy_(torch.randn_like(value) * 0.3)
         return model
@@ -97,6 +100,15 @@ _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
 }
 _EXPERTS: dict[str, object] = {"num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 48}
+GPT_OSS = {
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": WINDOW,
+    "swiglu_limit": 1.5,
+    "rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False},
+}
 CHECKPOINTS = {
     "llama": Checkpoint("Llama", {"rope_parameters": LLAMA3}),
     "llama-linear": Checkpoint("Llama", {"rope_parameters": LINEAR, "tie_word_embeddings": True}),
@@ -146,6 +158,7 @@ CHECKPOINTS = {
         _EXPERTS
         | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False, "mlp_only_layers": [1], "qkv_bias": True},
     ),
+    "gpt_oss": Checkpoint("GptOss", GPT_OSS),
     "qwen3_moe": Checkpoint("Qwen3Moe", _EXPERTS | {"norm_topk_prob": True, "head_dim": 16, "decoder_sparse_step": 2}),
 }
 """By name, with the family's name up to a dash."""
@@ -181,6 +194,14 @@ FEATURED = {
         rotary_dim=12,
         unrotated_layers=(1,),
         windows=(None, 40),
+    ),
+    "sinks, biases, clamped gates": replace(
+        tiny.config(qkv_bias=True),
+        windows=(None, 20),
+        attention_sinks=True,
+        output_bias=True,
+        activation=Activation.CLAMPED_SWIGLU,
+        swiglu_limit=0.5,
     ),
 }
 """Configurations of the tiny model which together have all features."""

@@ -29,6 +29,7 @@ LEVELS = compiled.levels()
 DTYPES = ["float32", "bfloat16", "int8"]
 ROUNDING = LEVELS[2:]
 """Those that round inputs of products to bfloat16."""
+CLAMPED = "sinks, biases, clamped gates"
 VARIANTS = [
     tiny.config(),
     tiny.config(qk_norm=True),
@@ -37,6 +38,7 @@ VARIANTS = [
     replace(tiny.config(), num_heads=9, num_kv_heads=3, head_dim=32, hidden_size=33, tie_word_embeddings=True),
     *FEATURED.values(),
     replace(tiny.config(), experts=Experts(6, 2, 48, renormalizes=True)),
+    replace(FEATURED[CLAMPED], experts=Experts(7, 2, 40, renormalizes=True, has_biases=True)),
     replace(tiny.config(), experts=Experts(9, 3, 33, renormalizes=False, shared_size=20, dense_layers=(0,))),
 ]
 BLOCK = 16

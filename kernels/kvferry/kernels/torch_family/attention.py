@@ -8,7 +8,7 @@ are gathered by one `index_select` over rows of B * D values, so that keys and v
 heads that share a KV head are rows of one small matrix, without repeating keys. Shorter members of a group are masked,
 and gathered values beyond their contexts are first set to zero, because a weight of zero times NaN is NaN. Sequences
 with more rows (prefill) have separate calls. Sliding windows are masks, planned once per window. Torch's fused
-attention has no soft cap; attention with a soft cap is computed by separate operations.
+attention has neither soft cap nor sinks; attention with one of them is computed by separate operations.
 """
 
 import math
@@ -75,7 +75,7 @@ class _Chunk:
     def mask_for(self, rules: AttentionRules, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the mask [queries, context] for a layer; `None` if a plain causal mask suffices."""
         window = self.context if rules.window is None else min(rules.window, self.context)
-        if window == self.context and (self.mask is not None or rules.soft_cap is None):
+        if window == self.context and (self.mask is not None or _is_fused(rules)):
             return self.mask
         if window not in self.windowed:
             seen = torch.ones(self.queries, self.context, dtype=torch.bool).tril_(self.context - self.queries)
@@ -185,8 +185,8 @@ def attend(
         kv = stretch.index_select(0, chunk.page_rows).view(2, 1, kv_heads, -1, head_dim)[:, :, :, : chunk.context]
         rows = q[span].transpose(0, 1).unsqueeze(0)  # [1, H, queries, D]
         mask = chunk.mask_for(rules, pages.dtype)
-        if rules.soft_cap is not None:
-            seen = _capped(rows, kv[0], kv[1], mask, rules)
+        if not _is_fused(rules):
+            seen = _separate(rows, kv[0], kv[1], mask, rules)
         else:
             seen = F.scaled_dot_product_attention(
                 rows, kv[0], kv[1], attn_mask=mask, is_causal=mask is None, scale=rules.scale, enable_gqa=True
@@ -209,24 +209,33 @@ def _attend_group(
         kv = kv[:, :, :, first : group.context]
     rows = q.reshape(sequences, kv_heads, num_heads // kv_heads, head_dim)
     mask = group.mask_for(rules.window)
-    if rules.soft_cap is not None:
-        seen = _capped(rows, kv[0], kv[1], mask, rules)
+    if not _is_fused(rules):
+        seen = _separate(rows, kv[0], kv[1], mask, rules)
     else:
         seen = F.scaled_dot_product_attention(rows, kv[0], kv[1], attn_mask=mask, scale=rules.scale)
     return seen.reshape(sequences, num_heads * head_dim)
 
 
-def _capped(
+def _is_fused(rules: AttentionRules) -> bool:
+    """Return whether torch's fused attention computes the rules."""
+    return rules.soft_cap is None and rules.sinks is None
+
+
+def _separate(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, rules: AttentionRules
 ) -> torch.Tensor:
-    """Compute attention with capped scores: q [S, heads, rows, D], keys and values [S, K, tokens, D], of which each
-    serves heads / K heads."""
-    assert rules.soft_cap is not None
+    """Compute attention with capped scores and sinks: q [S, heads, rows, D], keys and values [S, K, tokens, D]. Each KV
+    head serves heads / K heads, or, if the heads of q are those of the keys, the query heads are its rows."""
     repeats = q.shape[1] // keys.shape[1]
     if repeats > 1:
         keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
     scores = (q @ keys.transpose(-1, -2)).float() * rules.scale
-    scores = torch.tanh(scores / rules.soft_cap) * rules.soft_cap
+    if rules.soft_cap is not None:
+        scores = torch.tanh(scores / rules.soft_cap) * rules.soft_cap
     if mask is not None:
         scores = scores + mask
-    return torch.softmax(scores, dim=-1).to(values.dtype) @ values
+    if rules.sinks is None:
+        return torch.softmax(scores, dim=-1).to(values.dtype) @ values
+    sinks = rules.sinks.view(1, q.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
+    return weights.to(values.dtype) @ values

@@ -28,8 +28,10 @@ from kvferry.model.tensors import (
     FINAL_NORM,
     HEAD,
     ROUTER,
+    ROUTER_BIAS,
     SHARED,
     SHARED_GATE,
+    SINKS,
     Stored,
     TensorSource,
     check_shapes,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from kvferry.kernels._cpu import Matrix
 
 _PANEL = 16
+_GATES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 _NO_HIDDEN = np.empty((0, 0), np.float32)
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -103,7 +106,9 @@ class CompiledTransformer:
             "logit_soft_cap": config.logit_soft_cap or 0.0,
             "embedding_scale": config.embedding_scale,
             "residual_scale": config.residual_scale,
-            "is_gelu": int(config.activation is Activation.GELU_TANH),
+            "gate": _GATES[config.activation],
+            "swiglu_alpha": config.swiglu_alpha,
+            "swiglu_limit": config.swiglu_limit,
             "input_bits": 8 if rounds_inputs else 32 if dtype == FLOAT32 else 16,
         }
         self.weight_bytes = loader.num_bytes - loader.idle_bytes
@@ -254,7 +259,12 @@ class _Loader:
             "cos": cos,
             "sin": sin,
             "window": config.window_of(index) or 0,
-            "output": self._matrix((attention + "o_proj.weight",), config.num_heads * config.head_dim),
+            "sinks": self._vector(at + SINKS) if config.attention_sinks else None,
+            "output": self._matrix(
+                (attention + "o_proj.weight",),
+                config.num_heads * config.head_dim,
+                bias=(attention + "o_proj.bias",) if config.output_bias else (),
+            ),
             "attention_output_norm": norm(norms.attention_output),
             "mlp_norm": norm(norms.mlp),
             "mlp_output_norm": norm(norms.mlp_output),
@@ -266,13 +276,18 @@ class _Loader:
             gate_up, down = self._mlp(at + "mlp.", self._config.intermediate_size)
             return {"gate_up": gate_up, "down": down}
         names = (at + ROUTER, at + SHARED_GATE) if experts.shared_size else (at + ROUTER,)
-        found = [self._mlp(at + expert_prefix(i), experts.intermediate_size) for i in range(experts.count)]
+        found = [
+            self._mlp(at + expert_prefix(i), experts.intermediate_size, has_biases=experts.has_biases)
+            for i in range(experts.count)
+        ]
         self.idle_bytes += (
             sum(m.num_bytes for pair in found for m in pair) * (experts.count - experts.active) // (experts.count)
         )
         return {
             "mixture": {
-                "router": self._matrix(names, self._config.hidden_size),
+                "router": self._matrix(
+                    names, self._config.hidden_size, bias=(at + ROUTER_BIAS,) if experts.has_biases else ()
+                ),
                 "active": experts.active,
                 "renormalizes": experts.renormalizes,
                 "experts": found,
@@ -280,12 +295,15 @@ class _Loader:
             }
         }
 
-    def _mlp(self, at: str, inner: int) -> "tuple[Matrix, Matrix]":
+    def _mlp(self, at: str, inner: int, *, has_biases: bool = False) -> "tuple[Matrix, Matrix]":
         """Describe the matrices of a gated MLP or of an expert."""
-        gate_up = self._matrix(
-            (at + "gate_proj.weight", at + "up_proj.weight"), self._config.hidden_size, order=_alternate(inner)
-        )
-        return gate_up, self._matrix((at + "down_proj.weight",), inner)
+
+        def matrix(modules: tuple[str, ...], cols: int, order: Ints | None = None) -> "Matrix":
+            bias = tuple(f"{at}{module}.bias" for module in modules) if has_biases else ()
+            return self._matrix(tuple(f"{at}{module}.weight" for module in modules), cols, bias=bias, order=order)
+
+        gate_up = matrix(("gate_proj", "up_proj"), self._config.hidden_size, _alternate(inner))
+        return gate_up, matrix(("down_proj",), inner)
 
     def _norm(self, name: str) -> Floats:
         """Read the weight of a norm, with the family's offset."""
@@ -320,6 +338,8 @@ class _Loader:
         if bias:
             values = np.zeros(matrix.padded_rows, np.float32)
             given = self._vector(*bias)
+            if order is not None:
+                given = np.where(order < 0, np.float32(0), given[order])
             values[: len(given)] = given
         self._waiting.append(_Pending(matrix, names, stored, chosen, values))
         return matrix

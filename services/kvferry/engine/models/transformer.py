@@ -9,7 +9,9 @@ norms on the inputs):
 With experts, the last line is that of each active expert of a row (`mixture`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,7 @@ from kvferry.engine.tensors.device_batch import DeviceBatch
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels.batch import AttentionBatch, AttentionRules, HeadNorms
 from kvferry.kernels.ops import AttentionPlan, Ops, ops_for
+from kvferry.kernels.unfused import clamped_swiglu
 from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import Activation, LayerRope, ModelConfig
 from kvferry.model.tensors import TensorSource, linear_weights
@@ -125,8 +128,8 @@ class Transformer:
         self._weights = weights
         self._ropes = tuple(config.rope_of(layer) for layer in range(config.num_layers))
         self._angles = {kind: _angles(config, kind, self.torch_device) for kind in dict.fromkeys(self._ropes)}
-        self._rules = tuple(_rules(config, layer) for layer in range(config.num_layers))
-        self._multiply_gate = ops.silu_mul if config.activation is Activation.SILU else ops.gelu_mul
+        self._rules = tuple(_rules(config, index, layer.sinks) for index, layer in enumerate(weights.layers))
+        self._multiply_gate = _gate_of(config, ops)
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, kv: PagedKv) -> Logits:
@@ -309,5 +312,12 @@ def _angles(config: ModelConfig, kind: LayerRope, device: torch.device) -> tuple
     return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
-def _rules(config: ModelConfig, layer: int) -> AttentionRules:
-    return AttentionRules(config.score_scale, config.window_of(layer), config.attention_soft_cap)
+def _rules(config: ModelConfig, layer: int, sinks: torch.Tensor | None) -> AttentionRules:
+    return AttentionRules(config.score_scale, config.window_of(layer), config.attention_soft_cap, sinks)
+
+
+def _gate_of(config: ModelConfig, ops: Ops) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the activation of a gate half times the other half: [T, 2 n] to [T, n]."""
+    if config.activation is Activation.CLAMPED_SWIGLU:
+        return partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    return ops.silu_mul if config.activation is Activation.SILU else ops.gelu_mul

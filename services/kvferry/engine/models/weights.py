@@ -14,8 +14,10 @@ from kvferry.model.tensors import (
     FINAL_NORM,
     HEAD,
     ROUTER,
+    ROUTER_BIAS,
     SHARED,
     SHARED_GATE,
+    SINKS,
     TensorSource,
     check_shapes,
     expert_prefix,
@@ -59,6 +61,8 @@ class LayerWeights:
     whole_norms: HeadNorms | None
     """Norms of all query heads together and of all key heads together."""
     output: Linear
+    sinks: torch.Tensor | None
+    """[H] float32: attention sinks."""
     attention_output_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
     mlp: Mlp | MixtureOfExperts
@@ -108,7 +112,10 @@ def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
         qkv=reader.linear(*(f"{attention}{x}_proj.weight" for x in "qkv"), bias=bias),
         head_norms=None if config.qk_norm_spans_heads else pair,
         whole_norms=pair if config.qk_norm_spans_heads else None,
-        output=reader.linear(attention + "o_proj.weight"),
+        output=reader.linear(
+            attention + "o_proj.weight", bias=(attention + "o_proj.bias",) if config.output_bias else ()
+        ),
+        sinks=reader.tensor(at + SINKS).float() if config.attention_sinks else None,
         attention_output_norm=norm(norms.attention_output),
         mlp_norm=norm(norms.mlp),
         mlp=_mlp(reader, at + "mlp.") if config.experts_of(index) is None else _mixture(reader, config, at),
@@ -116,16 +123,23 @@ def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
     )
 
 
-def _mlp(reader: "_Reader", at: str) -> Mlp:
-    return Mlp(reader.linear(at + "gate_proj.weight", at + "up_proj.weight"), reader.linear(at + "down_proj.weight"))
+def _mlp(reader: "_Reader", at: str, *, has_biases: bool = False) -> Mlp:
+    first, last = (at + "gate_proj.", at + "up_proj."), (at + "down_proj.",)
+
+    def linear(modules: tuple[str, ...]) -> Linear:
+        bias = tuple(f"{module}bias" for module in modules) if has_biases else ()
+        return reader.linear(*(f"{module}weight" for module in modules), bias=bias)
+
+    return Mlp(linear(first), linear(last))
 
 
 def _mixture(reader: "_Reader", config: ModelConfig, at: str) -> MixtureOfExperts:
-    assert config.experts is not None
-    has_shared = config.experts.shared_size > 0
+    experts = config.experts
+    assert experts is not None
+    has_shared = experts.shared_size > 0
     return MixtureOfExperts(
-        reader.linear(at + ROUTER),
-        tuple(_mlp(reader, at + expert_prefix(index)) for index in range(config.experts.count)),
+        reader.linear(at + ROUTER, bias=(at + ROUTER_BIAS,) if experts.has_biases else ()),
+        tuple(_mlp(reader, at + expert_prefix(index), has_biases=experts.has_biases) for index in range(experts.count)),
         _mlp(reader, at + SHARED) if has_shared else None,
         reader.linear(at + SHARED_GATE) if has_shared else None,
     )

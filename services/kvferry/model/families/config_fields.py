@@ -46,6 +46,8 @@ DECIDING: Mapping[str, tuple[object, ...]] = {
     "rope_interleaved": (False,),
     "rope_local_base_freq": (),
     "sliding_window": (),
+    "swiglu_alpha": (),
+    "swiglu_limit": (),
     "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
     "use_qkv_bias": (False,),

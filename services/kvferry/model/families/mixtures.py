@@ -22,7 +22,7 @@ _MIXTRAL = (
 """Names of Mixtral's tensors in published checkpoints."""
 
 
-def _experts(fields: ConfigFields, count: str, size: str, *, renormalizes: bool) -> Experts:
+def read_experts(fields: ConfigFields, count: str, size: str, *, renormalizes: bool) -> Experts:
     """Read the fields that all mixtures have.
 
     Raises:
@@ -43,12 +43,12 @@ def _adapt_mixtral(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
     return replace(
         llama,
         windows=windows_of(fields, llama, window, lambda _: True),
-        experts=_experts(fields, "num_local_experts", "intermediate_size", renormalizes=True),
+        experts=read_experts(fields, "num_local_experts", "intermediate_size", renormalizes=True),
     )
 
 
 def _adapt_qwen(fields: ConfigFields, llama: ModelConfig, count: str) -> ModelConfig:
-    experts = _experts(fields, count, "moe_intermediate_size", renormalizes=fields.flag("norm_topk_prob"))
+    experts = read_experts(fields, count, "moe_intermediate_size", renormalizes=fields.flag("norm_topk_prob"))
     step = fields.whole("decoder_sparse_step", 1)
     listed = fields.value("mlp_only_layers")
     if listed is not None and not (isinstance(listed, list) and all(type(layer) is int for layer in listed)):

@@ -9,6 +9,7 @@ from kvferry.model.config import ModelConfig
 from kvferry.model.families.config_fields import ConfigFields, Json, listed
 from kvferry.model.families.family import Family
 from kvferry.model.families.gemma import GEMMA2, GEMMA3
+from kvferry.model.families.gpt_oss import GPT_OSS
 from kvferry.model.families.granite import GRANITE
 from kvferry.model.families.llama import LLAMA
 from kvferry.model.families.mistral import MISTRAL
@@ -39,6 +40,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             MIXTRAL,
             QWEN2_MOE,
             QWEN3_MOE,
+            GPT_OSS,
         )
     }
 )

@@ -16,6 +16,7 @@ from kvferry.model.families.config_fields import Json
 from kvferry.model.families.registry import family_of, read_config
 from kvferry.model.files.regular_file import read_file
 from kvferry.model.files.safetensors_file import FLOAT_TYPES, QUANTIZED_TYPES, StoredTensor, open_tensors
+from kvferry.model.files.stacked_experts import ExpertTensor, split_experts
 from kvferry.model.quantized.checkpoint import FIELD, collect, read_method, without_idle_biases
 from kvferry.model.quantized.representation import Choice, QuantizedMatrix, report
 from kvferry.model.tensors import BF16, F16, F32, HEAD, Shape, Stored, check_shapes, expected_shapes
@@ -60,9 +61,12 @@ class SafetensorsModel:
             found, self._matrices = collect(method, found, str(folder))
             found = without_idle_biases(found, self._matrices, expected_shapes(self.config))
             self._notes = method.notes
-        self._tensors = found
+        self._tensors: dict[str, StoredTensor | ExpertTensor] = {**found}
+        if family.has_stacked_experts and self.config.experts is not None:
+            plain, of_experts = split_experts(found, self.config.experts)
+            self._tensors = {**plain, **of_experts}
         if family.has_fused_tensors:
-            self._tensors = _split(self._tensors, self.config)
+            self._tensors = {**_split(found, self.config)}
             self._matrices = _split(self._matrices, self.config)
         if self.config.tie_word_embeddings:
             self._tensors.pop(HEAD, None)  # some checkpoints duplicate the tied matrix
@@ -103,7 +107,9 @@ class SafetensorsModel:
             order = self._order(name, matrix.shape[0])
             return kept if order is None else kept.reordered(order)
         stored = self._tensors[name]
-        data = stored.raw().view(np.uint8).reshape(-1)
+        if isinstance(stored, ExpertTensor):
+            return Stored.later(_TYPE_IDS[stored.dtype], lambda: _bytes_of(stored), stored.shape[0])
+        data = _bytes_of(stored)
         order = self._order(name, stored.shape[0])
         if order is not None:
             return Stored(_TYPE_IDS[stored.dtype], data, order)
@@ -113,6 +119,10 @@ class SafetensorsModel:
         """Unmap the files' resident pages from this process; the pages may stay in the page cache."""
         for data in self._files.values():
             data.madvise(mmap.MADV_DONTNEED)
+
+
+def _bytes_of(stored: StoredTensor | ExpertTensor) -> npt.NDArray[np.uint8]:
+    return stored.raw().view(np.uint8).reshape(-1)
 
 
 _Rows = TypeVar("_Rows", StoredTensor, QuantizedMatrix)

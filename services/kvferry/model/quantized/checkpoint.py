@@ -14,12 +14,19 @@ from kvferry.model.quantized.compressed_tensors import read_compressed_tensors
 from kvferry.model.quantized.float8 import read_float8
 from kvferry.model.quantized.gptq import read_gptq
 from kvferry.model.quantized.method import Method
+from kvferry.model.quantized.mxfp4 import read_mxfp4
 from kvferry.model.quantized.packed_words import Parts
 from kvferry.model.quantized.representation import QuantizedMatrix
 
 FIELD = "quantization_config"
 METHODS: Mapping[str, Callable[[ConfigFields], Method]] = MappingProxyType(
-    {"awq": read_awq, "gptq": read_gptq, "compressed-tensors": read_compressed_tensors, "fp8": read_float8}
+    {
+        "awq": read_awq,
+        "gptq": read_gptq,
+        "compressed-tensors": read_compressed_tensors,
+        "fp8": read_float8,
+        "mxfp4": read_mxfp4,
+    }
 )
 """Reader of each format, by `quant_method`."""
 _WEIGHT, _BIAS = "weight", "bias"
@@ -87,7 +94,11 @@ def collect(
                 f"{where}: module {module!r} is quantized ({', '.join(sorted(parts))}), although {FIELD} excludes it."
                 " The file is damaged"
             )
-        matrices[f"{module}.{_WEIGHT}"] = method.read(Parts(module, parts, where))
+        if method.read_many is not None:
+            found = method.read_many(Parts(module, parts, where))
+            matrices |= {f"{module}.{name}": matrix for name, matrix in found.items()}
+        elif method.read is not None:
+            matrices[f"{module}.{_WEIGHT}"] = method.read(Parts(module, parts, where))
     for name, stored in plain.items():
         if stored.dtype not in FLOAT_TYPES:
             raise ModelFileError(

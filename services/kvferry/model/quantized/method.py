@@ -1,6 +1,6 @@
 """Interface of the formats of quantized checkpoints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.model.quantized.packed_words import Parts
@@ -15,7 +15,7 @@ class Method:
     """Value of `quant_method`."""
     parts: frozenset[str]
     """Last parts of the names of the tensors of a quantized module, other than `weight`."""
-    read: Callable[[Parts], QuantizedMatrix]
+    read: Callable[[Parts], QuantizedMatrix] | None = None
     """Function from the tensors of a module to its matrix. Raises ModelFileError."""
     is_excluded: Callable[[str], bool] = lambda _: False
     """Function that returns whether the fields say that a module is not quantized."""
@@ -23,3 +23,6 @@ class Method:
     """Last parts of the names of tensors that have no effect here, such as scales of activations."""
     notes: tuple[str, ...] = ()
     """Lines for the log about settings of the checkpoint that are not applied."""
+    read_many: Callable[[Parts], Mapping[str, QuantizedMatrix]] | None = None
+    """Instead of `read`, function from the tensors of a module to several matrices, by their names after the module's.
+    Raises ModelFileError."""

@@ -48,13 +48,14 @@ class Parts:
         """Return the error for tensors that do not fit together."""
         return ModelFileError(f"{self._where}: the quantized module {self.module!r} {what}. The file is damaged")
 
-    def take(self, name: str, types: Sequence[str], shape: Shape | None = None) -> StoredTensor:
+    def take(self, name: str, types: Sequence[str], shape: Shape | None = None, *, dimensions: int = 2) -> StoredTensor:
         """Return a tensor of the module.
 
         Args:
             name: last part of its name.
             types: allowed types.
-            shape: required shape; `None`: any matrix.
+            shape: required shape; `None`: any with `dimensions` dimensions that is not empty.
+            dimensions: required number of dimensions without `shape`.
 
         Raises:
             ModelFileError: the tensor is missing or has another type or shape.
@@ -64,8 +65,9 @@ class Parts:
             raise self.damaged(f"has no tensor {name!r}")
         if found.dtype not in types:
             raise self.damaged(f"has {name} of type {found.dtype} instead of {' or '.join(types)}")
-        if shape is None and (len(found.shape) != 2 or 0 in found.shape):
-            raise self.damaged(f"has {name} of shape {list(found.shape)} instead of a matrix")
+        if shape is None and (len(found.shape) != dimensions or 0 in found.shape):
+            wanted = "a matrix" if dimensions == 2 else f"{dimensions} dimensions"
+            raise self.damaged(f"has {name} of shape {list(found.shape)} instead of {wanted}")
         if shape is not None and found.shape != shape:
             raise self.damaged(f"has {name} of shape {list(found.shape)} instead of {list(shape)}")
         return found

@@ -23,6 +23,10 @@ OTHER: dict[str, object] = {
     "norm_offset": 1.0,
     "qk_norm_spans_heads": True,
     "activation": Activation.GELU_TANH,
+    "swiglu_alpha": 1.5,
+    "swiglu_limit": 3.0,
+    "attention_sinks": True,
+    "output_bias": True,
     "experts": Experts(4, 2, 16, renormalizes=True),
 }
 

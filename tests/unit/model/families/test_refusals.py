@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.config import Activation, LayerRope, ModelConfig, NormPlacement
+from kvferry.model.config import Activation, Experts, LayerRope, ModelConfig, NormPlacement
 from kvferry.model.families.registry import FAMILIES, read_config
+from kvferry.model.rope import YarnRope
 
 WHERE = Path("/models/m/config.json")
 BASE: dict[str, object] = {
@@ -32,6 +33,11 @@ def read(family: str, **raw: object) -> ModelConfig:
         ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported: this feature"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is not supported: there are 8 experts"),
         ("mixtral", {"num_local_experts": 100000}, "at most 1024 experts"),
+        ("gpt_oss", {"num_local_experts": 2}, "num_experts_per_tok = 4 is not supported: there are 2 experts"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a positive number, not 0"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("gpt_oss", {"attention_bias": "no"}, "attention_bias must be true or false, not 'no'"),
+        ("mixtral", {"swiglu_limit": 7.0}, "swiglu_limit = 7.0 is not supported"),
         ("qwen2_moe", {"mlp_only_layers": "1"}, "mlp_only_layers = '1'"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be a positive"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive whole number"),
@@ -141,6 +147,36 @@ def test_phi_3_has_the_original_length_beside_its_scaling() -> None:
     assert scaling is not None
     assert getattr(scaling, "original_max_position", 0) == 2048
     assert getattr(scaling, "attention_factor", 0) == math.sqrt(1 + math.log(4) / math.log(2048))
+
+
+def test_the_published_form_of_gpt_oss_is_read() -> None:
+    config = read(
+        "gpt_oss",
+        attention_bias=True,
+        experts_per_token=4,
+        initial_context_length=4096,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_local_experts=32,
+        rope_scaling={
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        rope_theta=150000,
+        max_position_embeddings=131072,
+        swiglu_limit=7.0,
+    )
+    assert config == read("gpt_oss", num_local_experts=32, max_position_embeddings=131072)
+    assert config.windows == (128, None, 128, None)
+    assert config.max_model_tokens == 131072
+    assert config.experts == Experts(32, 4, 80, renormalizes=True, has_biases=True)
+    assert (config.head_dim, config.num_kv_heads, config.rope_theta) == (64, 8, 150000.0)
+    scaling = config.rope_scaling
+    assert isinstance(scaling, YarnRope)
+    assert (scaling.truncate, scaling.attention_factor) == (False, 0.1 * math.log(32) + 1)
 
 
 def test_windows_as_long_as_the_context_are_left_out() -> None:

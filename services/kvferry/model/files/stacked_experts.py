@@ -1,0 +1,87 @@
+"""Splits tensors that hold all experts of a layer into a tensor per expert and projection.
+
+gpt-oss stores, after the prefix of a layer and `mlp.experts.`, gate_up_proj [experts, hidden, 2 * inner] and down_proj
+[experts, inner, hidden], which are [inputs, outputs], and their biases [experts, outputs] with the suffix `_bias`. The
+outputs of gate and up alternate.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.model.config import Experts
+from kvferry.model.files.safetensors_file import StoredTensor
+from kvferry.model.tensors import Shape, expert_prefix
+
+_STACKED = re.compile(r"^(.*)mlp\.experts\.(gate_up_proj|down_proj)(_bias)?$")
+OUTPUTS: Mapping[str, Mapping[str, slice]] = {
+    "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
+    "down_proj": {"down_proj": slice(None)},
+}
+"""Outputs of each projection in a stacked tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """A tensor of one expert, which is part of a stacked tensor."""
+
+    stack: StoredTensor
+    expert: int
+    outputs: slice
+    is_transposed: bool
+    """Whether the stack has [inputs, outputs] instead of [outputs, ..]."""
+
+    @property
+    def dtype(self) -> str:
+        """Type of the values, as in the file."""
+        return self.stack.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Shape as a tensor of one expert: [outputs, inputs] or [outputs]."""
+        inner = self.stack.shape[1:]
+        if self.is_transposed:
+            inner = inner[::-1]
+        return (len(range(*self.outputs.indices(inner[0]))), *inner[1:])
+
+    def raw(self) -> npt.NDArray[np.generic]:
+        """Return the values in C order; types that numpy lacks are integers of the same size."""
+        found = self.stack.raw()[self.expert]
+        return np.ascontiguousarray((found.T if self.is_transposed else found)[self.outputs])
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """Read the values as float32."""
+        raw = self.raw()
+        if self.dtype == "BF16":
+            return (raw.astype(np.uint32) << 16).view(np.float32)
+        return raw.astype(np.float32, copy=False)
+
+
+def split_experts(
+    tensors: Mapping[str, StoredTensor], experts: Experts
+) -> tuple[dict[str, StoredTensor], dict[str, ExpertTensor]]:
+    """Return the tensors that are not stacked, and those of each expert by their names. A stack for another number of
+    experts, or with another number of dimensions, is left for the shape check.
+
+    Args:
+        tensors: tensors of the files by name.
+        experts: the model's experts.
+    """
+    plain: dict[str, StoredTensor] = {}
+    found: dict[str, ExpertTensor] = {}
+    for name, stored in tensors.items():
+        match = _STACKED.match(name)
+        dimensions = 2 if match and match[3] else 3
+        if match is None or len(stored.shape) != dimensions or stored.shape[0] != experts.count:
+            plain[name] = stored
+            continue
+        last = "bias" if match[3] else "weight"
+        for index in range(experts.count):
+            for projection, outputs in OUTPUTS[match[2]].items():
+                found[f"{match[1]}{expert_prefix(index)}{projection}.{last}"] = ExpertTensor(
+                    stored, index, outputs, is_transposed=not match[3]
+                )
+    return plain, found

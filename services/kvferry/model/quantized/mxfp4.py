@@ -1,0 +1,137 @@
+"""MXFP4 experts of gpt-oss (Rouhani et al., Microscaling Data Formats for Deep Learning, 2023, sections 3 and 4).
+
+All experts of a layer are one module with tensors `*_blocks` [experts, outputs, inputs / 32, 16] and `*_scales`
+[experts, outputs, inputs / 32]. A byte of a block has two e2m1 values, the first in the lower bits; a scale s is
+2^(s - 127), in e8m0. The outputs of gate and up alternate. value = scale * e2m1.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.model.families.config_fields import ConfigFields
+from kvferry.model.files.safetensors_file import StoredTensor
+from kvferry.model.files.stacked_experts import OUTPUTS
+from kvferry.model.quantized.method import Method
+from kvferry.model.quantized.names import name_list
+from kvferry.model.quantized.packed_words import Parts
+from kvferry.model.quantized.representation import BLOCK, Choice, Kept, QuantizedMatrix
+from kvferry.model.tensors import Shape, Stored
+
+Floats = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.uint8]
+
+TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the value of each of the 16 codes of e2m1: sign, 2 bits of exponent with bias 1, 1 bit of mantissa."""
+_HALF_BIAS = 128
+"""Bias of the exponent of half a scale, by which `TWICE` is multiplied."""
+_MOST = 252
+"""Largest scale whose products are in the range of float32; 255 is NaN."""
+_LEAST_HALF, _MOST_HALF = _HALF_BIAS - 24, _HALF_BIAS + 15
+"""Scales whose halves are float16: from the smallest subnormal to the largest power of two."""
+_SCHEME = "MXFP4"
+_UNEVEN = "e2m1 values are not evenly spaced"
+
+
+def read_mxfp4(fields: ConfigFields) -> Method:
+    """Read the fields of `quantization_config`.
+
+    Raises:
+        ModelFileError: a field has a value that is not supported.
+    """
+    if fields.flag("dequantize"):
+        fields.refuse("dequantize", "remove the field: weights are dequantized where the kernels need it")
+    skipped = tuple(name.split(".") for name in name_list(fields, "modules_to_not_convert"))
+    parts = frozenset(f"{stack}_{kind}" for stack in OUTPUTS for kind in ("blocks", "scales"))
+    return Method("mxfp4", parts, read_many=_read, is_excluded=lambda module: _is_named(skipped, module.split(".")))
+
+
+def _is_named(names: tuple[list[str], ...], module: list[str]) -> bool:
+    """Return whether a name is the start of a module's name, part by part; `*` is any part."""
+    return any(
+        len(name) <= len(module) and all(a in ("*", b) for a, b in zip(name, module, strict=False)) for name in names
+    )
+
+
+def _read(parts: Parts) -> Mapping[str, QuantizedMatrix]:
+    """Describe the matrices of all experts of a layer.
+
+    Raises:
+        ModelFileError: a tensor is missing, has a wrong type or shape, or a scale is NaN or too large.
+    """
+    found: dict[str, QuantizedMatrix] = {}
+    for stack, projections in OUTPUTS.items():
+        blocks = parts.take(f"{stack}_blocks", ("U8",), dimensions=4)
+        if blocks.shape[3] != BLOCK // 2:
+            raise parts.damaged(f"has {stack}_blocks with {blocks.shape[3]} bytes per block instead of {BLOCK // 2}")
+        scales = parts.take(f"{stack}_scales", ("U8",), blocks.shape[:3])
+        largest = int(np.max(scales.raw()))
+        if largest > _MOST:
+            raise parts.damaged(
+                f"has {stack}_scales with a scale of {largest}"
+                f" ({'NaN' if largest == 255 else f'2^{largest - 127}'}); at most {_MOST} is possible in float32,"
+            )
+        outputs, inputs = blocks.shape[1], blocks.shape[2] * BLOCK
+        for expert in range(blocks.shape[0]):
+            for projection, span in projections.items():
+                shape = (len(range(*span.indices(outputs))), inputs)
+                found[f"{expert}.{projection}.weight"] = Mxfp4Matrix(shape, blocks, scales, expert, span)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Matrix:
+    """A projection of one expert; see the module."""
+
+    shape: Shape
+    blocks: StoredTensor
+    scales: StoredTensor
+    expert: int
+    outputs: slice
+
+    def rows(self, first: int, count: int) -> "Mxfp4Matrix":
+        """See `QuantizedMatrix.rows`."""
+        begin, _, step = self.outputs.indices(self.blocks.shape[1])
+        span = slice(begin + first * step, begin + (first + count) * step, step)
+        return replace(self, shape=(count, self.shape[1]), outputs=span)
+
+    @functools.cached_property
+    def choice(self) -> Choice:
+        """See `QuantizedMatrix.choice`."""
+        scales = self._scales()
+        passed = ((Kept.CODES4, _UNEVEN), (Kept.CODES4_WIDE, _UNEVEN))
+        if int(scales.min()) >= _LEAST_HALF and int(scales.max()) <= _MOST_HALF:
+            return Choice(Kept.CODES8, _SCHEME, passed)
+        return Choice(Kept.CODES8_WIDE, _SCHEME, (*passed, (Kept.CODES8, "scales are not float16")))
+
+    def _scales(self) -> Codes:
+        """Return the scales of the matrix, [outputs, inputs / 32]."""
+        found: Codes = self.scales.raw()[self.expert].view(np.uint8)[self.outputs]
+        return found
+
+    def _codes(self) -> npt.NDArray[np.int8]:
+        """Return twice the e2m1 values, [outputs, inputs / 32, 32]."""
+        packed = self.blocks.raw()[self.expert].view(np.uint8)[self.outputs]
+        codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:2], BLOCK)
+        twice: npt.NDArray[np.int8] = TWICE[codes]
+        return twice
+
+    def _halves(self) -> Floats:
+        """Return half of each scale, [outputs, inputs / 32, 1]."""
+        return np.ldexp(np.float32(1), self._scales().astype(np.int32) - _HALF_BIAS)[..., None]
+
+    def values(self) -> Floats:
+        """See `QuantizedMatrix.values`."""
+        return (self._codes() * self._halves()).reshape(self.shape)
+
+    def stored(self) -> Stored:
+        """See `QuantizedMatrix.stored`."""
+        return Stored.later(self.choice.kept.type_id, self._rows, self.shape[0])
+
+    def _rows(self) -> Codes:
+        kind = "<f2" if self.choice.kept is Kept.CODES8 else "<f4"
+        scales = np.ascontiguousarray(self._halves().astype(kind)).view(np.uint8)
+        return np.concatenate((scales, self._codes().view(np.uint8)), axis=-1).reshape(-1)
