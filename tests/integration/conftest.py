@@ -14,7 +14,7 @@ def smollm() -> ModelSource:
     return open_model("smollm2-135m-instruct")
 
 
-@pytest.fixture(scope="session", params=["compiled", "torch"])
+@pytest.fixture(scope="session", params=["compiled", pytest.param("torch", marks=pytest.mark.long)])
 def runner(request: pytest.FixtureRequest, smollm: ModelSource) -> Runner:
     """Float32, pages of 16 tokens, room for 12,800; by either kind of kernels."""
     model = build_model(smollm.config, smollm.tensors, dtype="float32", kernels=request.param)
