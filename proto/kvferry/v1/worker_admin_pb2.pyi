@@ -53,7 +53,9 @@ Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
 
 @_typing.final
 class ProfilePart(_message.Message):
-    """Two documents in parts, to be joined in order: first all of the trace, then all of the log."""
+    """Two documents in parts, to be joined in order: first all of the trace, then all of the log. While steps are recorded,
+    empty parts are sent.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

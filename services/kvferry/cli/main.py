@@ -17,13 +17,13 @@ _COMMANDS = {
     "operator": ("kvferry.cli.commands.operator", "Reconcile InferencePools in Kubernetes, and preview a rollout."),
     "bench": ("kvferry.cli.commands.bench", "Measure performance and compare it with bounds."),
     "simulate": (
-        "kvferry.cli.commands.simulate",
+        "kvferry.cli.simulating.simulate",
         "Simulate a fleet under a workload: the real decisions in virtual time.",
     ),
-    "plan": ("kvferry.cli.commands.plan", "Find the fewest workers for several loads, in the simulator."),
-    "tune": ("kvferry.cli.commands.tune", "Search for settings of a fleet with higher goodput, in the simulator."),
+    "plan": ("kvferry.cli.simulating.plan", "Find the fewest workers for several loads, in the simulator."),
+    "tune": ("kvferry.cli.simulating.tune", "Search for settings of a fleet with higher goodput, in the simulator."),
     "profile": (
-        "kvferry.cli.commands.profile",
+        "kvferry.cli.commands.profile_steps",
         "Record the steps of an engine as a picture and a log, and replay them.",
     ),
     "doctor": ("kvferry.cli.commands.doctor", "Inspect and measure this machine, or inspect a cluster."),

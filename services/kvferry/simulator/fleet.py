@@ -6,6 +6,7 @@ Pools share nothing, so that several of them can be simulated in different proce
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 
 from kvferry.core.errors import InvariantBroken
 from kvferry.core.hashing import BlockNamer, BlockNamers
@@ -18,6 +19,7 @@ from kvferry.simulator.measures import Measures
 from kvferry.simulator.members import Member, candidate_of, feed_of
 from kvferry.simulator.requests.demand import SimRequest
 from kvferry.simulator.runs import GatewaySettings
+from kvferry.simulator.worker.cores import SharedCores
 from kvferry.simulator.worker.device import DeviceProfile, LinkProfile
 from kvferry.simulator.worker.handoff import Links, Loader, OfferDesk, TransferCounts
 from kvferry.simulator.worker.jobs import ReplicaCounts, ReplicaSettings
@@ -38,6 +40,8 @@ class RoleSpec:
     engine: ReplicaSettings
     start_at: float = 0.0
     """Time at which the workers accept requests, seconds."""
+    jitter: tuple[float, ...] = ()
+    """Factors of the duration of steps, drawn with equal probability; empty: steps take what the device says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class PoolSpec:
     link: LinkProfile = LinkProfile()  # noqa: RUF009  frozen
     gateway: GatewaySettings = GatewaySettings()  # noqa: RUF009  frozen
     failures: tuple[Failure, ...] = ()
+    cores: float | None = None
+    """Processor cores that all workers share; `None` if each worker has its own device."""
 
 
 @dataclass(slots=True)
@@ -118,6 +124,7 @@ class Pool:
         self._namers = BlockNamers(b"simulator")
         self.gateway = Gateway(self.clock, spec.gateway, self._namers, policy)
         self._links = Links(spec.link)
+        self._cores = None if spec.cores is None else SharedCores(self.clock, spec.cores)
         self._desks: dict[str, OfferDesk] = {}
         self._transfers = TransferCounts()
         self._left: list[Member] = []
@@ -193,8 +200,9 @@ class Pool:
         if gateway.settings.has_map:
             feed = feed_of(clock, gateway.cache_map, name, incarnation, gateway.settings.latency)
         replica = Replica(
-            clock, engine, role.device, gateway, self._namer(name, engine.block_tokens), loader=loader, on_changes=feed
-        )
+            clock, engine, role.device, gateway, self._namer(name, engine.block_tokens), loader=loader, on_changes=feed,
+            cores=self._cores, jitter=_jitter(role, incarnation, gateway.settings.seed),
+        )  # fmt: skip
         loader.replica = replica
         desk = self._desks[incarnation] = OfferDesk(clock, incarnation, replica, OfferTimes())
         candidate = candidate_of(name, engine.block_tokens)
@@ -216,3 +224,10 @@ class Pool:
         self._left.append(member)
         self.clock.after(failure.restart_seconds, partial(self._start, role, name))
         self.gateway.lose(member, member.replica.stop())
+
+
+def _jitter(role: RoleSpec, name: str, seed: int) -> Callable[[], float] | None:
+    if not role.jitter:
+        return None
+    draw = Random(f"jitter {name} {seed}")  # noqa: S311  a simulation needs no secret numbers
+    return lambda: draw.choice(role.jitter)

@@ -74,6 +74,13 @@ class Tuned:
     score: Score
     changes: list[Change] = field(default_factory=list)
     simulations: int = 1
+    tried: list[tuple[FleetSpec, Score]] = field(default_factory=list)
+    """Every fleet that was simulated, the first one as it is in the file."""
+
+    def best(self, count: int) -> list[tuple[FleetSpec, Score]]:
+        """Return the file's fleet, and the `count` best others, the best first."""
+        others = sorted(self.tried[1:], key=lambda one: one[1], reverse=True)
+        return [*self.tried[:1], *others[:count]]
 
 
 Simulate = Callable[[FleetSpec], Score]
@@ -88,7 +95,7 @@ def tune(spec: FleetSpec, simulate: Simulate, *, most: int, on_try: Callable[[st
         on_try: called with the name and the value of each simulation.
     """
     base = simulate(spec)
-    found = Tuned(spec, base, base)
+    found = Tuned(spec, base, base, tried=[(spec, base)])
     while True:
         is_changed = False
         for name in _names(spec):
@@ -110,6 +117,7 @@ def _improve(found: Tuned, name: str, simulate: Simulate, most: int, on_try: Cal
             on_try(f"{name} = {value}")
             score = simulate(spec)
             found.simulations += 1
+            found.tried.append((spec, score))
             gain = score.gain_over(found.score)
             if gain >= LEAST_GAIN and (best is None or gain > best[0]):
                 best = gain, value, spec, score
@@ -181,13 +189,16 @@ def _role(spec: FleetSpec, name: str) -> Any:
     return next(role for role in spec.pool.roles if role.role == name)
 
 
-def fields_of(found: Tuned) -> str:
-    """Return the fields that the search has changed, as the tables of a fleet file."""
-    names = dict.fromkeys(change.name for change in found.changes)
+def differences(base: FleetSpec, spec: FleetSpec) -> dict[str, str]:
+    """Return the fields in which a fleet differs from the file's, with their values."""
+    return {name: _value(spec, name) for name in _names(base) if _value(spec, name) != _value(base, name)}
+
+
+def fields_of(base: FleetSpec, spec: FleetSpec) -> str:
+    """Return the fields in which a fleet differs from the file's, as the tables of a fleet file."""
     by_table: dict[str, list[str]] = {}
-    for name in names:
+    for name, value in differences(base, spec).items():
         table, _, field_name = name.partition(".")
-        value = _value(found.spec, name)
         if name == SPLIT:
             prefill, decode = value.split(":")
             by_table["# role"] = [f"# prefill: replicas = {prefill}", f"# decode: replicas = {decode}"]

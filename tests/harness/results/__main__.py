@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.results.page import page
 from harness.results.rows import Outcome, Row
 from harness.results.table import ROWS
+from kvferry.bench.serving.charts import page as picture
 from kvferry.core.clock import SystemClock
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,6 +36,7 @@ class Made:
             "id": row.source, "number": row.number, "claim": row.claim, "original": row.original,
             "ours": self.outcome.ours, "pass_line": row.pass_line, "passed": self.outcome.passed,
             "command": row.command, "why": self.outcome.why, "seconds": round(self.seconds, 1),
+            "picture": f"results/H{row.number}.svg" if self.outcome.picture else "",
         }  # fmt: skip
 
 
@@ -65,6 +67,10 @@ def main() -> None:
         begun = clock.monotonic()
         made = Made(row, row.run(), clock.monotonic() - begun)
         rows[row.number] = made.as_json()
+        if made.outcome.picture:
+            path = PAGE.parent / "results" / f"H{row.number}.svg"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(picture(f"H{row.number}: {row.claim}", made.outcome.picture), "utf-8")
         verdict = "pass" if made.outcome.passed else "MISS"
         print(f"{verdict}  H{row.number:<3} {row.source}: {made.outcome.ours} ({made.seconds:.0f} s)", file=sys.stderr)
     everything = [rows[row.number] for row in ROWS if row.number in rows]

@@ -6,15 +6,18 @@ _HEAD = """# Results of the papers, reproduced
 
 The design rests on claims of three sources: the PagedAttention paper (Kwon et al., SOSP 2023), the thesis on vLLM
 (Kwon, UC Berkeley, 2025) and the article "Inside vLLM" (2025). `make results` reproduces each with the code of this
-repository, on two cores and without a GPU, and writes this page and `build/results.json`;
+repository, on two cores and without a GPU, and writes this page, its pictures and `build/results.json`;
 `make results ARGS="--only H4"` reproduces one row. {passed} of {count} rows pass their line.
 
 ## Set-up
 
-Both sides of a comparison run in the [simulator](simulator.md): the production scheduler, block pool and prefix index
-on a virtual clock. A baseline changes one of their decisions (`services/kvferry/testing/baselines`): memory is reserved
-in contiguous chunks by a buddy allocator, for the context (Max), for the output rounded up to a power of two (Pow2) or
-for the true output (Oracle), as in the paper's section 6.1; or batches are static.
+Most rows run in the [simulator](simulator.md): production scheduler, block pool and prefix index on a virtual clock.
+Rows H15, H16, H29, H32 and H33 run engines; H21 to H24 measure times on a shared machine with two cores (AMD EPYC),
+H21 and H22 with both sides in turn, and H26 reads the rows of `make bench-steps`.
+
+A baseline changes a decision (`services/kvferry/testing/baselines`): memory is reserved in contiguous chunks by a buddy
+allocator, for the context (Max), for the output rounded up to a power of two (Pow2) or for the true output (Oracle), as
+in the paper's section 6.1; or batches are static.
 
 - *Device.* OPT-13B on an A100 with 12 GB of KV memory, 15,728 slots: 26 GFLOP per token at half of 312 TFLOP/s, 800 KiB
   of KV per token at 1.555 TB/s, and 32 ms per step. The last number is the only one that was fitted: to the published
@@ -34,8 +37,10 @@ for the true output (Oracle), as in the paper's section 6.1; or batches are stat
 _TAIL = """
 ## What the rows do not show
 
-- Step times are a model: effects of kernels (the cost of paged attention, block sizes in a kernel) are not in these
-  rows; [performance.md](performance.md) has measured times.
+- Step times of simulated rows are a model: effects of kernels (such as that of block sizes) are not in them;
+  [performance.md](performance.md) has measured times.
+- Claims on graph capture and on sharded models need GPUs, and those on swapping a design with swap space; they have no
+  row.
 - Rows run on one to three seeds; the table has medians. Differences of a few percent mean nothing.
 - Beams need the scores of a model and are not in these rows.
 """
@@ -48,6 +53,9 @@ def page(rows: Sequence[Mapping[str, object]]) -> str:
         verdict = "pass" if row["passed"] else "**miss**"
         cells = (f"H{row['number']}", row["id"], row["claim"], row["original"], row["ours"], row["pass_line"], verdict)
         lines.append("| " + " | ".join(map(str, cells)) + " |\n")
+    pictures = [f"![H{row['number']}]({row['picture']})\n" for row in rows if row.get("picture")]
+    if pictures:
+        lines += ["\n## Pictures\n\n", "\n".join(pictures)]
     notes = [f"- H{row['number']}: {row['why']}.\n" for row in rows if row["why"]]
     if notes:
         lines += ["\n## Notes\n\n", *map(_wrapped, notes)]

@@ -1,7 +1,9 @@
 """Rows of the table of results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from kvferry.bench.serving.charts import Panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +14,8 @@ class Outcome:
     passed: bool
     why: str = ""
     """Why the line was missed, or what the numbers do not show."""
+    picture: Sequence[Panel] = ()
+    """Curves, which are drawn to docs/results."""
 
 
 @dataclass(frozen=True, slots=True)

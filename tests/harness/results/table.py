@@ -1,6 +1,6 @@
 """All rows of the table of results."""
 
-from harness.results import capacity, fleets, memory, policies, sharing
+from harness.results import capacity, engines, fleets, host, memory, mixes, policies, sharing
 from harness.results.rows import Row
 
 _PAPER = "PagedAttention"
@@ -63,6 +63,14 @@ ROWS: tuple[Row, ...] = (
         memory.block_sizes,
     ),
     Row(
+        15, f"{_PAPER}, section 4", "Paging changes no output", "by design",
+        "all greedy tokens in float32 equal to a reference with whole sequences in one page", engines.same_outputs,
+    ),
+    Row(
+        16, f"{_THESIS}, table 4.1", "One scheduler expresses all features, in any combination", "by design",
+        "no token differs from a plain run in 300 drawn cases", engines.any_combination, is_fast=True,
+    ),
+    Row(
         17, f"{_THESIS}, section 4.4.3", "A preempted request continues after one pass",
         "one pass instead of one per token", "one step", policies.recovery, is_fast=True,
     ),
@@ -80,6 +88,30 @@ ROWS: tuple[Row, ...] = (
         "srtf and two-level above fcfs", policies.hit_rates,
     ),
     Row(
+        21, f"{_THESIS}, section 4.6", "The host's work takes over half of a short step; launching ahead hides it",
+        "over 50 % without care, steps below 10 ms", "launched ahead at most 5 % above the longer of the two",
+        host.hidden_work,
+    ),
+    Row(
+        22, f"{_THESIS}, section 4.6 (1 ms)", "A millisecond of host work costs a tenth of a step of 10 ms",
+        "10 %", "5 to 20 % slower without launching ahead, below 5 % with it", host.one_millisecond,
+    ),
+    Row(
+        23, f"{_THESIS}, section 4.6.2 (inputs)", "Preparing a step costs by changed, not by all requests",
+        "1 µs for each of 1,000 requests is 1 ms", "slope by changed requests; 1,000 within 10 % of 100", host.inputs,
+    ),
+    Row(
+        24, f"{_THESIS}, section 4.6.2", "Deltas of block tables are nearly free",
+        "62.5 million entries, 250 MB, for 1,000 requests of a million tokens",
+        "at a million entries a delta at least 100 times faster than writing all, and flat in the table's size",
+        host.table_deltas,
+    ),
+    Row(
+        26, f"{_THESIS}, section 2.1 (steps)", "The time of a step is flat until the device is saturated",
+        "about 300 tokens on an H100, 5 ms for 8 billion parameters",
+        "a knee is visible; reported for the CPU", host.step_times,
+    ),
+    Row(
         27, f"{_THESIS}, section 2.1", "Sizes of KV caches",
         "800 KB a token and 1.6 GB for OPT-13B; 400 KB, 40 GB and 12 ms for 100,000 tokens", "exact",
         memory.kv_sizes, is_fast=True,
@@ -87,6 +119,10 @@ ROWS: tuple[Row, ...] = (
     Row(
         28, "Inside vLLM, prefix caching", "Only the part after the cached blocks is computed", "example",
         "prompt less the full blocks of the common prefix", policies.suffix_only, is_fast=True,
+    ),
+    Row(
+        29, f"{_THESIS}, section 4.6.1", "Steps launched ahead delay the registration of output blocks by one step",
+        "one step", "at most one token later", engines.late_registration, is_fast=True,
     ),
     Row(
         30, "Inside vLLM, chunked prefill", "Chunks bound the time of a step", "no number",
@@ -97,7 +133,24 @@ ROWS: tuple[Row, ...] = (
         "lower p99 ITL than together, also in chunks; bytes moved are those of the prompts", fleets.disaggregation,
     ),
     Row(
+        32, "Inside vLLM, speculative decoding", "Drafts give several tokens a step and change no distribution",
+        "up to k + 1 tokens", "all tokens equal, more than one token a step", engines.speculation, is_fast=True,
+    ),
+    Row(
+        33, "Inside vLLM, guided decoding", "Masks of a grammar give valid outputs only", "by design",
+        "all outputs of random weights are valid", engines.constraints,
+    ),
+    Row(
         36, "Inside vLLM, load score", "Routing by load and by prefix beats taking turns", "no number",
         "least-loaded below round-robin in p99 TTFT; more hits and lower p99 TTFT by prefix", fleets.routing,
+    ),
+    Row(
+        37, "Inside vLLM, benchmarks", "A bench tool with modes latency, throughput and serve",
+        "32 in, 128 out, batch 8",
+        "same defaults", mixes.bench_defaults, is_fast=True,
+    ),
+    Row(
+        38, "Inside vLLM, disaggregation", "The numbers of prefill and decode workers can follow the mix of requests",
+        "no number", "goodput at least 90 % of the best fixed split's", mixes.followed_mix,
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from kvferry.cli.commands.profile import command
+from kvferry.cli.commands.profile_steps import command
 
 ENGINE = ["--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "4MiB"]
 

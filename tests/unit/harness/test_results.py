@@ -28,6 +28,14 @@ def test_the_page_shows_the_record() -> None:
     assert page([recorded()[row.number] for row in ROWS]) == PAGE.read_text("utf-8")
 
 
+def test_every_picture_is_there() -> None:
+    pictures = [str(row["picture"]) for row in recorded().values() if row["picture"]]
+    assert pictures
+    for name in pictures:
+        assert (PAGE.parent / name).read_text("utf-8").startswith("<svg")
+        assert f"]({name})" in PAGE.read_text("utf-8")
+
+
 @pytest.mark.parametrize("row", FAST, ids=lambda row: f"H{row.number}")
 def test_fast_rows_give_the_recorded_outcome_again(row: Row) -> None:
     outcome, kept = row.run(), recorded()[row.number]

@@ -9,7 +9,8 @@ from kvferry.bench.workload.lengths import LengthMix
 from kvferry.core.errors import InvariantBroken
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.gateway.cache_map.map_states import MapState
-from kvferry.simulator.fleet import Failure
+from kvferry.simulator.fleet import Failure, Pool
+from kvferry.simulator.requests.tokens import Tape
 
 ROLES = [{"both": 3}, {"prefill": 1, "decode": 2}]
 
@@ -47,6 +48,26 @@ def test_runs_of_decode_steps_give_the_times_of_single_steps(roles: dict[str, in
     single = seen(a_pool(demand, roles, engine=replace(engine, takes_runs=False)))
     assert runs.pop("ended") == pytest.approx(single.pop("ended"), rel=1e-12)
     assert runs == single
+
+
+@pytest.mark.parametrize("roles", ROLES)
+def test_workers_that_share_cores_are_slower_together_and_jitter_makes_tails(roles: dict[str, int]) -> None:
+    def results(**changes: object) -> list[float]:
+        pool = a_pool(a_demand(rate=60.0), roles)
+        specs = tuple(replace(role, jitter=changes.get("jitter", ())) for role in pool._spec.roles)
+        spec = replace(pool._spec, roles=specs, cores=changes.get("cores"))
+        again = Pool(spec, a_demand(rate=60.0).requests(Tape(3), 3))
+        measures = again.run().measures
+        assert measures.completed == 120
+        check_idle(again)
+        return [measures.itl.percentile(50), measures.itl.percentile(99), measures.ended_at]
+
+    alone, enough, shared = results(), results(cores=3.0), results(cores=1.0)
+    assert enough == pytest.approx(alone, rel=0.02)
+    assert shared[0] > 1.3 * alone[0]
+    jittered = results(jitter=(0.5, 1.0, 1.0, 1.0, 4.0))
+    assert jittered[1] > 1.5 * alone[1]
+    assert jittered == results(jitter=(0.5, 1.0, 1.0, 1.0, 4.0))
 
 
 def test_runs_are_taken_at_all() -> None:

@@ -49,7 +49,7 @@ def test_it_finds_a_known_optimum_and_names_the_changes() -> None:
         assert change.gain >= LEAST_GAIN
         product *= 1.0 + change.gain
     assert product == pytest.approx(found.score.goodput)
-    text = fields_of(found)
+    text = fields_of(a_spec(), found.spec)
     assert "[engine]\nmax_mixed_tokens = 128" in text
     assert "# prefill: replicas = 4" in text
 
@@ -70,7 +70,7 @@ def test_it_never_uses_more_simulations_and_never_gets_worse() -> None:
 def test_nothing_is_changed_for_less_than_the_least_gain() -> None:
     found = tune(a_spec(), lambda spec: Score(1.0 + 1e-6 * spec.pool.roles[0].replicas, 1.0), most=100)
     assert found.changes == []
-    assert fields_of(found) == ""
+    assert fields_of(a_spec(), found.spec) == ""
 
 
 def test_speed_decides_between_equal_goodputs_and_goodput_between_unequal_ones() -> None:

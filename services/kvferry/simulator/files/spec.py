@@ -86,8 +86,11 @@ def read_fleet(text: str, read: ReadText) -> FleetSpec:
     demand, trace, repeat = _demand(workload, tenants, read, pools)
     gateway = _gateway(top.table("gateway"), slo, link, tenants, seed)
     failures = _failures(top, roles)
+    machine = top.table("machine")
+    cores = machine.number("cores", 1.0, 0.01, 1e6) if "cores" in machine else None
+    machine.end()
     top.end()
-    return FleetSpec(seed, pools, PoolSpec(roles, link, gateway, failures), demand, trace, repeat, prices)
+    return FleetSpec(seed, pools, PoolSpec(roles, link, gateway, failures, cores), demand, trace, repeat, prices)
 
 
 def read_profile(text: str) -> DeviceProfile:
@@ -166,6 +169,7 @@ def _roles(top: Table, read: ReadText) -> tuple[tuple[RoleSpec, ...], dict[str, 
                 device=_device(table.table("device") if "device" in table else device.over(Table("", {})), read),
                 engine=_engine(table.table("engine").over(engine)),
                 start_at=table.number("start_at", 0.0, 0.0, _MOST_SECONDS),
+                jitter=table.numbers("jitter", 1000, 0.0, 1e3),
             )
         )
         prices[role] = table.number("price_per_hour", 0.0, 0.0, 1e6)

@@ -39,6 +39,16 @@ class Table:
             raise wrong(self.path(field), value, f"write a number from {least:g} to {most:g}")
         return float(value)
 
+    def numbers(self, field: str, count: int, least: float, most: float) -> tuple[float, ...]:
+        """Take a list of at most `count` numbers; an empty one if it is absent."""
+        value = self._take(field, [])
+        if not isinstance(value, list) or len(value) > count:
+            raise wrong(self.path(field), value, f"write a list of at most {count} numbers")
+        for one in value:
+            if isinstance(one, bool) or not isinstance(one, int | float) or not least <= one <= most:
+                raise wrong(self.path(field), one, f"write numbers from {least:g} to {most:g}")
+        return tuple(map(float, value))
+
     def whole(self, field: str, default: int, least: int, most: int) -> int:
         """Take a whole number; `default` if it is absent."""
         value = self._take(field, default)

@@ -45,6 +45,11 @@ def fit(measured: Sequence[Measured]) -> Fit:
     return Fit(DeviceProfile(**coefficients), len(measured), float(np.median(errors)), float(np.percentile(errors, 90)))
 
 
+def residuals(profile: DeviceProfile, measured: Sequence[Measured]) -> list[float]:
+    """Return measured by estimated seconds of each step, for the jitter of a role."""
+    return [seconds / profile.seconds(work) for work, seconds in measured]
+
+
 def _non_negative(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Solve rows @ x = 1 for x >= 0. Columns are scaled to equal norms first."""
     scale = np.linalg.norm(rows, axis=0)

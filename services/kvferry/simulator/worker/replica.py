@@ -29,6 +29,7 @@ from kvferry.kv.interface.connector import KvLoader, LoadOutcome
 from kvferry.kv.interface.tiering import KvMessage
 from kvferry.kv.pricing.price import PriceBook
 from kvferry.simulator.clock import VirtualClock
+from kvferry.simulator.worker.cores import SharedCores
 from kvferry.simulator.worker.decode_runs import DecodeRun, KnownDrafts, num_steps, plan_run
 from kvferry.simulator.worker.device import DeviceProfile, work_of
 from kvferry.simulator.worker.jobs import Job, Listener, ReplicaCounts, ReplicaSettings
@@ -66,6 +67,8 @@ class Replica:
         on_changes: Callable[[list[CacheChange]], None] | None = None,
         observer: Observer | None = None,
         make_scheduler: MakeScheduler | None = None,
+        cores: SharedCores | None = None,
+        jitter: Callable[[], float] | None = None,
     ) -> None:
         """
         Args:
@@ -73,10 +76,15 @@ class Replica:
             loader: fetches KV from other replicas.
             on_changes: called with the changes of the prefix index after each step.
             make_scheduler: creates the scheduler and its allocator, for baselines; default: the production ones.
+            cores: processor cores that it shares with other replicas; default: its own device.
+            jitter: returns a factor of each step's duration; default: 1.
         """
         self._clock, self.settings, self._profile = clock, settings, profile
         self._listener, self._namer, self._on_changes, self._observer = listener, namer, on_changes, observer
-        self._drafts = KnownDrafts() if settings.takes_runs and observer is None else None
+        self._cores, self._jitter = cores, jitter
+        # The duration of a step on shared cores depends on what the others do during it.
+        has_runs = settings.takes_runs and observer is None and cores is None and jitter is None
+        self._drafts = KnownDrafts() if has_runs else None
         self.scheduler = (make_scheduler or make_production_scheduler)(settings, self._drafts)
         self.allocator = self.scheduler.allocator
         self._prices = PriceBook(settings.load_policy)
@@ -209,8 +217,13 @@ class Replica:
         if not plan.scheduled:
             return
         seconds = self._profile.seconds(work_of(plan.scheduled))
+        if self._jitter is not None:
+            seconds *= self._jitter()
         self._is_busy = True
-        self._clock.after(seconds, partial(self._end, plan, seconds))
+        if self._cores is None:
+            self._clock.after(seconds, partial(self._end, plan, seconds))
+        else:
+            self._cores.run(seconds, partial(self._end, plan))
 
     def _add(self, job: Job) -> None:
         sequence = EngineSequence(

@@ -16,6 +16,7 @@ from kvferry.workers.context import WorkerContext
 
 _MAX_SECONDS = 600.0
 _PART_BYTES = 1 << 18
+_ALIVE_SECONDS = 5.0
 
 
 class Profiling:
@@ -36,12 +37,16 @@ class Profiling:
         if self._is_recording:
             raise Overloaded("another call records this engine's steps", retry_after_seconds=1.0)
         self._is_recording = True
+        task = asyncio.create_task(self._record(request), name="profile")
         try:
-            recording = await self._record(request)
-            parts = iter(_parts(recording))
+            while not (await asyncio.wait({task}, timeout=_ALIVE_SECONDS))[0]:
+                yield worker_admin_pb2.ProfilePart()  # gRPC closes a connection on which only pings arrive
+            parts = iter(_parts(task.result()))
             while (part := await asyncio.to_thread(next, parts, None)) is not None:
                 yield part
         finally:
+            task.cancel()
+            await asyncio.wait({task})
             self._is_recording = False
 
     async def _record(self, request: worker_admin_pb2.ProfileRequest) -> Recording:

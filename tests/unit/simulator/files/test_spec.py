@@ -72,6 +72,8 @@ def test_the_smallest_file_runs() -> None:
         ("", "[[failure]]\nrole = 'decode'", "failure.0.role is 'decode'", "both"),
         ("", "[[failure]]\nindex = 1", "failure.0.index is 1", "from 0 to 0"),
         ("", "[[role]]\nrole = 'both'", "role is", "once"),
+        ("", "[machine]\ncores = 0", "machine.cores is 0", "number from"),
+        ("", "[machine]\ncpus = 2", "machine.cpus is 2", "remove it"),
     ],
 )
 def test_an_invalid_field_is_named_with_its_value_and_a_remedy(table: str, line: str, field: str, remedy: str) -> None:
@@ -124,6 +126,15 @@ def test_a_report_of_a_fleet_whose_worker_is_lost_at_the_end() -> None:
     found = as_json(spec, simulate_pool(spec, 0))
     assert found["roles"]["both"]["replicas"] == 1
     assert found["requests"] == 30
+
+
+def test_cores_and_jitter_are_read() -> None:
+    text = "[[role]]\nreplicas = 2\njitter = [0.5, 2]\n[device]\nstep_ms = 1\n[machine]\ncores = 1.5\n"
+    pool = read_fleet(text, no_files).pool
+    assert (pool.cores, pool.roles[0].jitter) == (1.5, (0.5, 2.0))
+    for wrong in ("3", "[-1]", "[true]", "['x']"):
+        with pytest.raises(UsageError, match="jitter"):
+            read_fleet(text.replace("[0.5, 2]", wrong), no_files)
 
 
 def test_traces_and_profiles_are_read_by_name() -> None:

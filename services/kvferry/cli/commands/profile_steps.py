@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvferry.cli import settings
-from kvferry.cli.commands.simulate import JSON_FILE, write_json
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
+from kvferry.cli.simulating.simulate import JSON_FILE, write_json
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from kvferry.cli.commands.simulate import JSON_FILE, read_fleet_with_slo, write_json
 from kvferry.cli.options import EXIT_FAILED, reported
+from kvferry.cli.simulating.simulate import JSON_FILE, read_fleet_with_slo, write_json
 from kvferry.core.errors import UsageError
 
 _MAX_RATES = 32

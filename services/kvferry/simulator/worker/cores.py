@@ -1,0 +1,75 @@
+"""Processor cores that several workers share: a step slows down while more workers compute than there are cores.
+
+    speed of each busy worker = min(1, cores / busy workers)
+
+The kernel shares cores evenly among threads of equal weight. A worker counts as one thread.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from kvferry.core.errors import UsageError
+from kvferry.simulator.clock import VirtualClock
+
+Done = Callable[[float], None]
+"""Called at the end of a piece of work, with the seconds that it took."""
+_EPSILON = 1e-12
+
+
+class SharedCores:
+    """Cores on a virtual clock."""
+
+    def __init__(self, clock: VirtualClock, cores: float) -> None:
+        """
+        Raises:
+            UsageError: the number is not positive.
+        """
+        if not 0.0 < cores <= 1e6:
+            raise UsageError(f"machine.cores is {cores}; it must be above 0 and at most 1e6", field="machine.cores")
+        self._clock, self._cores = clock, cores
+        self._left: dict[int, float] = {}
+        """Seconds of work that each piece would still take alone."""
+        self._begun: dict[int, tuple[float, Done]] = {}
+        self._number = self._change = 0
+        self._at = clock.now
+
+    def run(self, seconds: float, done: Done) -> None:
+        """Begin a piece of work that takes `seconds` alone."""
+        self._advance()
+        self._number += 1
+        self._left[self._number] = seconds
+        self._begun[self._number] = (self._clock.now, done)
+        self._plan()
+
+    @property
+    def _speed(self) -> float:
+        return min(1.0, self._cores / len(self._left)) if self._left else 1.0
+
+    def _advance(self) -> None:
+        """Count the work since the last change."""
+        done = (self._clock.now - self._at) * self._speed
+        self._at = self._clock.now
+        if done > 0.0:
+            for number in self._left:
+                self._left[number] -= done
+
+    def _plan(self) -> None:
+        """Plan the end of the piece that ends first, if nothing changes before."""
+        self._change += 1
+        if self._left:
+            first = max(0.0, min(self._left.values())) / self._speed
+            self._clock.after(first, partial(self._end, self._change))
+
+    def _end(self, change: int) -> None:
+        if change != self._change:
+            return
+        self._advance()
+        # The first one has ended, whatever rounding has left of it.
+        least = max(_EPSILON, min(self._left.values()))
+        ended = [number for number, left in self._left.items() if left <= least]
+        for number in ended:
+            del self._left[number]
+        self._plan()
+        for number in ended:
+            begun, done = self._begun.pop(number)
+            done(self._clock.now - begun)
