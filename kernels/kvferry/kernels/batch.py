@@ -68,6 +68,16 @@ class AttentionRules:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LatentUp:
+    """Projections of latent vectors to keys and values."""
+
+    keys: torch.Tensor
+    """[H, plain, rank]: the values of keys that are not rotated."""
+    values: torch.Tensor
+    """[H, value, rank]"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LowRankWeights:
     """Update of some outputs of a projection: y += (x A^T) B^T (Hu et al., LoRA, 2021)."""
 

@@ -11,7 +11,8 @@ is used (`engine/run/sampler.py`).
 
 Shapes: T rows, H query heads, K key-value heads (H a multiple of K), D values per head, B tokens per page, R rows of
 logits, V the vocabulary. Pages are `[pages, layers, 2, K, B, D]`, keys before values, so that a page with all its
-layers is one range of memory. Contracts are written as (arguments) -> result.
+layers is one range of memory; those of models with latent attention are `[pages, layers, 1, 1, B, D]`. Contracts are
+written as (arguments) -> result.
 """
 
 import importlib
@@ -26,6 +27,7 @@ from kvferry.kernels.batch import (
     AttentionBatch,
     AttentionRules,
     HeadNorms,
+    LatentUp,
     LowRankGroup,
     SharedPrefix,
     SingleRows,
@@ -104,6 +106,14 @@ class Ops:
     """Add the updates of adapters to a projection's outputs IN PLACE: (y [T, out], x [T, in], groups) -> `None`. For
     each group, the columns of its weights are updated in its rows; the rank-sized product is of at least float32.
     `None` if the family does not compute adapters."""
+
+    attend_latent: Callable[[torch.Tensor, LatentUp, torch.Tensor, int, AttentionPlan, float], torch.Tensor] | None = (
+        None
+    )
+    """Compute causal attention over pages of latent vectors, [pages, layers, 1, 1, B, rank + R]: (q [T, H, plain + R],
+    projections, pages, layer, plan, scale) -> [T, H * value]. A head's key is the projection of the first `rank` values
+    of a vector, followed by its last R values, which were rotated; its value is a projection of the first. `None` if
+    the family has no latent attention."""
 
     why_not: Callable[[torch.device], str | None] = _runs_anywhere
     """Map a device to the reason why this family cannot run on it, with a remedy; `None` if it can."""

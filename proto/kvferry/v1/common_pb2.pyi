@@ -589,6 +589,7 @@ class KvLayout(_message.Message):
     FIRST_KV_HEAD_FIELD_NUMBER: _builtins.int
     TOTAL_KV_HEADS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PLANES_FIELD_NUMBER: _builtins.int
     model_digest: _builtins.str
     dtype: _builtins.str
     """float32, bfloat16, float16, int8"""
@@ -603,6 +604,8 @@ class KvLayout(_message.Message):
     """of the model; 0: this worker holds all"""
     version: _builtins.int
     """of the byte order that no field describes"""
+    planes: _builtins.int
+    """vectors per token, layer and head: 0: key and value; 1: latent"""
     def __init__(
         self,
         *,
@@ -615,10 +618,11 @@ class KvLayout(_message.Message):
         first_kv_head: _builtins.int = ...,
         total_kv_heads: _builtins.int = ...,
         version: _builtins.int = ...,
+        planes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "first_kv_head", b"first_kv_head", "head_dim", b"head_dim", "model_digest", b"model_digest", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "total_kv_heads", b"total_kv_heads", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "first_kv_head", b"first_kv_head", "head_dim", b"head_dim", "model_digest", b"model_digest", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "planes", b"planes", "total_kv_heads", b"total_kv_heads", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

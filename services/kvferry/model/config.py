@@ -32,6 +32,37 @@ class LayerRope(Enum):
     NONE = "none"
 
 
+class Scoring(Enum):
+    """Scores of a router's outputs: softmax over all experts, or a sigmoid of each, to which a correction per expert is
+    added for the choice alone (DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.1.2)."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Latent attention (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1): pages have a vector of `rank` values per token,
+    of which keys and values of all heads are projections, and `rotated` values of the key that all heads share."""
+
+    rank: int
+    rotated: int
+    """Values of a head that are rotated, the last ones of queries and keys."""
+    plain: int
+    """Values of a query or key head that are not rotated."""
+    value: int
+    """Values of a value head."""
+    query_rank: int | None
+    """Size of the vector of which queries are projections; `None` if they are projections of the hidden state."""
+    is_interleaved: bool = True
+    """Whether the files have the values of a rotary pair next to each other, instead of half of `rotated` apart."""
+
+    @property
+    def width(self) -> int:
+        """Values per token and layer in the pages."""
+        return self.rank + self.rotated
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts instead of an MLP (Shazeer et al., Outrageously Large Neural Networks, 2017, section 2). A
@@ -51,6 +82,14 @@ class Experts:
     """Layers with an MLP instead."""
     has_biases: bool = False
     """Whether router and experts have biases (gpt-oss)."""
+    has_shared_gate: bool = True
+    """Whether the shared expert is weighed by its gate (Qwen 2-MoE), instead of by 1 (DeepSeek)."""
+    scoring: Scoring = Scoring.SOFTMAX
+    groups: int = 1
+    """Groups of experts of equal size, of which the best `active_groups` remain for the choice of a token."""
+    active_groups: int = 1
+    weight_scale: float = 1.0
+    """Factor of the weights of the active experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +161,8 @@ class ModelConfig:
     """Whether the output projection of attention has a bias (gpt-oss)."""
     experts: Experts | None = None
     """Experts of the layers; `None` for a dense model."""
+    latent: Latent | None = None
+    """Latent attention of all layers; then `head_dim` is that of queries and keys, and `num_kv_heads` has no effect."""
 
     def experts_of(self, layer: int) -> Experts | None:
         """Return the experts of a layer; `None` for an MLP."""

@@ -19,7 +19,7 @@ FEATURES = (
     "rope_scaling", "rotary_dim", "local_rope_theta", "unrotated_layers", "windows", "attention_scale",
     "attention_soft_cap", "logit_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "norm_placement",
     "norm_offset", "qk_norm_spans_heads", "activation", "swiglu_alpha", "swiglu_limit", "attention_sinks",
-    "output_bias", "experts",
+    "output_bias", "experts", "latent",
 )  # fmt: skip
 """Fields of `ModelConfig` in the digest."""
 

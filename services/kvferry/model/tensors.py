@@ -3,6 +3,7 @@
 For all file formats, names and shapes are those of Hugging Face checkpoints ([out, in] for projections).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.config import Experts, ModelConfig, NormPlacement
+from kvferry.model.config import Experts, Latent, ModelConfig, NormPlacement, Scoring
 
 Shape = tuple[int, ...]
 EMBEDDING = "model.embed_tokens.weight"
@@ -148,6 +149,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, q),
     }
+    if config.latent is not None:
+        layer = _latent_shapes(config.latent, config.num_heads, hidden)
     layer |= dict.fromkeys(layer_norms(config).names, (hidden,))
     if config.qkv_bias:
         layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
@@ -172,6 +175,23 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def _latent_shapes(latent: Latent, heads: int, hidden: int) -> dict[str, Shape]:
+    queries, at = heads * (latent.plain + latent.rotated), "self_attn."
+    shapes: dict[str, Shape] = {
+        f"{at}kv_a_proj_with_mqa.weight": (latent.width, hidden),
+        f"{at}kv_a_layernorm.weight": (latent.rank,),
+        f"{at}kv_b_proj.weight": (heads * (latent.plain + latent.value), latent.rank),
+        f"{at}o_proj.weight": (hidden, heads * latent.value),
+    }
+    if latent.query_rank is None:
+        return shapes | {f"{at}q_proj.weight": (queries, hidden)}
+    return shapes | {
+        f"{at}q_a_proj.weight": (latent.query_rank, hidden),
+        f"{at}q_a_layernorm.weight": (latent.query_rank,),
+        f"{at}q_b_proj.weight": (queries, latent.query_rank),
+    }
+
+
 def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
     return {
         f"{prefix}gate_proj.weight": (inner, hidden),
@@ -183,6 +203,8 @@ def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, Shape]:
 ROUTER = "mlp.gate.weight"
 """Weight of the router [experts, hidden], after the layer's prefix."""
 ROUTER_BIAS = "mlp.gate.bias"
+CORRECTION = "mlp.gate.e_score_correction_bias"
+"""Values added to the scores of experts for their choice, [experts]."""
 SHARED, SHARED_GATE = "mlp.shared_expert.", "mlp.shared_expert_gate.weight"
 """Prefix of the shared expert's tensors, and its gate [1, hidden]."""
 
@@ -201,8 +223,12 @@ def _expert_shapes(experts: Experts, hidden: int) -> dict[str, Shape]:
         if experts.has_biases:
             sizes = {"gate_proj": experts.intermediate_size, "up_proj": experts.intermediate_size, "down_proj": hidden}
             shapes |= {f"{expert_prefix(index)}{name}.bias": (size,) for name, size in sizes.items()}
+    if experts.scoring is Scoring.SIGMOID:
+        shapes[CORRECTION] = (experts.count,)
+    if experts.shared_size and experts.has_shared_gate:
+        shapes[SHARED_GATE] = (1, hidden)
     if experts.shared_size:
-        shapes |= {SHARED_GATE: (1, hidden)} | _mlp_shapes(SHARED, hidden, experts.shared_size)
+        shapes |= _mlp_shapes(SHARED, hidden, experts.shared_size)
     return shapes
 
 
@@ -210,6 +236,9 @@ def linear_weights(config: ModelConfig) -> int:
     """Return the number of weights in the projections of all layers that compute a token, without embedding and output
     head: of experts, only the active ones."""
     attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    if config.latent is not None:
+        shapes = _latent_shapes(config.latent, config.num_heads, config.hidden_size)
+        attention = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2) // config.hidden_size
     total = 0
     for index in range(config.num_layers):
         experts, inner = config.experts_of(index), 3 * config.intermediate_size

@@ -58,6 +58,9 @@ class Checkpoint:
                     value.copy_(torch.randn_like(value) * 1.5 / inputs**0.5)
                 else:
                     value.copy_(torch.randn_like(value) * 0.3)
+            for name, value in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    value.copy_(torch.randn_like(value) * 0.3)
         return model
 
     def write(self, folder: Path) -> Any:
@@ -109,6 +112,28 @@ GPT_OSS = {
     "swiglu_limit": 1.5,
     "rope_parameters": YARN | {"rope_theta": 150000.0, "truncate": False},
 }
+DEEPSEEK: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+}
+_SCALED = YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}
+DEEPSEEK_V2 = DEEPSEEK | {
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "rope_parameters": _SCALED,
+}
+DEEPSEEK_V3 = DEEPSEEK | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "rope_parameters": _SCALED}
 CHECKPOINTS = {
     "llama": Checkpoint("Llama", {"rope_parameters": LLAMA3}),
     "llama-linear": Checkpoint("Llama", {"rope_parameters": LINEAR, "tie_word_embeddings": True}),
@@ -159,6 +184,9 @@ CHECKPOINTS = {
         | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False, "mlp_only_layers": [1], "qkv_bias": True},
     ),
     "gpt_oss": Checkpoint("GptOss", GPT_OSS),
+    "deepseek_v2": Checkpoint("DeepseekV2", DEEPSEEK_V2),
+    "deepseek_v2-plain": Checkpoint("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": Checkpoint("DeepseekV3", DEEPSEEK_V3),
     "qwen3_moe": Checkpoint("Qwen3Moe", _EXPERTS | {"norm_topk_prob": True, "head_dim": 16, "decoder_sparse_step": 2}),
 }
 """By name, with the family's name up to a dash."""

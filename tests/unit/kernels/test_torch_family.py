@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.core.errors import UsageError
-from kvferry.kernels.batch import AttentionBatch
+from kvferry.kernels.batch import AttentionBatch, LatentUp
 from kvferry.kernels.ops import Ops, ops_for
+from kvferry.kernels.torch_family.latent import expands
 
 FAST = ops_for("cpu", "torch")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -131,6 +132,57 @@ def test_attention_equals_dense_causal_attention_for_any_placement_of_pages() ->
         FAST.write_kv(torch.stack((k[0], v[0])).permute(2, 0, 1, 3), pages, 0, slots)
         out = FAST.paged_attention(q[0].transpose(0, 1), pages, 0, FAST.plan_attention(batch, pages, 2), 0.25)
         torch.testing.assert_close(out, dense[0].transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(st.one_of(st.just(1), st.integers(1, 20)), st.sampled_from([0, 1, 7, 40, 300])),
+        min_size=1,
+        max_size=5,
+    ),
+    sizes=st.tuples(*[st.integers(1, 9)] * 4),
+    heads=st.integers(1, 3),
+    block_tokens=st.sampled_from([1, 4, 5, 16]),
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_latent_attention_absorbed_and_expanded(
+    shapes: list[tuple[int, int]],
+    sizes: tuple[int, int, int, int],
+    heads: int,
+    block_tokens: int,
+    seed: int,
+    dtype: torch.dtype,
+) -> None:
+    """Decode rows and chunks of all lengths; unused slots are NaN."""
+    plain, turned, value, rank = sizes
+    case = make_case(shapes, kv_heads=1, group=heads, head_dim=rank + turned, block_tokens=block_tokens, seed=seed)
+    case = case.poisoned()
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(len(case.q), heads, plain + turned, generator=generator)
+    keys, values = (torch.randn(heads, size, rank, generator=generator) for size in (plain, value))
+
+    def run(ops: Ops, cast: Cast) -> torch.Tensor:
+        assert ops.attend_latent is not None
+        pages = cast(case.pages[:, :, :1].contiguous())
+        batch = case.to(pages.device)
+        ops.write_kv(cast(case.kv[:, :1]), pages, 1, batch.slots)
+        plan = ops.plan_attention(batch, pages, heads)
+        return ops.attend_latent(cast(q), LatentUp(cast(keys), cast(values)), pages, 1, plan, 0.37)
+
+    assert_as_good_as_reference(run, dtype)
+
+
+@given(st.integers(1, 4000), st.integers(0, 4000))
+def test_a_whole_prompt_is_expanded_and_a_row_of_a_long_one_absorbed(queries: int, before: int) -> None:
+    def chosen(queries: int, context: int) -> bool:
+        return expands(queries, context, plain=128, turned=64, rank=512, value=128)
+
+    assert chosen(queries, queries)
+    assert not chosen(1, 2 + before)
+    if chosen(queries, queries + before):
+        assert chosen(queries + 1, queries + 1 + before)
 
 
 def test_an_unknown_family_is_refused_by_name() -> None:

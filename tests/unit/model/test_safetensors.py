@@ -137,7 +137,7 @@ def test_qwen_variants_are_recognised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "'DeepseekV3ForCausalLM', which is not supported"),
+        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM', which is not supported"),
         ({"architectures": None}, "architectures names None"),
         ({"architectures": [[]]}, "architectures names .., which is not supported"),
         ({"layer_types": 5}, "layer_types = 5"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, LowRankGroup, SharedPrefix, SingleRows
+from kvferry.kernels.batch import AttentionBatch, AttentionRules, LatentUp, LowRankGroup, SharedPrefix, SingleRows
 from kvferry.kernels.ops import AttentionPlan, DeviceOps, Linear, Ops
 from kvferry.kernels.reference import blocks, sampling
 from kvferry.kernels.unfused import place_qkv_of
@@ -110,6 +110,28 @@ def attend(
     return torch.cat(outputs)
 
 
+def attend_latent(
+    q: torch.Tensor, up: LatentUp, pages: torch.Tensor, layer: int, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    assert isinstance(plan, AttentionBatch)
+    rank, outputs, first = up.keys.shape[2], [], 0
+    for queries, context, table in zip(
+        plan.queries.tolist(), plan.contexts.tolist(), plan.block_tables.tolist(), strict=True
+    ):
+        places = torch.arange(context, device=q.device)
+        page = torch.as_tensor(table, device=q.device)[places // pages.shape[4]]
+        vectors = pages[page, layer, 0, 0, places % pages.shape[4]]  # [context, rank + R]
+        shared = vectors[:, None, rank:].expand(-1, q.shape[1], -1)
+        keys = torch.cat((torch.einsum("cr,hpr->chp", vectors[:, :rank], up.keys), shared), dim=-1)
+        values = torch.einsum("cr,hvr->chv", vectors[:, :rank], up.values)
+        scores = torch.einsum("qhd,chd->hqc", q[first : first + queries], keys) * scale
+        position = torch.arange(context - queries, context, device=q.device)[:, None]
+        weights = torch.softmax(scores.masked_fill(places[None, :] > position, -torch.inf), dim=-1)
+        outputs.append(torch.einsum("hqc,chd->qhd", weights, values).flatten(1))
+        first += queries
+    return torch.cat(outputs)
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return gate * torch.sigmoid(gate) * up
@@ -151,6 +173,7 @@ OPS = Ops(
     gelu_mul=gelu_mul,
     gather_rows=gather_rows,
     add_low_rank=add_low_rank,
+    attend_latent=attend_latent,
 )
 
 DEVICE_OPS = DeviceOps(

@@ -27,13 +27,13 @@ _MAX_STRETCH = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Group:
+class Group:
     """Sequences with one row each that share an attention call."""
 
     rows: torch.Tensor | None
     """[sequences]: indices of the sequences' rows; `None` for the whole batch, in order."""
     page_rows: torch.Tensor
-    """[2 * sequences * K * blocks]: indices of rows to gather from the pages viewed as [.., B * D], for layer 0."""
+    """[planes * sequences * K * blocks]: indices of rows to gather from the pages viewed as [.., B * D], layer 0."""
     shape: tuple[int, int]
     """(number of sequences, blocks of the longest sequence)."""
     context: int | None
@@ -60,7 +60,7 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
+class Chunk:
     """A sequence with several rows."""
 
     first: int
@@ -85,9 +85,11 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
-    groups: tuple[_Group, ...]
-    chunks: tuple[_Chunk, ...]
+class Plan:
+    """Plan of a step's attention."""
+
+    groups: tuple[Group, ...]
+    chunks: tuple[Chunk, ...]
 
 
 def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -> AttentionPlan:
@@ -103,7 +105,7 @@ def plan_attention(batch: AttentionBatch, pages: torch.Tensor, num_heads: int) -
         _plan_chunk(batch, pages, int(index), int(firsts[index]), int(blocks[index]))
         for index in np.flatnonzero(batch.queries > 1)
     )
-    return _Plan(groups, chunks)
+    return Plan(groups, chunks)
 
 
 def _alike(by_length: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
@@ -123,8 +125,8 @@ def _plan_group(
     members: npt.NDArray[np.int64],
     firsts: npt.NDArray[np.int64],
     blocks: npt.NDArray[np.int64],
-) -> _Group:
-    block_tokens, heads = pages.shape[4], pages.shape[3]
+) -> Group:
+    planes, heads, block_tokens = pages.shape[2:5]
     contexts = batch.contexts[members]
     longest = int(blocks[members].max())
     rows = _page_rows(batch.block_tables[members, :longest], pages)
@@ -132,30 +134,30 @@ def _plan_group(
     where = None if is_all else torch.from_numpy(firsts[members])
     shape = (len(members), longest)
     if int(contexts.min()) == int(contexts.max()):
-        return _Group(where, rows, shape, int(contexts[0]), None, None, contexts)
+        return Group(where, rows, shape, int(contexts[0]), None, None, contexts)
     outside = np.arange(longest * block_tokens) >= contexts[:, None]  # [sequences, blocks * B]
     mask = torch.zeros(outside.shape, dtype=pages.dtype).masked_fill_(torch.from_numpy(outside), -math.inf)
-    gathered = np.broadcast_to(outside[None, :, None, :], (2, len(members), heads, outside.shape[1]))
+    gathered = np.broadcast_to(outside[None, :, None, :], (planes, len(members), heads, outside.shape[1]))
     beyond = torch.from_numpy(np.flatnonzero(gathered))
-    return _Group(where, rows, shape, None, mask[:, None, None, :], beyond, contexts)
+    return Group(where, rows, shape, None, mask[:, None, None, :], beyond, contexts)
 
 
-def _plan_chunk(batch: AttentionBatch, pages: torch.Tensor, index: int, first: int, blocks: int) -> _Chunk:
+def _plan_chunk(batch: AttentionBatch, pages: torch.Tensor, index: int, first: int, blocks: int) -> Chunk:
     queries, context = int(batch.queries[index]), int(batch.contexts[index])
     rows = _page_rows(batch.block_tables[index : index + 1, :blocks], pages)
     mask = None
     if queries < context:
         seen = torch.ones(queries, context, dtype=torch.bool).tril_(context - queries)
         mask = torch.zeros(queries, context, dtype=pages.dtype).masked_fill_(~seen, -math.inf)
-    return _Chunk(first, queries, context, rows, mask)
+    return Chunk(first, queries, context, rows, mask)
 
 
 def _page_rows(table: npt.NDArray[np.int64], pages: torch.Tensor) -> torch.Tensor:
-    """Return the row indices into pages viewed as [pages * layers * 2 * K, B * D], in the order [2, sequences, K,
-    blocks], layer 0."""
-    _, layers, _, heads, _, _ = pages.shape
-    halves = np.arange(2)[:, None, None, None] * heads + np.arange(heads)[None, None, :, None]
-    return torch.from_numpy((table[None, :, None, :] * (layers * 2 * heads) + halves).reshape(-1))
+    """Return the row indices into pages viewed as [pages * layers * planes * K, B * D], in the order [planes,
+    sequences, K, blocks], layer 0. Planes are keys and values, or one of latent vectors."""
+    _, layers, planes, heads, _, _ = pages.shape
+    halves = np.arange(planes)[:, None, None, None] * heads + np.arange(heads)[None, None, :, None]
+    return torch.from_numpy((table[None, :, None, :] * (layers * planes * heads) + halves).reshape(-1))
 
 
 def paged_attention(
@@ -169,7 +171,7 @@ def attend(
     q: torch.Tensor, pages: torch.Tensor, layer: int, plan: AttentionPlan, rules: AttentionRules
 ) -> torch.Tensor:
     """See `Ops.attend`."""
-    assert isinstance(plan, _Plan)
+    assert isinstance(plan, Plan)
     num_rows, num_heads, head_dim = q.shape
     _, _, _, kv_heads, block_tokens, _ = pages.shape
     # The view starts at `layer`, so that row indices for layer 0 select rows of this layer.
@@ -196,7 +198,7 @@ def attend(
 
 
 def _attend_group(
-    q: torch.Tensor, stretch: torch.Tensor, group: _Group, kv_heads: int, rules: AttentionRules
+    q: torch.Tensor, stretch: torch.Tensor, group: Group, kv_heads: int, rules: AttentionRules
 ) -> torch.Tensor:
     """Compute the attention of a group: q [sequences, H, D] -> [sequences, H * D]."""
     sequences, num_heads, head_dim = q.shape

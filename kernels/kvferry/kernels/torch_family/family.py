@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from kvferry.kernels.batch import LowRankGroup
 from kvferry.kernels.ops import Linear, Ops
-from kvferry.kernels.torch_family import attention
+from kvferry.kernels.torch_family import attention, latent
 from kvferry.kernels.unfused import gelu_mul, place_qkv_of
 
 _PACKED_FOR_ROWS = 64  # oneDNN selects the layout by this value; others from 1 to 512 were measured equally fast
@@ -99,4 +99,5 @@ OPS = Ops(
     gelu_mul=gelu_mul,
     gather_rows=gather_rows,
     add_low_rank=add_low_rank,
+    attend_latent=latent.attend_latent,
 )

@@ -71,14 +71,8 @@ def inspect_model(model: str, dtype: str, block_tokens: int, *, as_json: bool) -
 def describe(source: ModelSource, dtype: str, block_tokens: int) -> dict[str, object]:
     """Return the values that `kvferry model inspect` prints, by field name."""
     config = source.config
-    layout = KvLayout(
-        model_digest=model_digest(source.digest, config, config.max_model_tokens),
-        dtype=dtype,
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_tokens=block_tokens,
-    )
+    digest = model_digest(source.digest, config, config.max_model_tokens)
+    layout = KvLayout.of(config, block_tokens=block_tokens, dtype=dtype, model_digest=digest)
     shapes = source.tensors.shapes()
     parameters = sum(math.prod(shape) for shape in shapes.values())
     return {

@@ -9,7 +9,7 @@ from kvferry.engine.models.compiled import CompiledTransformer
 from kvferry.engine.models.model import Model
 from kvferry.kernels import compiled
 from kvferry.kernels.families import FAMILIES, device_kind, family_for
-from kvferry.model.config import ModelConfig
+from kvferry.model.config import Experts, ModelConfig, Scoring
 from kvferry.model.features import features_in_use
 from kvferry.model.tensors import TensorSource
 
@@ -106,6 +106,12 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     if kernels not in KERNELS:
         raise UsageError(f"unknown kernels {kernels!r}; expected one of {', '.join(KERNELS)}", field="kernels")
     reason = "other kernels were requested" if kernels in FAMILIES else why_not_compiled(config, dtype, device)
+    if config.latent is not None and (device_kind(device) != "cpu" or kernels == "triton"):
+        raise UsageError(
+            f"latent attention of the family {config.architecture} is computed by the torch kernels on CPUs only; use"
+            " --device cpu and --kernels torch",
+            field="device" if device_kind(device) != "cpu" else "kernels",
+        )
     if config.experts is not None and device_kind(device) != "cpu":
         raise UsageError(
             f"mixtures of experts (experts of the family {config.architecture}) are computed on CPUs only, not on"
@@ -150,9 +156,17 @@ def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> st
         return "they were not built; installation needs a C++ compiler to build them"
     if dtype not in (FLOAT32, BFLOAT16, INT8):
         return f"their KV is float32, bfloat16 or int8, not {dtype}"
-    if config.head_dim % 16 or config.head_dim > 256:
-        return f"heads of {config.head_dim} values are not a multiple of 16 up to 256"
     lacking = [name for name in features_in_use(config) if name not in COMPILED_FEATURES]
     if lacking:
         return f"they do not implement {', '.join(lacking)} of the family {config.architecture}"
+    if config.experts is not None and not _is_compiled(config.experts):
+        return f"they do not route to experts as the family {config.architecture} does"
+    if config.head_dim % 16 or config.head_dim > 256:
+        return f"heads of {config.head_dim} values are not a multiple of 16 up to 256"
     return None
+
+
+def _is_compiled(experts: Experts) -> bool:
+    """Return whether the compiled kernels choose and weigh experts in this way."""
+    is_plain = experts.scoring is Scoring.SOFTMAX and experts.active_groups == experts.groups
+    return is_plain and experts.weight_scale == 1.0 and (experts.has_shared_gate or not experts.shared_size)

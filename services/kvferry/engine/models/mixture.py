@@ -5,21 +5,45 @@ from collections.abc import Callable
 import torch
 
 from kvferry.engine.models.weights import MixtureOfExperts
-from kvferry.model.config import Experts
+from kvferry.model.config import Experts, Scoring
+
+_LEAST_SUM = 1e-20
+"""Of the weights of active experts; sigmoids of very negative outputs may all be 0."""
 
 
-def choose_experts(logits: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_experts(
+    logits: torch.Tensor, experts: Experts, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each row.
 
     Args:
         logits: [T, experts], the router's outputs.
-        experts: how many are chosen, and whether their weights are renormalized.
+        experts: how many are chosen, of which groups, and how they are weighed.
+        correction: [experts], added to scores for the choice.
 
     Returns:
         (weights [T, active] float32, indices [T, active] int64).
     """
-    weights, chosen = torch.topk(torch.softmax(logits.float(), dim=-1), experts.active, dim=-1)
-    return weights / weights.sum(-1, keepdim=True) if experts.renormalizes else weights, chosen
+    wide = logits.float()
+    scores = torch.softmax(wide, dim=-1) if experts.scoring is Scoring.SOFTMAX else torch.sigmoid(wide)
+    marks = scores if correction is None else scores + correction
+    if experts.active_groups < experts.groups:
+        marks = _of_best_groups(marks, experts)
+    chosen = torch.topk(marks, experts.active, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.renormalizes:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+    return weights * experts.weight_scale, chosen
+
+
+def _of_best_groups(marks: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Replace the marks [T, experts] of experts outside the best groups by minus infinity. A group's mark is the
+    largest of its experts, or with a sigmoid the sum of its two largest."""
+    parts = marks.view(len(marks), experts.groups, -1)
+    best = parts.topk(2, dim=-1).values.sum(-1) if experts.scoring is Scoring.SIGMOID else parts.amax(-1)
+    groups = torch.topk(best, experts.active_groups, dim=-1).indices
+    is_out = torch.ones_like(best, dtype=torch.bool).scatter_(-1, groups, value=False)
+    return parts.masked_fill(is_out[..., None], float("-inf")).flatten(1)
 
 
 def mix(
@@ -36,7 +60,7 @@ def mix(
     Returns:
         [T, hidden]. A row's experts are added in the order of their indices, the shared expert last.
     """
-    weights, chosen = choose_experts(layer.router(x), experts)
+    weights, chosen = choose_experts(layer.router(x), experts, layer.correction)
     order = torch.argsort(chosen.flatten(), stable=True)  # pairs of row and place, by expert
     rows, shares = order // experts.active, weights.flatten()[order].to(x.dtype)
     counts = torch.bincount(chosen.flatten(), minlength=experts.count).tolist()
@@ -48,7 +72,7 @@ def mix(
             y = expert.down(multiply_gate(expert.gate_up(x[rows[at]])))
             out.index_add_(0, rows[at], y * shares[at, None])
             first += count
-    if layer.shared is not None and layer.shared_gate is not None:
+    if layer.shared is not None:
         y = layer.shared.down(multiply_gate(layer.shared.gate_up(x)))
-        out += torch.sigmoid(layer.shared_gate(x)) * y
+        out += y if layer.shared_gate is None else torch.sigmoid(layer.shared_gate(x)) * y
     return out

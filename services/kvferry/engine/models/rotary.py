@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 def inverse_frequencies(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -> Floats:
     """Return the rotary frequencies, [rotary_dim / 2], in radians per position."""
-    size = config.rotary_dim or config.head_dim
+    size = config.rotary_dim or _width(config)
     scaling, theta = config.rope_scaling, config.rope_theta
     if kind is LayerRope.LOCAL and config.local_rope_theta is not None:
         scaling, theta = None, config.local_rope_theta
@@ -39,8 +39,13 @@ def inverse_frequencies(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -
     return plain
 
 
+def _width(config: ModelConfig) -> int:
+    return config.head_dim if config.latent is None else config.latent.rotated
+
+
 def rotary_table(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -> tuple[Floats, Floats]:
-    """Return the cosines and signed sines of every position, each [max_model_tokens, head_dim].
+    """Return the cosines and signed sines of every position, each [max_model_tokens, head_dim], or with latent
+    attention [max_model_tokens, rotated].
 
     Both halves of a row hold the same angles; the first half of the sines is negated, as `Ops.rotate` expects. Values
     that are not rotated have angle zero: with a `rotary_dim` those at the end of each half, without rotary embedding
@@ -50,7 +55,7 @@ def rotary_table(config: ModelConfig, kind: LayerRope = LayerRope.FULL) -> tuple
         config: the model's configuration.
         kind: which of the model's rotary embeddings.
     """
-    shape = (config.max_model_tokens, config.head_dim)
+    shape = (config.max_model_tokens, _width(config))
     if kind is LayerRope.NONE:
         return np.broadcast_to(np.float32(1), shape), np.broadcast_to(np.float32(0), shape)
     positions = np.arange(config.max_model_tokens, dtype=np.float32)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.engine.models.latent import LatentWeights, Place, project
 from kvferry.engine.models.mixture import mix
 from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, Logits
 from kvferry.engine.models.rotary import rotary_table
@@ -145,6 +146,8 @@ class Transformer:
     @property
     def why_no_adapters(self) -> str | None:
         """See `model.Model.why_no_adapters`."""
+        if self.config.latent is not None:
+            return "adapters of models with latent attention are not implemented; merge them into the weights"
         if self.config.experts is not None:
             return EXPERTS_TAKE_NO_ADAPTERS
         if self.ops.add_low_rank is not None:
@@ -207,6 +210,10 @@ class Transformer:
     def attend(self, index: int, qkv: torch.Tensor, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Launch one layer's attention on the qkv returned by `enter` or `leave`; return [T, H * D]."""
         queries, rules = qkv[:, : self.config.num_heads], self._rules[index]
+        weights = self._weights.layers[index].qkv
+        if isinstance(weights, LatentWeights):
+            assert self.ops.attend_latent is not None
+            return self.ops.attend_latent(queries, weights.up, pages, index, plan, rules.scale)
         if rules.is_plain:
             return self.ops.paged_attention(queries, pages, index, plan, rules.scale)
         return self.ops.attend(queries, pages, index, plan, rules)
@@ -276,11 +283,15 @@ class Transformer:
 
     def _project(self, index: int, x: torch.Tensor, passage: ForwardState) -> torch.Tensor:
         config, layer = self.config, self._weights.layers[index]
+        cos, sin = passage.angles[self._ropes[index]]
+        if isinstance(layer.qkv, LatentWeights):
+            assert config.latent is not None
+            place = Place(passage.pages, index, passage.slots, cos, sin)
+            return project(x, layer.qkv, config.latent, config.num_heads, self.ops, place)
         flat = self._adapted(layer.qkv(x), x, index, QKV, passage)
         if layer.whole_norms is not None:
             self._norm_projections(flat, layer.whole_norms)
         qkv = flat.view(x.shape[0], config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        cos, sin = passage.angles[self._ropes[index]]
         self.ops.place_qkv(qkv, layer.head_norms, cos, sin, passage.pages, index, passage.slots)
         return qkv
 

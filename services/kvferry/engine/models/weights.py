@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from kvferry.core.errors import ModelFileError
+from kvferry.engine.models.latent import LatentWeights
 from kvferry.engine.models.random_tensors import RandomTensors
-from kvferry.kernels.batch import HeadNorms
+from kvferry.kernels.batch import HeadNorms, LatentUp
 from kvferry.kernels.ops import Linear, Ops
-from kvferry.model.config import ModelConfig
+from kvferry.model.config import Latent, ModelConfig, Scoring
 from kvferry.model.tensors import (
+    CORRECTION,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
@@ -45,7 +47,9 @@ class MixtureOfExperts:
     shared: Mlp | None
     """Expert of all rows."""
     shared_gate: Linear | None
-    """[T, hidden] to [T, 1]."""
+    """[T, hidden] to [T, 1]; `None` if the shared expert is not weighed."""
+    correction: torch.Tensor | None
+    """[experts] float32: added to scores for the choice of experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +58,8 @@ class LayerWeights:
     are [T, in]."""
 
     attention_norm: torch.Tensor | None
-    qkv: Linear
-    """[T, hidden] to [T, (H + 2 K) * D]: queries, keys, values."""
+    qkv: Linear | LatentWeights
+    """[T, hidden] to [T, (H + 2 K) * D]: queries, keys, values; or latent attention."""
     head_norms: HeadNorms | None
     """Norms of each query and key head."""
     whole_norms: HeadNorms | None
@@ -109,7 +113,9 @@ def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
 
     return LayerWeights(
         attention_norm=norm(norms.attention),
-        qkv=reader.linear(*(f"{attention}{x}_proj.weight" for x in "qkv"), bias=bias),
+        qkv=reader.linear(*(f"{attention}{x}_proj.weight" for x in "qkv"), bias=bias)
+        if config.latent is None
+        else _latent(reader, attention, config.num_heads, config.latent),
         head_norms=None if config.qk_norm_spans_heads else pair,
         whole_norms=pair if config.qk_norm_spans_heads else None,
         output=reader.linear(
@@ -120,6 +126,19 @@ def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
         mlp_norm=norm(norms.mlp),
         mlp=_mlp(reader, at + "mlp.") if config.experts_of(index) is None else _mixture(reader, config, at),
         mlp_output_norm=norm(norms.mlp_output),
+    )
+
+
+def _latent(reader: "_Reader", at: str, heads: int, latent: Latent) -> LatentWeights:
+    up = reader.tensor(at + "kv_b_proj.weight").view(heads, latent.plain + latent.value, latent.rank)
+    has_down = latent.query_rank is not None
+    return LatentWeights(
+        query_down=reader.linear(at + "q_a_proj.weight") if has_down else None,
+        query_norm=reader.tensor(at + "q_a_layernorm.weight") if has_down else None,
+        query=reader.linear(at + ("q_b_proj.weight" if has_down else "q_proj.weight")),
+        down=reader.linear(at + "kv_a_proj_with_mqa.weight"),
+        norm=reader.tensor(at + "kv_a_layernorm.weight"),
+        up=LatentUp(up[:, : latent.plain].contiguous(), up[:, latent.plain :].contiguous()),
     )
 
 
@@ -141,7 +160,8 @@ def _mixture(reader: "_Reader", config: ModelConfig, at: str) -> MixtureOfExpert
         reader.linear(at + ROUTER, bias=(at + ROUTER_BIAS,) if experts.has_biases else ()),
         tuple(_mlp(reader, at + expert_prefix(index), has_biases=experts.has_biases) for index in range(experts.count)),
         _mlp(reader, at + SHARED) if has_shared else None,
-        reader.linear(at + SHARED_GATE) if has_shared else None,
+        reader.linear(at + SHARED_GATE) if has_shared and experts.has_shared_gate else None,
+        reader.tensor(at + CORRECTION).float() if experts.scoring is Scoring.SIGMOID else None,
     )
 
 

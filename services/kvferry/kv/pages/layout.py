@@ -5,6 +5,9 @@ A page holds one block of tokens for all layers, so that it is one contiguous ra
     [layer][K, V][kv_head][token][head_dim]        one page, `block_bytes` long
     |------------------- block-major: page i starts at i * block_bytes -------------------|
 
+Models with latent attention have one vector per token and layer, of which keys and values are both computed
+(DeepSeek-AI, DeepSeek-V2, 2024, section 2.1): `planes` is then 1, and a page is [layer][token][vector].
+
 With int8, a head has [token][head_dim] codes, followed by [token] scales in float32, little-endian; a value is code *
 scale (`core.dtypes`).
 
@@ -15,7 +18,7 @@ change of the byte format changes the fingerprint; VERSION counts the changes th
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 
 from blake3 import blake3
 
@@ -29,8 +32,8 @@ _MAX_COUNT = 1 << 20
 _MAX_BLOCK_BYTES = 1 << 32
 
 Description = tuple[int | str, ...]
-"""A layout as plain values: VERSION, then the fields in order. The last two are included only if the pages have a part
-of the KV heads."""
+"""A layout as plain values: VERSION, then the fields in order. The two fields of the range of heads are included only
+if the pages have a part of the KV heads; then `planes` follows, if it is not 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,17 @@ class KvLayout:
     total_kv_heads: int | None = None
     """Number of KV heads of the model; `None` if the pages have all of them. A number equal to `num_kv_heads` is
     normalized to `None`."""
+    planes: int = 2
+    """Vectors per token, layer and KV head: key and value, or 1 latent vector."""
 
     def __post_init__(self) -> None:
         """Check the range of KV heads, and normalize `total_kv_heads`.
 
         Raises:
-            ValueError: the range exceeds the model's KV heads.
+            ValueError: the range exceeds the model's KV heads, or there are neither one nor two planes.
         """
+        if self.planes not in (1, 2):
+            raise ValueError(f"pages have 1 or 2 planes, not {self.planes}")
         total = self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
         if not 0 <= self.first_kv_head <= total - self.num_kv_heads:
             raise ValueError(
@@ -80,12 +87,15 @@ class KvLayout:
         """
         if block_tokens <= 0:
             raise UsageError(f"block_tokens must be positive, not {block_tokens}", field="block_tokens")
-        return cls(model_digest, dtype, config.num_layers, config.num_kv_heads, config.head_dim, block_tokens)
+        heads, dim, planes = config.num_kv_heads, config.head_dim, 2
+        if config.latent is not None:
+            heads, dim, planes = 1, config.latent.width, 1
+        return cls(model_digest, dtype, config.num_layers, heads, dim, block_tokens, planes=planes)
 
     @property
     def dims(self) -> tuple[int, int, int, int, int]:
-        """Shape of a page: (layers, 2, kv heads, block tokens, head dim)."""
-        return self.num_layers, 2, self.num_kv_heads, self.block_tokens, self.head_dim
+        """Shape of a page: (layers, planes, kv heads, block tokens, head dim)."""
+        return self.num_layers, self.planes, self.num_kv_heads, self.block_tokens, self.head_dim
 
     @property
     def heads(self) -> range:
@@ -94,8 +104,8 @@ class KvLayout:
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes per token, all layers: 2 x layers x kv heads x (head dim x element bytes + scale bytes)."""
-        return 2 * self.num_layers * self.num_kv_heads * row_bytes(self.dtype, self.head_dim)
+        """KV bytes per token, all layers: planes x layers x kv heads x (head dim x element bytes + scale bytes)."""
+        return self.planes * self.num_layers * self.num_kv_heads * row_bytes(self.dtype, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
@@ -113,7 +123,11 @@ class KvLayout:
         )
         if self.total_kv_heads is not None:
             text += f" first_kv_head={self.first_kv_head} total_kv_heads={self.total_kv_heads}"
-        return blake3(text.encode()).digest(length=16)
+        return blake3((text + self._planes_text).encode()).digest(length=16)
+
+    @property
+    def _planes_text(self) -> str:
+        return "" if self.planes == _PLANES else f" planes={self.planes}"
 
     @property
     def family(self) -> bytes:
@@ -123,18 +137,21 @@ class KvLayout:
             f"kvferry-kv-family v{VERSION} model={self.model_digest} layers={self.num_layers} "
             f"kv_heads={self.num_kv_heads} head_dim={self.head_dim} "
             f"first_kv_head={self.first_kv_head} total_kv_heads={self.total_kv_heads}"
+            f"{self._planes_text}"
         )
         return blake3(text.encode()).digest(length=16)
 
     @property
     def description(self) -> Description:
         """Layout as plain values, for messages; `described` parses it."""
-        whole = astuple(self)
-        return (VERSION, *(whole[:_SHARED] if self.total_kv_heads is None else whole))
+        *whole, planes = astuple(self)
+        shown = whole[:_SHARED] if self.total_kv_heads is None else whole
+        return (VERSION, *shown, *([] if planes == _PLANES else [planes]))
 
 
-_SHARED = len(fields(KvLayout)) - 2
-"""Number of fields in the description of a layout with all KV heads."""
+_PLANES = 2
+_SHARED = len(fields(KvLayout)) - 3
+"""Number of fields in the description of a layout with all KV heads and two planes."""
 
 
 def described(description: Sequence[object]) -> KvLayout:
@@ -144,11 +161,14 @@ def described(description: Sequence[object]) -> KvLayout:
         ValueError: the version differs, the number of fields is wrong, or a field is out of range.
     """
     version, *values = description or (0,)
-    if version != VERSION or len(values) not in {_SHARED, _SHARED + 2}:
+    if version != VERSION or not _SHARED <= len(values) <= _SHARED + 3:
         raise ValueError(
             f"unsupported layout: version {version!r} with {len(values)} fields; this worker reads version {VERSION}"
         )
     digest, dtype, *counts = values
+    planes = counts.pop() if len(values) in {_SHARED + 1, _SHARED + 3} else _PLANES
+    if planes not in (1, _PLANES):
+        raise ValueError(f"unsupported layout: planes={planes!r:.20}; it must be 1 or 2")
     if not isinstance(digest, str) or len(digest) > _MAX_DIGEST_CHARS or dtype not in DTYPES:
         raise ValueError(f"unsupported layout: dtype {dtype!r}; known are {', '.join(DTYPES)}")
     checked = [c for c in counts if isinstance(c, int) and 0 <= c <= _MAX_COUNT]
@@ -158,7 +178,7 @@ def described(description: Sequence[object]) -> KvLayout:
             + ", ".join(f"{f.name}={c!r:.20}" for f, c in zip(fields(KvLayout)[2:], counts, strict=False))
             + f"; each must be an integer from 1 to {_MAX_COUNT}, first_kv_head may be 0"
         )
-    made = KvLayout(digest, str(dtype), *checked)
+    made = replace(KvLayout(digest, str(dtype), *checked), planes=1 if planes == 1 else _PLANES)
     if made.block_bytes > _MAX_BLOCK_BYTES:
         raise ValueError(
             f"unsupported layout: pages of {made.block_bytes} bytes; at most {_MAX_BLOCK_BYTES} are accepted"

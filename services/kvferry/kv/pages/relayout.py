@@ -118,7 +118,7 @@ class Relayout:
             start = stop
 
     def _move(self, given: "_Values", wanted: "_Values") -> None:
-        """Copy values [layers, 2, heads, tokens, dim] to a target of the same shape, converting the dtype."""
+        """Copy values [layers, planes, heads, tokens, dim] to a target of the same shape, converting the dtype."""
         if self.source.dtype == self.target.dtype:
             wanted.numbers[...] = given.numbers
             if wanted.scales is not None:
@@ -132,7 +132,11 @@ class Relayout:
     @staticmethod
     def _view(pages: Pages, layout: KvLayout) -> "_Values":
         """Create a view of all pages as values and scales."""
-        outer, tokens, dim = (-1, layout.num_layers, 2, layout.num_kv_heads), layout.block_tokens, layout.head_dim
+        outer, tokens, dim = (
+            (-1, layout.num_layers, layout.planes, layout.num_kv_heads),
+            layout.block_tokens,
+            layout.head_dim,
+        )
         stored = _STORED[layout.dtype]
         if layout.dtype != "int8":
             return _Values(pages.view(stored).reshape(*outer, tokens, dim), None)
@@ -145,9 +149,9 @@ class _Values:
     """Writable views of KV values and scales in pages."""
 
     numbers: npt.NDArray[Any]
-    """Values [..., layers, 2, heads, tokens, dim]."""
+    """Values [..., layers, planes, heads, tokens, dim]."""
     scales: npt.NDArray[np.float32] | None
-    """Scales [..., layers, 2, heads, tokens]; `None` unless the dtype is int8."""
+    """Scales [..., layers, planes, heads, tokens]; `None` unless the dtype is int8."""
 
     def __getitem__(self, index: slice | tuple[int | slice, ...]) -> "_Values":
         return _Values(self.numbers[index], None if self.scales is None else self.scales[index])
@@ -185,6 +189,7 @@ _MUST_BE_EQUAL = {
     "model_digest": "prefill and decode must run the same model files",
     "num_layers": "prefill and decode must run the same model files",
     "head_dim": "prefill and decode must run the same model files",
+    "planes": "prefill and decode must run the same model files",
 }
 
 

@@ -32,6 +32,8 @@ class Family:
     """Fields that have no effect in the family's class, although they have in others."""
     has_fused_tensors: bool = False
     """Whether the files have `qkv_proj` and `gate_up_proj` instead of separate projections."""
+    ignores_further_layers: bool = False
+    """Whether tensors of layers beyond `num_hidden_layers`, which predict further tokens, are left out."""
     has_stacked_experts: bool = False
     """Whether the files have the experts of a layer as one tensor, with gate and up in alternating outputs."""
     renames: tuple[tuple[re.Pattern[str], str], ...] = ()

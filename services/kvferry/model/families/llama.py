@@ -1,7 +1,25 @@
-"""Llama 2 and 3.x, and models of the same class: SmolLM, SmolLM 2, TinyLlama, Yi and others."""
+"""Llama 2 and 3.x, SmolLM 1 and 2, to which all families are compared; Mistral, which has a sliding window in every
+layer unless `sliding_window` is null (Jiang et al., Mistral 7B, 2023)."""
 
-from kvferry.model.families.family import Family
+from dataclasses import replace
+
+from kvferry.model.config import ModelConfig
+from kvferry.model.families.config_fields import ConfigFields
+from kvferry.model.families.family import Family, windows_of
+
+
+def _adapt_mistral(fields: ConfigFields, llama: ModelConfig) -> ModelConfig:
+    window = fields.optional_whole("sliding_window")
+    return replace(llama, windows=windows_of(fields, llama, window, lambda _: True))
+
 
 LLAMA = Family(
     name="llama", title="Llama 2 and 3.x, SmolLM, SmolLM 2", architecture="LlamaForCausalLM", reads_gguf=True
+)
+MISTRAL = Family(
+    name="mistral",
+    title="Mistral, Mistral Nemo and Small (text)",
+    architecture="MistralForCausalLM",
+    adapt=_adapt_mistral,
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8},
 )

@@ -7,12 +7,12 @@ from types import MappingProxyType
 from kvferry.core.errors import ModelFileError
 from kvferry.model.config import ModelConfig
 from kvferry.model.families.config_fields import ConfigFields, Json, listed
+from kvferry.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from kvferry.model.families.family import Family
 from kvferry.model.families.gemma import GEMMA2, GEMMA3
 from kvferry.model.families.gpt_oss import GPT_OSS
 from kvferry.model.families.granite import GRANITE
-from kvferry.model.families.llama import LLAMA
-from kvferry.model.families.mistral import MISTRAL
+from kvferry.model.families.llama import LLAMA, MISTRAL
 from kvferry.model.families.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from kvferry.model.families.olmo2 import OLMO2
 from kvferry.model.families.phi3 import PHI3
@@ -41,6 +41,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             QWEN2_MOE,
             QWEN3_MOE,
             GPT_OSS,
+            DEEPSEEK_V2,
+            DEEPSEEK_V3,
         )
     }
 )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.config import ModelConfig
+from kvferry.model.config import Latent, ModelConfig
 from kvferry.model.families.config_fields import Json
 from kvferry.model.families.registry import family_of, read_config
 from kvferry.model.files.regular_file import read_file
@@ -24,6 +24,9 @@ from kvferry.model.tensors import BF16, F16, F32, HEAD, Shape, Stored, check_sha
 _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
 _ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.(?:weight|bias)|norm\.weight)$")
 """Tensors whose rows are values of queries or keys."""
+_LATENT_ROTATED = re.compile(r"self_attn\.(q|q_b|kv_a)_proj(?:_with_mqa)?\.weight$")
+"""The same with latent attention; the last values of each head, or of the latent vector, are rotated."""
+_LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 
 
 class SafetensorsModel:
@@ -73,7 +76,15 @@ class SafetensorsModel:
             self._matrices.pop(HEAD, None)
         # Old Llama checkpoints store the rotary frequencies, which are derived from the configuration.
         self._tensors = {n: t for n, t in self._tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+        if family.ignores_further_layers:
+            self._tensors = {n: t for n, t in self._tensors.items() if not self._is_further(n)}
+            self._matrices = {n: m for n, m in self._matrices.items() if not self._is_further(n)}
         check_shapes(self.config, self.shapes(), str(folder))
+
+    def _is_further(self, name: str) -> bool:
+        """Return whether a tensor belongs to a layer beyond those of the configuration."""
+        found = _LAYER.match(name)
+        return found is not None and int(found[1]) >= self.config.num_layers
 
     def shapes(self) -> Mapping[str, Shape]:
         """Return the shape of every tensor by name."""
@@ -97,6 +108,9 @@ class SafetensorsModel:
 
     def _order(self, name: str, rows: int) -> npt.NDArray[np.int64] | None:
         """Return the stored row of each row of a tensor; `None` if the rows are stored in order."""
+        if self.config.latent is not None:
+            part = _LATENT_ROTATED.search(name)
+            return None if part is None else pairs_apart(self.config.latent, rows, is_vector=part[1] == "kv_a")
         return rotated_first(self.config, rows) if _ROTATED.search(name) else None
 
     def stored(self, name: str) -> Stored:
@@ -166,6 +180,19 @@ def rotated_first(config: ModelConfig, rows: int) -> npt.NDArray[np.int64] | Non
         (np.arange(turned), plain[: half - turned], np.arange(turned, 2 * turned), plain[half - turned :])
     )
     order: npt.NDArray[np.int64] = (np.arange(0, rows, config.head_dim)[:, None] + head).reshape(-1)
+    return order
+
+
+def pairs_apart(latent: Latent, rows: int, *, is_vector: bool) -> npt.NDArray[np.int64] | None:
+    """Return the stored row of each row of a projection to the queries of all heads, or to latent vectors, so that
+    rotary pairs, which the files have next to each other, are half of the rotated values apart; `None` if the files
+    have them so."""
+    if not latent.is_interleaved:
+        return None
+    size = latent.width if is_vector else latent.plain + latent.rotated
+    turned = np.arange(size - latent.rotated, size)
+    one = np.concatenate((np.arange(size - latent.rotated), turned[0::2], turned[1::2]))
+    order: npt.NDArray[np.int64] = (np.arange(0, rows, size)[:, None] + one).reshape(-1)
     return order
 
 

@@ -19,6 +19,7 @@ def layout_to_wire(layout: KvLayout) -> common_pb2.KvLayout:
         first_kv_head=layout.first_kv_head,
         total_kv_heads=layout.total_kv_heads or 0,
         version=VERSION,
+        planes=0 if layout.planes == 2 else layout.planes,
     )
 
 
@@ -69,4 +70,5 @@ def _description(layout: common_pb2.KvLayout) -> Description:
         layout.head_dim,
         layout.block_tokens,
     )
-    return (*whole, layout.first_kv_head, layout.total_kv_heads) if layout.total_kv_heads else whole
+    heads = (layout.first_kv_head, layout.total_kv_heads) if layout.total_kv_heads else ()
+    return (*whole, *heads, *((layout.planes,) if layout.planes else ()))

@@ -23,6 +23,7 @@ def layouts() -> st.SearchStrategy[KvLayout]:
         num_kv_heads=small,
         head_dim=small,
         block_tokens=small,
+        planes=st.sampled_from([1, 2]),
     ).flatmap(shares)
 
 
@@ -38,6 +39,9 @@ def test_sizes_are_the_arithmetic_of_keys_and_values() -> None:
     assert SMOL.token_bytes == 2 * 30 * 3 * 64 * 2 == 23_040
     assert SMOL.block_bytes == 16 * 23_040
     assert replace(SMOL, dtype="int8").token_bytes == 2 * 30 * 3 * (64 + 4) == 12_240
+    latent = replace(SMOL, num_kv_heads=1, head_dim=576, planes=1)
+    assert latent.token_bytes == 30 * 576 * 2
+    assert latent.dims == (30, 1, 1, 16, 576)
 
 
 @given(layouts(), layouts())
@@ -49,7 +53,9 @@ def test_fingerprints_are_equal_exactly_when_layouts_are(one: KvLayout, other: K
 @pytest.mark.parametrize("field", asdict(SHARE))
 def test_every_field_counts(field: str) -> None:
     value = getattr(SHARE, field)
-    changed = {"dtype": "float16", "model_digest": "other"}.get(field, value + 1 if isinstance(value, int) else value)
+    changed = {"dtype": "float16", "model_digest": "other", "planes": 1}.get(
+        field, value + 1 if isinstance(value, int) else value
+    )
     assert replace(SHARE, **{field: changed}).fingerprint != SHARE.fingerprint
 
 
@@ -63,12 +69,20 @@ def test_all_heads_in_one_place_are_no_share() -> None:
     assert replace(SMOL, total_kv_heads=3) == SMOL
     assert len(SMOL.description) == 7
     assert SHARE.description == (VERSION, "digest", "bfloat16", 30, 3, 64, 16, 1, 6)
+    assert replace(SMOL, planes=1).description == (*SMOL.description, 1)
+    assert replace(SHARE, planes=1).description == (*SHARE.description, 1)
 
 
 @pytest.mark.parametrize(("start", "total"), [(1, None), (4, 6), (-1, 6), (0, 2)])
 def test_heads_that_the_model_lacks_are_refused(start: int, total: int | None) -> None:
     with pytest.raises(ValueError, match="out of range"):
         replace(SMOL, first_kv_head=start, total_kv_heads=total)
+
+
+@pytest.mark.parametrize("planes", [0, 3])
+def test_other_numbers_of_planes_are_refused(planes: int) -> None:
+    with pytest.raises(ValueError, match=f"1 or 2 planes, not {planes}"):
+        replace(SMOL, planes=planes)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +93,9 @@ def test_heads_that_the_model_lacks_are_refused(start: int, total: int | None) -
         SMOL.description[:-1],
         (*SMOL.description, 0),
         (*SMOL.description, 4, 6),
+        (*SMOL.description, "1"),
+        (*SHARE.description, 3),
+        (*SHARE.description, 1, 1),
         (1, "digest", "int4", 30, 3, 64, 16),
         (1, 7, "bfloat16", 30, 3, 64, 16),
         (1, "d" * 300, "bfloat16", 30, 3, 64, 16),

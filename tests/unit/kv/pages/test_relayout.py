@@ -38,7 +38,7 @@ def places(layout: KvLayout, at: Place) -> tuple[slice, slice]:
     layer, kv, head, slot = at
     dim, tokens = layout.head_dim * STORED[layout.dtype]().itemsize, layout.block_tokens
     scale = 4 if layout.dtype == "int8" else 0
-    run = ((layer * 2 + kv) * layout.num_kv_heads + head - layout.first_kv_head) * tokens * (dim + scale)
+    run = ((layer * layout.planes + kv) * layout.num_kv_heads + head - layout.first_kv_head) * tokens * (dim + scale)
     row, behind = run + slot * dim, run + tokens * dim + slot * scale
     return slice(row, row + dim), slice(behind, behind + scale)
 
@@ -70,7 +70,7 @@ def slowly(source: KvLayout, target: KvLayout, theirs: list[bytes], ours: list[b
     """Positions of `span`, one row at a time; blocks are those of the whole prompt."""
     for token in span:
         page, into = theirs[token // source.block_tokens], ours[token // target.block_tokens]
-        for layer, kv, head in itertools.product(range(target.num_layers), (0, 1), target.heads):
+        for layer, kv, head in itertools.product(range(target.num_layers), range(target.planes), target.heads):
             given = (layer, kv, head, token % source.block_tokens)
             wanted = (layer, kv, head, token % target.block_tokens)
             if source.dtype == target.dtype:
@@ -84,7 +84,7 @@ def some_pages(layout: KvLayout, count: int, seed: int) -> list[bytes]:
     """Pages of numbers that float16 can hold."""
     rng = np.random.default_rng(seed)
     pages = [bytearray(layout.block_bytes) for _ in range(count)]
-    every = itertools.product(range(layout.num_layers), (0, 1), layout.heads, range(layout.block_tokens))
+    every = itertools.product(range(layout.num_layers), range(layout.planes), layout.heads, range(layout.block_tokens))
     for at, page in itertools.product(every, pages):
         write(page, layout, at, rng.uniform(-9, 9, layout.head_dim).astype(np.float32).tolist())
     return [bytes(page) for page in pages]
@@ -107,8 +107,9 @@ def cases(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, int, int]:
             block_tokens=draw(st.integers(1, 7)),
             first_kv_head=heads[0],
             total_kv_heads=total,
+            planes=planes,
         )
-        for layers, dim in [(draw(st.integers(1, 2)), draw(st.integers(1, 3)))]
+        for layers, dim, planes in [(draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2)))]
         for heads in ((start, stop), (inner, draw(st.integers(inner + 1, stop))))
     )
     num_tokens = draw(st.integers(1, 20))
@@ -185,6 +186,7 @@ def test_pieces_keep_to_the_bytes_they_are_given() -> None:
         ({"model_digest": "other"}, "model_digest"),
         ({"num_layers": 3}, "num_layers"),
         ({"head_dim": 8}, "head_dim"),
+        ({"planes": 1}, "planes"),
         ({"dtype": "int4"}, "dtype"),
         ({"num_kv_heads": 6}, "total_kv_heads"),
         ({"num_kv_heads": 2, "total_kv_heads": 3}, "num_kv_heads"),

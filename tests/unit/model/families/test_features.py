@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvferry.model import tiny
-from kvferry.model.config import Activation, Experts, ModelConfig, NormPlacement
+from kvferry.model.config import Activation, Experts, Latent, ModelConfig, NormPlacement
 from kvferry.model.features import FEATURES, features_digest
 from kvferry.model.rope import DynamicNtkRope, LinearRope, LongRope
 
@@ -27,6 +27,7 @@ OTHER: dict[str, object] = {
     "swiglu_limit": 3.0,
     "attention_sinks": True,
     "output_bias": True,
+    "latent": Latent(32, 16, 16, 16, None),
     "experts": Experts(4, 2, 16, renormalizes=True),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.core.errors import ModelFileError
-from kvferry.model.config import Activation, Experts, LayerRope, ModelConfig, NormPlacement
+from kvferry.model.config import Activation, Experts, Latent, LayerRope, ModelConfig, NormPlacement, Scoring
 from kvferry.model.families.registry import FAMILIES, read_config
 from kvferry.model.rope import YarnRope
 
@@ -38,6 +38,30 @@ def read(family: str, **raw: object) -> ModelConfig:
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("gpt_oss", {"attention_bias": "no"}, "attention_bias must be true or false, not 'no'"),
         ("mixtral", {"swiglu_limit": 7.0}, "swiglu_limit = 7.0 is not supported"),
+        (
+            "deepseek_v2",
+            {"num_experts_per_tok": 6, "topk_method": "best"},
+            "topk_method = 'best' is not supported: known",
+        ),
+        ("deepseek_v2", {"num_experts_per_tok": 6, "norm_topk_prob": True}, "norm_topk_prob = True"),
+        ("deepseek_v2", {"num_experts_per_tok": 6, "scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ("deepseek_v2", {"num_experts_per_tok": 6, "moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ("deepseek_v2", {}, "num_experts_per_tok must be a positive whole number, not None"),
+        ("deepseek_v3", {"n_group": 7}, "n_group = 7 is not supported: 256 experts are not divisible by it"),
+        ("deepseek_v3", {"topk_group": 9}, "topk_group = 9 is not supported: there are 8 groups of 32 experts"),
+        (
+            "deepseek_v3",
+            {"n_group": 128, "topk_group": 2},
+            "topk_group = 2 is not supported: there are 128 groups of 2",
+        ),
+        ("deepseek_v3", {"n_group": 256, "topk_group": 9}, "n_group = 256 is not supported: groups are chosen by the"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported: only sigmoid is"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported: only noaux_tc is"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7 is not supported: an even number is needed"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias = True"),
+        ("deepseek_v3", {"index_topk": 2048}, "index_topk = 2048"),
+        ("llama", {"kv_lora_rank": 512}, "kv_lora_rank = 512"),
         ("qwen2_moe", {"mlp_only_layers": "1"}, "mlp_only_layers = '1'"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size must be a positive"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive whole number"),
@@ -177,6 +201,42 @@ def test_the_published_form_of_gpt_oss_is_read() -> None:
     scaling = config.rope_scaling
     assert isinstance(scaling, YarnRope)
     assert (scaling.truncate, scaling.attention_factor) == (False, 0.1 * math.log(32) + 1)
+
+
+def test_the_published_form_of_deepseek_v3_is_read() -> None:
+    config = read(
+        "deepseek_v3",
+        hidden_size=7168,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        num_hidden_layers=61,
+        max_position_embeddings=163840,
+        moe_layer_freq=1,
+        n_group=8,
+        topk_group=4,
+        n_routed_experts=256,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        rope_scaling={
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+    )
+    assert config.latent == Latent(512, 64, 128, 128, 1536)
+    assert config.latent.width == 576
+    experts = config.experts
+    assert experts is not None
+    assert (experts.count, experts.active, experts.groups, experts.active_groups) == (256, 8, 8, 4)
+    assert (experts.scoring, experts.weight_scale, experts.renormalizes) == (Scoring.SIGMOID, 2.5, True)
+    assert (experts.shared_size, experts.has_shared_gate, experts.dense_layers) == (2048, False, (0, 1, 2))
+    assert config.score_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192))
+    assert getattr(config.rope_scaling, "attention_factor", 0) == 1.0
+    assert read("deepseek_v3", first_k_dense_replace=9).experts is None
 
 
 def test_windows_as_long_as_the_context_are_left_out() -> None:

@@ -1,0 +1,108 @@
+"""DeepSeek V2 and V3 against transformers with long prompts; latent pages through hand-off, block sizes and a tier."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.kernels.family_checkpoints import DEEPSEEK_V2, DEEPSEEK_V3, Checkpoint
+from harness.servers.processes import running
+from integration.test_families import NEW_TOKENS, check, runner_for
+from integration.test_layouts import GREEDY, Fetched, a_pair, assert_workers_idle
+
+from kvferry.client import Client
+from kvferry.core.errors import UsageError
+from kvferry.engine import LLM
+from kvferry.engine.models.build import resolve_kernels
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.model.config import ModelConfig
+from kvferry.model.source import open_model
+
+MADE = {
+    "v2": Checkpoint("DeepseekV2", DEEPSEEK_V2 | {"max_position_embeddings": 1024}),
+    "v3": Checkpoint("DeepseekV3", DEEPSEEK_V3 | {"max_position_embeddings": 1024}),
+    "v3-pairs-apart": Checkpoint("DeepseekV3", DEEPSEEK_V3 | {"rope_interleave": False}),
+}
+LONG = [[(13 * i + i * i + length) % 250 for i in range(length)] for length in (600, 257, 40)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """Function from a checkpoint's name to its folder and its model in transformers."""
+
+    @cache
+    def made(name: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp(name)
+        return folder, MADE[name].write(folder)
+
+    return made
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["v2", "v3"])
+def test_long_prompts_compute_what_transformers_does(name: str, folders: Any) -> None:
+    folder, theirs = folders(name)
+    check(runner_for(folder, "torch", pages=400), theirs, LONG, NEW_TOKENS)
+
+
+def test_pairs_that_the_file_has_apart_stay_so(folders: Any) -> None:
+    folder, theirs = folders("v3-pairs-apart")
+    check(runner_for(folder, "torch"), theirs, [LONG[-1]], 4)
+
+
+def test_latent_pages_are_handed_over_between_block_sizes(folders: Any) -> None:
+    folder, _ = folders("v3")
+    config = open_model(str(folder)).config
+    assert KvLayout.of(config, block_tokens=16, dtype="float32").token_bytes == 4 * (32 + 8) * 4
+    one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
+    prompts = [[(7 * i + length) % 200 for i in range(length)] for length in (33, 290)]
+    sizes = ["--dtype", "float32", "--block-tokens"]
+    with a_pair("shm", [*sizes, "16"], [*sizes, "32"], (str(folder),) * 2) as pair:
+        for prompt in prompts:
+            tokens, handoff = pair.hand_over(prompt)
+            assert handoff.outcome == Fetched, handoff.reason
+            assert tokens == list(one.generate([prompt], GREEDY)[0].token_ids)
+        tokens, handoff = pair.hand_over([*prompts[-1][:270], 9, 9, 9])
+        assert (handoff.outcome, handoff.num_cached_tokens) == (Fetched, 256)
+        assert tokens == list(one.generate([[*prompts[-1][:270], 9, 9, 9]], GREEDY)[0].token_ids)
+        assert_workers_idle(pair.admin)
+
+
+@pytest.mark.long
+def test_latent_pages_come_back_from_a_tier(folders: Any) -> None:
+    folder, _ = folders("v3")
+    one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
+    prompts = [[(number * 31 + 7 * i) % 199 for i in range(320)] for number in range(4)]
+    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "384KiB", "--max-model-tokens", "512")
+    where = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json", "--load-policy", "always")
+    with running("up", "--model", str(folder), *flags, *where, "--tier", "dram://?size=64MiB") as process:
+        ready = dict(process.wait_for("ready"))
+        from_dram = 0
+        with Client(str(ready["grpc"]), timeout=120) as client:
+            for number in (0, 1, 2, 3, 0, 1, 2, 3):
+                (whole,) = client.complete(prompts[number], GREEDY)
+                assert whole.token_ids == list(one.generate([prompts[number]], GREEDY)[0].token_ids)
+                assert whole.timing is not None
+                from_dram += sum(r.blocks_loaded for r in whole.timing.kv if r.source == "dram")
+        assert from_dram >= 16
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "device", "message"),
+    [
+        ("compiled", "float32", "cpu", "they do not implement latent of the family deepseek_v3"),
+        ("triton", "float32", "cpu", "latent attention of the family deepseek_v3 is computed by the torch kernels"),
+        ("auto", "float32", "cuda", "on CPUs only; use --device cpu and --kernels torch"),
+        ("auto", "int8", "cpu", "KV in int8 needs the compiled kernels"),
+    ],
+)
+def test_kernels_without_it_are_refused(kernels: str, dtype: str, device: str, message: str, folders: Any) -> None:
+    config = open_model(str(folders("v3")[0])).config
+    with pytest.raises(UsageError, match=message):
+        resolve_kernels(kernels, config, dtype, device)
+    other: ModelConfig = replace(config, latent=None, head_dim=32)
+    with pytest.raises(UsageError, match="they do not route to experts as the family deepseek_v3 does"):
+        resolve_kernels("compiled", other, "float32")
+    assert resolve_kernels("auto", config, "float32") == "torch"
