@@ -55,6 +55,11 @@ def written(call_format: CallFormat, calls: Sequence[tuple[str, Mapping[str, obj
         return "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
     if call_format is CallFormat.MISTRAL:
         return f"[TOOL_CALLS]{json.dumps([{'name': n, 'arguments': a} for n, a in calls])}"
+    if call_format is CallFormat.HARMONY:
+        head = "<|channel|>commentary to=functions."
+        return "<|start|>assistant".join(
+            f"{head}{n} <|constrain|>json<|message|>{json.dumps(a)}<|call|>" for n, a in calls
+        )
     return f"[{', '.join(f'{n}({_python(a)})' for n, a in calls)}]"
 
 

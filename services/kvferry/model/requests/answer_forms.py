@@ -46,6 +46,8 @@ def answer_form(template: ChatTemplate | None, tokenizer: Tokenizer, parsers: An
         call_format = CallFormat.HERMES
     opener = reasoning.OPENER
     has_reasoning = opener in text or has_token(opener) if parsers.reasoning == AUTO else parsers.reasoning == "think"
+    if call_format is CallFormat.HARMONY:  # reasoning is a channel of this format
+        has_reasoning = parsers.reasoning != "off"
     control = {text: token.token_id for text, token in tokenizer.control_tokens.items()}
     return AnswerForm(call_format, has_reasoning, Marks.of(control))
 

@@ -11,10 +11,14 @@ bounds
 
 Ordinary templates use a few percent of it. The limit depends on the messages only, such that a request is accepted or
 rejected independently of where it is rendered and of the machine's speed. Options and extra functions are those of
-Hugging Face transformers, except that `safe` and `escape` return plain text.
+Hugging Face transformers, with two exceptions: `safe` and `escape` return plain text, and `strftime_now` exists only
+for templates that do not ask whether it does, such as gpt-oss's; the others have a fixed date without it, so that
+prompts begin alike every day.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 
 from jinja2 import meta
 
@@ -28,6 +32,7 @@ Message = Mapping[str, object]
 BASE_UNITS = 1 << 20
 UNITS_PER_UNIT = 64
 OUTPUT_UNITS = 16
+_ASKS = re.compile(r"strftime_now\s+is\s+(?:not\s+)?defined")
 MAX_SOURCE_CHARS = 256 << 10
 """Longest template; published ones have up to 20,000 characters."""
 
@@ -35,8 +40,21 @@ MAX_SOURCE_CHARS = 256 << 10
 class ChatTemplate:
     """A compiled chat template. Immutable and thread-safe."""
 
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         """
+        Args:
+            source: the template.
+            bos_token: text of the token that begins a sequence.
+            eos_token: text of the token that ends it.
+            now: clock of the function `strftime_now`.
+
         Raises:
             ModelFileError: the template is too long, does not compile, or uses an unavailable feature.
         """
@@ -45,7 +63,7 @@ class ChatTemplate:
                 f"the model's chat template has {len(source)} characters; at most {MAX_SOURCE_CHARS} are accepted"
             )
         self.source = source
-        environment = Sandbox()
+        environment = Sandbox(None if _ASKS.search(source) else now)
         environment.globals |= {"bos_token": bos_token, "eos_token": eos_token}
         try:
             parsed = environment.parse(source)

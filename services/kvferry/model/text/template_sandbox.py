@@ -10,8 +10,10 @@ Lists that filters return lazily in Jinja are made at once, so that their cost i
 """
 
 import json
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
@@ -26,6 +28,9 @@ from kvferry.model.text import template_costs as costs
 from kvferry.model.text.template_budget import CALL, ITEM, Budget, limited
 
 _NO_BUDGET = Budget(0)
+_DATE = re.compile(r"(?:[^%]|%-?[A-Za-z%])*", re.DOTALL)
+_MAX_DATE = 100
+"""Maximum number of characters of the format of a date."""
 _MACRO = 256
 """Units per call of a macro, in addition to those of its body."""
 _METHODS: Mapping[type, Mapping[str, costs.Cost]] = {
@@ -65,7 +70,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
     context_class = BudgetContext
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], datetime] | None = None) -> None:
+        """
+        Args:
+            now: clock of the function `strftime_now`; without it, templates have no such function.
+        """
         # Without the optimizer, which would run filters on constants while it compiles.
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False, finalize=_finalize
@@ -76,6 +85,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "raise_exception": _raise_exception,
             "range": self.globals["range"],
         }
+        if now is not None:
+            self.globals["strftime_now"] = lambda form: _date(now(), form)
         own: dict[str, Callable[..., Any]] = {
             **dict.fromkeys(("e", "escape"), _escape),
             **dict.fromkeys(("safe", "string"), str),
@@ -140,7 +151,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif isinstance(obj, types.MethodType) and isinstance(obj.__self__, LoopContext):
             for value in args:
                 costs.read_all(budget, value)
-        elif obj is self.globals["raise_exception"]:
+        elif obj is self.globals["raise_exception"] or obj is self.globals.get("strftime_now"):
             for value in args:
                 costs.text_of(budget, value)
         elif isinstance(obj, Macro):
@@ -242,6 +253,13 @@ def _finalize(context: BudgetContext, value: object) -> object:
 
 def _raise_exception(message: object) -> NoReturn:
     raise InvalidRequest(f"the chat template rejects these messages: {str(message)[:500]}", field="messages")
+
+
+def _date(moment: datetime, form: object) -> str:
+    # Some systems pad a field to any width, such as `%9999d`.
+    if not isinstance(form, str) or len(form) > _MAX_DATE or _DATE.fullmatch(form) is None:
+        raise InvalidRequest(f"the chat template asks for a date as {str(form)[:100]!r}", field="messages")
+    return moment.strftime(form)
 
 
 def _escape(value: object) -> str:

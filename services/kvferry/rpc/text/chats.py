@@ -65,7 +65,9 @@ def _constraint(model: TextModel, use: ToolUse, sampling: SamplingParams, *, is_
             field="tool_choice",
         )
     form = model.answer_form
-    thought = thought_rules(form.marks, is_open=is_open) if form.has_reasoning else ""
+    thought = ""
+    if form.has_reasoning:
+        thought = thought_rules(form.marks, is_open=is_open, call_format=form.call_format)
     grammar = calls_grammar(
         form.call_format, use.callable_tools, form.marks, is_single=use.max_calls == 1, thought=thought
     )

@@ -3,6 +3,7 @@
 import json
 import time
 import tracemalloc
+from datetime import UTC, datetime
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -331,3 +332,21 @@ def test_ordinary_features_give_what_jinja_gives() -> None:
 def test_no_messages_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="messages is empty"):
         ChatTemplate("x").render([])
+
+
+def test_a_template_that_needs_the_date_gets_it() -> None:
+    source = '{% macro head() %}{{ strftime_now("%Y-%m-%d, %-d %B") }}{% endmacro %}{{ head() }}'
+    template = ChatTemplate(source, now=lambda: datetime(2025, 8, 5, tzinfo=UTC))
+    assert template.render([{"role": "user", "content": "x"}]) == "2025-08-05, 5 August"
+
+
+def test_a_template_that_asks_for_the_function_keeps_its_own_date() -> None:
+    source = '{% if strftime_now is defined %}{{ strftime_now("%Y") }}{% else %}26 Jul 2024{% endif %}'
+    assert ChatTemplate(source).render([{"role": "user", "content": "x"}]) == "26 Jul 2024"
+
+
+@pytest.mark.parametrize("form", ["%99999d", "%", "x" * 101, "%Y" * 60, "%_5d"])
+def test_dates_of_any_width_are_refused(form: str) -> None:
+    template = ChatTemplate(f"{{{{ strftime_now({form!r}) }}}}")
+    with pytest.raises(InvalidRequest, match="the chat template asks for a date as"):
+        template.render([{"role": "user", "content": "x"}])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvferry.model.text.answers.call_parser import CallParser
 from kvferry.model.text.answers.calls import Calls
 from kvferry.model.text.answers.formats import CallFormat, new_id_of, syntax_of
+from kvferry.model.text.answers.harmony import HarmonySplitter
 from kvferry.model.text.answers.marks import Marks, without_marks
 from kvferry.model.text.answers.pieces import Parts
 from kvferry.model.text.answers.reasoning import ReasoningSplitter
@@ -52,8 +53,15 @@ class AnswerSplitter:
             split: options for splitting.
             letters: function that returns random letters and digits for the ids of calls.
         """
-        self._reasoning = ReasoningSplitter(form.marks, is_open=split.is_reasoning_open) if form.has_reasoning else None
+        self._whole: HarmonySplitter | None = None
+        self._reasoning: ReasoningSplitter | None = None
         self._calls: CallParser | None = None
+        if form.call_format is CallFormat.HARMONY:
+            new_id = new_id_of(form.call_format, letters)
+            self._whole = HarmonySplitter(form.marks, Calls(frozenset(split.tool_names), new_id, split.max_calls))
+            return
+        if form.has_reasoning:
+            self._reasoning = ReasoningSplitter(form.marks, is_open=split.is_reasoning_open)
         if split.tool_names:
             calls = Calls(frozenset(split.tool_names), new_id_of(form.call_format, letters), split.max_calls)
             self._calls = CallParser(syntax_of(form.call_format, form.marks), calls)
@@ -61,10 +69,13 @@ class AnswerSplitter:
     @property
     def is_complete(self) -> bool:
         """Whether all calls that are reported have ended, so that the text after them is not needed."""
-        return self._calls is not None and self._calls.is_complete
+        parser = self._whole or self._calls
+        return parser is not None and parser.is_complete
 
     def feed(self, text: str) -> Parts:
         """Add text and return the parts that it completes."""
+        if self._whole is not None:
+            return self._whole.feed(text)
         outer = Parts(text) if self._reasoning is None else self._reasoning.feed(text)
         if self._calls is None:
             return Parts(without_marks(outer.content), outer.reasoning)
@@ -73,6 +84,8 @@ class AnswerSplitter:
 
     def finish(self) -> Parts:
         """End the text and return what was held back."""
+        if self._whole is not None:
+            return self._whole.finish()
         outer = Parts() if self._reasoning is None else self._reasoning.finish()
         if self._calls is None:
             return Parts(without_marks(outer.content), outer.reasoning)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
-from kvferry.model.text.answers import hermes, llama3_json, mistral
+from kvferry.model.text.answers import harmony, hermes, mistral
 from kvferry.model.text.answers.call_parser import CallSyntax
 from kvferry.model.text.answers.marks import Marks
 from kvferry.model.text.answers.pythonic import Pythonic
@@ -13,6 +13,7 @@ class CallFormat(StrEnum):
     """A format of tool calls. The values are those of the setting `tool_call_parser`."""
 
     HERMES = "hermes"
+    HARMONY = "harmony"
     LLAMA3_JSON = "llama3-json"
     MISTRAL = "mistral"
     PYTHONIC = "pythonic"
@@ -26,7 +27,7 @@ REASONING_PARSERS = (AUTO, "think", "off")
 
 _SYNTAXES: Mapping[CallFormat, Callable[[Marks], CallSyntax]] = {
     CallFormat.HERMES: hermes.Hermes,
-    CallFormat.LLAMA3_JSON: llama3_json.Llama3Json,
+    CallFormat.LLAMA3_JSON: hermes.Llama3Json,
     CallFormat.MISTRAL: mistral.Mistral,
     CallFormat.PYTHONIC: Pythonic,
 }
@@ -34,7 +35,8 @@ _SIGNS = (
     (CallFormat.HERMES, hermes.OPENER),
     (CallFormat.MISTRAL, mistral.OPENER),
     (CallFormat.PYTHONIC, "[func_name1("),
-    (CallFormat.LLAMA3_JSON, llama3_json.TAG),
+    (CallFormat.LLAMA3_JSON, hermes.LLAMA3_TAG),
+    (CallFormat.HARMONY, harmony.CHANNEL),
 )
 """Texts in a template, or tokens of a vocabulary, by which a format is recognized; the first that is found decides.
 The third one is in the instructions of Llama 3.2's and Llama 4's templates for calls in Python."""
@@ -54,7 +56,7 @@ def recognized(template: str, has_token: Callable[[str], bool]) -> CallFormat:
 
 
 def syntax_of(call_format: CallFormat, marks: Marks) -> CallSyntax:
-    """Return the reader of a format, for a model with these marks."""
+    """Return the reader of a format, for a model with these marks. Harmony has none, since calls are messages there."""
     return _SYNTAXES[call_format](marks)
 
 

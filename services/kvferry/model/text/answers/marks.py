@@ -21,7 +21,9 @@ MARKERS = (
     "<think>",
     "</think>",
 )
-"""All markers of known formats."""
+"""Markers of known formats."""
+HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")
+"""Markers of the harmony format; the last three end messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class Marks:
     @classmethod
     def of(cls, control_tokens: Mapping[str, int]) -> "Marks":
         """Return the marks of the markers that are control tokens, given all control tokens with their ids."""
-        token_ids = {text: control_tokens[text] for text in MARKERS if text in control_tokens}
+        # Other models have control tokens of the same text as some of harmony's markers.
+        known = (*MARKERS, *HARMONY) if HARMONY[0] in control_tokens else MARKERS
+        token_ids = {text: control_tokens[text] for text in known if text in control_tokens}
         by_text = {text: chr(_FIRST_MARK + number) for number, text in enumerate(token_ids)}
         return cls({token_ids[text]: mark for text, mark in by_text.items()}, by_text, token_ids)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvferry.model.grammar.json_schema import enforceable
 from kvferry.model.text.answers.formats import CallFormat
-from kvferry.model.text.answers.marks import Marks
+from kvferry.model.text.answers.marks import HARMONY, Marks
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.pythonic_grammar import pythonic_call
 
@@ -43,18 +43,30 @@ def calls_grammar(
     return "\n".join([start, *([thought] if thought else []), *rules]) + "\n"
 
 
-def thought_rules(marks: Marks, *, is_open: bool) -> str:
+def thought_rules(marks: Marks, *, is_open: bool, call_format: CallFormat = CallFormat.HERMES) -> str:
     """Return the rules of reasoning before the calls.
 
     Args:
+        call_format: the model's format of calls; the reasoning of harmony is a message of its own.
         marks: markers that are control tokens of the model.
         is_open: whether the prompt has opened the reasoning.
     """
+    if call_format is CallFormat.HARMONY:
+        return _harmony_thought(marks)
     closer = marks.token_ids.get("</think>")
     body = f"thought_text <[{closer}]>" if closer is not None else "thought_text"
     ending = "" if closer is not None else '[suffix="</think>"]'
     opener = "" if is_open else f"{_terminal('<think>', marks)} "
     return f'thought: {opener}{body} "\\n"{{0,2}}\nthought_text{ending}: /(?s:.*)/'
+
+
+def _harmony_thought(marks: Marks) -> str:
+    channel, message, _, start, end, *_ = (_terminal(marker, marks) for marker in HARMONY)
+    is_token = HARMONY[4] in marks.token_ids
+    ending = "" if is_token else f"[suffix={end}]"
+    body = f"thought_text {end}" if is_token else "thought_text"
+    opening = f'thought: {channel} "analysis" {message} {body} {start} "assistant"'
+    return f"{opening}\nthought_text{ending}: /(?s:.*)/"
 
 
 def _terminal(marker: str, marks: Marks) -> str:
@@ -105,8 +117,19 @@ def _pythonic(tools: Sequence[Tool], _marks: Marks, more: int) -> list[str]:
     return rules
 
 
+def _harmony(tools: Sequence[Tool], marks: Marks, more: int) -> list[str]:
+    channel, message, constrain, start, _, _, call = (_terminal(marker, marks) for marker in HARMONY)
+    several = f' ({call} {start} "assistant" call){{0,{more}}}' if more else ""
+    rules = [f"answer: call{several}", "call: " + " | ".join(f"call_{number}" for number in range(len(tools)))]
+    for number, tool in enumerate(tools):
+        head = f'{channel} {json.dumps(f"commentary to=functions.{tool.name} ")} {constrain} "json" {message}'
+        rules += [f"call_{number}: {head} arguments_{number}", f"arguments_{number}: {_schema(tool)}"]
+    return rules
+
+
 _FORMATS: Mapping[CallFormat, Callable[[Sequence[Tool], Marks, int], list[str]]] = {
     CallFormat.HERMES: _hermes,
+    CallFormat.HARMONY: _harmony,
     CallFormat.LLAMA3_JSON: _llama3_json,
     CallFormat.MISTRAL: _mistral,
     CallFormat.PYTHONIC: _pythonic,

@@ -13,6 +13,8 @@ from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tools.definitions import Tool
 from kvferry.model.text.tools.history import Message
 
+_THINKING = "message.thinking"
+"""Text by which templates of the harmony format are recognized."""
 _INSTRUCTIONS = """You can call functions. Each line between <tools> and </tools> describes one function as JSON, with \
 a JSON schema of its arguments:
 <tools>
@@ -38,7 +40,19 @@ def encode_conversation(
     """
     if not template.uses_tools:
         return encode_chat(template, tokenizer, as_text(messages, tools))
+    if _THINKING in template.source:
+        messages = [_with_thinking(message) for message in messages]
     return encode_chat(template, tokenizer, messages, tools=[tool.as_template_input() for tool in tools] or None)
+
+
+def _with_thinking(message: Message) -> Message:
+    """Return a message as harmony templates read it: reasoning is `thinking`, which a message with calls has only
+    without content, and content that is null is left out."""
+    named = {key: value for key, value in message.items() if key != "reasoning_content" and value is not None}
+    reasoning = message.get("reasoning_content")
+    if reasoning and not (message.get("content") and message.get("tool_calls")):
+        named["thinking"] = reasoning
+    return named
 
 
 def as_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

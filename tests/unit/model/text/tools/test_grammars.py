@@ -138,6 +138,7 @@ def accepts(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
 ONE = {
     CallFormat.HERMES: '<tool_call>\n{"name": "h", "arguments": {"city": "x"}}\n</tool_call>',
     CallFormat.LLAMA3_JSON: '{"name": "h", "parameters": {"city": "x"}}',
+    CallFormat.HARMONY: '<|channel|>commentary to=functions.h <|constrain|>json<|message|>{"city": "x"}',
     CallFormat.MISTRAL: '[TOOL_CALLS][{"name": "h", "arguments": {"city": "x"}}]',
     CallFormat.PYTHONIC: '[h(city="x")]',
 }
@@ -146,6 +147,8 @@ TWO = {
     CallFormat.LLAMA3_JSON: f"{ONE[CallFormat.LLAMA3_JSON]}; {ONE[CallFormat.LLAMA3_JSON]}",
     CallFormat.MISTRAL: '[TOOL_CALLS][{"name": "h", "arguments": {"city": "x"}}, {"name": "f", "arguments": {}}]',
     CallFormat.PYTHONIC: '[h(city="x"), f()]',
+    CallFormat.HARMONY: f"{ONE[CallFormat.HARMONY]}<|call|><|start|>assistant"
+    "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}",
 }
 
 
@@ -179,6 +182,17 @@ def test_reasoning_may_come_before_the_calls(call_format, tokenizer):
     assert accepts(tokenizer, opened, f"well\n</think>{call}")
     assert not accepts(tokenizer, free, f"<think>well{call}")
     assert not accepts(tokenizer, opened, "well</think>no")
+
+
+def test_the_reasoning_of_harmony_is_a_message(tokenizer):
+    thought = thought_rules(NO_MARKS, is_open=False, call_format=CallFormat.HARMONY)
+    grammar = calls_grammar(CallFormat.HARMONY, TOOLS[:3], NO_MARKS, thought=thought)
+    call = ONE[CallFormat.HARMONY]
+    message = "<|channel|>analysis<|message|>well <|start| {}<|end|><|start|>assistant"
+    assert accepts(tokenizer, grammar, call)
+    assert accepts(tokenizer, grammar, message + call)
+    assert not accepts(tokenizer, grammar, message)
+    assert not accepts(tokenizer, grammar, f"<think>well</think>{call}")
 
 
 @given(st.data())
