@@ -127,7 +127,7 @@ static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
   }
 }
 
-// --- products of words ---------------------------------------------------------------------------------------------
+// --- products of 16-bit integers -----------------------------------------------------------------------------------
 // These are GCC vector types, since the compiler keeps arrays of them in registers, but arrays of __m256i in memory.
 typedef short Int16x16 __attribute__((vector_size(32)));
 typedef int Int32x8 __attribute__((vector_size(32)));

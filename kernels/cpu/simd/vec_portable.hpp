@@ -150,7 +150,7 @@ static inline void v_transpose(const uint8_t* from, size_t row, float* to) {
   }
 }
 
-// --- products of words ---------------------------------------------------------------------------------------------
+// --- products of 16-bit integers -----------------------------------------------------------------------------------
 // 16 lanes of two adjacent codes, and 16 integer sums of their products.
 struct W {
   int16_t v[32];

@@ -342,7 +342,8 @@ class Fetcher:
     # ------------------------------------------------------------------ stalled reads
 
     def _drain_later(self, job: _Job) -> None:
-        """Let the draining thread wait until the transport is quiet, since the pages must not be reused before."""
+        """Let the draining thread wait until the transport no longer writes to the job's pages; they must not be reused
+        until then."""
         with self._lock:
             self._draining.append(job)
             if self._drainer is None:

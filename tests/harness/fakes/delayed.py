@@ -166,7 +166,8 @@ class DelayedLoader(DelayedLoads):
         self, job: int, request_id: RequestId, source: object, first_block: int, targets: Sequence[BlockId]
     ) -> None:
         assert isinstance(source, Offer)
-        pages = [source.runner.pages[block] for block in source.blocks[first_block:]]  # read when they are copied
+        # References: their contents are read when the load copies them.
+        pages = [source.runner.pages[block] for block in source.blocks[first_block:]]
         self.begin(job, request_id, pages, targets)
 
     def is_reading(self, *request_ids: str) -> bool:

@@ -1,4 +1,4 @@
-"""A gateway in this process, with the tiny model's text and real workers."""
+"""A gateway in this process, with tokenizer and chat template of model `tiny`, for workers that already run."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What kernels are measured by: bytes and operations counted by hand, quantiles, rows, and which launch choice wins."""
+"""The kernel benchmark: formulas of bytes and operations, quantiles, rows, and the choice of launch settings."""
 
 import pytest
 

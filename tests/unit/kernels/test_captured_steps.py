@@ -182,7 +182,7 @@ def test_steps_with_prompts_by_pieces_give_the_same_and_write_nothing_more(devic
 
 @pytest.mark.parametrize("is_captured", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_siblings_of_a_fork_stay_apart_and_the_copies_ask_for_nothing(device: torch.device, is_captured: bool) -> None:
-    """Captured steps are copied for before they are replayed: a recording knows nothing of a step's copies."""
+    """A step's block copies run before its graph is replayed, because they are not part of the graph."""
     runner = runner_on(device, is_captured=is_captured)
     runner.capture_all()
     check_forks(runner, PROMPTS[1][:6], num_more=3)

@@ -16,7 +16,7 @@ def owner_of(body: Mapping[str, Any]) -> str:
 
 
 def is_orphan(body: Mapping[str, Any]) -> bool:
-    """Return whether the operator wrote an object that has no controller, since its owner reference was removed."""
+    """Return whether an object has fields of the operator but no controller, since its owner reference was removed."""
     return not owner_of(body) and any(True for _ in _own_entries(body))
 
 

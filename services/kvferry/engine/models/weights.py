@@ -30,7 +30,7 @@ from kvferry.model.tensors import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
-    """A gated MLP, or an expert."""
+    """A gated MLP: that of a layer, or one expert of a mixture."""
 
     gate_up: Linear
     """[T, hidden] to [T, 2 * intermediate]."""

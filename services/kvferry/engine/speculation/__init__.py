@@ -1,5 +1,5 @@
 """Speculative decoding: which tokens a step verifies beyond the sampled ones, and how many. Pure.
 
-Proposers guess a sequence's next tokens, and lengths say how many of the guesses are worth verifying. Nothing here
+Proposers guess a sequence's next tokens, and `draft_lengths` chooses how many of them to verify. Nothing here
 computes KV or samples; verification is a part of every step's result (`plan.step`).
 """

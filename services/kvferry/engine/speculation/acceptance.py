@@ -36,7 +36,7 @@ _MODEL_PROBABILITY = 0.6
 
 
 def support_of_match(length: int) -> int:
-    """Return the support of a token that follows a match of this length, at least 1."""
+    """Return the support of a token that follows a match of `length` tokens, 1 or more."""
     return 1 + bisect_left(_MATCHES, length)
 
 

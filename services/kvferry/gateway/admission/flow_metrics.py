@@ -28,7 +28,8 @@ class FlowMetrics:
         self._labels: dict[str, str] = {}
 
     def tenant_label(self, tenant: str) -> str:
-        """Return the label of a tenant."""
+        """Return the label of a tenant: its name, `default` if that is empty, or `other` for new tenants once
+        `MAX_TENANT_LABELS` names are in use."""
         label = self._labels.get(tenant)
         if label is None:
             if len(self._labels) >= MAX_TENANT_LABELS:

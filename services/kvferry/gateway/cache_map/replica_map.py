@@ -112,7 +112,7 @@ class ReplicaMap:
         if self.count + len(part.names) > part.digest.count:
             raise FeedBroken(
                 MapEvent.MALFORMED,
-                f"a snapshot of {part.digest.count} blocks has {self.count + len(part.names)} or more",
+                f"a snapshot announced {part.digest.count} blocks and has {self.count + len(part.names)} or more",
             )
         for some in slices(part.names, SLICE_NAMES):
             self.on(MapEvent.PART)

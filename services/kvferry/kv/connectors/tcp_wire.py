@@ -176,7 +176,7 @@ class Reply:
             received = link.recvmsg_into(self._left[:piece])[0]
             self._left = _advance(self._left, received)
         if not received:
-            raise WireError("the owner closed the connection")
+            raise WireError("the peer closed the connection before the whole reply arrived")
         self.num_received += received
         return not self._left and not self._head_left
 

@@ -139,8 +139,8 @@ class Replica:
         return lost
 
     def catch_up(self) -> None:
-        """Record the steps of a run that have ended, and plan the one that is running, so that `load` is as after
-        single steps."""
+        """Record the steps of a run that have ended, and plan the one that is running, so that `load` is the same
+        as if steps were simulated one by one."""
         run = self._run
         if run is None or run.end <= self._clock.now:
             return

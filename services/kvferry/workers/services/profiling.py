@@ -31,11 +31,11 @@ class Profiling:
 
         Raises:
             InvalidRequest: a number is out of range.
-            Overloaded: another call records.
+            Overloaded: another call is recording.
         """
         _check(request)
         if self._is_recording:
-            raise Overloaded("another call records this engine's steps", retry_after_seconds=1.0)
+            raise Overloaded("another call is recording this engine; retry when it has ended", retry_after_seconds=1.0)
         self._is_recording = True
         task = asyncio.create_task(self._record(request), name="profile")
         try:

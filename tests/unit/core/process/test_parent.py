@@ -63,7 +63,7 @@ class AskedKernel:
 def test_the_kernel_is_asked_before_the_parent_is_looked_for(
     platform: str, parent_is_there: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The other order would miss a parent that ends between the two.
+    # If the parent were checked first, one that exits before prctl is called would be missed.
     kernel, exits = AskedKernel(), []
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: kernel)

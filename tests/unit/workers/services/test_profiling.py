@@ -61,7 +61,7 @@ async def record(profiling: Profiling, call: worker_admin_pb2.ProfileRequest) ->
 
 
 async def serve(loop: EngineLoop, count: int) -> None:
-    """Submit requests while others run; the number of steps between two arrivals is what threads make of it."""
+    """Submit requests while others run; the number of steps between two arrivals depends on the threads."""
 
     async def one(number: int) -> None:
         with loop.submit(a_request(number)) as stream:

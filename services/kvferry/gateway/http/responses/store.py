@@ -33,7 +33,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response that has ended."""
+    """A finished response, stored so that later requests can continue from it."""
 
     response: bytes
     """The response as JSON."""

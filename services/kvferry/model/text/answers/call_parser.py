@@ -68,7 +68,7 @@ class CallParser:
         return self._calls.is_complete
 
     def feed(self, text: str) -> Parts:
-        """Add text and return the content and the calls that it completes."""
+        """Add text; return the content that is certain by now and the new parts of calls."""
         content: list[str] = []
         for start in range(0, len(text), _BLOCK):  # each opener copies the text after it
             block = text[start : start + _BLOCK]

@@ -46,8 +46,8 @@ def encode_conversation(
 
 
 def _with_thinking(message: Message) -> Message:
-    """Return a message as harmony templates read it: reasoning is `thinking`, which a message with calls has only
-    without content, and content that is null is left out."""
+    """Return a message in the form that harmony templates read: `reasoning_content` becomes `thinking`, and is dropped
+    if the message has both content and calls; null fields are dropped."""
     named = {key: value for key, value in message.items() if key != "reasoning_content" and value is not None}
     reasoning = message.get("reasoning_content")
     if reasoning and not (message.get("content") and message.get("tool_calls")):
