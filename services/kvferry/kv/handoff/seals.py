@@ -2,10 +2,9 @@
 
     seal = [ key id 4 B ][ MAC 32 B ] over the MessagePack array of the fields
 
-Names, ids, epochs and digests of blocks are sealed together, since a process that could pair genuine names with other pages
-could plant wrong KV in a reader's prefix cache. Incarnation, ticket id and number keep a seal from being used again for
-another process, prompt or position. The encoding is fixed by tests/golden/seals.json.
-"""
+Names, ids, epochs and digests of blocks are sealed together, since a process that could pair genuine names with other
+pages could plant wrong KV in a reader's prefix cache. Incarnation, ticket id and number keep a seal from being used
+again for another process, prompt or position. The encoding is fixed by tests/golden/seals.json."""
 
 import msgspec
 
