@@ -147,7 +147,7 @@ def test_nothing_is_left_after_the_parent_ends(number: signal.Signals, connector
         assert shared_memory() <= before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_an_end_during_the_start_leaves_nothing(number: signal.Signals) -> None:
     with running("up", *FLAGS, *ADDRESSES) as process:
         parent = psutil.Process(process.process.pid)

@@ -123,7 +123,10 @@ def command(values: Values, *, as_json: bool) -> None:
 async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    ending = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is below `nohup`
+        ending.append(signal.SIGHUP)
+    for number in ending:
         loop.add_signal_handler(number, stop.set)
 
     def say(text: str) -> None:
@@ -152,7 +155,7 @@ async def _up(config: StackConfig, drain_seconds: float, *, as_json: bool) -> in
         await stopping
         if sys.stderr.isatty():
             click.echo("draining; press Ctrl-C again to exit immediately", err=True)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending:
             loop.remove_signal_handler(number)
         return 0
     finally:

@@ -73,13 +73,17 @@ def read_settings_file(path: Path | None) -> dict[str, object]:
 
 
 def read_secret_file(path: Path, field: str) -> bytes:
-    """Read a secret from a file, without a trailing newline.
+    """Read a secret from a regular file, without a trailing newline.
 
     Raises:
-        UsageError: the file cannot be read, or is empty.
+        UsageError: the file cannot be read, is no regular file, is too large, or is empty.
     """
     try:
-        secret = path.read_bytes()[:_MAX_FILE_BYTES].strip()
+        if not path.is_file() and path.exists():  # a device may have no end, and a pipe no writer
+            raise UsageError(f"{path} is not a regular file; name a file with the secret", field=field)
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise UsageError(f"{path} is larger than {_MAX_FILE_BYTES} bytes; is it a secret?", field=field)
+        secret = path.read_bytes().strip()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", field=field) from error
     if not secret:

@@ -6,6 +6,7 @@ event loop -- add --> queue (bounded; a full one drops) --> thread: names, line 
 import logging
 import os
 import secrets
+import stat
 import threading
 from collections import deque
 from io import BufferedWriter
@@ -125,4 +126,9 @@ class TraceFile:
                 field="trace_file",
             ) from error
         file = os.fdopen(descriptor, "ab")
-        return file, os.fstat(descriptor).st_size
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            file.close()
+            raise UsageError(f"trace_file {str(self._path)!r} is not a regular file; name one", field="trace_file")
+        os.fchmod(descriptor, 0o600)  # also of a file that existed
+        return file, found.st_size

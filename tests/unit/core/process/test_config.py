@@ -1,5 +1,6 @@
 """The process's surroundings: where files are kept, what a child inherits, which files are refused."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,13 @@ def test_an_empty_or_missing_secret_names_the_file_and_the_setting(tmp_path: Pat
         with pytest.raises(UsageError, match=says) as caught:
             read_secret_file(tmp_path / name, "ticket_key_file")
         assert (caught.value.field, name in caught.value.message) == ("ticket_key_file", True)
+
+
+def test_a_secret_is_read_from_a_small_regular_file_only(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"x" * (1 << 21))
+    for path, says in ((tmp_path / "pipe", "regular file"), (Path("/dev/zero"), "regular file"), (tmp_path, "regular")):
+        with pytest.raises(UsageError, match=says):
+            read_secret_file(path, "ticket_key_file")
+    with pytest.raises(UsageError, match="larger"):
+        read_secret_file(tmp_path / "large", "ticket_key_file")

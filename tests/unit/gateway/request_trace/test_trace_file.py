@@ -94,3 +94,13 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert caught.value.field == "trace_file"
     with pytest.raises(UsageError, match=f"it must be at least {MIN_BYTES}"):
         TraceFile(tmp_path / "trace", 1, b"")
+
+
+def test_an_existing_file_becomes_private_and_a_device_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text("")
+    path.chmod(0o644)
+    TraceFile(path, MIN_BYTES, b"key").close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(UsageError, match="regular file"):
+        TraceFile(Path("/dev/null"), MIN_BYTES, b"key")
