@@ -13,6 +13,7 @@ from kvferry.cli import settings
 from kvferry.cli.commands.bench_serve import command as serve
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, print_json, reported, with_settings
+from kvferry.cli.output_file import OUTPUT_FILE
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.process.cores import usable_cores
@@ -57,7 +58,7 @@ def _engine_options(function: Callable[..., None]) -> Callable[..., None]:
             click.option(
                 "--json",
                 "json_file",
-                type=click.Path(path_type=Path, dir_okay=False),
+                type=OUTPUT_FILE,
                 help="Write the results to a file.",
             ),
             with_settings(settings.BENCH),
@@ -128,13 +129,11 @@ def throughput(values: Values, *, requests: int, rounds: int, json_file: Path | 
 @click.option(
     "--rounds", default=15, show_default=True, type=click.IntRange(1, 10_000), help="Rounds per product; CPU only."
 )
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the rows to a JSON file."
-)
+@click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the rows to a JSON file.")
 @click.option(
     "--csv",
     "csv_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OUTPUT_FILE,
     help="Append the rows to a CSV file; GPU only.",
 )
 @click.option(
@@ -271,7 +270,7 @@ def _progress(label: str, length: int) -> Iterator[Callable[[], None]]:
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OUTPUT_FILE,
     help="Write summary and rows to a JSON file.",
 )
 def transfer(names: tuple[str, ...], counts: tuple[int, ...], block_size: str, rounds: int, json_file: Path) -> None:

@@ -15,6 +15,7 @@ import click
 from kvferry.bench.workload import arrivals as processes
 from kvferry.bench.workload import requests as workloads
 from kvferry.cli.options import Values, print_json, with_settings
+from kvferry.cli.output_file import OUTPUT_FILE
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable, UsageError
 from kvferry.core.settings import Setting
@@ -56,9 +57,9 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option("--slo", default="", help="Latency targets for goodput, for example ttft=500ms,itl=30ms,e2el=10s.")
 @click.option("--seed", default=0, show_default=True, type=int)
 @click.option("--timeout", default=600.0, show_default=True, type=click.FloatRange(1.0, 86400.0), help="Seconds.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results here.")
+@click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results here.")
 @click.option("--detailed", is_flag=True, help="Write each answer's times to the JSON file too.")
-@click.option("--svg", "svg_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the results here.")
+@click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Draw the results here.")
 @with_settings(_API_KEY)
 def command(
     values: Values,

@@ -10,6 +10,7 @@ import click
 from kvferry.cli import settings
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
+from kvferry.cli.output_file import OUTPUT_FILE
 from kvferry.cli.simulating.simulate import JSON_FILE, write_json
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from kvferry.engine.profile.step_log import StepLog
     from kvferry.engine.profile.timeline import Span
 
-_FILE = click.Path(path_type=Path, dir_okay=False)
 _STEPS = click.option(
     "--steps", default=200, show_default=True, type=click.IntRange(1, 10_000), help="Number of steps to record."
 )
@@ -34,8 +34,8 @@ def _outputs(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options of the files that a recording is written to."""
     for option in (
         JSON_FILE,
-        click.option("--log", "log_file", type=_FILE, help="Write the step log, JSON lines."),
-        click.option("--trace", "trace_file", type=_FILE, help="Write the phases as a Chrome trace."),
+        click.option("--log", "log_file", type=OUTPUT_FILE, help="Write the step log, JSON lines."),
+        click.option("--trace", "trace_file", type=OUTPUT_FILE, help="Write the phases as a Chrome trace."),
     ):
         function = option(function)
     return function

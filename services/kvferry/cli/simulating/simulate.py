@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvferry.cli.options import print_json, reported
+from kvferry.cli.output_file import OUTPUT_FILE
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
 
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
 _MAX_BYTES = 1 << 30
 """Maximum size of a file that a fleet file names."""
 
-JSON_FILE = click.option(
-    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the results to a file."
-)
+JSON_FILE = click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to a file.")
 """The option of the simulator's commands for `write_json`."""
 
 
@@ -38,9 +37,7 @@ JSON_FILE = click.option(
     help="Simulate this fleet too, and show the differences.",
 )
 @JSON_FILE
-@click.option(
-    "--svg", "svg_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the distributions of latencies."
-)
+@click.option("--svg", "svg_file", type=OUTPUT_FILE, help="Draw the distributions of latencies.")
 @click.option("--seed", type=click.IntRange(0, 1 << 53), help="Seed of the workload; default: the file's seed.")
 @click.option(
     "--processes", type=click.IntRange(1, 256), help="Processes among which pools are divided; default: one per core."

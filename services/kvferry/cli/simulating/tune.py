@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvferry.cli.options import reported
+from kvferry.cli.output_file import OUTPUT_FILE
 from kvferry.cli.simulating.simulate import JSON_FILE, read_fleet_with_slo, write_json
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
     type=click.IntRange(2, 10_000),
     help="Maximum number of simulations.",
 )
-@click.option(
-    "--write", "out", type=click.Path(path_type=Path, dir_okay=False), help="Write the changed fields as TOML."
-)
+@click.option("--write", "out", type=OUTPUT_FILE, help="Write the changed fields as TOML.")
 @click.option("--live", is_flag=True, help="Then run the best few on this machine, and choose by what they do.")
 @click.option("--model", default="smollm2-135m-instruct", show_default=True, help="live: the model of the workers.")
 @click.option(

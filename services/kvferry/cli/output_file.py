@@ -1,0 +1,31 @@
+"""The type of options that name a file to write at the end of a command."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+class OutputFile(click.Path):
+    """A file in a folder that exists and is writable, so that a long run does not lose its results at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, dir_okay=False, writable=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path.
+
+        Raises:
+            click.BadParameter: the folder does not exist or is not writable, or the path is a folder.
+        """
+        path = super().convert(value, param, ctx)
+        folder = Path(os.fsdecode(path)).absolute().parent
+        if not folder.is_dir():
+            self.fail(f"the folder {str(folder)!r} does not exist; create it, or name another file", param, ctx)
+        if not os.access(folder, os.W_OK):
+            self.fail(f"the folder {str(folder)!r} is not writable; name another file", param, ctx)
+        return path
+
+
+OUTPUT_FILE = OutputFile()
