@@ -180,7 +180,9 @@ def test_an_owner_that_trickles_is_given_up() -> None:
             wire.receive_reply(ours, [memoryview(bytearray(1000))], Trickle(), 3.0)
 
 
-def test_a_read_of_scattered_pages_lands_in_place() -> None:
+@pytest.mark.parametrize("part_bytes", [BLOCK, 8 << 20])
+def test_a_read_of_scattered_pages_lands_in_place(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.kv.connectors.tcp._PART_BYTES", part_bytes)
     with a_transport() as (owner, peer), a_transport() as (reader, _):
         reader.connect(peer, owner.address())
         assert reader._memory is not None

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from kvferry.core.clock import ManualClock
-from kvferry.kv.connectors.tcp_read import TcpRead
+from kvferry.kv.connectors.tcp_read import TcpRead, split_buffers
 from kvferry.kv.interface.connector import ReadError
 
 SIZE = 64
@@ -143,3 +143,10 @@ def test_an_answer_that_ended_early_is_not_asked_for_again() -> None:
 def test_a_peer_that_cannot_be_reached_is_an_error() -> None:
     with pytest.raises(ReadError, match="no more connections"):
         Scene(connections=0).read()
+
+
+@pytest.mark.parametrize("size", range(7))
+def test_buffers_are_split_anywhere(size: int) -> None:
+    first, second = split_buffers([memoryview(b"ab"), memoryview(b"cd"), memoryview(b"ef")], size)
+    assert (b"".join(first), b"".join(second)) == (b"abcdef"[:size], b"abcdef"[size:])
+    assert all(map(len, (*first, *second)))

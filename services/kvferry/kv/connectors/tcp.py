@@ -1,14 +1,15 @@
 """Connector `tcp`: transport over plain TCP, for clusters without RDMA and NIXL; needs no extra package.
 
-The reader requests pages over one connection per read and receives them directly into its own pages; adjacent pages
-are one buffer on both sides. Both sides authenticate as members of the pool (`tcp_wire`). Only the thread that polls a
-read writes to the target pages (`tcp_read`), so a read that has ended is quiet.
+The reader requests pages over one connection per read, or two for a large one, and receives them directly into its own
+pages; adjacent pages are one buffer on both sides. Both sides authenticate as members of the pool (`tcp_wire`). Only
+the thread that polls a read writes to the target pages (`tcp_read`), so a read that has ended is quiet.
 """
 
 import mmap
 import socket
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -16,7 +17,7 @@ from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.kv.connectors import tcp_wire as wire
-from kvferry.kv.connectors.tcp_read import TcpRead
+from kvferry.kv.connectors.tcp_read import ParallelRead, TcpRead, split_buffers
 from kvferry.kv.connectors.tcp_server import PageServer, runs
 from kvferry.kv.connectors.windows import CompletedRead
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
@@ -26,6 +27,9 @@ _STALL_SECONDS = 2.0
 _CONNECT_SECONDS = 2.0
 _LEAST_BYTES_PER_SECOND = 1e6
 """Minimum average rate of a read in bytes per second; a slower read is abandoned even if it never stalls."""
+_PART_BYTES = 8 << 20
+"""Minimum size in bytes of a part of a read that is split over two connections."""
+_MAX_THREADS = 16
 _MAX_IDLE_LINKS = 2
 """Number of idle connections per peer that are kept."""
 
@@ -107,6 +111,7 @@ class TcpTransport:
         self._server: PageServer | None = None
         self._owners: dict[str, _Owner] = {}
         self._connecting = threading.Lock()  # guards additions to _owners
+        self._readers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="kv-tcp-read")
 
     def allocate(self, num_blocks: int, block_bytes: int) -> PageMemory:
         pages = memoryview(mmap.mmap(-1, num_blocks * block_bytes))
@@ -173,12 +178,21 @@ class TcpTransport:
         if not remote:
             return CompletedRead()
         num_bytes = len(remote) * owner.where.block_bytes
+        if num_bytes < 2 * _PART_BYTES or len(remote) < 2:
+            return self._part(owner, remote, into)
+        # The copies from two connections run in parallel, on two threads.
+        middle = len(remote) // 2
+        first, second = split_buffers(into, middle * owner.where.block_bytes)
+        parts = [self._part(owner, remote[:middle], first), self._part(owner, remote[middle:], second)]
+        return ParallelRead(parts, self._readers)
+
+    def _part(self, owner: _Owner, remote: Sequence[int], into: Sequence[memoryview]) -> TcpRead:
         return TcpRead(
             owner,
             remote,
             into,
             stall_seconds=_STALL_SECONDS,
-            total_seconds=_STALL_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND,
+            total_seconds=_STALL_SECONDS + len(remote) * owner.where.block_bytes / _LEAST_BYTES_PER_SECOND,
             clock=self._clock,
         )
 
@@ -204,6 +218,7 @@ class TcpTransport:
         for owner in self._owners.values():
             owner.forget()
         self._owners.clear()
+        self._readers.shutdown(wait=False, cancel_futures=True)
         if self._server is not None:
             self._server.close()
 

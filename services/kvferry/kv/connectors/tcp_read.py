@@ -1,11 +1,13 @@
-"""One read over connector `tcp`, received by the thread that polls it.
+"""Reads over connector `tcp`, received by the thread that polls them.
 
-A thread of its own would cost two switches per read, which is more than the transfer of a single page over loopback.
+A thread for each read would cost two switches, which is more than the transfer of a single page over loopback. Parts of
+a large read have threads, since their copies then run in parallel.
 """
 
 import select
 import socket
 from collections.abc import Sequence
+from concurrent.futures import Executor, wait
 from typing import Protocol
 
 from kvferry.core.clock import Clock
@@ -13,6 +15,7 @@ from kvferry.kv.connectors import tcp_wire as wire
 from kvferry.kv.interface.connector import ReadError
 
 _MAX_BYTES_PER_POLL = 16 << 20
+_WAIT_SECONDS = 0.1
 
 
 class Links(Protocol):
@@ -151,3 +154,43 @@ class TcpRead:
         if self._link is not None:
             self._link.close()
             self._link = None
+
+
+class ParallelRead:
+    """Reads of the parts of a large read, each received by a thread."""
+
+    def __init__(self, parts: Sequence[TcpRead], threads: Executor) -> None:
+        self._reads = list(parts)
+        self._ends = [threads.submit(_receive_all, part) for part in parts]
+
+    def poll(self) -> bool:
+        for end in self._ends:
+            if end.done() and (error := end.exception()) is not None:
+                raise ReadError(str(error)) from error
+        return self.is_quiet()
+
+    def is_quiet(self) -> bool:
+        return all(end.done() for end in self._ends)
+
+    def progress(self) -> int:
+        """Return the number of bytes received."""
+        return sum(read.progress() for read in self._reads)
+
+    def wait(self, seconds: float) -> None:
+        wait(self._ends, seconds)
+
+
+def _receive_all(read: TcpRead) -> None:
+    while not read.poll():
+        read.wait(_WAIT_SECONDS)
+
+
+def split_buffers(buffers: Sequence[memoryview], size: int) -> tuple[list[memoryview], list[memoryview]]:
+    """Return the first `size` bytes of buffers, and the rest."""
+    first: list[memoryview] = []
+    for number, buffer in enumerate(buffers):
+        if size < len(buffer):
+            return [*first, *([buffer[:size]] if size else [])], [buffer[size:], *buffers[number + 1 :]]
+        first.append(buffer)
+        size -= len(buffer)
+    return first, []
