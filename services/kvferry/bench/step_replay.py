@@ -11,7 +11,7 @@ from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.profile.log_file import sampling_of
-from kvferry.engine.profile.step_log import ABORT, ADD, RELEASE, LoggedRequest, Planned, StepLog
+from kvferry.engine.profile.step_log import ABORT, ADD, RELEASE, LoggedRequest, Planned, StepLog, planned
 from kvferry.engine.profile.watch import NO_WATCH, StepWatch
 from kvferry.engine.settings import OFF, ON, EngineSettings
 
@@ -45,7 +45,7 @@ class _Seen(StepWatch):
         self.tokens: Tokens = []
 
     def stepped(self, plan: StepPlan, updates: list[SequenceUpdate], *, is_ahead: bool) -> None:  # type: ignore[override]
-        self.plan = [(int(s.request_id), s.num_computed, s.num_scheduled, s.num_sampled) for s in plan.scheduled]
+        self.plan = planned(plan)
         self.tokens = [(int(u.request_id), [token.token_id for token in u.tokens]) for u in updates]
 
 

@@ -126,13 +126,10 @@ async def watch(parent: psutil.Process, report: Report) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
-def grown(memory: Sequence[int]) -> bool:
-    """Return whether a process uses more memory in the last fifth of a run than in the second one."""
-    fifth = len(memory) // 5
-    if not fifth:
-        return False
-    early, late = statistics.median(memory[fifth : 2 * fifth]), statistics.median(memory[-fifth:])
-    return late > GROWTH * early + SPARE_BYTES
+def early_and_late(memory: Sequence[int]) -> tuple[float, float]:
+    """Return the medians of a process's memory in the second and in the last fifth of a run, in bytes."""
+    fifth = max(1, len(memory) // 5)
+    return statistics.median(memory[fifth : 2 * fifth] or memory), statistics.median(memory[-fifth:])
 
 
 @click.command()
@@ -187,10 +184,10 @@ def _print(report: Report) -> int:
     click.echo(f"{'tokens':28s} {report.num_tokens}")
     has_grown = False
     for name, values in report.memory.items():
-        fifth = max(1, len(values) // 5)
-        early, late = statistics.median(values[fifth : 2 * fifth] or values), statistics.median(values[-fifth:])
-        has_grown |= grown(values)
-        click.echo(f"{name:28s} {early / 2**20:.0f} MiB, then {late / 2**20:.0f}{'  GREW' if grown(values) else ''}")
+        early, late = early_and_late(values)
+        grew = late > GROWTH * early + SPARE_BYTES
+        has_grown |= grew
+        click.echo(f"{name:28s} {early / 2**20:.0f} MiB, then {late / 2**20:.0f}{'  GREW' if grew else ''}")
     click.echo(f"{'wrong or failed':28s} {len(report.wrong)}")
     for line in report.wrong[:10]:
         click.echo(line)

@@ -162,7 +162,7 @@ def _stage_launcher_tools(root: Path) -> None:
     if finder.is_file():
         (root / "sbin").mkdir(exist_ok=True)
         shutil.copy2(finder, root / "sbin" / finder.name)
-        # A runtime that adds the driver's libraries to a container writes this cache anew. Only root can make it here.
+        # The cache of ldconfig, which a container runtime updates when it adds the GPU driver. Writing it needs root.
         (root / "etc").mkdir(exist_ok=True)
         subprocess.run([finder, "-r", root], capture_output=True, timeout=_SECONDS, check=False)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from harness.waiting import until
 
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import TicketRejected, Unavailable
@@ -321,9 +322,10 @@ def test_closing_ends_even_a_stalled_drain() -> None:
     script.quiet.clear()
     fetcher = start(script)
     script.wait_for(1)
-    while (drainer := fetcher._drainer) is None:  # it starts after the failure has been reported
-        script.clock.advance(0.0)
+    until(lambda: fetcher._drainer is not None, "the draining thread starts after the failure was reported")
+    drainer = fetcher._drainer
     fetcher.close()
+    assert drainer is not None
     drainer.join(DEADLINE)
     assert not drainer.is_alive()
     assert len(script.messages) == 1, "the pages were never quiet, and nobody said so"

@@ -13,7 +13,7 @@ from kvferry.cli import settings
 from kvferry.cli.commands.bench_serve import command as serve
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, print_json, reported, with_settings
-from kvferry.cli.output_file import OUTPUT_FILE
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import KvferryError, UsageError
 from kvferry.core.process.cores import usable_cores
@@ -55,12 +55,7 @@ def _engine_options(function: Callable[..., None]) -> Callable[..., None]:
                 type=click.IntRange(1, 1000),
                 help="Number of measured rounds.",
             ),
-            click.option(
-                "--json",
-                "json_file",
-                type=OUTPUT_FILE,
-                help="Write the results to a file.",
-            ),
+            JSON_FILE,
             with_settings(settings.BENCH),
         )
     ):

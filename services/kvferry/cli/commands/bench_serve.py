@@ -15,7 +15,7 @@ import click
 from kvferry.bench.workload import arrivals as processes
 from kvferry.bench.workload import requests as workloads
 from kvferry.cli.options import Values, print_json, with_settings
-from kvferry.cli.output_file import OUTPUT_FILE
+from kvferry.cli.output_files import OUTPUT_FILE
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import Unavailable, UsageError
 from kvferry.core.settings import Setting

@@ -10,8 +10,7 @@ import click
 from kvferry.cli import settings
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, pool_tls_files, read_key, with_settings
-from kvferry.cli.output_file import OUTPUT_FILE
-from kvferry.cli.simulating.simulate import JSON_FILE, write_json
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_json
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
@@ -43,7 +42,7 @@ def _outputs(function: Callable[..., None]) -> Callable[..., None]:
 
 @click.group("profile")
 def command() -> None:
-    """Record the steps of an engine: phases and gaps as a picture, and a log that can be replayed.
+    """Record the steps of an engine: phases and gaps as a trace file, and a log that can be replayed.
 
     \b
       kvferry profile model --batch 8 --trace steps.json           open steps.json in Perfetto or chrome://tracing

@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 
 from kvferry.cli.options import EXIT_FAILED, reported
-from kvferry.cli.simulating.simulate import JSON_FILE, read_fleet_with_slo, write_json
+from kvferry.cli.output_files import JSON_FILE, write_json
+from kvferry.cli.simulating.simulate import read_fleet_with_slo
 from kvferry.core.errors import UsageError
 
 _MAX_RATES = 32

@@ -1,6 +1,5 @@
 """`kvferry simulate`: a fleet under a workload, in virtual time."""
 
-import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvferry.cli.options import print_json, reported
-from kvferry.cli.output_file import OUTPUT_FILE
+from kvferry.cli.options import reported
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_json
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
 
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 1 << 30
 """Maximum size of a file that a fleet file names."""
-
-JSON_FILE = click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to a file.")
-"""The option of the simulator's commands for `write_json`."""
 
 
 @click.command("simulate")
@@ -126,13 +122,6 @@ def _merged(results: "list[PoolResult]") -> "PoolResult":
     for other in others:
         whole.merge(other)
     return whole
-
-
-def write_json(file: Path | None, result: dict[str, Any]) -> None:
-    """Write results to the file of `--json`, and print them as the last line; without a file, do nothing."""
-    if file is not None:
-        file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-        print_json(result)
 
 
 def read_fleet_file(path: Path, seed: int | None = None) -> "FleetSpec":

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvferry.cli.options import reported
-from kvferry.cli.output_file import OUTPUT_FILE
-from kvferry.cli.simulating.simulate import JSON_FILE, read_fleet_with_slo, write_json
+from kvferry.cli.output_files import JSON_FILE, OUTPUT_FILE, write_json
+from kvferry.cli.simulating.simulate import read_fleet_with_slo
 
 if TYPE_CHECKING:
     from kvferry.simulator.files.spec import FleetSpec

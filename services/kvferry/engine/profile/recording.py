@@ -18,6 +18,7 @@ from kvferry.engine.profile.step_log import (
     LoggedRequest,
     LoggedStep,
     StepLog,
+    planned,
 )
 from kvferry.engine.profile.timeline import ENGINE, RUNNER, Timeline
 from kvferry.engine.profile.watch import MESSAGES, StepWatch
@@ -124,10 +125,7 @@ class Recording(StepWatch):
         step = self._step
         step.ended, step.is_ahead = self._now(), is_ahead
         self.timeline.end(ENGINE, step.ended)
-        step.plan = [
-            (self._number(item.request_id), item.num_computed, item.num_scheduled, item.num_sampled)
-            for item in plan.scheduled
-        ]
+        step.plan = planned(plan, self._number)
         if any(item.num_drafts for item in plan.scheduled):
             self._hinder("drafts were verified; their proposal is not recorded")
         for update in updates:

@@ -5,11 +5,14 @@
     {"request": 0, "prompt": 40, "ids": [..], ...}                                        one for each request
 
 A log begins with an idle engine and an empty prefix cache, so that a scheduler that takes in the same events between
-the same steps plans the same steps (`simulator.worker.step_replay`). `replayable` says why, if that is not so.
+the same steps plans the same steps (`simulator.worker.step_replay`). `obstacle` is the reason if that is not so.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry.core.ids import RequestId
+from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
 
 Planned = tuple[int, int, int, int]
@@ -18,6 +21,16 @@ Event = tuple[str, int]
 """One of `EVENTS`, and the number of the request or of the export; 0 for `reset`."""
 ADD, ABORT, RELEASE, RESET = "add", "abort", "release", "reset"
 EVENTS = (ADD, ABORT, RELEASE, RESET)
+
+
+def planned(plan: StepPlan, number: Callable[[RequestId], int] = int) -> list[Planned]:
+    """Return a plan as it is logged.
+
+    Args:
+        plan: the plan of a step.
+        number: returns the number of a request; by default, its id is the number.
+    """
+    return [(number(s.request_id), s.num_computed, s.num_scheduled, s.num_sampled) for s in plan.scheduled]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvferry.engine.plan.pipeline import Launched, Pipeline
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
 from kvferry.engine.profile.log_file import END_TOKEN
-from kvferry.engine.profile.step_log import ABORT, ADD, RELEASE, LoggedRequest, LoggedStep, Planned, StepLog
+from kvferry.engine.profile.step_log import ABORT, ADD, RELEASE, LoggedRequest, LoggedStep, Planned, StepLog, planned
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
 from kvferry.simulator.worker.device import StepWork, work_of
 from kvferry.simulator.worker.jobs import ReplicaSettings
@@ -81,9 +81,9 @@ class StepReplay:
             for kind, which in step.events:
                 self._apply(kind, which)
             plan = self._plan()
-            planned = [(int(s.request_id), s.num_computed, s.num_scheduled, s.num_sampled) for s in plan.scheduled]
-            if planned != step.plan:
-                return Replayed(number, Difference(number, step.plan, planned), work)
+            found = planned(plan)
+            if found != step.plan:
+                return Replayed(number, Difference(number, step.plan, found), work)
             observe(plan)
             if plan.scheduled:
                 work.append((work_of(plan.scheduled), step.seconds))

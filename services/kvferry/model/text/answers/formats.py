@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 
-from kvferry.model.text.answers import harmony, hermes, mistral
+from kvferry.model.text.answers import harmony, json_calls, mistral
 from kvferry.model.text.answers.call_parser import CallSyntax
 from kvferry.model.text.answers.marks import Marks
 from kvferry.model.text.answers.pythonic import Pythonic
@@ -26,16 +26,16 @@ REASONING_PARSERS = (AUTO, "think", "off")
 """Values of the setting `reasoning_parser`."""
 
 _SYNTAXES: Mapping[CallFormat, Callable[[Marks], CallSyntax]] = {
-    CallFormat.HERMES: hermes.Hermes,
-    CallFormat.LLAMA3_JSON: hermes.Llama3Json,
+    CallFormat.HERMES: json_calls.Hermes,
+    CallFormat.LLAMA3_JSON: json_calls.Llama3Json,
     CallFormat.MISTRAL: mistral.Mistral,
     CallFormat.PYTHONIC: Pythonic,
 }
 _SIGNS = (
-    (CallFormat.HERMES, hermes.OPENER),
+    (CallFormat.HERMES, json_calls.OPENER),
     (CallFormat.MISTRAL, mistral.OPENER),
     (CallFormat.PYTHONIC, "[func_name1("),
-    (CallFormat.LLAMA3_JSON, hermes.LLAMA3_TAG),
+    (CallFormat.LLAMA3_JSON, json_calls.LLAMA3_TAG),
     (CallFormat.HARMONY, harmony.CHANNEL),
 )
 """Texts in a template, or tokens of a vocabulary, by which a format is recognized; the first that is found decides.

@@ -1,7 +1,7 @@
 """Writes functions, calls and results as text, for chat templates without tools of their own.
 
 The format is that of the Hermes models: functions in the system message, calls in `<tool_call>`, results in
-`<tool_response>`, which many models were trained with, and which `answers.hermes` reads.
+`<tool_response>`, which many models were trained with, and which `answers.json_calls` reads.
 """
 
 import json

@@ -1,10 +1,13 @@
-"""The type of options that name a file to write at the end of a command."""
+"""Options that name a file to write at the end of a command, and the file of `--json`."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import click
+
+from kvferry.cli.options import print_json
 
 
 class OutputFile(click.Path):
@@ -29,3 +32,12 @@ class OutputFile(click.Path):
 
 
 OUTPUT_FILE = OutputFile()
+JSON_FILE = click.option("--json", "json_file", type=OUTPUT_FILE, help="Write the results to a file.")
+"""The option of a command that calls `write_json`."""
+
+
+def write_json(file: Path | None, result: dict[str, Any]) -> None:
+    """Write results to the file of `--json`, and print them as the last line; without a file, do nothing."""
+    if file is not None:
+        file.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        print_json(result)
