@@ -214,7 +214,9 @@ def _frames() -> Iterator[Run]:
                     case 2:
                         tcp_wire.greet_as_reader(ours, key)
                     case _:
-                        tcp_wire.receive_reply(ours, [memoryview(bytearray(64))], clock, _READ_SECONDS)
+                        reply = tcp_wire.Reply([memoryview(bytearray(64))])
+                        while not reply.receive_some(ours):
+                            pass
             except (tcp_wire.WireError, TimeoutError):
                 pass
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvferry.core.clock import ManualClock
 from kvferry.kv.connectors.tcp_read import TcpRead, split_buffers
+from kvferry.kv.connectors.tcp_wire import Op
 from kvferry.kv.interface.connector import ReadError
 
 SIZE = 64
@@ -42,7 +43,16 @@ class Scene:
     def read(self) -> TcpRead:
         pages = memoryview(self.landed)
         into = [pages[SIZE:], pages[:SIZE]]
-        return TcpRead(self.links, [5, 7], into, stall_seconds=2.0, total_seconds=10.0, clock=self.clock)
+        return TcpRead(
+            self.links,
+            Op.PAGES,
+            [5, 7],
+            into,
+            connect_seconds=2.0,
+            stall_seconds=2.0,
+            total_seconds=10.0,
+            clock=self.clock,
+        )
 
     def close(self) -> None:
         for link in (*self.links.idle, *self.links.peers, *self.links.given_back):

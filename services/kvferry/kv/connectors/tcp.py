@@ -189,8 +189,10 @@ class TcpTransport:
     def _part(self, owner: _Owner, remote: Sequence[int], into: Sequence[memoryview]) -> TcpRead:
         return TcpRead(
             owner,
+            wire.Op.PAGES,
             remote,
             into,
+            connect_seconds=_CONNECT_SECONDS,
             stall_seconds=_STALL_SECONDS,
             total_seconds=_STALL_SECONDS + len(remote) * owner.where.block_bytes / _LEAST_BYTES_PER_SECOND,
             clock=self._clock,
@@ -203,9 +205,21 @@ class TcpTransport:
         landing = memoryview(bytearray(8 * len(remote)))
         if not remote:
             return []
+        patience = min(timeout, _CONNECT_SECONDS)
         try:
-            _fetch_epochs(owner, remote, landing, timeout, self._clock)
-        except OSError as error:
+            read = TcpRead(
+                owner,
+                wire.Op.EPOCHS,
+                remote,
+                [landing],
+                connect_seconds=patience,
+                stall_seconds=timeout,
+                total_seconds=timeout,
+                clock=self._clock,
+            )
+            while not read.poll():
+                read.wait(patience)
+        except ReadError as error:
             raise ReadError(f"the epochs of worker {peer.worker_id} did not arrive ({error})") from error
         return [int.from_bytes(landing[i : i + 8], "little") for i in range(0, len(landing), 8)]
 
@@ -227,33 +241,6 @@ class TcpTransport:
         if owner is None:
             raise ReadError(f"worker {peer.worker_id} is not connected")
         return owner
-
-
-def _fetch_epochs(owner: _Owner, ids: Sequence[int], into: memoryview, patience: float, clock: Clock) -> None:
-    """Request epochs over one connection; retry once, since the peer may have closed an idle connection.
-
-    Raises:
-        OSError: the exchange failed; `into` is no longer written to.
-    """
-    for attempt in (1, 2):
-        link = owner.take(min(patience, _CONNECT_SECONDS))
-        try:
-            link.settimeout(patience)
-            wire.send_request(link, wire.Op.EPOCHS, ids)
-            wire.receive_reply(link, [into], clock, patience)
-        except TimeoutError:
-            link.close()
-            raise
-        except OSError:
-            link.close()
-            if attempt == 2:
-                raise
-        except BaseException:
-            link.close()
-            raise
-        else:
-            owner.give_back(link)
-            return
 
 
 def open_transport(incarnation: Incarnation, setup: TransportSetup) -> TcpTransport:

@@ -40,19 +40,23 @@ class TcpRead:
     def __init__(
         self,
         links: Links,
+        op: wire.Op,
         ids: Sequence[int],
         into: Sequence[memoryview],
         *,
+        connect_seconds: float,
         stall_seconds: float,
         total_seconds: float,
         clock: Clock,
     ) -> None:
-        """Send the request for pages `ids`, whose contents go to the buffers `into` in order.
+        """Send the request for pages `ids` or their epochs, which go to the buffers `into` in order.
 
         Args:
             links: connections to the peer.
+            op: what to read.
             ids: the peer's pages; not empty.
             into: target buffers.
+            connect_seconds: time limit of opening a connection.
             stall_seconds: time without data after which the read fails.
             total_seconds: time after which the read fails.
             clock: clock of both times.
@@ -60,7 +64,8 @@ class TcpRead:
         Raises:
             ReadError: the peer cannot be reached.
         """
-        self._links, self._ids = links, ids
+        self._links, self._op, self._ids = links, op, ids
+        self._connect_seconds = connect_seconds
         self._stall_seconds = stall_seconds
         self._clock = clock
         now = clock.monotonic()
@@ -97,10 +102,10 @@ class TcpRead:
 
     def _request(self) -> None:
         """Send the request; retry once, since the peer may have closed an idle connection."""
-        link = self._links.take(self._stall_seconds)
+        link = self._links.take(self._connect_seconds)
         try:
             link.settimeout(self._stall_seconds)
-            wire.send_request(link, wire.Op.PAGES, self._ids)
+            wire.send_request(link, self._op, self._ids)
             link.setblocking(False)
         except OSError:
             link.close()

@@ -188,19 +188,6 @@ class Reply:
             raise WireError(f"the owner's reply has an unexpected length of {length} bytes")
 
 
-def receive_reply(link: socket.socket, into: Sequence[memoryview], clock: Clock, seconds: float) -> None:
-    """Receive a reply into the buffers `into`, in order, within `seconds` in total.
-
-    Raises:
-        WireError, TimeoutError: the reply is a rejection, has an unexpected length, is incomplete, or takes too long.
-    """
-    deadline = clock.monotonic() + seconds
-    reply = Reply(into)
-    while not reply.receive_some(link):
-        if clock.monotonic() > deadline:
-            raise TimeoutError(f"the reply took longer than {seconds:.0f} s")
-
-
 def receive(link: socket.socket, size: int) -> bytes:
     """Receive exactly `size` bytes.
 

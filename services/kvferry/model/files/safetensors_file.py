@@ -70,10 +70,14 @@ class StoredTensor:
 
     def values(self) -> npt.NDArray[np.float32]:
         """Read the values of a float type as float32; a read-only view of the file if they are stored as F32."""
-        raw = self.raw()
-        if self.dtype == "BF16":
-            return (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32, copy=False)
+        return as_float32(self.raw(), self.dtype)
+
+
+def as_float32(raw: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.float32]:
+    """Convert the raw values of a float type, as `StoredTensor.raw` returns them; float32 is not copied."""
+    if dtype == "BF16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32, copy=False)
 
 
 def open_tensors(

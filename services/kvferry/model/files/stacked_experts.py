@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.model.config import Experts
-from kvferry.model.files.safetensors_file import StoredTensor
+from kvferry.model.files.safetensors_file import StoredTensor, as_float32
 from kvferry.model.tensors import Shape, expert_prefix
 
 _STACKED = re.compile(r"^(.*)mlp\.experts\.(gate_up_proj|down_proj)(_bias)?$")
@@ -54,10 +54,7 @@ class ExpertTensor:
 
     def values(self) -> npt.NDArray[np.float32]:
         """Read the values as float32."""
-        raw = self.raw()
-        if self.dtype == "BF16":
-            return (raw.astype(np.uint32) << 16).view(np.float32)
-        return raw.astype(np.float32, copy=False)
+        return as_float32(self.raw(), self.dtype)
 
 
 def split_experts(
