@@ -11,10 +11,11 @@ from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.completion import CompletionPart, CompletionStream
-from kvferry.engine.embedding import Embedding, Prompt, embedding_of, pooling_params
+from kvferry.engine.embedding import Embedding, embedding_of, pooling_params
 from kvferry.engine.engine_loop import CommandQueue, EngineLoop, EngineStream
 from kvferry.engine.messages import EngineRequest, MaskReady
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
+from kvferry.engine.prompts import Prompt, message_list
 from kvferry.engine.request_builder import RequestBuilder
 from kvferry.engine.settings import EngineSettings
 from kvferry.model.text.chat_template import Message
@@ -127,6 +128,7 @@ class AsyncLLM:
         Raises:
             KvferryError: see `generate` and `LLM.chat`.
         """
+        messages = message_list(messages)
         made = await asyncio.to_thread(self._requests.start_chat, messages, sampling or SamplingParams(), tools)
         async with aclosing(self._parts(made)) as parts:
             async for part in parts:

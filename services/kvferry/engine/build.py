@@ -14,6 +14,7 @@ from kvferry.core.dtypes import BFLOAT16, INT8
 from kvferry.core.epochs import EpochTable
 from kvferry.core.errors import UsageError
 from kvferry.core.hashing import BlockNamers
+from kvferry.core.process.memory import usable_memory
 from kvferry.engine.adapters.adapter_settings import check_adapter_settings
 from kvferry.engine.adapters.adapter_store import AdapterStore, LoadedAdapter
 from kvferry.engine.drafts.load_draft import LoadedDraft, load_draft
@@ -322,8 +323,16 @@ def _kv_bytes(settings: EngineSettings, config: ModelConfig, device: str) -> int
     """Return the memory for KV pages: as set, or by the device.
 
     Raises:
-        UsageError: the weights leave no memory for KV.
+        UsageError: the machine does not have as much, or the weights leave none on a GPU.
     """
+    if device == CPU:
+        most = usable_memory()
+        if settings.kv_bytes > most:
+            raise UsageError(
+                f"kv_memory of {settings.kv_bytes} bytes exceeds the {most} bytes of memory that this process may "
+                f"have; set kv_memory to less",
+                field="kv_memory",
+            )
     if settings.kv_bytes or device == CPU:
         return settings.kv_bytes or DEFAULT_KV_BYTES
     import torch

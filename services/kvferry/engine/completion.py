@@ -35,7 +35,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class CompletionPart:
-    """What a step added to a completion."""
+    """Part of a completion that one step added."""
 
     text: str
     """Text of complete characters; lags behind `token_ids` while its end may be the start of a stop string."""

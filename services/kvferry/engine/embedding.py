@@ -11,11 +11,10 @@ from kvferry.core.ids import RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
+from kvferry.engine.prompts import Prompt, prompt_list
 from kvferry.model.requests.pooling import PoolingParams, check_dimensions, pooling_named
 
 _NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +76,7 @@ def pairs(a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt]) -> list[tu
     Raises:
         InvalidRequest: the numbers do not fit, or a list is empty.
     """
-    left, right = _listed(a), _listed(b)
+    left, right = prompt_list(a, "a"), prompt_list(b, "b")
     if len(left) == 1:
         left = left * len(right)
     if not right or len(left) != len(right):
@@ -87,9 +86,3 @@ def pairs(a: Prompt | Sequence[Prompt], b: Prompt | Sequence[Prompt]) -> list[tu
             field="prompts",
         )
     return list(zip(left, right, strict=True))
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]  # a sequence whose items are token ids
-    return list(prompts)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ from kvferry.engine.plan.step import StepPlan
 from kvferry.engine.plan.step_budget import SchedulerLimits
 from kvferry.engine.pooling.prompt_pooling import PromptPooling
 from kvferry.engine.profile.watch import COMPUTE, MESSAGES, NO_WATCH, PLAN, RECORD, StepWatch
-from kvferry.engine.prompt_length import check_length
+from kvferry.engine.prompts import check_length
 from kvferry.engine.speculation.speculation import Speculation
 from kvferry.engine.tensors.batch import PackedAdapter
 from kvferry.kv.interface.connector import KvLoader

@@ -17,10 +17,11 @@ from kvferry.engine.beams.beam_search import BeamOutput, search
 from kvferry.engine.beams.beams import BeamParams
 from kvferry.engine.build import build_engine, load_adapter, load_model, runner_for
 from kvferry.engine.completion import Completion, CompletionStream
-from kvferry.engine.embedding import Embedding, Prompt, embedding_of, pairs, pooling_params, prompt_key
+from kvferry.engine.embedding import Embedding, embedding_of, pairs, pooling_params, prompt_key
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.prompts import Prompt, conversation_list, prompt_list
 from kvferry.engine.request_builder import RequestBuilder
 from kvferry.engine.settings import EngineSettings
 from kvferry.model.requests.pooling import cosine
@@ -139,7 +140,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         model: str | Sequence[str] = "",
@@ -148,7 +149,7 @@ class LLM:
         """Complete prompts, each a text or its token ids, in one batch; return one completion per prompt, in order.
 
         Args:
-            prompts: the prompts.
+            prompts: one or several prompts.
             sampling: parameters of all prompts, or one for each.
             model: name of an adapter, for all prompts or one for each; empty, or the model's own name, for none.
             progress: whether to show a progress bar on standard error.
@@ -160,6 +161,7 @@ class LLM:
             GenerationFailed: a logit is not finite.
             UsageError: the weights are random, but a prompt is a text, or stop strings or bad words are set.
         """
+        prompts = prompt_list(prompts)
         params = _for_each(sampling, len(prompts))
         adapters = self._adapters(model, len(prompts))
         streams = [self._requests.start(*each) for each in zip(prompts, params, adapters, strict=True)]
@@ -167,7 +169,7 @@ class LLM:
 
     def encode(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         *,
         pooling: str = "last",
         normalize: bool = True,
@@ -180,7 +182,7 @@ class LLM:
         and not to compare it gives vectors that are all similar; compare them with each other only.
 
         Args:
-            prompts: the prompts.
+            prompts: one or several prompts.
             pooling: `last`, `mean` or `cls`; see `model.requests.pooling.Pooling`.
             normalize: whether vectors have an L2 norm of 1.
             dimensions: number of leading values to keep, before a vector is normalized; `None` for all.
@@ -192,7 +194,7 @@ class LLM:
             UsageError: the weights are random, but a prompt is a text.
         """
         params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
-        requests = [self._requests.start_pooling(prompt, params) for prompt in prompts]
+        requests = [self._requests.start_pooling(prompt, params) for prompt in prompt_list(prompts)]
         found: dict[RequestId, SequenceUpdate] = {}
 
         def take(update: SequenceUpdate) -> bool:
@@ -229,12 +231,12 @@ class LLM:
         ]
 
     def beam_search(
-        self, prompts: Sequence[Prompt], params: BeamParams | None = None, *, progress: bool = False
+        self, prompts: Prompt | Sequence[Prompt], params: BeamParams | None = None, *, progress: bool = False
     ) -> list[list[BeamOutput]]:
         """Search for the most probable outputs of prompts; return at most `width` outputs per prompt, the best first.
 
         Args:
-            prompts: the prompts, each a text or its token ids.
+            prompts: one or several prompts, each a text or its token ids.
             params: width and limits of the search.
             progress: whether to show a progress bar on standard error.
 
@@ -244,15 +246,17 @@ class LLM:
             UsageError: the weights are random, but a prompt is a text.
         """
         params = params or BeamParams()
-        ids = [self._requests.tokens(prompt) for prompt in prompts]
+        if not isinstance(params, BeamParams):
+            raise InvalidRequest(f"params is {shortened(repr(params))}; give BeamParams", field="params")
+        ids = [self._requests.tokens(prompt) for prompt in prompt_list(prompts)]
         with Progress(console=Console(stderr=True), disable=not progress) as bar:
-            task = bar.add_task("searches", total=len(prompts))
+            task = bar.add_task("searches", total=len(ids))
             found = search(self.engine, ids, params, self.config.eos_token_ids, lambda: bar.advance(task))
         return [[self._requests.beam_output(beam, params) for beam in own] for own in found]
 
     def chat(
         self,
-        conversations: Sequence[Sequence[Message]],
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool] = (),
@@ -263,7 +267,7 @@ class LLM:
         that reason, and calls of functions, are not part of an answer's text.
 
         Args:
-            conversations: each a list of messages with `role` and `content`.
+            conversations: one or several, each a list of messages with `role` and `content`.
             sampling: parameters of all answers, or one for each.
             tools: functions that the model may call.
             model: see `generate`.
@@ -275,12 +279,11 @@ class LLM:
             GenerationFailed: a logit is not finite.
             UsageError: the model has no chat template.
         """
-        params = _for_each(sampling, len(conversations))
+        several = conversation_list(conversations)
+        params, adapters = _for_each(sampling, len(several)), self._adapters(model, len(several))
         streams = [
             self._requests.start_chat(messages, each, tools, adapter)
-            for messages, each, adapter in zip(
-                conversations, params, self._adapters(model, len(conversations)), strict=True
-            )
+            for messages, each, adapter in zip(several, params, adapters, strict=True)
         ]
         return self._complete(streams, "answers" if progress else None)
 
@@ -360,6 +363,10 @@ class LLM:
 def _for_each(sampling: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling or SamplingParams()] * count
+    if not isinstance(sampling, Sequence) or not all(isinstance(one, SamplingParams) for one in sampling):
+        raise InvalidRequest(
+            f"sampling is {shortened(repr(sampling))}; give SamplingParams, or a list of them", field="sampling"
+        )
     if len(sampling) != count:
         raise InvalidRequest(
             f"sampling has {len(sampling)} parameters for {count} prompts; give one, or one for each", field="sampling"

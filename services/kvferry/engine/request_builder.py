@@ -12,8 +12,9 @@ from kvferry.engine.beams.beam_search import BeamOutput
 from kvferry.engine.beams.beams import Beam, BeamParams
 from kvferry.engine.build import LoadedModel
 from kvferry.engine.completion import CompletionStream
-from kvferry.engine.embedding import Prompt, pooling_request
+from kvferry.engine.embedding import pooling_request
 from kvferry.engine.messages import EngineRequest
+from kvferry.engine.prompts import Prompt, token_ids
 from kvferry.model.requests.answer_forms import AnswerParsers, answer_form, opens_reasoning
 from kvferry.model.requests.output_text import OutputText
 from kvferry.model.requests.pooling import PoolingParams
@@ -64,9 +65,12 @@ class RequestBuilder:
         """Return the token ids of a prompt.
 
         Raises:
+            InvalidRequest: the prompt is neither a text nor a list of token ids.
             UsageError: the weights are random, but the prompt is a text.
         """
-        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special=True)
+        return token_ids(prompt, "prompt")
 
     def beam_output(self, beam: Beam, params: BeamParams) -> BeamOutput:
         """Convert an ended beam to an output with its text."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvferry.engine.plan.step_budget import SchedulerLimits
+from kvferry.engine.ranges import check_ranges, check_share
 from kvferry.kv.pricing.price import LoadPolicy
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -67,3 +68,20 @@ class EngineSettings:
     """Largest accepted rank of an adapter, at most `model.adapters.adapter_config.MAX_RANK`."""
     adapter_bytes: int = 1 << 30
     """Host memory for weights of adapters; beyond it, those that are not in a slot are loaded again when needed."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UsageError: a number is out of range.
+        """
+        check_ranges(
+            self,
+            "threads",
+            "kv_bytes",
+            "block_tokens",
+            "max_model_tokens",
+            "adapter_slots",
+            "max_adapter_rank",
+            "adapter_bytes",
+        )
+        check_share("gpu_memory_share", self.gpu_memory_share, may_be_zero=False)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvferry.core.clock import ManualClock, SystemClock
 
 
-def test_the_machines_clock_does_not_go_back_and_knows_the_year() -> None:
+def test_the_system_clock_is_monotonic_and_has_the_year() -> None:
     clock = SystemClock()
     readings = [clock.monotonic() for _ in range(1000)]
     assert readings == sorted(readings)
@@ -15,7 +15,7 @@ def test_the_machines_clock_does_not_go_back_and_knows_the_year() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=20))
-def test_a_manual_clock_moves_both_readings_by_what_it_was_told(pauses: list[float]) -> None:
+def test_a_manual_clock_advances_both_readings_alike(pauses: list[float]) -> None:
     clock = ManualClock(epoch=100.0)
     for pause in pauses:
         before = clock.monotonic()

@@ -1,4 +1,4 @@
-"""The error tree: every class says its statuses, gRPC's and HTTP's agree, and the drawing is the tree."""
+"""The error classes: each has a gRPC and an HTTP status that agree, and the documented tree is complete."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Settings: the order of places, and errors that name setting, place and remedy."""
+"""Settings: precedence of their sources, and errors that name setting, source and remedy."""
 
 import pytest
 from hypothesis import given

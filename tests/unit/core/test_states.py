@@ -1,4 +1,4 @@
-"""Transition tables: what they allow, what they refuse, and that every machine of ours makes sense as a graph."""
+"""Transition tables: allowed and refused transitions, and every state of each machine is reachable and can end."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""The mirror's order of copies: what protects a row from two writers, and a reader from old content."""
+"""Order of the mirror's copies: a row has one writer at a time, and a reader never gets old content."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""The engine's thread and its streams: whatever leaves, fails or stops, nothing is lost and every stream ends."""
+"""The engine's thread and its streams: after disconnects, failures and stops, every stream ends and no page leaks."""
 
 import asyncio
 import threading
@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from harness.fakes.engines import ArithmeticRunner, a_request, an_engine, expected_tokens
 from harness.idle import assert_idle
+from harness.waiting import eventually
 
 from kvferry.core.errors import STEP_FAILED, InvalidRequest, InvariantBroken, KvferryError, Overloaded, Unavailable
 from kvferry.core.sampling import FinishReason
@@ -89,6 +90,7 @@ async def test_a_reset_of_the_cache_is_confirmed_and_published() -> None:
         assert await asyncio.wait_for(loop.reset_prefix_cache(), SECONDS) == 2
         loop.close(stream)
         assert await asyncio.wait_for(loop.reset_prefix_cache(), SECONDS) == 0
+        await eventually(lambda: len(published) == 4)
         assert [change.stored is None for change in published] == [False, False, True, True]
     finally:
         await loop.stop()
@@ -97,7 +99,7 @@ async def test_a_reset_of_the_cache_is_confirmed_and_published() -> None:
 
 
 @pytest.mark.parametrize("bad", [[], [9999], [1] * 200], ids=["empty", "unknown token", "too long"])
-async def test_errors_of_intake_arrive_through_the_stream_and_harm_nobody_else(bad: list[int]) -> None:
+async def test_errors_of_intake_arrive_through_the_stream_and_affect_no_other(bad: list[int]) -> None:
     engine, _ = an_engine()
     async with running(engine) as (loop, failures):
         with loop.submit(a_request("bad", bad)) as refused, loop.submit(a_request("good", [1, 2])) as good:
@@ -135,7 +137,7 @@ async def test_a_stream_closed_while_its_export_is_under_way_gives_the_pages_bac
     assert engine.load().exports == 0
 
 
-async def test_a_stream_closed_with_an_export_nobody_took_gives_the_pages_back() -> None:
+async def test_a_stream_closed_with_an_untaken_export_releases_its_pages() -> None:
     engine, _ = an_engine()
     async with running(engine) as (loop, _), asyncio.timeout(SECONDS):
         with loop.submit(a_request("leaves", [1] * 10, exports=True)) as stream:
@@ -188,7 +190,7 @@ async def test_what_is_ready_is_taken_without_waiting_and_an_error_stays_for_the
         await anext(stream)
 
 
-async def test_an_engine_failure_reaches_every_stream_and_whoever_ends_the_process() -> None:
+async def test_an_engine_failure_reaches_every_stream_and_the_failure_callback() -> None:
     engine, runner = an_engine()
     held = runner.run = HeldRunner(runner)  # type: ignore[method-assign, assignment]
     broken = ZeroDivisionError("a kernel broke")

@@ -5,6 +5,7 @@ import pytest
 
 from kvferry.core.errors import InvalidRequest
 from kvferry.engine import LLM, SamplingParams
+from kvferry.engine.beams.beams import BeamParams
 from kvferry.model.text.chat import encode_chat
 from kvferry.model.text.tools.definitions import Tool
 
@@ -40,6 +41,42 @@ def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:
     prompt = encode_chat(source.chat_template, llm.tokenizer, messages)
     assert answer.prompt_token_ids == tuple(prompt)
     assert answer.token_ids == llm.generate([prompt], GREEDY)[0].token_ids
+
+
+def test_one_prompt_and_one_conversation_need_no_list(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello", add_special=True)
+    texts = [out.text for out in (*llm.generate("hello", GREEDY), *llm.generate(ids, GREEDY))]
+    assert texts == [out.text for out in llm.generate(["hello", ids], GREEDY)]
+    message = {"role": "user", "content": "hello"}
+    assert [a.text for a in llm.chat([message], GREEDY)] == [a.text for a in llm.chat([[message]], GREEDY)]
+    assert len(llm.encode("hello")) == 1
+    assert len(llm.beam_search("hello", BeamParams(width=2, max_tokens=2))) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate(5), "prompts is 5; give a text, a list of token ids, or a list of these"),
+        (lambda llm: llm.generate([None]), "prompts.0 is None; give a text or a list of token ids"),
+        (lambda llm: llm.generate(["a", b"x"]), "prompts.1 is b'x'; give a text or a list of token ids"),
+        (lambda llm: llm.generate([[1], ["a"]]), "prompts.1 has 'a'; token ids are whole numbers"),
+        (lambda llm: llm.generate([[True]]), "prompts.0 has True; token ids are whole numbers"),
+        (lambda llm: llm.generate([[1.5]]), "prompts.0 has 1.5"),
+        (lambda llm: llm.generate([{}]), "prompts.0 is {}"),
+        (lambda llm: llm.generate(["a"], 5), "sampling is 5; give SamplingParams, or a list of them"),
+        (lambda llm: llm.generate(["a"], [5]), r"sampling is \[5\]; give SamplingParams"),
+        (lambda llm: llm.encode([5, "a"]), "prompts.0 is 5"),
+        (lambda llm: llm.score("a", [5, None]), "b.0 is 5"),
+        (lambda llm: llm.beam_search(["a"], 2), "params is 2; give BeamParams"),
+        (lambda llm: llm.chat("hello"), "conversations is 'hello'; give a list of messages, or a list of such lists"),
+        (lambda llm: llm.chat([["hello"]]), "conversations.0.0 is 'hello'; give a message, such as"),
+        (lambda llm: llm.chat([{"content": "hello"}]), "conversations.0.0 is {'content': 'hello'}"),
+    ],
+)  # fmt: skip
+def test_arguments_of_other_types_are_named(llm: LLM, call, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        call(llm)
+    assert llm.engine.is_idle
 
 
 def test_functions_reach_the_prompt(llm: LLM) -> None:

@@ -113,7 +113,7 @@ def test_seeds_make_other_models() -> None:
     assert made[0][0].text == ""
 
 
-def test_text_is_refused_because_nobody_can_read_it() -> None:
+def test_text_is_refused_without_a_tokenizer() -> None:
     model = LLM("tiny", load_format="dummy", device="cpu", kv_bytes=4 << 20)
     with pytest.raises(UsageError, match="have no tokenizer; give token ids instead of text"):
         model.generate(["hello"], GREEDY)

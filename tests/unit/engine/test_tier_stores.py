@@ -1,4 +1,4 @@
-"""What an engine gives to its tiers: pages that hold, and go on holding, what their name says."""
+"""Stores of an engine to its tiers: the content of a page is that of its name until the store has ended."""
 
 from collections.abc import Sequence
 

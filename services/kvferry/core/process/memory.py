@@ -1,7 +1,11 @@
-"""Memory allocator settings of a process that handles large buffers now and then."""
+"""Memory of this process: the largest amount that it may have, and settings of its allocator."""
 
 import ctypes
+import os
 import sys
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_BYTES = 256 << 10
@@ -19,3 +23,18 @@ def return_freed_memory() -> None:
         if mallopt is not None:
             mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
             mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+
+
+def usable_memory(cgroup: Path = _CGROUP) -> int:
+    """Return the bytes of memory that this process may have: those of the machine, limited by its cgroup.
+
+    Args:
+        cgroup: mount point of cgroup v1 or v2.
+    """
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for file in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):
+        try:
+            return min(installed, int(file.read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return installed

@@ -2,12 +2,8 @@
 
 from kvferry.core.errors import UsageError, shortened
 from kvferry.core.ids import MAX_ADAPTER_NAME_CHARS
-from kvferry.engine.adapters.adapter_slots import MAX_SLOTS
 from kvferry.engine.adapters.adapter_store import MAX_ADAPTERS
 from kvferry.engine.settings import EngineSettings
-from kvferry.model.adapters.adapter_config import MAX_RANK
-
-_MAX_BYTES = 1 << 50
 
 
 def check_adapter_settings(settings: EngineSettings, model: str) -> None:
@@ -18,15 +14,8 @@ def check_adapter_settings(settings: EngineSettings, model: str) -> None:
         model: name of the model.
 
     Raises:
-        UsageError: two adapters have one name, or a name or a number is not valid.
+        UsageError: two adapters have one name, a name is not valid, or there are no slots.
     """
-    for field, value, least, most in (
-        ("max_adapter_rank", settings.max_adapter_rank, 1, MAX_RANK),
-        ("adapter_slots", settings.adapter_slots, 0, MAX_SLOTS),
-        ("adapter_bytes", settings.adapter_bytes, 0, _MAX_BYTES),
-    ):
-        if not least <= value <= most:
-            raise UsageError(f"{field} is {value}; use {least} to {most}", field=field)
     if settings.adapters and not settings.adapter_slots:
         raise UsageError("adapters need slots; set adapter_slots to at least 1", field="adapter_slots")
     if len(settings.adapters) > MAX_ADAPTERS:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import is_decode
+from kvferry.engine.ranges import check_ranges, check_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,14 @@ class SchedulerLimits:
     reserve_share: float = 0.01
     """Share of pages that admission leaves free; without it, new sequences would take the last page and cause
     preemptions."""
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            UsageError: a number is out of range.
+        """
+        check_ranges(self, "token_budget", "max_chunk_tokens", "max_mixed_tokens", "max_sequences", "max_scored_rows")
+        check_share("reserve_share", self.reserve_share, may_be_zero=True)
 
 
 class StepBudget:

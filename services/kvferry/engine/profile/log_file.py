@@ -5,14 +5,16 @@ makes tokens of the ids, so that the same prefixes are equal; end tokens become 
 """
 
 import json
+import math
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from itertools import islice
 from random import Random
 from typing import Any
 
-from kvferry.core.errors import KvferryError, UsageError
+from kvferry.core.errors import KvferryError, UsageError, shortened
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.plan.step_budget import SchedulerLimits
@@ -25,6 +27,8 @@ END_TOKEN = (1 << 32) - 1
 MAX_STEPS = 100_000
 MAX_TOKENS = 1 << 22
 """Maximum number of tokens of one request, and of requests in a log."""
+_MAX_STEP_TOKENS = 1024
+"""Maximum number of tokens that a step samples for one request."""
 _FIRST_TOKEN, _NUM_TOKENS = 300, 4000
 _ID_BYTES = 6
 _FINGERPRINT = b"step log"
@@ -56,9 +60,9 @@ def read_log(lines: Iterable[str]) -> StepLog:
     Raises:
         UsageError: a line is invalid; the message names it.
     """
-    numbered = enumerate(lines, 1)
-    number, first = next(numbered, (1, ""))
+    numbered, number = enumerate(lines, 1), 1
     try:
+        _, first = next(numbered, (1, ""))
         log = _head(json.loads(first))
         for number, line in islice(numbered, MAX_STEPS + MAX_TOKENS):  # noqa: B007  for the message
             entry = json.loads(line)
@@ -103,6 +107,20 @@ def sampling_of(request: LoggedRequest) -> SamplingParams:
         raise UsageError(f"the log has invalid sampling parameters: {error}", field="log") from error
 
 
+@contextmanager
+def replayed(step: int) -> Iterator[None]:
+    """Report an error of an event or a step as that of a log that contradicts itself, such as one that was edited.
+
+    Raises:
+        UsageError: in place of the error.
+    """
+    try:
+        yield
+    except (KvferryError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {shortened(str(error))}"
+        raise UsageError(f"the step log contradicts itself at step {step} ({reason})", field="log") from error
+
+
 def _line(entry: object) -> str:
     return json.dumps(entry, separators=(",", ":")) + "\n"
 
@@ -122,7 +140,7 @@ def _head(entry: Any) -> StepLog:
 
 
 def _step(entry: Any) -> LoggedStep:
-    step = LoggedStep(is_ahead=bool(entry["is_ahead"]), begun=float(entry["begun"]), ended=float(entry["ended"]))
+    step = LoggedStep(is_ahead=bool(entry["is_ahead"]), begun=_time(entry["begun"]), ended=_time(entry["ended"]))
     for kind, number in entry["events"]:
         if kind not in EVENTS:
             raise ValueError(f"the event {str(kind)[:20]!r} is unknown")
@@ -130,7 +148,7 @@ def _step(entry: Any) -> LoggedStep:
     for request, computed, scheduled, sampled in entry["plan"]:
         step.plan.append((_whole(request), _whole(computed), _whole(scheduled, 1), _whole(sampled)))
     for request, ids in entry["tokens"]:
-        tokens = [_whole(one) for one in ids] if isinstance(ids, list) else [-1] * _whole(ids)
+        tokens = [_whole(one) for one in ids] if isinstance(ids, list) else [-1] * _whole(ids, 0, _MAX_STEP_TOKENS)
         step.tokens.append((_whole(request), tokens))
     step.stopped = [_whole(one) for one in entry["stopped"]]
     return step
@@ -203,6 +221,12 @@ def _fill(log: StepLog) -> None:
                     ids[-1] = END_TOKEN  # its KV is never computed, so that no name depends on it
             filled.append((number, ids))
         step.tokens = filled
+
+
+def _time(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{shortened(str(value))} is not a time in seconds")
+    return float(value)
 
 
 def _whole(value: object, least: int = 0, most: int = 1 << 53) -> int:

@@ -35,7 +35,7 @@ def planned(plan: StepPlan, number: Callable[[RequestId], int] = int) -> list[Pl
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a replay must know of the engine."""
+    """Properties of the recorded engine that a replay needs."""
 
     num_blocks: int
     block_tokens: int
@@ -76,7 +76,7 @@ class LoggedStep:
     """One step. Times are seconds since the beginning of the log."""
 
     events: list[Event] = field(default_factory=list)
-    """What happened since the step before, in order."""
+    """Events since the previous step, in order."""
     plan: list[Planned] = field(default_factory=list)
     tokens: list[tuple[int, list[int]]] = field(default_factory=list)
     """Number of a request and its sampled tokens; if the log has no tokens, their number only, as -1 each."""

@@ -1,4 +1,4 @@
-"""The process's surroundings: where files are kept, what a child inherits, which files are refused."""
+"""Configuration of a process: paths of its files, environment of its children, refused files."""
 
 import os
 from pathlib import Path

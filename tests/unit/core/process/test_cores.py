@@ -1,4 +1,4 @@
-"""Cores are counted by affinity and by what the control group pays for."""
+"""Cores are counted by affinity and by the quota of the control group."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Log lines: one JSON object each, the request id where there is one, and a set-up that replaces the last."""
+"""Log lines are JSON objects with the request id, and a second set-up replaces the first."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""A child process ends with its parent, even when the parent is killed and can say nothing."""
+"""A child process ends with its parent, even if the parent is killed."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Positions in traces are read as W3C Trace Context says, and settings are checked."""
+"""Trace contexts are parsed as W3C Trace Context specifies, and settings are checked."""
 
 import pytest
 from hypothesis import given

@@ -257,8 +257,8 @@ def test_the_scope_must_be_one_of_the_adapter(folders: dict[str, str]) -> None:
     ("settings", "message"),
     [
         ({"adapter_slots": 0}, "adapters need slots"),
-        ({"max_adapter_rank": 0}, "max_adapter_rank is 0"),
-        ({"max_adapter_rank": 257}, "use 1 to 256"),
+        ({"max_adapter_rank": 0}, "max_adapter_rank must be a whole number from 1 to 256, not 0"),
+        ({"max_adapter_rank": 257}, "not 257"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(folders: dict[str, str], settings: Any, message: str) -> None:

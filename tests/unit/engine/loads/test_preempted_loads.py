@@ -1,4 +1,5 @@
-"""A preempted sequence asks the tiers for what it lost, by price, and never waits longer than computing would take."""
+"""A preempted sequence loads its blocks from tiers if that is cheaper, and waits no longer than computing would
+take."""
 
 from collections.abc import Sequence
 

@@ -84,7 +84,7 @@ def test_only_the_blocks_that_a_step_needs_travel_and_only_once() -> None:
     assert (writes.cells, writes.blocks) == ([2, 3], [4, 9])
 
 
-def test_whoever_was_away_starts_again() -> None:
+def test_all_blocks_of_a_sequence_that_missed_a_step_are_changes() -> None:
     places = BatchSlots(2, WIDTH)
     a, b = scheduled("a", [1], 1), scheduled("b", [2], 2)
     places.assign([a, b])

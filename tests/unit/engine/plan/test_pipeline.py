@@ -1,4 +1,4 @@
-"""A step launched before the last one is read: the same tokens, nothing left over, and never where it would matter."""
+"""Steps launched before the previous one is read: the same tokens, no leftovers, and never where results differ."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -164,7 +164,7 @@ def test_short_of_pages_it_goes_on_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("wishes", [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"repetition_penalty": 1.5}])
-def test_whoever_needs_the_tokens_first_is_not_run_ahead(wishes: dict[str, object]) -> None:
+def test_a_step_that_depends_on_tokens_is_not_launched_ahead(wishes: dict[str, object]) -> None:
     engine, runner = ahead_engine()
     engine.add(asked("a", [1, 2, 3], **wishes))
     run(engine)

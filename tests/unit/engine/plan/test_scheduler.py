@@ -1,4 +1,4 @@
-"""The scheduler by worked examples, then by any mix of requests: right tokens, nothing leaked."""
+"""The scheduler in worked examples, then with random mixes of requests: correct tokens, no leaks."""
 
 import pytest
 from harness.fakes.engines import (
@@ -320,7 +320,7 @@ def test_a_stop_token_id_stays_in_the_output() -> None:
     assert run_until_idle(engine)["a"] == expected_tokens(prompt, 3)
 
 
-def test_broken_promises_stop_the_engine() -> None:
+def test_invalid_results_of_a_runner_stop_the_engine() -> None:
     engine, runner = an_engine()
     engine.add(a_request("a", [1, 2]))
     with pytest.raises(InvariantBroken, match="twice"):
@@ -370,7 +370,7 @@ def test_what_a_step_computed_for_an_aborted_sequence_is_passed_over() -> None:
     engine.check_integrity()
 
 
-def test_a_late_word_about_a_load_that_nobody_waits_for_changes_nothing() -> None:
+def test_a_late_result_of_an_abandoned_load_changes_nothing() -> None:
     engine, _ = an_engine()
     assert not engine.scheduler.loaded(RequestId("gone"), 4)
     assert not engine.scheduler.load_failed(RequestId("gone"))

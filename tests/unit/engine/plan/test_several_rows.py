@@ -1,4 +1,4 @@
-"""A sequence may sample several rows in a step, and get several tokens from it; the laws of the counters hold."""
+"""Sequences with several sampled rows and several tokens per step; the invariants of the counters hold."""
 
 import pytest
 from harness.fakes.engines import EOS, ArithmeticRunner, a_request, an_engine, expected_tokens
@@ -152,7 +152,7 @@ class Guessing:
         return StepResult(outputs)
 
     def guess(self, item: ScheduledSequence, first: SequenceOutput) -> SequenceOutput:
-        """What a step of 1 + k tokens would bring of which the first 1 + `right` are accepted: their KV is written."""
+        """Return the output of a step of 1 + k tokens, of which the first 1 + `right` are accepted and written."""
         self.turn += 1
         room = len(item.block_ids) * self.runner.block_tokens - len(item.token_ids)
         right = min(self.right[self.turn % len(self.right)], room)

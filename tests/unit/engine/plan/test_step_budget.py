@@ -1,4 +1,4 @@
-"""What prompts may take of a step: alone all of it, beside streams one allowance that they share."""
+"""The share of prompts in a step: the whole budget if no sequence decodes, otherwise one allowance for all prompts."""
 
 from harness.fakes.engines import a_request, an_engine, run_until_idle, shares, small_limits
 

@@ -1,4 +1,4 @@
-"""`auto` takes the faster format; a name is a name."""
+"""Data type `auto` selects the faster type; other names select themselves."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Where an engine computes: a GPU if one is seen and nothing speaks against it; what cannot be is said by name."""
+"""Choice of an engine's device: a GPU if there is one and the kernels support it; invalid choices are refused by
+name."""
 
 import os
 from pathlib import Path
@@ -48,7 +49,7 @@ def test_torch_is_not_asked_for_a_gpu_where_no_driver_is(monkeypatch: pytest.Mon
     assert choose_device("cuda") == "cuda", "who names it gets torch's own word"
 
 
-def test_a_gpu_that_is_not_there_and_a_device_that_nobody_knows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_gpu_and_an_unknown_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="device 'cuda' needs a GPU, and torch detects none: use --device cpu"):
         choose_device("cuda")

@@ -41,7 +41,7 @@ def test_a_cache_that_cannot_be_written_is_no_hindrance(cache: Path) -> None:
     assert MEASURED == ["auto"]
 
 
-def test_a_choice_that_somebody_has_put_into_such_a_cache_counts(cache: Path) -> None:
+def test_a_recorded_choice_of_a_user_is_used(cache: Path) -> None:
     load()
     record = cache / "dtype.json"
     record.write_text(json.dumps(dict.fromkeys(json.loads(record.read_text()), "float16")))

@@ -1,4 +1,4 @@
-"""Pages lie one after the other, over any memory."""
+"""Pages are contiguous, in any memory."""
 
 import pytest
 import torch

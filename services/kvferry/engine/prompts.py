@@ -1,0 +1,97 @@
+"""Prompts of the offline API, of which callers may give one or several, and the check of a prompt's length."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvferry.core.errors import InvalidRequest, shortened
+from kvferry.model.text.chat_template import Message
+
+Prompt = str | Sequence[int]
+"""A text, or its token ids."""
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt], field: str = "prompts") -> list[Prompt]:
+    """Return prompts as a list: a text or a list of token ids is one prompt.
+
+    Raises:
+        InvalidRequest: an item is neither a text nor a list of token ids.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _items(prompts, field, "a text, a list of token ids, or a list of these")
+    if items and all(type(one) is int for one in items):
+        return [items]
+    return [one if isinstance(one, str) else token_ids(one, f"{field}.{at}") for at, one in enumerate(items)]
+
+
+def conversation_list(conversations: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
+    """Return conversations as a list: a list of messages is one conversation.
+
+    Raises:
+        InvalidRequest: an item is not a list of messages, or a message has no role.
+    """
+    items = _items(conversations, "conversations", "a list of messages, or a list of such lists")
+    several = [items] if items and isinstance(items[0], Mapping) else items
+    return [message_list(messages, f"conversations.{at}") for at, messages in enumerate(several)]
+
+
+def message_list(messages: Sequence[Message], field: str = "messages") -> list[Message]:
+    """Return the messages of one conversation as a list.
+
+    Raises:
+        InvalidRequest: it is not a list of messages, or a message has no role.
+    """
+    items = _items(messages, field, "a list of messages")
+    for at, message in enumerate(items):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequest(
+                f"{field}.{at} is {shortened(repr(message))}; give a message, such as "
+                '{"role": "user", "content": "Hello"}',
+                field=field.partition(".")[0],
+            )
+    return items
+
+
+def token_ids(value: object, field: str) -> list[int]:
+    """Return a prompt's token ids as a list.
+
+    Raises:
+        InvalidRequest: it is not a list of whole numbers.
+    """
+    items = _items(value, field, "a text or a list of token ids")
+    for one in items:
+        if type(one) is not int:
+            raise InvalidRequest(f"{field} has {shortened(repr(one))}; token ids are whole numbers", field="prompts")
+    return items
+
+
+def _items(value: object, field: str, expected: str) -> list[Any]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{field} is {shortened(repr(value))}; give {expected}", field=field.partition(".")[0])
+    return list(value)
+
+
+def check_length(count: int, context: int, *, has_output: bool) -> None:
+    """Check that a prompt, with the tokens generated before, fits into the context.
+
+    Args:
+        count: number of tokens.
+        context: number of tokens that the context holds.
+        has_output: whether room for at least one more token is needed; a vector needs none.
+
+    Raises:
+        InvalidRequest: it does not fit.
+    """
+    if has_output and count >= context:
+        raise InvalidRequest(
+            f"the prompt has {count} tokens, the context holds {context}, and at least one must be left for the "
+            "output; shorten the prompt",
+            field="prompt",
+            reason="PROMPT_TOO_LONG",
+        )
+    if count > context:
+        raise InvalidRequest(
+            f"the prompt has {count} tokens, and the context holds {context}; shorten the prompt",
+            field="prompt",
+            reason="PROMPT_TOO_LONG",
+        )
