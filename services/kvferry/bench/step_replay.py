@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass, replace
 
-from kvferry.core.errors import UsageError
+from kvferry.core.errors import UsageError, shortened
 from kvferry.core.hashing import BlockNamers
 from kvferry.core.ids import RequestId
+from kvferry.core.process.memory import usable_memory
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.plan.step import StepPlan
-from kvferry.engine.profile.log_file import sampling_of
+from kvferry.engine.profile.log_file import replayed, sampling_of
 from kvferry.engine.profile.step_log import ABORT, ADD, RELEASE, LoggedRequest, Planned, StepLog, planned
 from kvferry.engine.profile.watch import NO_WATCH, StepWatch
 from kvferry.engine.settings import OFF, ON, EngineSettings
@@ -57,6 +58,7 @@ def engine_for(log: StepLog, settings: EngineSettings) -> Engine:
         settings: the model.
 
     Raises:
+        UsageError: the log's number of pages of this model exceeds the memory.
         KvferryError: the model cannot be loaded.
     """
     facts = log.engine
@@ -68,7 +70,14 @@ def engine_for(log: StepLog, settings: EngineSettings) -> Engine:
             async_steps=ON if facts.runs_ahead else OFF,
         )
     )
-    loaded = replace(loaded, kv_bytes=facts.num_blocks * loaded.layout.block_bytes)
+    kv_bytes, most = facts.num_blocks * loaded.layout.block_bytes, usable_memory()
+    if kv_bytes > most:
+        raise UsageError(
+            f"the {facts.num_blocks} pages of the step log take {kv_bytes} bytes with {loaded.config.name}, more "
+            f"than the {most} bytes of memory; the log was recorded with {shortened(repr(facts.model))}: set --model",
+            field="log",
+        )
+    loaded = replace(loaded, kv_bytes=kv_bytes)
     return build_engine(loaded, runner_for(loaded), namers=BlockNamers(b"replay"))
 
 
@@ -81,7 +90,7 @@ def replay(log: StepLog, engine: Engine) -> EngineReplay:
             cache is emptied.
 
     Raises:
-        UsageError: the log cannot be replayed, has no tokens, or the engine differs.
+        UsageError: the log cannot be replayed, has no tokens, or contradicts itself, or the engine differs.
     """
     if log.obstacle or not log.has_tokens:
         why = log.obstacle or "it has no tokens; record them with --tokens"
@@ -96,16 +105,10 @@ def replay(log: StepLog, engine: Engine) -> EngineReplay:
     num_tokens = 0
     try:
         for number, step in enumerate(log.steps):
-            for kind, which in step.events:
-                if kind == ADD:
-                    engine.add(_request(log.requests[which]))
-                elif kind == ABORT:
-                    engine.abort(RequestId(str(which)))
-                elif kind == RELEASE:
-                    engine.release_export(first_export + which)
-                else:
-                    engine.reset_prefix_cache()
-            engine.step()
+            with replayed(number):
+                for event, which in step.events:
+                    _apply(engine, log, event, which, first_export)
+                engine.step()
             if seen.plan != step.plan:
                 return EngineReplay(number, num_tokens, schedule_differs_at=number)
             if seen.tokens != step.tokens:
@@ -116,6 +119,17 @@ def replay(log: StepLog, engine: Engine) -> EngineReplay:
         engine.observe(NO_WATCH)
         for which in log.requests:
             engine.abort(RequestId(str(which)))
+
+
+def _apply(engine: Engine, log: StepLog, event: str, which: int, first_export: int) -> None:
+    if event == ADD:
+        engine.add(_request(log.requests[which]))
+    elif event == ABORT:
+        engine.abort(RequestId(str(which)))
+    elif event == RELEASE:
+        engine.release_export(first_export + which)
+    else:
+        engine.reset_prefix_cache()
 
 
 def _request(logged: LoggedRequest) -> EngineRequest:

@@ -135,7 +135,7 @@ REQUEST_TRACE = (
     Setting(
         "trace_file_bytes",
         64 << 20,
-        "Maximum size of the trace, for example 64MiB; older lines are in FILE.old, and the oldest are dropped.",
+        "Maximum size of the trace, at least 64KiB; older lines are in FILE.old, and the oldest are dropped.",
         parse=size_bytes,
     ),
 )

@@ -66,7 +66,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Measures:
-    """What the clients of a simulation measured. All times count from the arrival of the request at the gateway."""
+    """Measurements of a simulation's clients. All times count from the arrival of the request at the gateway."""
 
     ttft: Histogram = field(default_factory=Histogram)
     itl: Histogram = field(default_factory=Histogram)

@@ -1,4 +1,4 @@
-"""What a simulated gateway has dispatched, and what it took: the inputs of routing by estimated seconds.
+"""Dispatched work of a simulated gateway and its durations: the inputs of routing by estimated seconds.
 
 The rules of `gateway.dispatch.work_records`, whose shell takes the same from the answers of workers.
 """

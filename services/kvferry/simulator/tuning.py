@@ -33,7 +33,7 @@ _SKIPS = (0, 64, 256, 1024, 4096)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Score:
-    """What a simulation is worth; larger is better."""
+    """Score of a simulation; larger is better."""
 
     goodput: float
     """Requests per second within the latency targets."""

@@ -3,10 +3,8 @@
 import asyncio
 import secrets
 import socket
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from kvferry.client import AsyncClient
 from kvferry.core.clock import Clock
@@ -19,6 +17,7 @@ from kvferry.rpc.health import wait_serving
 from kvferry.rpc.tls.certificate_files import CertificateFiles
 from kvferry.rpc.tls.written_files import write_pool
 from kvferry.stack.plan.processes import StackConfig, gateway_spec, worker_specs
+from kvferry.stack.private_folder import PrivateFolder
 from kvferry.stack.supervisor import SupervisedProcess
 
 _LISTEN_SECONDS = 120.0
@@ -68,7 +67,7 @@ class LocalStack:
         self._clock = clock
         self._say = on_progress or (lambda _: None)
         self._on_death = on_death
-        self._tls_folder: tempfile.TemporaryDirectory[str] | None = None
+        self._tls_folder: PrivateFolder | None = None
         self.workers: list[SupervisedProcess] = []
         self.worker_admin: dict[str, str] = {}
         """`host:port` of WorkerAdmin by worker name; a split worker has two names."""
@@ -127,12 +126,12 @@ class LocalStack:
             await self.gateway.stop(grace_seconds)
         await asyncio.gather(*(worker.stop(grace_seconds) for worker in self.workers))
         if self._tls_folder is not None:
-            self._tls_folder.cleanup()
+            self._tls_folder.remove()
 
     def _draw_certificates(self) -> None:
         """Write the certificates of this run to a temporary folder that only this user can read."""
-        self._tls_folder = tempfile.TemporaryDirectory(prefix="kvferry-tls-")
-        found = write_pool(Path(self._tls_folder.name), self._clock.wall(), _TLS_DAYS)
+        self._tls_folder = PrivateFolder("kvferry-tls-")
+        found = write_pool(self._tls_folder.path, self._clock.wall(), _TLS_DAYS)
         config = self._config
         self._config = replace(
             config,

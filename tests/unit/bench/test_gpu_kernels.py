@@ -1,4 +1,5 @@
-"""The loop that measures kernels, in Triton's interpreter: what it runs, leaves out, writes and tunes; no speed."""
+"""The kernel benchmark in Triton's interpreter: cases that it runs and skips, its rows and its tuning, without
+speed."""
 
 import csv
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What one run says about each target, and the one command that makes such a run."""
+"""Targets of the GPU benchmark, judged by one run, and the command that makes the run."""
 
 import subprocess
 import sys

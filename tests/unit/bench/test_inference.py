@@ -1,4 +1,4 @@
-"""The benchmarks of one engine: what they count, and the shape that scripts read."""
+"""The benchmarks of one engine: their counts, and the format that scripts read."""
 
 import json
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_the_phases_of_a_step_are_said() -> None:
         slow.phases((9, 6), 2)
 
 
-def test_mixed_sizes_stay_within_what_is_promised() -> None:
+def test_mixed_sizes_stay_within_the_limits() -> None:
     shapes = mixed_shapes(64)
     assert {min(i for i, _ in shapes), max(i for i, _ in shapes)} == {32, 512}
     assert {min(o for _, o in shapes), max(o for _, o in shapes)} == {16, 128}

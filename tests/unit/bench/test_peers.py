@@ -1,4 +1,4 @@
-"""Comparing engines: what they are asked, how their answers become rows, and children that misbehave."""
+"""The comparison of engines: its requests, its rows, and child processes that fail."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_all_engines_are_asked_the_same_and_nothing_twice(name: str) -> None:
                 assert all(500 <= token < 40_000 for token in request.tokens)
 
 
-def test_the_shapes_are_those_that_are_promised() -> None:
+def test_the_shapes_are_the_documented_ones() -> None:
     known = cells()
     (decode,) = known["decode-1"].trials(1)["decode-1"].timed
     assert (len(decode.tokens), decode.new_tokens) == (32, 128)
@@ -199,7 +199,7 @@ def test_the_table_and_the_file_have_every_row(tmp_path: Path) -> None:
     assert lines[1] == lines[3]
 
 
-def test_the_command_line_knows_every_cell_and_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_lists_every_cell_and_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = run.parse(["--work", str(tmp_path)])
     assert arguments.cells == list(cells())
     assert set(arguments.peers) == {engine.peer for engine in ENGINES} == {"kvferry", "vllm", "openvino", "llamacpp"}

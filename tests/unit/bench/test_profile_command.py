@@ -57,3 +57,30 @@ def test_a_log_of_something_else_is_found_out(recorded: Path, tmp_path: Path) ->
     )
     changed.write_text("{}")
     assert "line 1 of the step log is invalid" in run("replay", str(changed), status=2).output
+
+
+def test_a_log_that_does_not_fit_is_refused(recorded: Path, tmp_path: Path) -> None:
+    text = (recorded / "log").read_text()
+    changed = tmp_path / "log"
+
+    def refused(content: str | bytes, *options: str) -> str:
+        changed.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return run("replay", str(changed), *options, status=2).output
+
+    assert "line 1 of the step log is invalid: 'utf-8' codec" in refused(b"\xff" * 100)
+    assert "is invalid: reserve_share must be a share" in refused(
+        text.replace('"reserve_share":0.01', '"reserve_share":NaN')
+    )
+    assert "token_budget must be a whole number from 1" in refused(
+        text.replace('"token_budget":2048', '"token_budget":0')
+    )
+    many = text.replace('"num_blocks":512', f'"num_blocks":{1 << 24}')
+    assert many != text
+    assert "with tiny, more than the" in refused(many, "--against", "engine", *ENGINE)
+    lines = text.splitlines(keepends=True)
+    foreign = "".join(
+        line.replace('"tokens":[', '"tokens":[99999,', 1) if '"request":' in line else line for line in lines
+    )
+    foreign = foreign.replace('"num_prompt":20', '"num_prompt":21')
+    assert "contradicts itself at step 0" in refused(foreign, "--against", "engine", *ENGINE)
+    assert "is not a regular file" in run("replay", "/dev/zero", status=2).output

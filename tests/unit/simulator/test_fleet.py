@@ -76,7 +76,7 @@ def test_runs_are_taken_at_all() -> None:
     assert fast.run().events < 0.5 * slow.run().events
 
 
-def test_the_gateway_knows_the_caches_of_the_workers() -> None:
+def test_the_gateway_has_an_exact_map_of_the_caches_of_workers() -> None:
     pool = a_pool(a_demand(num_prefix=64, num_prefixes=3), {"both": 3})
     pool.run()
     pool.clock.run()

@@ -122,5 +122,18 @@ def clipped(requests: Sequence[BenchRequest], *, max_input: int, max_output: int
     return made, sum(a is not b for a, b in zip(made, requests, strict=True))
 
 
+def in_vocabulary(requests: Sequence[BenchRequest], size: int) -> list[BenchRequest]:
+    """Map the tokens of requests to a vocabulary of `size` tokens; equal prefixes stay equal.
+
+    Raises:
+        UsageError: the vocabulary has no token.
+    """
+    if size < 1:
+        raise UsageError(f"vocabulary is {size}; it must be at least 1", field="vocabulary")
+    if size >= FIRST_TOKEN + NUM_TOKENS:
+        return list(requests)
+    return [replace(r, prompt=tuple(token % size for token in r.prompt), output=None) for r in requests]
+
+
 def _tokens(draw: Random, count: int) -> tuple[int, ...]:
     return tuple(FIRST_TOKEN + int(NUM_TOKENS * draw.random()) for _ in range(count))

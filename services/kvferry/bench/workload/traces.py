@@ -20,6 +20,7 @@ from kvferry.core.errors import UsageError
 
 HASH_TOKENS = 512
 _MAX_TOKENS = 1 << 20
+_MAX_TIMESTAMP = 10**15
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -64,7 +65,7 @@ def _mooncake(lines: Iterable[str], most: int) -> list[BenchRequest]:
             continue
         try:
             entry: Any = json.loads(line)
-            at, num_input, num_output = float(entry["timestamp"]), entry["input_length"], entry["output_length"]
+            at, num_input, num_output = _moment(entry["timestamp"]), entry["input_length"], entry["output_length"]
             ids = entry.get("hash_ids", [])
             sizes = (_size(num_input, 1), _size(num_output, 0))
             is_own = "block_tokens" in entry
@@ -107,6 +108,14 @@ def _microseconds(text: str) -> str:
     """Cut a timestamp to six digits after the point; these traces have seven."""
     whole, point, fraction = text.strip().partition(".")
     return whole + point + fraction[:6]
+
+
+def _moment(value: object) -> float:
+    """Return a timestamp in milliseconds, of a trace's own clock or of the Unix epoch."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _MAX_TIMESTAMP:  # type: ignore[operator]
+        raise ValueError(f"the timestamp is {str(value)[:40]}; it must be milliseconds from 0 to {_MAX_TIMESTAMP}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _size(value: object, least: int) -> int:

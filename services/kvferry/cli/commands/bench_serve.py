@@ -53,6 +53,9 @@ _SIZE = click.IntRange(1, 1 << 20)
 @click.option("--trace-speed", default=1.0, show_default=True, help="Factor by which a trace is replayed faster.")
 @click.option("--max-input-tokens", default=1 << 20, type=_SIZE, help="Cut longer prompts.")
 @click.option("--max-output-tokens", default=1 << 20, type=_SIZE, help="Cut longer answers.")
+@click.option(
+    "--vocabulary", default=1 << 20, type=_SIZE, help="Tokens of the model's vocabulary, if fewer than 4,300."
+)
 @click.option("--max-concurrency", type=_SIZE, help="Maximum requests in flight; default: no limit.")
 @click.option("--slo", default="", help="Latency targets for goodput, for example ttft=500ms,itl=30ms,e2el=10s.")
 @click.option("--seed", default=0, show_default=True, type=int)
@@ -131,6 +134,7 @@ def _requests(**shape: Any) -> tuple[list[workloads.BenchRequest], int]:
         )
         process = processes.Arrivals(arrivals, shape["rate"], shape["burstiness"], shape["burst_size"])
         requests = workload.requests(shape["count"], process, shape["seed"])
+    requests = workloads.in_vocabulary(requests, shape["vocabulary"])
     return workloads.clipped(requests, max_input=shape["max_input_tokens"], max_output=shape["max_output_tokens"])
 
 

@@ -11,7 +11,6 @@ from kvferry.cli import settings
 from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
 from kvferry.core.errors import UsageError
-from kvferry.core.process.config import silence_grpc
 from kvferry.core.process.memory import return_freed_memory
 from kvferry.core.process.open_files import raise_open_files
 
@@ -37,7 +36,6 @@ def command(values: Values) -> None:
     roles that were scaled to zero are scaled from 0 replicas to 1.
     """
     leave_on_signals()
-    silence_grpc()
     raise_open_files()
     return_freed_memory()
     follow_parent()

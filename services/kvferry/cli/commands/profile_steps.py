@@ -26,6 +26,7 @@ _STEPS = click.option(
 _TOKENS = click.option(
     "--tokens", is_flag=True, help="Put the tokens of prompts and outputs into the log, for a replay by an engine."
 )
+_MAX_LOG_BYTES = 1 << 30
 _ENGINE = (settings.MODEL, settings.LOAD_FORMAT, settings.CUDA_GRAPHS, *settings.ENGINE)
 
 
@@ -129,6 +130,8 @@ def replay(values: Values, *, log: Path, against: str, json_file: Path | None) -
     """Replay a step log, and compare step by step; the exit status is 1 if a step differs."""
     from kvferry.engine.profile.log_file import read_log
 
+    if not log.is_file() or log.stat().st_size > _MAX_LOG_BYTES:
+        raise UsageError(f"{log} is not a regular file of at most {_MAX_LOG_BYTES >> 20} MiB", field="log")
     with log.open(encoding="utf-8") as lines:
         found = read_log(lines)
     result = _against_engine(values, found) if against == "engine" else _against_simulator(found)

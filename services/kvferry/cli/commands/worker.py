@@ -9,7 +9,6 @@ from kvferry.cli import settings
 from kvferry.cli.engine_settings import engine_settings
 from kvferry.cli.options import Values, pool_tls_files, read_key, traces_of, with_settings
 from kvferry.cli.supervised import announce, follow_parent, leave_on_signals
-from kvferry.core.process.config import silence_grpc
 from kvferry.core.process.open_files import raise_open_files
 
 
@@ -26,7 +25,6 @@ def command(values: Values) -> None:
           --pool-tls-cert-file worker.crt --pool-tls-key-file worker.key --pool-tls-ca-file ca.crt
     """
     leave_on_signals()
-    silence_grpc()
     raise_open_files()
     follow_parent()
     # Imported here: these load gRPC and the kernels, which would delay `--help` and errors in flags.

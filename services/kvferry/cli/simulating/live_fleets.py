@@ -22,7 +22,7 @@ _STOP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LiveScore:
-    """What a fleet is worth on this machine."""
+    """Score of a fleet that ran on this machine."""
 
     goodputs: tuple[float, ...]
     """Requests per second within the latency targets, of each round."""

@@ -26,7 +26,7 @@ _MIN_DISPATCHED = 1024
 
 
 class Basis(StrEnum):
-    """What a prediction is based on."""
+    """Source of a prediction."""
 
     EXACT = "exact"
     """Reported by the worker."""

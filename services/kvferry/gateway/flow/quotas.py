@@ -48,7 +48,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Account:
-    """What one tenant has used."""
+    """Usage of one tenant."""
 
     requests: Bucket | None = None
     tokens: Bucket | None = None

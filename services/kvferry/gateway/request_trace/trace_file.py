@@ -3,6 +3,7 @@
 event loop -- add --> queue (bounded; a full one drops) --> thread: names, line --> FILE, rotated to FILE.old
 """
 
+import fcntl
 import logging
 import os
 import secrets
@@ -38,7 +39,7 @@ class TraceFile:
             key: secret of the block ids; if it is empty, a random one is used, which no file contains.
 
         Raises:
-            UsageError: the file cannot be written, or the bound is too small.
+            UsageError: the file cannot be written or another process writes it, or the bound is too small.
         """
         if max_bytes < MIN_BYTES:
             raise UsageError(
@@ -91,8 +92,10 @@ class TraceFile:
                 self._queued_tokens -= sample.num_tokens
                 is_last = not self._samples
             try:
+                if self._file.closed:  # a rotation failed
+                    self._file, self._size = self._open()
                 self._write(trace_line(sample, self._namers).encode(), is_last=is_last)
-            except OSError as error:
+            except (OSError, UsageError) as error:
                 self.num_dropped += 1
                 if not failed:
                     _log.error("the request trace %s cannot be written: %s", self._path, error)
@@ -130,5 +133,12 @@ class TraceFile:
         if not stat.S_ISREG(found.st_mode):
             file.close()
             raise UsageError(f"trace_file {str(self._path)!r} is not a regular file; name one", field="trace_file")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise UsageError(
+                f"trace_file {str(self._path)!r} is written by another process; name another file", field="trace_file"
+            ) from error
         os.fchmod(descriptor, 0o600)  # also of a file that existed
         return file, found.st_size

@@ -21,7 +21,7 @@ _ID_BYTES = 6
 
 @dataclass(frozen=True, slots=True)
 class TracedSample:
-    """What a line is made of."""
+    """Input of a line."""
 
     at: float
     """Arrival, seconds since the Unix epoch."""

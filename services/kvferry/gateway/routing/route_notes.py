@@ -59,7 +59,7 @@ class RouteNote:
     candidates: tuple[CandidateNote, ...] = ()
     """The replicas that ranked highest, in order."""
     others: tuple[OtherNote, ...] = ()
-    """What the other policies would have chosen; with the first worker of a route."""
+    """Choices of the other policies; only in the note of a route's first worker."""
 
 
 def route_notes(route: Route, policy: str, others: Sequence[OtherChoice] = ()) -> list[RouteNote]:

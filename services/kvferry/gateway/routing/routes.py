@@ -27,7 +27,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What the choice of a route depends on, besides the workers."""
+    """Properties of a request on which the choice of its route depends."""
 
     key: PrefixKey
     cached: CachedTokens = nothing_cached

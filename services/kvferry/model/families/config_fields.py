@@ -210,8 +210,16 @@ class ConfigFields:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def tokens(self, key: str) -> set[int]:
-        """Return token ids from a number or a list; other items are left out."""
-        return {t for t in listed(self.value(key)) if isinstance(t, int) and not isinstance(t, bool)}
+        """Return token ids from a number or a list; an empty set if the field is absent.
+
+        Raises:
+            ModelFileError: an item is not a number.
+        """
+        items = listed(self.value(key))
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise ModelFileError(f"{self.where}: {key} must be token ids, not {repr(item)[:40]}")
+        return set(items)  # type: ignore[arg-type]
 
 
 def listed(value: object) -> list[object]:

@@ -61,7 +61,7 @@ class Names:
 
     @property
     def exact(self) -> frozenset[str]:
-        """What is not an expression."""
+        """Names that are compared as they are, without expressions."""
         return self._exact
 
 

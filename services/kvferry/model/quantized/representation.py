@@ -19,7 +19,7 @@ BLOCK = 32
 
 
 class Kept(Enum):
-    """What a matrix is kept as: (type number, description)."""
+    """Type in which a matrix is kept: (type number, description)."""
 
     CODES4 = (2, "4-bit codes with a float16 scale per 32 inputs")
     CODES4_WIDE = (1000, "4-bit codes with a float32 scale and minimum per 32 inputs")
@@ -41,7 +41,7 @@ class Kept(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a matrix is kept as."""
+    """Type in which a matrix is kept."""
 
     kept: Kept
     scheme: str

@@ -1,4 +1,4 @@
-"""What the operations of a chat template cost, before they run: text methods, filters, arithmetic, formatting.
+"""Costs of a chat template's operations, computed before they run: text methods, filters, arithmetic, formatting.
 
 Each function takes the units of one operation from the budget, with the size of its result where that may exceed the
 size of its arguments. Operations that are not listed here are not available to templates.

@@ -131,7 +131,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class CertificateFacts:
-    """What a certificate says, without its key."""
+    """Public contents of a certificate."""
 
     fingerprint: str
     """SHA-256 of the certificate, hexadecimal."""

@@ -28,6 +28,9 @@ MAX_REPLICAS = 10_000
 MAX_POOLS = 1000
 MAX_FILE_BYTES = 1 << 20
 _MOST_SECONDS = 1e7
+_SECTIONS = (
+    "seed", "pools", "slo", "link", "engine", "device", "role", "workload", "tenant", "gateway", "failure", "machine",
+)  # fmt: skip
 ReadText = Callable[[str], str]
 """Returns the text of a file that a fleet file names."""
 
@@ -76,6 +79,7 @@ def read_fleet(text: str, read: ReadText) -> FleetSpec:
         top = Table("", tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"the fleet file is not TOML: {error}", field="fleet") from None
+    top.allow(*_SECTIONS)
     seed = top.whole("seed", 1, 0, 1 << 53)
     pools = top.whole("pools", 1, 1, MAX_POOLS)
     slo = parse_slo(top.text("slo", ""))
@@ -89,7 +93,6 @@ def read_fleet(text: str, read: ReadText) -> FleetSpec:
     machine = top.table("machine")
     cores = machine.number("cores", 1.0, 0.01, 1e6) if "cores" in machine else None
     machine.end()
-    top.end()
     return FleetSpec(seed, pools, PoolSpec(roles, link, gateway, failures, cores), demand, trace, repeat, prices)
 
 

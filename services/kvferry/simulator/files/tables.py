@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from kvferry.core.errors import UsageError, shortened
@@ -85,6 +86,18 @@ class Table:
     def over(self, base: "Table") -> "Table":
         """Return this table with the fields of `base` that it lacks."""
         return Table(self.name, base._fields | self._fields)
+
+    def allow(self, *known: str) -> None:
+        """Check that the table has no other fields, before those that are missing are reported.
+
+        Raises:
+            UsageError: a field is unknown.
+        """
+        for field, value in self._fields.items():
+            if field not in known:
+                close = get_close_matches(field, known, 1)
+                remedy = f"write {close[0]}" if close else f"remove it; the fields here are {', '.join(known)}"
+                raise wrong(self.path(field), value, remedy)
 
     def end(self) -> None:
         """Check that all fields were taken.

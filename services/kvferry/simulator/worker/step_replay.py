@@ -15,7 +15,7 @@ from kvferry.engine.loads.kv_loads import KvLoads
 from kvferry.engine.plan.pipeline import Launched, Pipeline
 from kvferry.engine.plan.sequence import Sequence
 from kvferry.engine.plan.step import SequenceOutput, StepPlan, StepResult
-from kvferry.engine.profile.log_file import END_TOKEN
+from kvferry.engine.profile.log_file import END_TOKEN, replayed
 from kvferry.engine.profile.step_log import ABORT, ADD, RELEASE, LoggedRequest, LoggedStep, Planned, StepLog, planned
 from kvferry.kv.pricing.price import LoadPolicy, PriceBook
 from kvferry.simulator.worker.device import StepWork, work_of
@@ -75,19 +75,24 @@ class StepReplay:
 
         Args:
             observe: called with the plan of each step before its results are recorded.
+
+        Raises:
+            UsageError: the log contradicts itself.
         """
         work: list[tuple[StepWork, float]] = []
         for number, step in enumerate(self._log.steps):
-            for kind, which in step.events:
-                self._apply(kind, which)
-            plan = self._plan()
+            with replayed(number):
+                for kind, which in step.events:
+                    self._apply(kind, which)
+                plan = self._plan()
             found = planned(plan)
             if found != step.plan:
                 return Replayed(number, Difference(number, step.plan, found), work)
             observe(plan)
             if plan.scheduled:
                 work.append((work_of(plan.scheduled), step.seconds))
-                self._record(plan, step)
+                with replayed(number):
+                    self._record(plan, step)
         return Replayed(len(self._log.steps), None, work)
 
     def _apply(self, kind: str, number: int) -> None:

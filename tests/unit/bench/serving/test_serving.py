@@ -1,4 +1,4 @@
-"""The benchmark's client against a server of this process: what it measures, and what it makes of bad answers."""
+"""The benchmark's client against a server in this process: its measures, and its handling of invalid answers."""
 
 import asyncio
 import json

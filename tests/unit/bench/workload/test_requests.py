@@ -5,7 +5,15 @@ import itertools
 import pytest
 
 from kvferry.bench.workload.arrivals import Arrivals
-from kvferry.bench.workload.requests import FIRST_TOKEN, NUM_TOKENS, WORKLOADS, BenchRequest, Workload, clipped
+from kvferry.bench.workload.requests import (
+    FIRST_TOKEN,
+    NUM_TOKENS,
+    WORKLOADS,
+    BenchRequest,
+    Workload,
+    clipped,
+    in_vocabulary,
+)
 from kvferry.core.errors import UsageError
 
 STEADY = Arrivals("constant", 10.0)
@@ -78,3 +86,14 @@ def test_numbers_out_of_range_are_refused_by_name(changes: dict[str, object], fi
 def test_the_number_of_requests_is_bounded(count: int) -> None:
     with pytest.raises(UsageError, match="requests is"):
         Workload().requests(count, STEADY, 0)
+
+
+def test_a_small_vocabulary_keeps_equal_prefixes_equal() -> None:
+    requests = Workload("shared-prefix", 10, 4, num_prefix=8, num_prefixes=1).requests(3, STEADY, 1)
+    small = in_vocabulary(requests, 256)
+    assert all(0 <= token < 256 for r in small for token in r.prompt)
+    assert len({r.prompt[:8] for r in small}) == 1
+    assert len({r.prompt for r in small}) == 3
+    assert in_vocabulary(requests, FIRST_TOKEN + NUM_TOKENS) == requests
+    with pytest.raises(UsageError, match="vocabulary is 0; it must be at least 1"):
+        in_vocabulary(requests, 0)

@@ -91,3 +91,11 @@ def test_what_is_wrong_in_a_trace_is_named_by_line(text: list[str], message: str
 def test_the_speed_must_be_positive() -> None:
     with pytest.raises(UsageError, match="trace_speed is 0"):
         read_trace(lines(MOONCAKE), speed=0)
+
+
+@pytest.mark.parametrize("when", [-1, -1e300, 1e300, float("nan"), float("inf"), True, "1", None], ids=repr)
+def test_a_timestamp_is_a_time(when: object) -> None:
+    with pytest.raises(
+        UsageError, match=r"line 1 of the trace is invalid: the timestamp is .*; it must be milliseconds"
+    ):
+        read_trace(lines([{"timestamp": when, "input_length": 1, "output_length": 1}]))

@@ -104,3 +104,12 @@ def test_an_existing_file_becomes_private_and_a_device_is_refused(tmp_path: Path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(UsageError, match="regular file"):
         TraceFile(Path("/dev/null"), MIN_BYTES, b"key")
+
+
+def test_a_file_has_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    first = TraceFile(path, MIN_BYTES, b"")
+    with pytest.raises(UsageError, match="is written by another process; name another file"):
+        TraceFile(path, MIN_BYTES, b"")
+    first.close()
+    TraceFile(path, MIN_BYTES, b"").close()

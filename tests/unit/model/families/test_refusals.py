@@ -1,4 +1,4 @@
-"""What a family does not have is refused by file, field, value and remedy; absent fields have the family's defaults."""
+"""Unsupported features of a family are refused by file, field, value and remedy; absent fields have its defaults."""
 
 import json
 import math
@@ -37,6 +37,8 @@ def read(family: str, **raw: object) -> ModelConfig:
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a positive number, not 0"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("gpt_oss", {"attention_bias": "no"}, "attention_bias must be true or false, not 'no'"),
+        ("llama", {"eos_token_id": "</s>"}, "eos_token_id must be token ids, not '</s>'"),
+        ("gpt_oss", {"eos_token_id": [2, None]}, "eos_token_id must be token ids, not None"),
         ("mixtral", {"swiglu_limit": 7.0}, "swiglu_limit = 7.0 is not supported"),
         (
             "deepseek_v2",

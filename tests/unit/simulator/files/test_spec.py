@@ -1,4 +1,4 @@
-"""Fleet files: what they say is what is simulated; errors name field, value and remedy."""
+"""Fleet files: every field has its effect; errors name field, value and remedy."""
 
 import json
 import tomllib
@@ -92,6 +92,18 @@ def test_every_policy_of_the_gateway_routes(policy: str, roles: str) -> None:
     assert result.measures.ttft._buckets == simulate_pool(spec, 0).measures.ttft._buckets
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[roles]]\nrole = 'both'", "roles is .*; write role"),
+        ("[cluster]\nname = 'x'", "cluster is .*; remove it; the fields here are seed, pools"),
+    ],
+)
+def test_an_unknown_section_is_named_before_what_is_missing(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_fleet(text, no_files)
+
+
 @pytest.mark.parametrize("text", ["", "[workload]", "not toml", "[[role]]\nrole = 'prefill'"])
 def test_a_file_without_a_fleet_is_an_error(text: str) -> None:
     with pytest.raises(UsageError):
@@ -176,7 +188,7 @@ def fleet(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_writes_the_promised_json_and_a_picture(fleet: Path, tmp_path: Path) -> None:
+def test_the_command_writes_the_documented_json_and_a_picture(fleet: Path, tmp_path: Path) -> None:
     output = run(fleet, "--json", tmp_path / "r.json", "--svg", tmp_path / "r.svg")
     found = json.loads(output.splitlines()[-1])
     assert found == json.loads((tmp_path / "r.json").read_text())

@@ -1,5 +1,8 @@
 """A recorded run of an engine, replayed by the simulator: the same schedule, step by step."""
 
+import json
+from contextlib import suppress
+
 import pytest
 from harness.fakes.recorded import a_request, record
 from hypothesis import given, settings
@@ -82,3 +85,34 @@ def test_a_log_that_cannot_be_replayed_is_refused() -> None:
     log.obstacle = "requests were running"
     with pytest.raises(UsageError, match="cannot be replayed: requests were running"):
         StepReplay(log)
+
+
+ODD: list[object] = [
+    None, True, -1, 0, 1, 7, 2**40, 2**70, 1.5, 1e300, float("nan"), float("inf"), "", "x" * 300, [], {}, [[1]], [-1],
+]  # fmt: skip
+
+
+def changed(value: object, at: int, odd: object) -> tuple[object, int]:
+    """Return a JSON value whose value number `at`, depth first, is replaced, and how many numbers are left."""
+    if at == 0:
+        return odd, -1
+    at -= 1
+    if isinstance(value, dict | list):
+        for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            value[key], at = changed(inner, at, odd)
+            if at < 0:
+                break
+    return value, at
+
+
+@given(has_tokens=st.booleans(), line=st.integers(0, 8), at=st.integers(0, 60), odd=st.sampled_from(ODD))
+@settings(max_examples=400, deadline=None)
+def test_a_changed_log_is_refused_or_replayed(has_tokens: bool, line: int, at: int, odd: object) -> None:
+    log = record(
+        [(0, a_request("a", 20, 3)), (1, a_request("b", 20, 2, exports=True))], has_tokens=has_tokens, eos=True
+    )
+    lines = list(write_log(log))
+    entry, _ = changed(json.loads(lines[line % len(lines)]), at, odd)
+    lines[line % len(lines)] = json.dumps(entry)
+    with suppress(UsageError):
+        StepReplay(read_log(lines)).run()

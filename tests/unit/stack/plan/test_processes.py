@@ -101,7 +101,7 @@ def test_counts_out_of_bounds_are_refused_by_name(name: str, count: int) -> None
     assert caught.value.field == name
 
 
-def test_a_stack_that_could_serve_nobody_is_refused() -> None:
+def test_a_stack_that_could_serve_no_request_is_refused() -> None:
     with pytest.raises(UsageError, match="cannot serve requests"):
         StackConfig("tiny", prefill=2, decode=0)
     assert worker_specs(StackConfig("tiny", prefill=0, decode=0, both=1), KEYS)[0].name == "both-0"

@@ -1,4 +1,4 @@
-"""Back-off: grows, is bounded, forgets after calm."""
+"""Restart delays: they grow, are bounded, and are reset after a long run."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvferry.stack.plan.restarts import RestartHistory, RestartPolicy
 
 
-def test_quick_deaths_wait_longer_each_time_and_calm_forgives() -> None:
+def test_quick_exits_increase_the_delay_and_a_long_run_resets_it() -> None:
     policy, history = RestartPolicy(first_seconds=0.2, most_seconds=1.0, calm_seconds=30), RestartHistory()
     pauses = []
     for ran in (1, 1, 1, 1, 31, 1):

@@ -1,4 +1,4 @@
-"""What a piece of generated text consists of: reasoning, content, parts of tool calls."""
+"""Pieces of generated text: reasoning, content, and parts of tool calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
