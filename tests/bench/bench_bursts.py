@@ -1,4 +1,4 @@
-"""Running streams beside bursts of long prompts: what prefill costs those who decode, split and on one worker.
+"""Inter-token latency of running streams during bursts of long prompts, disaggregated and on one worker.
 
     make bench-bursts                       three stacks, 5 rounds; rows appended to tests/bench/results/bursts.csv
     make bench-bursts ARGS="--rounds 1"
@@ -51,7 +51,7 @@ CLOCK = SystemClock()
 
 @dataclass(slots=True)
 class Round:
-    """What one system did in one round."""
+    """Results of one system in one round."""
 
     gaps: list[float] = field(default_factory=list)
     """Seconds between tokens of the streams, while bursts were being computed."""

@@ -125,7 +125,7 @@ def gaps(one: Live) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a simulation needs to know, from other runs."""
+    """Inputs of a simulation, measured by other runs."""
 
     roles: dict[str, RoleSpec]
     latency: float

@@ -1,4 +1,4 @@
-"""Everything that is to be measured of a GPU, in one command of under nine minutes.
+"""All measurements of a GPU, in one command of under nine minutes.
 
     make bench-gpu                          all of it; rows appended to tests/bench/results/gpu.csv
     make bench-gpu ARGS="--only kernels"    or steps, or parity

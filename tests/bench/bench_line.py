@@ -1,4 +1,4 @@
-"""The whole line measured from a client: time to first token, hand-off, decode rate; split beside aggregated.
+"""Latencies at a client: time to first token, hand-off, decode rate; disaggregated compared with aggregated.
 
     make bench                          all connectors, 5 repetitions; rows appended to tests/bench/results/line.csv
     make bench ARGS="--quick"           2 repetitions
@@ -251,7 +251,7 @@ async def one_repetition(system: System, repetition: int) -> None:
 
 
 def rows(systems: Sequence[System], rates: Sequence[float], model: str) -> list[Row]:
-    """What goes into the CSV."""
+    """Columns of the CSV."""
     dtype = systems[0].dtype
     common = {
         "date": datetime.fromtimestamp(CLOCK.wall(), UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Tiers measured: how fast objects come from and go to Redis and disk, beside what else could be done.
+"""Throughput of tiers: objects read from and written to Redis and disk, compared with their bounds.
 
     make bench-tiers                        rows appended to tests/bench/results/tiers.csv
     make bench-tiers ARGS="--quick --sizes 1024"
@@ -89,7 +89,7 @@ class Objects:
         return whole[i * self.object_bytes : (i + 1) * self.object_bytes]
 
     def check(self) -> None:
-        """What arrived is what was sent."""
+        """Check that the received bytes are those that were sent."""
         assert self.target == self.source
         self.target[:] = bytes(len(self.target))
 
@@ -295,7 +295,7 @@ def bench_disk(object_bytes: int, repetitions: int, parent: Path | None) -> dict
 
 
 def shares(found: dict[tuple[str, str, str], list[float]]) -> dict[tuple[str, str, str], float]:
-    """What the tier reaches of what others do."""
+    """Share of the bounds that the tier reaches."""
     return {
         (place, cell, f"tier / {other}"): share(found[place, cell, "tier"], rates)
         for (place, cell, other), rates in found.items()

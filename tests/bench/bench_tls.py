@@ -46,7 +46,7 @@ CALLS = 20
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one request took, in milliseconds."""
+    """Durations of one request, in milliseconds."""
 
     handoff_ms: float
     first_token_ms: float

@@ -1,4 +1,4 @@
-"""`kvferry bench transfer` with its rows kept: every connector against its bound, several times over.
+"""`kvferry bench transfer`, repeated, with rows in a CSV file: every connector against its bound.
 
 make bench-transfer                     rows appended to tests/bench/results/transfer.csv
 """

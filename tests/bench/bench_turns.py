@@ -1,4 +1,4 @@
-"""A prompt whose KV left the pages: loaded from each tier, against computed again; and what a hand-off adds.
+"""A prompt whose KV was evicted: loaded from each tier and recomputed; and the time that a hand-off adds.
 
     make bench-turns                        rows appended to tests/bench/results/turns.csv
 
@@ -117,7 +117,7 @@ def measure_handoff(length: int, rounds: int) -> list[tuple[str, str, list[float
 
 
 def measure_kv_prefetch(length: int, rounds: int) -> list[tuple[str, str, list[float]]]:
-    """What is left of a hand-off when the prompt is done, with blocks that travelled early and without."""
+    """Time of a hand-off after the end of the prompt, with blocks sent early and without."""
     common = ("--connector", "tcp", "--load-policy", "always")
     with a_stack(*common) as early, a_stack(*common, "--kv-prefetch-tokens", "0") as late:
         found: dict[str, list[float]] = {}

@@ -31,7 +31,7 @@ class Kube:
         self.client: client.ApiClient = config.new_client_from_config(config_file=str(running.kubeconfig))
 
     def kubectl(self, *words: object, input: str | None = None, seconds: float = 120.0) -> str:  # noqa: A002
-        """What it said; raises with its complaint."""
+        """Run kubectl and return its output; a failure raises with its error text."""
         return self.cluster.kubectl(*words, stdin=input, seconds=seconds)
 
 

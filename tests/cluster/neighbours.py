@@ -1,4 +1,4 @@
-"""Definitions that others publish, out of their Go modules."""
+"""Custom resource definitions of other projects, from their Go modules."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What tests of the operator share: the operator as a process, pods that only say that they are ready, pools."""
+"""Shared parts of the operator's tests: the operator as a process, pods that only report readiness, pools."""
 
 import base64
 import http.server
@@ -155,7 +155,7 @@ def minimal_definition(api_version: str, plural: str, kind: str) -> dict[str, An
 
 
 def helm(*words: object, kubeconfig: Path | None = None, seconds: float = 120.0) -> str:
-    """What helm said."""
+    """Return the output of helm."""
     command = [str(assets.find(["tools"]).path("helm")), *map(str, words)]
     command += ["--kubeconfig", str(kubeconfig)] if kubeconfig else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)

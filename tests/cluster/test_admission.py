@@ -1,4 +1,4 @@
-"""What the API server itself says of pools: every bad value is refused by name, with what to do."""
+"""Admission of pools by the API server: every invalid value is refused by name, with a remedy."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The API server passes calls on to an API that a test serves: where metrics for autoscalers come from."""
+"""API aggregation: the API server forwards calls to an API of the test, as it does for metrics of autoscalers."""
 
 import base64
 import http.server

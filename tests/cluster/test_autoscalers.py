@@ -36,7 +36,7 @@ def namespace(kube: Kube) -> Iterator[str]:
 
 
 class Metric:
-    """What the one external metric says."""
+    """Value of the one external metric."""
 
     value = 0
 
@@ -176,7 +176,7 @@ def give_back(kube: Kube, namespace: str, replicas: int) -> None:
     kube.kubectl(*flags.split(), "-p", change.strip("'"), "-n", namespace)
 
 
-def test_somebody_who_scales_a_static_role_is_named_until_he_gives_it_back(kube: Kube, namespace: str) -> None:
+def test_a_manager_that_scales_a_static_role_is_named_until_it_releases_the_field(kube: Kube, namespace: str) -> None:
     kube.apply(a_pool(namespace, roles=decode(replicas=1)))
     kube.rolled_out(namespace)
     kube.kubectl("scale", "kvscale/chat-decode", "--replicas=2", "-n", namespace)
@@ -191,7 +191,7 @@ def test_somebody_who_scales_a_static_role_is_named_until_he_gives_it_back(kube:
     eventually(lambda: ready(kube, namespace, 3))
 
 
-def test_somebody_who_scales_a_deployment_is_named_until_he_gives_it_back(kube: Kube, namespace: str) -> None:
+def test_a_manager_that_scales_a_deployment_is_named_until_it_releases_the_field(kube: Kube, namespace: str) -> None:
     kube.apply(a_pool(namespace, roles=decode(replicas=1)))
     kube.rolled_out(namespace)
     name = deployment(kube, namespace)["metadata"]["name"]

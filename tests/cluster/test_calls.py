@@ -1,4 +1,4 @@
-"""What one change of a pool costs the API server, held to the numbers of docs/performance.md."""
+"""Calls to the API server for one change of a pool, compared with docs/performance.md."""
 
 from collections.abc import Callable, Iterator
 

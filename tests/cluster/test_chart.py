@@ -1,4 +1,4 @@
-"""The chart by helm itself: what it renders is kept, what it installs can be upgraded and taken away."""
+"""The chart under helm: golden renderings, installation, upgrade and removal."""
 
 import os
 import shutil
@@ -101,7 +101,7 @@ def definitions(kube: Kube) -> list[str]:
     return [name for name in kube.kubectl("get", "crd", "-o", "name").split() if "kvferry.dev" in name]
 
 
-def test_an_upgrade_brings_new_fields_and_an_uninstall_takes_what_it_was_told(kube: Kube, tmp_path: Path) -> None:
+def test_an_upgrade_adds_new_fields_and_an_uninstall_removes_what_the_values_select(kube: Kube, tmp_path: Path) -> None:
     flags = ("kv", "--namespace", "default", "--set", "operator.replicas=0")
     helm("install", flags[0], older_chart(tmp_path), *flags[1:], kubeconfig=kube.kubeconfig)
     kube.kubectl("wait", "--for=condition=Established", "crd/inferencepools.kvferry.dev", "--timeout=30s")

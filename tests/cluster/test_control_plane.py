@@ -1,4 +1,4 @@
-"""The control plane by itself: it answers, keeps objects of new kinds, and its controllers work."""
+"""The control plane alone: it answers, stores custom resources, and its controllers work."""
 
 import json
 from typing import Any
@@ -93,7 +93,7 @@ def test_a_deployment_makes_its_pods(kube: Any, namespace: str) -> None:
     assert {pod.metadata.owner_references[0].kind for pod in pods} == {"ReplicaSet"}
 
 
-def test_the_administrator_may_act_as_somebody_else(kube: Any, namespace: str) -> None:
+def test_the_administrator_may_impersonate_other_users(kube: Any, namespace: str) -> None:
     with pytest.raises(Unavailable, match='User "nobody" cannot list resource "pods"'):
         kube.kubectl("get", "pods", "-n", namespace, "--as", "nobody")
     assert "nobody" in kube.kubectl("auth", "whoami", "--as", "nobody")

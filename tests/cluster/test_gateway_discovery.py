@@ -1,4 +1,4 @@
-"""A gateway that takes its workers from a real API server: slices come and go, the watch breaks, the pool sleeps."""
+"""A gateway that discovers workers through a real API server: slices change, watches break, pools scale to zero."""
 
 import asyncio
 import json
@@ -175,7 +175,7 @@ async def test_requests_are_held_until_workers_join_and_go_where_the_slices_say(
         assert len(d1.decodes) == before + 1
 
 
-async def test_a_request_that_nobody_comes_for_is_told_when_to_come_back(slices):
+async def test_a_request_without_a_worker_gets_a_retry_time(slices):
     async with a_gateway(slices.namespace, hold=HoldConfig(max_held=1, seconds=1.0)) as (gateway, client):
         first = asyncio.create_task(client.post("/v1/completions", json=ASKED))
         await until(lambda: gateway._holding.num_held == 1)
@@ -237,7 +237,7 @@ class Troubled(PoolApi):
 
 
 class Heard:
-    """What a source says, as it says it."""
+    """Reports of a source, in order."""
 
     def __init__(self) -> None:
         self.news: list[Update] = []
@@ -337,7 +337,7 @@ async def test_a_held_request_wakes_the_roles_that_may_be_woken(slices, scalers)
     assert counts == [1, 1, 0]
 
 
-async def test_a_scaler_that_somebody_else_set_meanwhile_is_left_alone(slices, scalers):
+async def test_replicas_set_by_another_manager_in_the_meantime_are_kept(slices, scalers):
     api = PoolApi.connect(PoolName(slices.namespace, POOL))
     found = api.scaler("decode")
     assert found is not None
@@ -350,7 +350,7 @@ async def test_a_scaler_that_somebody_else_set_meanwhile_is_left_alone(slices, s
     api.close()
 
 
-async def test_trouble_with_waking_is_told(slices):
+async def test_errors_of_waking_are_reported(slices):
     api = PoolApi.connect(PoolName(slices.namespace, POOL))
     holding = Holding(HoldConfig(), "x")
     waker = Waker(api, holding, CLOCK)

@@ -37,9 +37,9 @@ KINDS = (
     "inferencepools.inference.networking.k8s.io",
 )
 HEALED_SECONDS = 5.0
-"""What the documentation promises."""
+"""Bound of the documentation in seconds."""
 SLOW_SECONDS = 20.0
-"""What a machine that runs other tests meanwhile is given."""
+"""Bound on a machine that runs other tests at the same time, in seconds."""
 
 
 class Pool:

@@ -50,7 +50,7 @@ Victim = tuple[str, str, str]
 
 @dataclass
 class Healing:
-    """What happened to the children, and what the status said meanwhile."""
+    """Losses and restorations of children, and the status during them."""
 
     api: KubeApi
     namespace: str

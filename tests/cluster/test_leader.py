@@ -1,4 +1,4 @@
-"""One operator writes at any time, another one takes its place, and one that has become deaf says so."""
+"""Leader election: one operator writes at a time, another one takes over, and a silent watch is reported."""
 
 import json
 import os

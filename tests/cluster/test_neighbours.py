@@ -1,4 +1,4 @@
-"""Kinds of others that come and go beside the operator, and what it makes of them, by their own definitions."""
+"""Custom resources of other projects: objects are created if their definition is installed, and are valid by it."""
 
 import json
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def remove(kube: Kube, *names: str) -> None:
 
 
 @pytest.mark.parametrize("release", ["inference-extension", "inference-extension-oldest"])
-def test_the_pool_of_the_inference_extension_is_made_as_its_definition_wants(
+def test_the_pool_of_the_inference_extension_is_valid_by_its_definition(
     release: str, kube: Kube, namespace: str
 ) -> None:
     kube.define(definition(release))

@@ -1,4 +1,4 @@
-"""The node: pods run in it from this machine's own environment, and Services answer from outside."""
+"""The node: pods run with this machine's Python environment, and Services answer from outside."""
 
 import json
 import urllib.request

@@ -1,4 +1,4 @@
-"""The chart and the documented pool on a real node: installed, asked, upgraded, removed."""
+"""The chart and the documented pool on a real node: installation, requests, upgrade, removal."""
 
 import base64
 import json
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def alone(operated: Any) -> Callable[[list[int]], list[int]]:
-    """What one engine that does both says to a prompt."""
+    """Answer of one engine that prefills and decodes."""
     engine = LLM(MODEL, dtype="float32", kv_bytes=64 << 20)
     return lambda prompt: list(engine.generate([prompt], GREEDY)[0].token_ids)
 
@@ -64,7 +64,7 @@ def with_kv_memory(pool: PoolOnNode, size: str) -> None:
     pool.patch(*({"op": "replace", "path": f"/spec/roles/{i}/engine/kvMemory", "value": size} for i in (0, 1)))
 
 
-def test_too_little_kv_memory_is_told_and_lost_keys_are_replaced(
+def test_too_little_kv_memory_is_reported_and_lost_keys_are_replaced(
     pool: PoolOnNode, alone: Callable[[list[int]], list[int]], say: Callable[[str], None]
 ) -> None:
     pool.apply({"spec": {"connector": {"type": "tcp"}}})

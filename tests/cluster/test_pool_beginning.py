@@ -1,4 +1,4 @@
-"""A pool's beginning: what it gets, and what is said while something keeps its pods from running."""
+"""Creation of a pool: its objects, and its status while its pods cannot run."""
 
 import json
 import subprocess

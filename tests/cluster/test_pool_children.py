@@ -1,4 +1,4 @@
-"""What stands is kept: a pool's objects come back, are nobody else's, come and go with its fields."""
+"""Children of a pool: restored when deleted, owned by one pool only, created and removed with its fields."""
 
 import json
 
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize("kind", ["service/chat-decode", "poolrolescaler/chat-prefill", "service/chat"])
-def test_a_child_that_somebody_deletes_comes_back(world, kind):
+def test_a_deleted_child_is_restored(world, kind):
     world.apply()
     world.settled()
     world.kubectl("delete", kind)
@@ -16,7 +16,7 @@ def test_a_child_that_somebody_deletes_comes_back(world, kind):
     world.until(lambda: name in world.all(what))
 
 
-def test_a_deployment_that_somebody_deletes_comes_back(world):
+def test_a_deleted_deployment_is_restored(world):
     world.apply()
     name = f"chat-decode-{world.settled()['revision']}"
     uid = world.get("deployment", name)["metadata"]["uid"]
@@ -25,7 +25,7 @@ def test_a_deployment_that_somebody_deletes_comes_back(world):
     world.settled()
 
 
-def test_a_field_that_somebody_else_takes_is_reported_not_fought_over(world):
+def test_a_field_that_another_manager_takes_is_reported_and_left_to_it(world):
     world.apply()
     name = f"chat-decode-{world.settled()['revision']}"
     world.kubectl("set", "image", f"deployment/{name}", "worker=other:1", "--field-manager=somebody")
@@ -39,7 +39,7 @@ def test_a_field_that_somebody_else_takes_is_reported_not_fought_over(world):
     assert world.get("deployment", name)["spec"]["template"]["spec"]["containers"][0]["image"] == "other:1"
 
 
-def test_an_object_of_somebody_elses_is_not_taken_over(world):
+def test_an_object_of_another_owner_is_not_taken_over(world):
     world.kubectl("create", "service", "clusterip", "chat", "--tcp=80:80")
     world.apply()
     message = world.until(lambda: (c := world.condition("ChildrenApplied"))[1] == "Refused" and c[2])

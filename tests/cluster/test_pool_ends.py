@@ -1,4 +1,4 @@
-"""The end of pools and of namespaces."""
+"""Deletion of pools and of namespaces."""
 
 import json
 

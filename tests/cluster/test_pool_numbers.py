@@ -1,4 +1,4 @@
-"""How many pods a role has, and who says so."""
+"""Replica counts of a role, and which manager sets them."""
 
 import json
 
@@ -92,7 +92,7 @@ def test_a_number_is_given_back_as_the_manual_says(world):
     world.until(lambda: world.deployments()[f"chat-decode-{revision}"] == 2)
 
 
-def test_back_to_static_after_somebody_scaled_names_who_and_only_that(world):
+def test_a_return_to_static_names_only_the_manager_that_scaled(world):
     external = [{"name": "prefill"}, {"name": "decode", "scaling": {"mode": "External"}}]
     world.apply(roles=external)
     world.settled()

@@ -1,4 +1,4 @@
-"""Changes of a pool: both roles roll together within their bounds, pause, go back, and take nothing away."""
+"""Rollouts of a pool: both roles change together within their bounds, pause, roll back, and lose no capacity."""
 
 import pytest
 from harness.kube.fake_kubelet import ready, waiting
@@ -86,7 +86,7 @@ def test_back_to_an_earlier_revision_and_forward_again(world):
     assert world.settled()["revision"] == second
 
 
-def test_back_to_what_nobody_recorded_is_refused_and_changes_nothing(world):
+def test_a_rollback_to_an_unrecorded_revision_is_refused_and_changes_nothing(world):
     world.apply()
     revision = world.settled()["revision"]
     world.apply(rollout={"rollbackTo": "00000000"})

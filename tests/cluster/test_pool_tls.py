@@ -1,4 +1,4 @@
-"""A pool with managed TLS on a real node: its first answer, and nothing for a stranger who reaches its pods."""
+"""A pool with managed TLS on a real node: its first answer, and refusal of clients without a certificate."""
 
 import base64
 import json
@@ -55,7 +55,7 @@ def health(address: str, tls: PoolTls | None) -> Any:
         return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS).status
 
 
-def test_a_pool_with_managed_tls_answers_and_strangers_get_nothing(
+def test_a_pool_with_managed_tls_answers_and_refuses_other_clients(
     pool: PoolOnNode, say: Callable[[str], None], tmp_path: Path
 ) -> None:
     pool.apply({"spec": {"connector": {"type": "tcp"}, "tls": {"mode": "Managed"}}})

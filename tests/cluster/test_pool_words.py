@@ -1,4 +1,4 @@
-"""What a pool says of itself: conditions of the spec of now, few events; and the commands of the manual."""
+"""Status texts of a pool: conditions of the current generation, few events, and the commands of the manual."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from kvferry.core.process.config import child_environment
 pytestmark = pytest.mark.cluster
 
 
-def test_every_condition_speaks_of_the_spec_of_now(world):
+def test_every_condition_has_the_current_generation(world):
     world.apply()
     world.settled()
     world.apply(drain={"lingerSeconds": 6})

@@ -1,4 +1,4 @@
-"""The operator lives on the chart's rights: none is missing, none is idle, and a gateway gets no more than it uses."""
+"""RBAC rules of the chart: none of the operator's is missing or unused, and a gateway has only those that it uses."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

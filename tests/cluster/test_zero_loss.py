@@ -1,4 +1,4 @@
-"""A constant stream of requests while everything that happens to a pool happens to it: none is lost, none is wrong.
+"""A constant stream of requests during rollouts, scaling and kills of a pool: none is lost, none is wrong.
 
 The table of docs/operations.md is written by `python -m harness.pools` from what the whole run measured.
 """

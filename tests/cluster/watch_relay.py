@@ -1,4 +1,4 @@
-"""Stands between a client and the API server, in plain HTTP to the client, and can silence the watches of one kind."""
+"""A relay between a client (plain HTTP) and the API server that can withhold the watch events of one kind."""
 
 import json
 import select

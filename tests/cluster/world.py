@@ -1,4 +1,4 @@
-"""A namespace in which an operator is at work, as tests of pools see it; pods are made ready by the test."""
+"""A namespace with a running operator, for tests of pools; the test makes pods ready."""
 
 import json
 from collections.abc import Callable

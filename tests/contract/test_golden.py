@@ -1,4 +1,4 @@
-"""Names and wire forms are promises: these files change only together with a version."""
+"""Golden files of names and wire formats, which change only together with a version."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from harness.house import golden
 
 
 @pytest.mark.parametrize("path", golden.vectors(), ids=lambda p: p.name)
-def test_vectors_are_what_was_promised(path: Path) -> None:
+def test_vectors_equal_the_golden_files(path: Path) -> None:
     assert path.read_text("utf-8") == golden.vectors()[path]
 
 

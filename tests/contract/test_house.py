@@ -1,4 +1,4 @@
-"""House rules that no tool of others checks."""
+"""House rules that no other tool checks."""
 
 import ast
 import operator

@@ -1,4 +1,4 @@
-"""The import contracts are alive: each one is seen to break when a module breaks it, and it alone.
+"""Import contracts: each is broken by a module that violates it, and no other one is.
 
 A contract whose module names went stale, or that a wrong setting switched off, would be kept for ever.
 """

@@ -1,4 +1,4 @@
-"""What the tests of `harness.faults` share: one engine's answers, and where their rows go."""
+"""Fixtures of the fault tests: one engine's answers, and the file of their rows."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""P behind a link of its own that becomes slow, is cut, or loses everything: real packets in a network namespace."""
+"""A prefill worker behind a link that becomes slow, is cut, or drops packets, in a network namespace."""
 
 import asyncio
 import random

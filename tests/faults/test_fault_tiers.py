@@ -1,4 +1,4 @@
-"""Redis and disks that die, freeze, fill, vanish and lie, below a running stack that uses them all the time."""
+"""Redis and disks that exit, hang, fill up, disappear or return wrong data, under a running stack."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Workers and gateways that die, freeze, and are left by their clients, for each connector."""
+"""Workers and gateways that exit, hang, or lose their clients, for each connector."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""What can happen to Redis and to a folder, done to real ones: a miss or an error in bounded time, then it goes on."""
+"""Faults of a real redis-server and a real folder: a miss or an error in bounded time, then normal operation again."""
 
 import os
 import resource
@@ -337,7 +337,7 @@ def test_a_folder_that_vanished_is_not_created_again(tmp_path: Path) -> None:
         assert works(tier, 1)
 
 
-def test_a_named_pipe_or_folder_under_the_name_makes_nobody_wait(tmp_path: Path) -> None:
+def test_a_named_pipe_or_folder_in_place_of_a_file_blocks_no_call(tmp_path: Path) -> None:
     with disk_over(tmp_path / "t", "size=64MiB&direct=off") as tier:
         put(tier, 1)
         path = files(tmp_path / "t")[0]

@@ -1,4 +1,4 @@
-"""The gateway's map of real workers' caches: requests go to the worker that has their prompt, and it says why."""
+"""The gateway's map of real workers' caches: requests are routed to the worker with their prompt, with the reason."""
 
 import asyncio
 import json

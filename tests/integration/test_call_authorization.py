@@ -1,4 +1,4 @@
-"""Who may call what on the ports of running workers: each method, by callers without a key and in each role."""
+"""Authorization on the ports of running workers: each method, for callers without a key and in each role."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -98,7 +98,7 @@ def answer(address: str, method: str, metadata: tuple[tuple[str, str], ...]) -> 
 
 
 @pytest.mark.parametrize("method", sorted(ALLOWED))
-def test_a_stranger_is_unauthenticated(worker: RunningProcess, method: str) -> None:
+def test_a_call_without_a_key_is_unauthenticated(worker: RunningProcess, method: str) -> None:
     address = port_of(worker, method)
     foreign = CallSigner(CallerRole.GATEWAY, role_key(b"another pool's secret", CallerRole.GATEWAY))
     elsewhere = signer_of(CallerRole.GATEWAY).metadata(method, "127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""What each copy, and its order, is for: without any one of them, requests on the stand-in device go wrong."""
+"""Each copy and each fence of the device mirror is needed: without it, requests on the stand-in device fail."""
 
 import sys
 

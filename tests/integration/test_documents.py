@@ -24,7 +24,7 @@ SECONDS = 240
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[dict[str, str]]:
-    """What the documents call 127.0.0.1:8000 and 127.0.0.1:9000."""
+    """Addresses that the documents give as 127.0.0.1:8000 and 127.0.0.1:9000."""
     with running("up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json") as process:
         ready = process.wait_for("ready")
         yield {"127.0.0.1:8000": str(ready["http"]), "127.0.0.1:9000": str(ready["grpc"])}

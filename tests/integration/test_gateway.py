@@ -1,4 +1,4 @@
-"""A gateway in front of real worker processes: the tokens of one engine, whichever client leaves or worker dies."""
+"""A gateway in front of real worker processes: one engine's tokens, while clients disconnect and workers exit."""
 
 import asyncio
 import random

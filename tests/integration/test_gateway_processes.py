@@ -1,4 +1,4 @@
-"""A gateway of two processes: both serve, one that dies is replaced, and a signal drains both."""
+"""A gateway of two processes: both serve, one that exits is restarted, and a signal drains both."""
 
 import threading
 from collections.abc import Iterator

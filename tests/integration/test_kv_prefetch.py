@@ -1,4 +1,4 @@
-"""A long prompt's blocks travel while it is computed; what is left when it is done is the last chunk."""
+"""Blocks of a long prompt are sent while it is computed; only the last chunk remains at its end."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Prefill and decode workers whose pages differ: what can be converted is fetched, what cannot is refused by name."""
+"""Prefill and decode workers with different page layouts: convertible pages are fetched, others are refused by name."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""`kvferry bench transfer` and `kvferry doctor` as users run them: what they say makes sense, however fast it is."""
+"""`kvferry bench transfer` and `kvferry doctor` as users run them: their output is consistent at any speed."""
 
 import json
 from pathlib import Path

@@ -48,7 +48,7 @@ def endpoint(worker: RunningProcess) -> str:
 
 
 @pytest.mark.parametrize("connector", ["shm", "tcp"])
-def test_a_stack_with_tls_gives_the_same_tokens_and_strangers_nothing(connector: str, tmp_path: Path) -> None:
+def test_a_stack_with_tls_gives_the_same_tokens_and_refuses_other_clients(connector: str, tmp_path: Path) -> None:
     engine = ("--model", "tiny", "--dtype", "float32", "--kv-memory", "16MiB", "--load-policy", "always", "--json")
     flags = ("up", *engine, "--connector", connector, *ADDRESSES)
     with running(*flags) as plain:

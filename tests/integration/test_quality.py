@@ -1,4 +1,4 @@
-"""How near to float32 ways of computing stay on real text; `tests/bench/bench_quality.py` measures it."""
+"""Accuracy of data types and weight formats on real text, within bounds; `tests/bench/bench_quality.py` measures it."""
 
 import importlib.util
 from pathlib import Path

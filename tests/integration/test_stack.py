@@ -1,4 +1,4 @@
-"""`kvferry up` as its users have it: real processes, real clients, the real model; everything given back at the end."""
+"""`kvferry up` with real processes, real clients and the real model; all resources are released at the end."""
 
 import json
 import random
@@ -56,7 +56,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def answer(stack: Stack) -> str:
-    """What the model says to QUESTION, greedily."""
+    """The model's greedy answer to QUESTION."""
     reply = httpx.post(
         f"{stack.http}/v1/chat/completions",
         json={"messages": QUESTION, "temperature": 0, "max_tokens": 24},

@@ -1,4 +1,4 @@
-"""A stack whose pages are too few: what left them comes back from a tier, token for token, and can be explained."""
+"""A stack with too few pages: evicted blocks are loaded from a tier, with the same tokens and an explanation."""
 
 import json
 from collections.abc import Iterator

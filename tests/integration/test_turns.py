@@ -1,4 +1,4 @@
-"""The next turn of a conversation: what the decode worker generated is read by the prefill worker, while it lasts."""
+"""The next turn of a conversation: the prefill worker reads KV that the decode worker generated, while it is cached."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Who computes with the compiled kernels never loads torch: it takes a second, and half a gigabyte of each worker."""
+"""Workers with compiled kernels never import torch, which takes a second and half a gigabyte per worker."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""SIGTERM to a real worker in each phase of its life, and what its callers get meanwhile."""
+"""SIGTERM to a real worker in each phase of its life, and the answers of its callers during the drain."""
 
 import signal
 import subprocess
@@ -92,7 +92,7 @@ def test_a_draining_worker_is_not_ready_but_alive_and_ends_with_its_stream() -> 
         assert it.worker.process.wait(SECONDS) == 0
 
 
-def test_a_stream_that_outlives_the_grace_is_told_to_go_on_elsewhere() -> None:
+def test_a_stream_that_exceeds_the_grace_period_ends_as_retryable() -> None:
     with asked("decode", "--drain-seconds", "0.2") as it:
         call = it.stream(8000)
         it.terminate()
@@ -165,7 +165,7 @@ def test_a_signal_while_it_starts_ends_it_at_once(model: str, after_seconds: flo
         assert time.monotonic() - begun < 2.0
 
 
-def test_it_serves_on_every_address_and_names_the_one_it_is_told() -> None:
+def test_it_serves_on_all_addresses_and_advertises_the_configured_one() -> None:
     flags = ("--advertise-host", POD_IP, "--worker-id", "pod-0", "--metrics", "0.0.0.0:0")
     with asked("prefill", "--listen", "0.0.0.0:0", "--admin", "0.0.0.0:0", *flags) as it:
         heard = it.worker.events["listening"]
@@ -189,7 +189,7 @@ def test_it_serves_on_every_address_and_names_the_one_it_is_told() -> None:
         assert (time.perf_counter() - begun) / 20 < 0.2
 
 
-def test_a_metrics_port_that_is_taken_is_told() -> None:
+def test_a_metrics_port_in_use_is_reported() -> None:
     with asked("decode", "--metrics", "127.0.0.1:0") as it:
         taken = str(it.worker.events["listening"]["metrics"])
         flags = ("--role", "decode", "--model", "tiny", "--kv-memory", "16MiB", "--connector", "shm")
@@ -197,6 +197,6 @@ def test_a_metrics_port_that_is_taken_is_told() -> None:
             assert second.process.wait(60) == 2
 
 
-def test_a_worker_that_nobody_could_reach_is_refused() -> None:
+def test_a_worker_without_a_reachable_address_is_refused() -> None:
     with running("worker", "--role", "decode", "--model", "tiny", "--listen", "0.0.0.0:0") as worker:
         assert worker.process.wait(60) == 2

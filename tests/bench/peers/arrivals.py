@@ -1,4 +1,4 @@
-"""Requests that come one after the other, for adapters: who is due, and when each got its tokens.
+"""Requests with arrival times, for adapters: which are due, and when each got its tokens.
 
 Runs in an engine's own interpreter; nothing but the standard library is needed here.
 """
@@ -48,7 +48,7 @@ class Arrivals:
         return self._drawn.get(number, 0)
 
     def outcome(self, input_tokens=None):
-        """What is answered; `input_tokens` where the engine counts them itself."""
+        """Return the answer; `input_tokens` if the engine counts them itself."""
         asked = sum(len(request["tokens"]) for request in self._requests)
         return {
             "seconds": self._now(),

@@ -1,4 +1,4 @@
-"""How much of what the machine allows an engine reaches; the machine itself is measured by `kvferry.bench.roofline`."""
+"""An engine's share of the machine's bounds, which `kvferry.bench.roofline` measures."""
 
 from kvferry.bench.roofline import Machine
 

@@ -1,4 +1,4 @@
-"""What every engine is asked: requests drawn from a seed, so that all get the same tokens and none sees one twice."""
+"""Requests of the comparison, drawn from a seed: all engines get the same tokens, and no prompt occurs twice."""
 
 import random
 import statistics
@@ -23,7 +23,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is asked at once, and what is asked before it without being timed."""
+    """Requests sent at once, and those sent before them without being timed."""
 
     timed: tuple[Request, ...]
     before: tuple[Request, ...] = ()
@@ -31,7 +31,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an engine says of a trial."""
+    """An engine's measurement of a trial."""
 
     seconds: float
     """From handing over the requests to the last token."""
@@ -54,7 +54,7 @@ class Cell:
     trials: Callable[[int], Mapping[str, Trial]]
     """Of a round: by the name of the row that each fills."""
     rates: Callable[[Outcome], Mapping[str, float]]
-    """What is measured, by what is added to the row's name."""
+    """Measures by the suffix of the row's name."""
     unit: str = "tokens/s"
     prefill_tokens: int = 0
     """Prompt length where the products are the bound."""

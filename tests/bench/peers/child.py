@@ -1,4 +1,4 @@
-"""The far side of the protocol, in an engine's own interpreter; nothing but the standard library is needed here.
+"""Child side of the protocol, in an engine's own interpreter; it needs the standard library only.
 
     child.py ADAPTER.py SETTINGS      settings are a JSON object
 

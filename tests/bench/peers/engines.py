@@ -1,4 +1,4 @@
-"""The engines that are compared, and what each is given to be fast on two cores; why is said in its adapter."""
+"""The compared engines and their settings for two cores; each adapter gives the reasons."""
 
 import json
 import sys

@@ -21,7 +21,7 @@ _CREDENTIALS = re.compile(r"//[^/\s@]+@")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What to install for a peer."""
+    """Packages to install for a peer."""
 
     name: str
     requirements: tuple[str, ...]

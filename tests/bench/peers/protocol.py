@@ -1,4 +1,4 @@
-"""Our side of an engine's child process: start, ask, end, each with a deadline."""
+"""Parent side of an engine's child process: start, call, end, each with a deadline."""
 
 import json
 import os
@@ -55,7 +55,7 @@ class Child:
             )
         try:
             self.facts = self._hear(seconds)["ready"]
-            """What the engine says of itself."""
+            """Description that the engine gives of itself."""
         except BaseException:
             self.kill()
             raise

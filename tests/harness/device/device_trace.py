@@ -27,7 +27,7 @@ class Span:
 
 
 class DeviceTrace:
-    """What ran when. Thread-safe."""
+    """Start and end of each step and copy. Thread-safe."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -51,7 +51,7 @@ Answer = dict[int, list[int]]
 
 @dataclass
 class Report:
-    """What was seen."""
+    """Results of the run."""
 
     features: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)

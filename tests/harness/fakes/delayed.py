@@ -87,7 +87,7 @@ class _Load:
     job: int
     request_id: RequestId
     pages: list[Page]
-    """What a load without failures writes to its targets."""
+    """Content that a load without failures writes to its targets."""
     targets: list[BlockId]
     num_done: int = 0
     has_ended: bool = False

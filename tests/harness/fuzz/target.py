@@ -1,4 +1,4 @@
-"""What a fuzz target is."""
+"""The interface of a fuzz target."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -74,7 +74,7 @@ def static(slots: int = SLOTS) -> MakeScheduler:
 
 @dataclass(slots=True)
 class Served:
-    """What the clients of one worker measured. Implements `simulator.worker.replica.Listener`."""
+    """Measurements of one worker's clients. Implements `simulator.worker.replica.Listener`."""
 
     replica: Replica | None = None
     ttft: Histogram = field(default_factory=Histogram)

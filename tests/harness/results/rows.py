@@ -8,7 +8,7 @@ from kvferry.bench.serving.charts import Panel
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one experiment found."""
+    """Result of one experiment."""
 
     ours: str
     passed: bool

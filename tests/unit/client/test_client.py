@@ -90,7 +90,7 @@ async def test_leaving_a_stream_frees_everything(gateway, client, after):
     await gateway.idle()
 
 
-async def test_nobody_there_is_unavailable():
+async def test_an_address_without_a_server_is_unavailable():
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(Unavailable):
             await client.complete("x")

@@ -1,4 +1,4 @@
-"""What a gateway reports to operators and load balancers while it serves, lingers and drains."""
+"""Reports of a gateway to operators and load balancers while it serves, lingers and drains."""
 
 import asyncio
 

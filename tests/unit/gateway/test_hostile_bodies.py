@@ -1,4 +1,4 @@
-"""Large and hostile bodies over real sockets: refused by name, while the event loop goes on for everyone else."""
+"""Large and hostile bodies over real sockets: refused by name, without a delay of the event loop."""
 
 import gc
 import json

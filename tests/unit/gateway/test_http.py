@@ -110,7 +110,7 @@ async def test_a_body_that_never_arrives_is_given_up():
         await writer.wait_closed()
 
 
-async def test_a_client_that_leaves_while_sending_harms_nobody(gateway, client):
+async def test_a_client_that_disconnects_while_sending_affects_no_other_request(gateway, client):
     host, port = gateway.gateway.listening.http.split(":")
     _reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(

@@ -1,4 +1,4 @@
-"""Bad input over real sockets: named, never quoted, never a stack trace. One gateway serves the whole file."""
+"""Invalid input over real sockets: errors name the field and have no stack trace. One gateway serves the whole file."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The explorer: the machine as it is holds in every small world, and no broken rule goes unnoticed."""
+"""The explorer: the production machines hold in every small world, and every mutation is detected."""
 
 import copy
 import dataclasses

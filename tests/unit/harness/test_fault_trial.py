@@ -1,4 +1,4 @@
-"""A trial fails when it must: wrong tokens, errors that must not be, requests that hang."""
+"""A trial fails on wrong tokens, unexpected errors and requests that hang."""
 
 import pytest
 from harness.faults.cases import Case

@@ -1,4 +1,4 @@
-"""The coverage floor: it holds each module to account, and cannot be passed by measuring nothing."""
+"""The coverage floor: each module is checked, and a run without measurements fails."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The stand-in for captured graphs is as strict as they are: no host, no leftovers, no questions."""
+"""The emulation of captured graphs has their limits: no host access, no leftover tensors, no reads of results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where the Triton family runs: its interpreter on the CPU, or, by `make test-gpu`, a GPU."""
+"""Device of the Triton tests: its interpreter on the CPU or, with `make test-gpu`, a GPU."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Steps captured, padded and drawn on the device give the tokens of steps that are not, and ask it for nothing."""
+"""Captured and padded steps that sample on the device give the tokens of plain steps, without reads by the host."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -144,7 +144,7 @@ def test_tokens_are_the_torch_family_s(device: torch.device, config: ModelConfig
         assert graphs.replayed == runner.num_quiet  # type: ignore[attr-defined]
 
 
-def test_padding_touches_no_page_and_nobody_reads_what_is_not_theirs(device: torch.device) -> None:
+def test_padding_touches_no_page_and_rows_read_only_their_own_pages(device: torch.device) -> None:
     runner = runner_on(device)
     runner.kv.pages.fill_(torch.nan)
     runner.capture_all()
@@ -221,7 +221,7 @@ def test_log_probabilities_come_from_the_host_s_sampler(device: torch.device) ->
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-def test_whoever_asks_on_the_way_is_caught(device: torch.device) -> None:
+def test_a_host_read_during_a_capture_is_an_error(device: torch.device) -> None:
     runner = runner_on(device)
     with pytest.raises((Asked, RuntimeError)):
         generate(runner, [[5]], 3, params=SamplingParams(temperature=0, logprobs=1))
@@ -400,7 +400,7 @@ def test_a_step_that_fails_leaves_no_token_that_is_not_so(
     assert tokens_of([first]) == tokens_of(generate(plain_runner(), [PROMPTS[1]], 8))
 
 
-def test_steps_that_nobody_waits_for_are_not_replayed() -> None:
+def test_steps_whose_results_are_not_awaited_are_not_replayed() -> None:
     """They would come faster than their inputs' buffers are copied."""
     runner = runner_on(torch.device("cpu"))
     runner.capture_all()
@@ -415,7 +415,7 @@ def test_more_sequences_than_places_are_refused(device: torch.device) -> None:
         generate(runner_on(device), [[5]] * 6, 2)
 
 
-def test_nothing_to_do_and_nobody_who_draws(device: torch.device) -> None:
+def test_an_empty_step_and_a_step_without_sampled_rows(device: torch.device) -> None:
     runner = runner_on(device)
     assert runner.run(StepPlan(())).outputs == {}
     long = Generation(PROMPTS[3], 3, [*range(16)])  # type: ignore[list-item]

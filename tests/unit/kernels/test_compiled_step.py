@@ -417,7 +417,7 @@ def test_torch_converts_no_weights() -> None:
         build_model(config, tiny.TinyTensors(config), dtype="float32", kernels="torch", weights="float32")
 
 
-def test_the_command_line_knows_all_kernels_and_weights() -> None:
+def test_the_command_line_lists_all_kernels_and_weights() -> None:
     choices = {setting.name: setting.choices for setting in ENGINE}
     assert set(choices["kernels"]) == set(KERNELS)
     assert choices["weights"] == tuple(WEIGHTS)

@@ -1,4 +1,4 @@
-"""The torch family computes what the reference defines, on odd shapes, and never looks beyond a context."""
+"""The torch family equals the reference on odd shapes, and never reads beyond a context."""
 
 from collections.abc import Callable
 

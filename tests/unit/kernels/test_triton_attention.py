@@ -1,4 +1,4 @@
-"""The Triton family's attention is the definition's, for any batch over any pages, and never looks beyond a context."""
+"""Triton attention equals the reference, for any batch over any pages, and never reads beyond a context."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a kernel does not take is refused by name before a launch; launch choices are data that read and write alike."""
+"""Unsupported inputs of a kernel are refused by name before a launch; launch choices survive their file."""
 
 from collections.abc import Callable
 from dataclasses import replace

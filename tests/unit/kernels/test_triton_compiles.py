@@ -1,4 +1,4 @@
-"""Every kernel compiles to machine code of GPUs, without one at hand; what the interpreter lets pass is caught here."""
+"""Every kernel compiles to GPU machine code on a machine without a GPU; the interpreter accepts more."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Plans whose lengths the device alone knows: the same results as by the host's plan, and padding that does nothing."""
+"""Plans with lengths in device memory: the results of the host's plan, and padding without effect."""
 
 import numpy as np
 import pytest

@@ -169,7 +169,7 @@ def test_a_grammar_allows_its_bits_and_nothing_beyond_its_words(device: torch.de
     assert torch.equal(got.cpu(), expected)
 
 
-def test_no_wish_changes_nothing(device: torch.device) -> None:
+def test_default_parameters_change_nothing(device: torch.device) -> None:
     logits = torch.randn(2, 7).to(device)
     assert torch.equal(DEVICE_OPS.adjust_logits(logits, Adjustments()), logits.double())
 

@@ -1,4 +1,5 @@
-"""The fetcher over transports and peers that misbehave at each step: an outcome and quiet pages, always."""
+"""The fetcher over transports and peers that fail at each step: always an outcome, and no write to the pages
+after it."""
 
 import threading
 from collections.abc import Sequence

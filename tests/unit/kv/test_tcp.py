@@ -1,4 +1,5 @@
-"""The tcp connector's edges: strangers, nonsense on the wire, peers that say one thing and send another."""
+"""The tcp connector under invalid input: unknown clients, malformed frames, and peers that send other data than
+announced."""
 
 import socket
 import struct
@@ -122,7 +123,7 @@ def test_nonsense_cuts_the_connection_and_nothing_else(request_bytes: bytes) -> 
         assert reader.read_epochs(peer, [0], 5.0) == [10]
 
 
-def test_a_stranger_who_says_nothing_of_the_kind_is_cut() -> None:
+def test_a_connection_without_a_valid_greeting_is_closed() -> None:
     with a_transport() as (owner, _), dial(owner) as link:
         link.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
         wire.receive(link, 40)
@@ -208,7 +209,7 @@ def wait(holds: Callable[[], bool]) -> None:
     raise AssertionError("not within 5 s")
 
 
-def test_a_stranger_who_trickles_holds_no_place_for_long() -> None:
+def test_a_connection_that_sends_slowly_is_closed_at_a_deadline() -> None:
     ours, theirs = socket.socketpair()
 
     class Trickle(ManualClock):

@@ -1,4 +1,4 @@
-"""A GGUF file is read exactly, or refused with a clear word: never another exception, a hang or a huge allocation."""
+"""A GGUF file is read exactly, or refused with a clear error: no other exception, no hang, no large allocation."""
 
 import contextlib
 import struct

@@ -1,4 +1,4 @@
-"""Hugging Face folders are read exactly, or refused by naming what is wrong."""
+"""Hugging Face folders are read exactly, or refused with the name of the invalid part."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""An in-memory API server for one namespace, and a cluster around it whose Deployments become ready when told to."""
+"""An in-memory API server for one namespace, and a cluster whose Deployments become ready on request."""
 
 import copy
 import itertools

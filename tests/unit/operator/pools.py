@@ -1,4 +1,4 @@
-"""Pools for tests, and everything that would be made of one."""
+"""Pools for tests, and all objects of a pool."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Every field of the definition changes something that can be seen, and is read with the definition's own default."""
+"""Every field of the definition has a visible effect and the definition's default."""
 
 import tomllib
 from typing import Any
@@ -55,7 +55,7 @@ def flag(name: str, of: str = WORKER):
 
 
 def at(of: str, path: str):
-    """What an object has at a path; `None` also when there is no such object."""
+    """Return an object's value at a path; `None` if the object does not exist."""
     return lambda pool: dig(made_of(pool).get(of, {}), path)
 
 
@@ -70,7 +70,8 @@ def auto(**scaling: Any) -> dict[str, Any]:
 def decided(
     current: int, *, busy: bool = True, watched: float = 10_000.0, recommendations: tuple[tuple[float, int], ...] = ()
 ):
-    """What the autoscaler writes for the role prefill: ten requests and 45 of 100 blocks in each pod, or nothing."""
+    """Replicas that the autoscaler writes for the role prefill, with ten requests and 45 of 100 blocks in each pod, or
+    without data."""
 
     def probe(pool: Pool) -> int:
         now = 20_000.0

@@ -28,7 +28,7 @@ def lease(holder: str, duration: int = 15) -> dict:
     return {"metadata": {"resourceVersion": "7"}, "spec": {"holderIdentity": holder, "leaseDurationSeconds": duration}}
 
 
-def test_a_lease_is_taken_when_nobody_holds_it_or_its_holder_was_silent_by_our_clock():
+def test_a_lease_is_taken_when_it_is_free_or_its_holder_is_silent_by_the_local_clock():
     seen = sighted(None, "7", 100.0)
     assert may_take(None, "me", None, 0)
     assert may_take(lease(""), "me", None, 0)
@@ -191,7 +191,7 @@ def crashed(state: dict, **last: Any) -> dict:
     return {"containerStatuses": [{"name": "worker", "state": state, "lastState": {"terminated": last}}]}
 
 
-def test_a_crash_is_told_by_the_last_line_of_its_log():
+def test_a_crash_is_reported_with_the_last_line_of_its_log():
     backs_off = {"waiting": {"reason": "CrashLoopBackOff"}}
     log = "loading\nkv_memory of 3145728 bytes holds the KV of 136 tokens\n"
     said = "a: worker exits with 1: kv_memory of 3145728 bytes holds the KV of 136 tokens"
@@ -201,7 +201,7 @@ def test_a_crash_is_told_by_the_last_line_of_its_log():
     assert troubles([pod("a", **silent)]) == ["a: worker exits with 2; see `kubectl logs --previous`"]
 
 
-def test_a_volume_that_cannot_be_mounted_is_told_by_the_event_of_the_kubelet():
+def test_a_volume_that_cannot_be_mounted_is_reported_from_the_event_of_the_kubelet():
     starting = pod("a", containerStatuses=[{"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}])
     starting["metadata"]["uid"] = "u"
     ready = pod("b", conditions=[{"type": "Ready", "status": "True"}])
@@ -237,7 +237,7 @@ def test_a_preview_draws_no_certificates_again():
     assert preview(pool(**sealed), pool(**sealed), IMAGE).as_text().endswith("nothing to do")
 
 
-def test_a_preview_of_scaling_replaces_nobody():
+def test_a_preview_of_scaling_replaces_no_pod():
     found = preview(pool(), pool(roles=[{"name": "prefill", "replicas": 3}, {"name": "decode"}]), IMAGE)
     assert not found.restarts
     assert len(found.steps) == 1

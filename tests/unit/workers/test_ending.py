@@ -1,4 +1,4 @@
-"""How a worker's process ends."""
+"""Exit of a worker's process."""
 
 import asyncio
 import signal

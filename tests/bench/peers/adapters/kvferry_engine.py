@@ -1,4 +1,4 @@
-"""kvferry in its own environment: the engine without any door, driven step by step.
+"""kvferry in its own environment: the engine without a server, driven step by step.
 
 Compiled kernels, two threads, KV in bfloat16 (1 GiB), the engine's own limits. Nothing is detokenised.
 """

@@ -113,7 +113,7 @@ async def test_all_samples_of_a_request_count_as_held():
         assert await asked == 12
 
 
-async def test_beyond_the_bound_they_are_told_to_come_back():
+async def test_requests_beyond_the_bound_get_a_retry_time():
     async with a_pool(max_held=1) as pool:
         first = asyncio.create_task(pool.ask())
         await pool.holds(1)
@@ -124,7 +124,7 @@ async def test_beyond_the_bound_they_are_told_to_come_back():
         assert await first == 4
 
 
-async def test_one_that_waited_in_vain_is_told_so():
+async def test_a_request_that_waited_too_long_fails_with_the_cause():
     async with a_pool(seconds=0.05) as pool:
         with pytest.raises(Unavailable, match="ns/p had no worker") as vain:
             await pool.ask()

@@ -1,4 +1,4 @@
-"""Whatever happens to the events between a real feed and a map: the map equals the cache, or says that it does not."""
+"""Events lost, reordered or repeated between a feed and a map: the map equals the cache, or its state is BLIND."""
 
 import random
 

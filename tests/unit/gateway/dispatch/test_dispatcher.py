@@ -398,7 +398,7 @@ async def test_attempts_are_bounded_and_back_off():
         assert 1.5 <= min(third, fourth) <= max(third, fourth) <= 3
 
 
-async def test_nobody_to_ask_is_said_at_once():
+async def test_a_request_without_a_ready_worker_fails_at_once():
     async with scripted_fleet(prefill=1, decode=1) as fleet:
         fleet.workers.decode[0].draining = True
         await fleet.fleet.wait_until(lambda f: not f.views()[1].takes_work)
@@ -430,7 +430,7 @@ async def test_the_wait_for_a_worker_is_short():
         assert fleet.slept == []
 
 
-async def test_nobody_configured_is_said_at_once():
+async def test_a_request_without_a_configured_worker_fails_at_once():
     async with scripted_fleet(prefill=1) as fleet:
         async with asyncio.timeout(1):
             with pytest.raises(Unavailable, match="no worker accepts requests"):
@@ -576,7 +576,7 @@ async def test_a_deadline_ends_a_hanging_call(pair, method, after):
         await collect(pair, ask(seconds=0.3))
 
 
-async def test_a_deadline_that_has_passed_calls_nobody(pair):
+async def test_a_passed_deadline_calls_no_worker(pair):
     with pytest.raises(DeadlinePassed, match="after 0 of 12"):
         await collect(pair, ask(seconds=-1.0))
     assert pair.workers.prefill[0].prefills == []

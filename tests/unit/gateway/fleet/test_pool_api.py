@@ -1,4 +1,4 @@
-"""What the connection to an API server makes of what comes, without one; tests/cluster has a real one."""
+"""Client of an API server, with prepared responses; tests/cluster tests it with a real server."""
 
 import subprocess
 import sys

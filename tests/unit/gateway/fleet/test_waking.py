@@ -56,7 +56,7 @@ async def test_waiting_wakes_each_role_that_may_be_woken_once():
     assert (waker.num_wakes, waker.failure) == (2, "")
 
 
-async def test_trouble_is_logged_once_and_told_until_it_is_over(caplog):
+async def test_an_error_is_logged_once_and_reported_until_it_ends(caplog):
     holding = Holding(HoldConfig(), "ns/p")
     api = ScriptedApi(prefill=ApiError("refused with 403", 403), decode=asleep())
     waker = Waker(api, holding, CLOCK)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ async def test_a_scaler_that_changed_meanwhile_is_no_trouble(status, failure):
     assert (waker.failure, waker.num_wakes) == (failure, 0)
 
 
-async def test_it_looks_as_long_as_anybody_waits():
+async def test_it_looks_while_requests_wait():
     holding = Holding(HoldConfig(), "ns/p")
     api = ScriptedApi()
     slept = asyncio.Semaphore(0)

@@ -134,7 +134,7 @@ def test_virtual_time_never_falls_and_nothing_is_left_behind(moves):
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=60), st.integers(1, 20))
-def test_nobody_starves_in_a_band(arrivals, cost):
+def test_no_tenant_starves_in_a_band(arrivals, cost):
     """A tenant's request leaves before the others together have had more than a request each of its size."""
     queue = Numbered(FairQueue())
     late = queue.add("late", cost)

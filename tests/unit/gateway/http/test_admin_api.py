@@ -1,4 +1,4 @@
-"""The admin API: what operators read, on a port of its own, and nothing of it on the clients' port."""
+"""The admin API: its routes, which are on the admin port only."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""Hostile connections to a real server: each is bounded, and none keeps the others from being served."""
+"""Hostile connections to a real server: each is bounded, and the others are served."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

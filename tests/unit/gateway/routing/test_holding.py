@@ -11,7 +11,7 @@ from kvferry.gateway.config import HoldConfig
 from kvferry.gateway.routing.holding import AGAIN_SECONDS, Holding, Scaler, WakePolicy
 
 
-def test_those_beyond_the_bound_are_told_to_come_back():
+def test_requests_beyond_the_bound_are_refused_with_a_retry_time():
     holding = Holding(HoldConfig(max_held=1, seconds=7), "ns/p")
     with holding.held():
         assert holding.num_held == 1
@@ -73,7 +73,7 @@ def test_one_that_says_no_number_or_no_version_is_not_touched(fields):
     assert Scaler.read("decode", scaler(**fields)) is None
 
 
-def test_nobody_is_woken_while_nobody_waits_nor_twice_in_a_hurry():
+def test_a_pool_is_woken_only_for_waiting_requests_and_not_twice_in_a_short_time():
     policy = WakePolicy()
     asleep = Scaler("decode", 0, True, "3")
     assert policy.choose([asleep], num_held=0, now=0.0) == []

@@ -40,7 +40,7 @@ def test_the_order_of_replicas_does_not_matter(key, replicas, random):
 
 
 @given(_keys, _replicas, st.floats(1.0, 4.0))
-def test_nobody_is_loaded_above_the_bound(key, replicas, factor):
+def test_no_replica_is_loaded_above_the_bound(key, replicas, factor):
     chosen = pick(key, replicas, factor)
     assert chosen is not None
     total = sum(r.load for r in replicas)
@@ -147,7 +147,7 @@ def test_layouts_of_one_family_are_paired_when_no_equal_ones_are_there(key, pref
         assert equal or p.family == d.family
 
 
-def test_who_reads_a_ticket_need_not_convert_it_if_anybody_does_not():
+def test_a_reader_with_the_same_layout_is_preferred():
     like, alike, other = (
         replica(n, fingerprint=f, family=m) for n, f, m in [("a", b"f", b"m"), ("b", b"g", b"m"), ("c", b"h", b"n")]
     )

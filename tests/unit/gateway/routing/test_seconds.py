@@ -1,4 +1,4 @@
-"""Routing by estimated seconds: each term decides when the others are equal, and none is forgotten."""
+"""Routing by estimated seconds: each term decides if the others are equal."""
 
 import random
 from dataclasses import replace

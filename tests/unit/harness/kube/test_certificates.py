@@ -65,7 +65,7 @@ def test_it_says_what_came_last(served: Api) -> None:
         served.wait("/x", seconds=0, meanwhile=lambda: None)
 
 
-def test_a_stranger_is_not_trusted(served: Api, tmp_path: Path) -> None:
+def test_a_certificate_of_another_ca_is_not_trusted(served: Api, tmp_path: Path) -> None:
     stranger = certificates.Authority.make("stranger")
     (tmp_path / "stranger.crt").write_bytes(stranger.pem)
     wrong = Api(served.url, "word", tmp_path / "stranger.crt", SystemClock())

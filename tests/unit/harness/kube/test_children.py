@@ -1,4 +1,4 @@
-"""Processes that are started, written down and ended."""
+"""Processes of a cluster: started, recorded and ended."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def children(tmp_path: Path) -> Children:
     return Children(tmp_path, State(), SystemClock())
 
 
-def test_a_process_is_written_down_before_anybody_waits(children: Children) -> None:
+def test_a_process_is_recorded_before_it_is_awaited(children: Children) -> None:
     made = children.spawn("sleeper", ["sleep", "600"])
     try:
         assert State.read(children.folder).processes == {"sleeper": made}
@@ -65,7 +65,7 @@ def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["state.json"]
 
 
-def test_a_folder_without_a_cluster_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_a_cluster_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no cluster in .* \(it has no state.json\)"):
         State.read(tmp_path)
     (tmp_path / "state.json").write_bytes(msgspec.json.encode({"processes": 3}))

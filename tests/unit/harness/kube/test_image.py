@@ -1,4 +1,4 @@
-"""Images: the same content, the same bytes; owners, times and order do not count."""
+"""Images: equal content gives equal bytes; owners, times and order have no effect."""
 
 import hashlib
 import io

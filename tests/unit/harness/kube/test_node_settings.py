@@ -20,7 +20,7 @@ HERE = Path("/where")
 @pytest.mark.parametrize(
     ("second", "plugin"), [(False, "io.containerd.grpc.v1.cri"), (True, "io.containerd.cri.v1.runtime")]
 )
-def test_containerd_knows_two_runtimes_in_either_dialect(second: bool, plugin: str) -> None:
+def test_containerd_has_two_runtimes_in_both_formats_of_its_file(second: bool, plugin: str) -> None:
     both = {"runc": ("/bin/runc", None), "host": ("/where/runc-host", HERE / "spec.json")}
     said = tomllib.loads(runtime.containerd_settings(HERE, both, second=second))
     runtimes = said["plugins"][plugin]["containerd"]["runtimes"]
@@ -98,7 +98,7 @@ def test_version_1_has_a_folder_in_each_hierarchy(hierarchies: Path) -> None:
     assert f"{hierarchies}/memory/one/cgroup.procs" in made.entering(inner=True)[2]
 
 
-def test_a_claim_holds_while_somebody_is_inside(hierarchies: Path) -> None:
+def test_a_claim_holds_while_a_process_is_inside(hierarchies: Path) -> None:
     made = Cgroups("one", hierarchies)
     assert made.claim()
     (hierarchies / "memory" / "one" / "cgroup.procs").write_text("1\n")

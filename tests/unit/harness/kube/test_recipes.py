@@ -1,4 +1,4 @@
-"""What is built, and where it is kept."""
+"""Recipes of the cluster's binaries, and the paths of their results."""
 
 import shutil
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_a_build_that_fails_says_why_and_leaves_nothing_half(
     assert assets.missing(kept / "bin", ["kubectl", "etcd"]) == ["etcd"]
 
 
-def test_it_may_be_told_not_to_build(fake_go: Path) -> None:
+def test_building_can_be_turned_off(fake_go: Path) -> None:
     with pytest.raises(Unavailable, match="has no kube-apiserver"):
         assets.find(["control"], build=False)
     assert not fake_go.exists()

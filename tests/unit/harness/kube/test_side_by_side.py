@@ -1,4 +1,4 @@
-"""Two runs of tests as one."""
+"""Two pytest runs in parallel, reported as one."""
 
 from pathlib import Path
 

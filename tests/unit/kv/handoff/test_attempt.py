@@ -1,4 +1,4 @@
-"""One attempt without threads: what it wants after each thing that can happen, and that no wait is without end."""
+"""One attempt without threads: its actions after each event, and a deadline for each wait."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_a_ticket_that_nothing_holds_is_neither_claimed_nor_finished() -> None:
 
 
 @pytest.mark.parametrize("found", [[], [50], [50, 60], [50, 60, 71], [50, 60, 70, 80]])
-def test_anything_but_the_promised_epochs_is_a_failure(found: list[int]) -> None:
+def test_epochs_other_than_the_offered_ones_are_a_failure(found: list[int]) -> None:
     attempt = reading()
     attempt.arrived(1.0)
     (report,) = attempt.epochs(found)

@@ -1,4 +1,4 @@
-"""The prefill side's table: every path gives the pages back exactly once."""
+"""The offer book of a prefill worker: every path releases the pages exactly once."""
 
 import pytest
 from hypothesis import given
@@ -88,7 +88,7 @@ def test_a_reader_that_needs_nothing_says_so_without_a_claim() -> None:
     assert book.finish(T, 1, 0.0, done=True) == ["pages"]
 
 
-def test_a_stranger_ticket_is_gone() -> None:
+def test_an_unknown_ticket_is_gone() -> None:
     book = a_book()
     for action in (book.claim, book.renew):
         with pytest.raises(TicketRejected) as caught:
@@ -135,7 +135,7 @@ def test_a_reader_that_was_not_meant_is_refused() -> None:
         assert book.finish(T, 1, 0.0, done=True, reader=reader) == []
 
 
-def test_a_release_frees_the_places_that_nobody_reads_and_waits_for_the_others() -> None:
+def test_a_release_frees_places_without_readers_and_waits_for_the_others() -> None:
     book = a_shared_book()
     book.claim(T, 1, 0.0, reader=0)
     assert book.release(T, 1.0) == []
@@ -197,7 +197,7 @@ def test_early_releases_are_remembered_within_a_bound() -> None:
     assert book.offer(TicketId("1"), "pages", 0.0) == ["pages"]
 
 
-def test_an_offer_to_nobody_or_under_a_taken_name_is_a_programming_error() -> None:
+def test_an_offer_without_readers_or_with_a_used_name_is_a_programming_error() -> None:
     book = a_book()
     for ticket_id, readers in ((T, 1), (TicketId("new"), 0)):
         with pytest.raises(ValueError, match="at least one reader"):

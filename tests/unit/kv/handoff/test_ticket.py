@@ -125,7 +125,7 @@ def test_a_ticket_for_something_else_is_refused_by_name(changes: dict[str, objec
     assert caught.value.reason == reason
 
 
-def test_a_layout_knows_its_bytes() -> None:
+def test_a_layout_has_its_size_in_bytes() -> None:
     # Llama-3.1-8B in bfloat16: 128 KiB a token, 2 MiB a block of 16.
     layout = KvLayout("d", "bfloat16", 32, 8, 128, 16)
     assert (layout.token_bytes, layout.block_bytes) == (128 << 10, 2 << 20)

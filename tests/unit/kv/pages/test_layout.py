@@ -1,4 +1,4 @@
-"""The layout: sizes by arithmetic, and a fingerprint that no change of meaning leaves alone."""
+"""The layout: sizes, and a fingerprint that changes with every field."""
 
 from dataclasses import asdict, replace
 

@@ -1,4 +1,4 @@
-"""Planned copies against a copy of one element at a time, over shapes that divide nothing evenly."""
+"""Planned copies against copies of single elements, for shapes without common divisors."""
 
 import itertools
 import math

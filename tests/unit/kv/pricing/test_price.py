@@ -14,7 +14,7 @@ OBJECT_TOKENS = 64
 
 @dataclass(frozen=True)
 class World:
-    """What things really take."""
+    """True durations, which the prices estimate."""
 
     trip: float
     bytes_per_second: float
@@ -45,7 +45,7 @@ class World:
         return seconds
 
     def compute(self, count: int) -> float:
-        """What computing these adds; one step runs in any case."""
+        """Return the time that computing these tokens adds; one step runs in any case."""
         return self.steps(0, count + 1) - self.steps(count, 1)
 
 

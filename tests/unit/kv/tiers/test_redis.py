@@ -1,4 +1,4 @@
-"""The Redis client against servers that say what they should not, and a cluster that moves its slots."""
+"""The Redis client against invalid replies, and a cluster that moves its slots."""
 
 import logging
 import socket

@@ -1,4 +1,4 @@
-"""The tiers as one, under the real engine: blocks go down, come back, and a tier that fails costs time only."""
+"""The tier stack under the real engine: blocks are stored and loaded, and a failing tier costs time only."""
 
 import queue
 import threading
@@ -363,7 +363,7 @@ def test_a_tier_that_is_out_of_order_is_passed_over(slow: ScriptedTier) -> None:
     bench.close()
 
 
-def test_lookups_that_hang_hold_up_nobody_for_long(slow: ScriptedTier) -> None:
+def test_lookups_that_hang_delay_no_request_beyond_the_bound(slow: ScriptedTier) -> None:
     bench = Bench(slow)
     slow.hang = threading.Event()
     for name in ("a", "b", "c"):  # more than there are threads to ask

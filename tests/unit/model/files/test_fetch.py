@@ -1,4 +1,4 @@
-"""The pinned file is fetched once, whatever was left behind, and nothing else is ever taken for it."""
+"""The pinned file is fetched once, also after interrupted downloads, and only a file with its digest is used."""
 
 import hashlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Grammars admit what their constraint says, over the bytes of the tiny model; bad ones are rejected by name."""
+"""Grammars accept the texts of their constraint, over the bytes of the tiny model; invalid ones are refused by name."""
 
 import json
 import random

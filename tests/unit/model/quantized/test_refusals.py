@@ -1,4 +1,4 @@
-"""What a quantized checkpoint may not say is refused by field or tensor, and nothing else than that error is raised."""
+"""Invalid quantized checkpoints are refused by field or tensor, with that error and no other."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""No message can speak as the template, and messages that do not try keep the plain ids."""
+"""Messages cannot inject the template's control tokens, and ordinary messages keep their token ids."""
 
 import pytest
 from hypothesis import given

@@ -39,7 +39,7 @@ def test_json_is_plain() -> None:
     )
 
 
-def test_a_refusal_by_the_template_is_told() -> None:
+def test_a_refusal_by_the_template_is_reported() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate") as caught:
         template.render(HELLO)

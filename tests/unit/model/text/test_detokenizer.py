@@ -1,4 +1,4 @@
-"""Pieces put together are the whole, whatever the ids and wherever they are cut."""
+"""Concatenated pieces equal the whole text, for any token ids and any split."""
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

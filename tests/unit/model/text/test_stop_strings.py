@@ -1,4 +1,4 @@
-"""Stop strings are found wherever the pieces break, and nothing is held longer than needed."""
+"""Stop strings are found for any split of the text, and no character is held longer than needed."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The autoscaler's decisions: what it wants, when it waits, and that missing data is no idle pool."""
+"""The autoscaler's decisions: replica counts, delays, and missing data, which is not idleness."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The rollout's planner by whole trajectories, and its promises over random worlds."""
+"""The rollout planner over whole trajectories, and its bounds in random worlds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -169,7 +169,7 @@ rollouts = st.builds(
     steps=st.integers(1, 6),
     readiness=st.randoms(use_true_random=False),
 )
-def test_promises(wanted, rollout, targets, steps, readiness):
+def test_the_bounds_of_a_rollout_hold(wanted, rollout, targets, steps, readiness):
     """Surge and availability hold in every step, whatever order pods get ready in and however often the target
     changes; and it ends."""
     names = ("prefill", "decode", "both")

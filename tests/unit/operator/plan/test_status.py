@@ -1,4 +1,4 @@
-"""What a status says of what was observed."""
+"""A pool's status, computed from observations."""
 
 from typing import Any
 

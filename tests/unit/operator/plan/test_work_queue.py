@@ -1,4 +1,4 @@
-"""The line of pools: each once in line, once at work, nothing lost, failures backed off."""
+"""The work queue of pools: each is queued and processed once at a time, none is lost, failures are delayed."""
 
 from hypothesis import given
 from hypothesis import strategies as st

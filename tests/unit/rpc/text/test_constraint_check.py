@@ -1,4 +1,4 @@
-"""The check of constraints: a real process, which a schema that never compiles takes down alone."""
+"""The check of constraints in a real process, which alone is killed by a schema that never compiles."""
 
 import asyncio
 import time

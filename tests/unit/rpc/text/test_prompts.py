@@ -63,7 +63,7 @@ def test_the_number_of_messages_is_bounded():
         prompts.encode_chat(byte_model(), [{"role": "user", "content": ""}] * 4097)
 
 
-def test_a_conversation_needs_messages_and_roles_that_the_template_knows():
+def test_a_conversation_needs_messages_and_roles_of_the_template():
     with pytest.raises(InvalidRequest, match="messages is empty"):
         prompts.encode_chat(byte_model(), [])
     with pytest.raises(InvalidRequest, match="'robot'"):

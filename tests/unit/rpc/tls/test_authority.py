@@ -1,4 +1,4 @@
-"""What the CA of a pool signs, read again by an independent library and refused where it must be."""
+"""Certificates of a pool's CA, verified by an independent library."""
 
 import sys
 from datetime import UTC, datetime

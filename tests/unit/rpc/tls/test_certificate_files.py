@@ -1,4 +1,4 @@
-"""A process's own files at its start: what peers would refuse is refused with its cause."""
+"""A process's certificate files at start: those that peers would refuse are refused with the cause."""
 
 from pathlib import Path
 

@@ -69,7 +69,7 @@ async def test_members_call_each_other_also_over_blocking_channels(tmp_path: Pat
         assert (await asyncio.to_thread(call)).status == SERVING
 
 
-async def test_strangers_get_nothing_and_the_cause_is_found(tmp_path: Path) -> None:
+async def test_other_clients_are_refused_with_the_cause(tmp_path: Path) -> None:
     pool, other = pool_in(tmp_path, "pool"), pool_in(tmp_path, "other")
     stranger = PoolTls(other.gateway, is_worker=False)
     async with serving(PoolTls(pool.worker, is_worker=True)) as server:

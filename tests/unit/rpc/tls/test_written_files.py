@@ -1,4 +1,4 @@
-"""The files that `kvferry key` and `kvferry up` write: usable, private, never half of one."""
+"""The files that `kvferry key` and `kvferry up` write: valid, private and complete."""
 
 import stat
 from pathlib import Path

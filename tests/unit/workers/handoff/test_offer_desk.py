@@ -1,4 +1,4 @@
-"""The offer desk: tickets that say what was offered, ids that are unique, pages that come back exactly once."""
+"""The offer desk: contents of tickets, unique ids, and pages that are released exactly once."""
 
 import asyncio
 
@@ -104,7 +104,7 @@ async def test_an_id_is_free_again_when_its_offer_has_ended(at: Desk) -> None:
     assert at.offer(2, wished) == wished
 
 
-async def test_offers_without_a_wish_have_ids_of_their_own(at: Desk) -> None:
+async def test_offers_without_a_requested_id_have_unique_ids(at: Desk) -> None:
     assert len({at.offer(number) for number in range(50)}) == 50
     assert at.desk.count(OfferState.OFFERED) == 50
 
@@ -131,7 +131,7 @@ async def test_a_release_that_overtakes_its_offer_gives_the_pages_back_at_once(a
     assert at.desk.is_idle
 
 
-async def test_time_gives_back_what_nobody_came_for(at: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unclaimed_offers_expire(at: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offer_desk, "_TICK_SECONDS", 0.0)
     old = at.offer(1)
     at.clock.advance(TIMES.offer_seconds - 1)

@@ -1,4 +1,4 @@
-"""PrefillProgress a prompt while it is computed: late, early, several at once, never after its end."""
+"""Progress reports of a prompt during its prefill: late, early and concurrent subscribers, none after its end."""
 
 import asyncio
 

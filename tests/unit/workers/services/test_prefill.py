@@ -90,7 +90,7 @@ async def worker() -> AsyncIterator[Worker]:
     assert_idle(made.engine)
 
 
-async def test_an_answer_has_the_first_token_and_a_ticket_under_the_wished_id(worker: Worker) -> None:
+async def test_an_answer_has_the_first_token_and_a_ticket_with_the_requested_id(worker: Worker) -> None:
     answer = await worker.run(ticket_id=WISHED)
     assert answer.first_token.id == expected_tokens(PROMPT, 1)[0]
     assert answer.ticket_id == WISHED == KEYRING.open(answer.ticket).id
@@ -161,7 +161,7 @@ async def test_a_cancelled_vector_leaves_nothing(worker: Worker) -> None:
     await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_without_a_wish_the_worker_names_its_offers(worker: Worker) -> None:
+async def test_without_a_requested_id_the_worker_names_its_offers(worker: Worker) -> None:
     answers = [await worker.run() for _ in range(3)]
     assert len({a.ticket_id for a in answers}) == 3
     for answer in answers:
@@ -169,7 +169,7 @@ async def test_without_a_wish_the_worker_names_its_offers(worker: Worker) -> Non
         await worker.release(answer.ticket_id)
 
 
-async def test_pages_that_nobody_asked_to_offer_are_given_back(worker: Worker) -> None:
+async def test_pages_are_released_if_no_offer_was_requested(worker: Worker) -> None:
     answer = await worker.run(offer=False, ticket_id=WISHED)
     assert (answer.ticket, answer.ticket_id) == (b"", "")
 

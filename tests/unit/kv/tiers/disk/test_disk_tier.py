@@ -1,4 +1,4 @@
-"""The disk tier's folder: whose turn it is to go, what a restart remembers, what direct I/O needs."""
+"""The disk tier's folder: eviction order, contents after a restart, and alignment of direct I/O."""
 
 import fcntl
 import os
@@ -70,7 +70,7 @@ def test_the_oldest_goes_until_there_is_room() -> None:
     assert index.make_room(1000) == []
 
 
-def test_a_use_is_told_once_in_a_while() -> None:
+def test_the_time_of_use_is_written_at_intervals() -> None:
     index = DiskIndex(100)
     index.add(name(1), Entry(10, 0.0))
     assert not index.use(name(1), 59.0, 60.0)

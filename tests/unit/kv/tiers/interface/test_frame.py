@@ -1,4 +1,4 @@
-"""Frames: what is put in comes out, and nothing else does."""
+"""Frames: round trips, and refusal of every damaged frame."""
 
 import sys
 from collections.abc import Sequence

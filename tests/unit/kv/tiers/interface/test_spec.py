@@ -1,4 +1,4 @@
-"""Tier URLs: what they say, and what they never show."""
+"""Tier URLs: parsing, and secrets that never appear in errors."""
 
 from pathlib import Path
 
@@ -115,7 +115,7 @@ def test_what_a_disk_url_may_not_say(url: str, expected: str) -> None:
         disk_options(parse_tier(url))
 
 
-def test_errors_that_nobody_foresaw_show_their_code_alone() -> None:
+def test_unexpected_errors_show_only_their_code() -> None:
     assert remedy("BUSY") == "Redis answered with BUSY"
 
 

@@ -1,4 +1,4 @@
-"""The breaker: opens after failures in a row, lets one probe through, closes when it is back."""
+"""The circuit breaker: opens after consecutive failures, allows one probe, and closes after a success."""
 
 import pytest
 from hypothesis import given
@@ -75,7 +75,7 @@ def test_what_began_before_it_opened_changes_nothing() -> None:
     assert breaker.state is BreakerState.HALF_OPEN
 
 
-def test_a_verdict_that_nobody_owed_is_a_mistake() -> None:
+def test_a_result_without_a_call_is_an_error() -> None:
     with pytest.raises(InvariantBroken):
         opened().probed(0.0, alive=True)
 

@@ -1,4 +1,4 @@
-"""The shelf: slots, states, fairness between tenants, and what a scan cannot wash out."""
+"""The shelf: slots, states, fairness between tenants, and resistance to scans."""
 
 import hashlib
 

@@ -1,0 +1,84 @@
+"""The chart's dashboards and alert rules on a real Prometheus that scrapes a running stack and a worker."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from harness.prometheus.server import Prometheus, Target, running_prometheus
+from harness.servers.processes import a_worker, running
+
+CHART = Path(__file__).resolve().parents[2] / "charts/kvferry/files"
+ALERTS = CHART / "alerts/kvferry.yaml"
+ENGINE = ("--model", "tiny", "--dtype", "float32", "--kv-memory", "16MiB", "--threads", "1", "--load-policy", "always")
+ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0.0.1:0", "--log-level", "error")
+LABELS = {"kvferry_dev_pool": "chat", "namespace": "ns"}
+PROMPT = "many words that fill several blocks of the cache " * 4
+NOT_HERE = ("kvferry_operator_", "kvferry_gateway_retries_total")
+"""Metrics without series in this stack: there is no operator, and no attempt fails."""
+
+pytestmark = pytest.mark.long
+
+
+def expressions(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(value.get("expr"), str):
+            yield value["expr"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from expressions(item)
+
+
+def without_variables(query: str) -> str:
+    return query.replace("$__rate_interval", "1m").replace("$pool", "chat")
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    folder = tmp_path_factory.mktemp("prometheus")
+    with (
+        running("up", *ENGINE, "--json", *ADDRESSES) as stack,
+        a_worker("both", "--metrics", "127.0.0.1:0") as worker,
+    ):
+        ready, listening = stack.wait_for("ready"), worker.wait_for("listening")
+        targets = [
+            Target(str(ready["admin"]), {**LABELS, "kvferry_dev_role": "gateway"}),
+            Target(str(listening["metrics"]), {**LABELS, "kvferry_dev_role": "both"}),
+        ]
+        with running_prometheus(folder, targets, [ALERTS]) as server:
+            server.wait_for("count(up == 1) == 2")
+            numbers = itertools.count()
+
+            def complete() -> None:
+                body = {"prompt": f"{next(numbers)} {PROMPT}", "max_tokens": 24, "ignore_eos": True}
+                answer = httpx.post(f"http://{ready['http']}/v1/completions", json=body, timeout=60)
+                assert answer.status_code == 200, answer.text
+
+            server.wait_for("sum(rate(kvferry_gateway_handoffs_total[1m])) > 0", act=complete)
+            yield server
+
+
+def test_each_query_of_the_dashboards_has_data(scraped: Prometheus) -> None:
+    queries = [q for path in (CHART / "dashboards").glob("*.json") for q in expressions(json.loads(path.read_text()))]
+    assert len(queries) > 10
+    empty = [q for q in queries if not scraped.query(without_variables(q)) and not any(n in q for n in NOT_HERE)]
+    assert empty == []
+
+
+def test_each_rule_is_evaluated_and_none_fires(scraped: Prometheus) -> None:
+    rules = [rule for group in scraped.get("rules")["groups"] for rule in group["rules"]]
+    assert [rule["name"] for rule in rules] == [
+        rule["alert"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
+    ]
+    assert {(rule["health"], rule["state"]) for rule in rules} == {("ok", "inactive")}
+
+
+def test_a_query_that_is_wrong_fails(scraped: Prometheus) -> None:
+    with pytest.raises(AssertionError, match="bad_data"):
+        scraped.query("sum(rate(kvferry_gateway_requests_total))")
+    assert scraped.query('sum(rate(kvferry_gateway_requests_total{pool="chat"}[1m]))') == []
