@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,17 @@ def without_variables(query: str) -> str:
     return query.replace("$__rate_interval", "1m").replace("$pool", "chat")
 
 
+@dataclass(frozen=True)
+class Scraped:
+    """A Prometheus that scrapes a running stack."""
+
+    prometheus: Prometheus
+    complete: Callable[[], None]
+    """Sends a request to the stack."""
+
+
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
     folder = tmp_path_factory.mktemp("prometheus")
     with (
         running("up", *ENGINE, "--json", *ADDRESSES) as stack,
@@ -50,35 +60,38 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
             Target(str(ready["admin"]), {**LABELS, "kvferry_dev_role": "gateway"}),
             Target(str(listening["metrics"]), {**LABELS, "kvferry_dev_role": "both"}),
         ]
+        numbers = itertools.count()
+
+        def complete() -> None:
+            body = {"prompt": f"{next(numbers)} {PROMPT}", "max_tokens": 24, "ignore_eos": True}
+            answer = httpx.post(f"http://{ready['http']}/v1/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+
         with running_prometheus(folder, targets, [ALERTS]) as server:
             server.wait_for("count(up == 1) == 2")
-            numbers = itertools.count()
-
-            def complete() -> None:
-                body = {"prompt": f"{next(numbers)} {PROMPT}", "max_tokens": 24, "ignore_eos": True}
-                answer = httpx.post(f"http://{ready['http']}/v1/completions", json=body, timeout=60)
-                assert answer.status_code == 200, answer.text
-
-            server.wait_for("sum(rate(kvferry_gateway_handoffs_total[1m])) > 0", act=complete)
-            yield server
+            yield Scraped(server, complete)
+        assert stack.stop() == 0
 
 
-def test_each_query_of_the_dashboards_has_data(scraped: Prometheus) -> None:
+def test_each_query_of_the_dashboards_has_data(scraped: Scraped) -> None:
     queries = [q for path in (CHART / "dashboards").glob("*.json") for q in expressions(json.loads(path.read_text()))]
     assert len(queries) > 10
-    empty = [q for q in queries if not scraped.query(without_variables(q)) and not any(n in q for n in NOT_HERE)]
-    assert empty == []
+    for query in map(without_variables, queries):
+        if any(name in query for name in NOT_HERE):
+            assert scraped.prometheus.query(query) == []
+        else:
+            scraped.prometheus.wait_for(query, act=scraped.complete)
 
 
-def test_each_rule_is_evaluated_and_none_fires(scraped: Prometheus) -> None:
-    rules = [rule for group in scraped.get("rules")["groups"] for rule in group["rules"]]
+def test_each_rule_is_evaluated_and_none_fires(scraped: Scraped) -> None:
+    rules = [rule for group in scraped.prometheus.get("rules")["groups"] for rule in group["rules"]]
     assert [rule["name"] for rule in rules] == [
         rule["alert"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
     ]
     assert {(rule["health"], rule["state"]) for rule in rules} == {("ok", "inactive")}
 
 
-def test_a_query_that_is_wrong_fails(scraped: Prometheus) -> None:
+def test_a_query_that_is_wrong_fails(scraped: Scraped) -> None:
     with pytest.raises(AssertionError, match="bad_data"):
-        scraped.query("sum(rate(kvferry_gateway_requests_total))")
-    assert scraped.query('sum(rate(kvferry_gateway_requests_total{pool="chat"}[1m]))') == []
+        scraped.prometheus.query("sum(rate(kvferry_gateway_requests_total))")
+    assert scraped.prometheus.query('sum(rate(kvferry_gateway_requests_total{pool="chat"}[1m]))') == []
