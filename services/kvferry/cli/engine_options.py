@@ -94,6 +94,12 @@ ENGINE = (
         choices=("on", "off"),
     ),
     Setting(
+        "stream_interval",
+        1,
+        "Tokens of a part of a stream after its first token; more cost less time per token in many streams.",
+        parse=whole(1, 1024),
+    ),
+    Setting(
         "speculation",
         "off",
         "Draft tokens that a step verifies after the next token: off; from earlier text of the request: auto, a number "

@@ -12,7 +12,8 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import build_engine, load_model, runner_for
 from kvferry.engine.completion import CompletionPart, CompletionStream
 from kvferry.engine.embedding import Embedding, embedding_of, pooling_params
-from kvferry.engine.engine_loop import CommandQueue, EngineLoop, EngineStream
+from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
+from kvferry.engine.loop.engine_stream import EngineStream
 from kvferry.engine.messages import EngineRequest, MaskReady
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
 from kvferry.engine.prompts import Prompt, message_list
@@ -56,7 +57,13 @@ class AsyncLLM:
         )
         """The engine; only its thread may use it before `aclose`."""
         self._requests = RequestBuilder(loaded, max_model_tokens=self.engine.max_model_tokens)
-        self._owner = EngineLoop(self.engine, commands, name="engine", on_failure=lambda _: None)
+        self._owner = EngineLoop(
+            self.engine,
+            commands,
+            name="engine",
+            on_failure=lambda _: None,
+            stream_interval=loaded.settings.stream_interval,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: set[EngineStream] = set()
         self._wait_seconds = wait_seconds

@@ -9,6 +9,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "kv_bytes": (0, 1 << 50),
     "block_tokens": (1, 1024),
     "max_model_tokens": (0, 1 << 24),
+    "stream_interval": (1, 1024),
     "adapter_slots": (0, MAX_SLOTS),
     "max_adapter_rank": (1, MAX_RANK),
     "adapter_bytes": (0, 1 << 50),

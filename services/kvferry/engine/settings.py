@@ -42,6 +42,8 @@ class EngineSettings:
     """CUDA graph capture of steps on a GPU, one of `run.build_runner.CUDA_GRAPHS`."""
     async_steps: str = ON
     """Whether the next step is launched before the tokens of the current one are recorded, one of `ASYNC_STEPS`."""
+    stream_interval: int = 1
+    """Tokens of a part of a stream, after the first token; see `loop.stream_interval`."""
     speculation: str = "off"
     """Speculative decoding, parsed by `speculation.settings.parse_speculation`."""
     threads: int = 0
@@ -83,5 +85,6 @@ class EngineSettings:
             "adapter_slots",
             "max_adapter_rank",
             "adapter_bytes",
+            "stream_interval",
         )
         check_share("gpu_memory_share", self.gpu_memory_share, may_be_zero=False)

@@ -7,7 +7,7 @@ import grpc
 
 from kvferry.core.clock import Clock
 from kvferry.core.traces.spans import Span, Tracer, context_of
-from kvferry.engine.engine_loop import StreamItem
+from kvferry.engine.loop.engine_stream import StreamItem
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

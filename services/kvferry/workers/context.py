@@ -8,7 +8,7 @@ from kvferry.core.errors import InvalidRequest, Unavailable, UnknownModel, short
 from kvferry.core.hashing import ADAPTER_DIGEST_CHARS, SALT_DIGEST_CHARS
 from kvferry.core.ids import Incarnation, RequestId, WorkerId
 from kvferry.core.traces.spans import Tracer
-from kvferry.engine.engine_loop import EngineLoop
+from kvferry.engine.loop.engine_loop import EngineLoop
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.v1 import common_pb2
 

@@ -14,7 +14,7 @@ from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.build import EnginePages, LoadedModel, build_engine, engine_pages
 from kvferry.engine.engine import Engine
-from kvferry.engine.engine_loop import CommandQueue, EngineLoop
+from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.messages import EngineRequest, MaskReady
 from kvferry.engine.tensors.device import device_title
 from kvferry.kv.fetcher import Fetcher
@@ -133,6 +133,7 @@ class WorkerUnit:
             name=f"engine-{self._endpoint.role}",
             on_failure=self._on_failure,
             on_cache_changes=self._cache.apply,
+            stream_interval=self._config.engine.stream_interval,
         )
         self.context = WorkerContext(
             incarnation=self._incarnation,

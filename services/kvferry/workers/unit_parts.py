@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvferry.engine.build import EnginePages
 from kvferry.engine.engine import Engine
-from kvferry.engine.engine_loop import CommandQueue
+from kvferry.engine.loop.engine_loop import CommandQueue
 from kvferry.kv.fetcher import Fetcher
 from kvferry.kv.interface.connector import PageMemory, Transport
 from kvferry.kv.tiers.stack import TierStack

@@ -1,7 +1,7 @@
 """Opens the tiers of a worker's settings for an engine's pages."""
 
 from kvferry.core.clock import Clock
-from kvferry.engine.engine_loop import CommandQueue
+from kvferry.engine.loop.engine_loop import CommandQueue
 from kvferry.kv.interface.connector import PageMemory
 from kvferry.kv.interface.mirror import PageMirror
 from kvferry.kv.pages.layout import KvLayout

@@ -9,7 +9,7 @@ from kvferry.core.errors import Forbidden, InvalidRequest, ModelFileError, Usage
 from kvferry.core.ids import AdapterId
 from kvferry.engine.adapters.adapter_settings import check_adapter_name
 from kvferry.engine.build import LoadedModel, load_adapter
-from kvferry.engine.engine_loop import EngineLoop
+from kvferry.engine.loop.engine_loop import EngineLoop
 
 _MAX_PATH_CHARS = 4096
 

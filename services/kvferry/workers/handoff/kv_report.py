@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from kvferry.core.ids import WorkerId
-from kvferry.engine.engine_loop import StreamItem
+from kvferry.engine.loop.engine_stream import StreamItem
 from kvferry.kv.interface.connector import LoadOutcome
 from kvferry.kv.pricing.price import Decision
 from kvferry.rpc.text.token_source import KvReport

@@ -1,4 +1,4 @@
 """The gRPC services of a worker: `Prefill`, `Decode`, `KvTransfer`, `KvEvents`, `WorkerAdmin`.
 
-Services validate messages and use the engine only through `engine.engine_loop`.
+Services validate messages and use the engine only through `engine.loop`.
 """

@@ -10,7 +10,7 @@ import grpc
 
 from kvferry.core.errors import InvalidRequest, KvferryError, TicketRejected
 from kvferry.core.ids import new_ticket_id
-from kvferry.engine.engine_loop import EngineStream, StreamItem
+from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.kv_jobs import Export
 from kvferry.engine.plan.sequence import RemoteKv

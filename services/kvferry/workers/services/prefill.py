@@ -9,7 +9,7 @@ import grpc
 from kvferry.core.errors import InvalidRequest, TicketRejected, Unavailable
 from kvferry.core.ids import TicketId
 from kvferry.engine.embedding import pooling_request
-from kvferry.engine.engine_loop import StreamItem
+from kvferry.engine.loop.engine_stream import StreamItem
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.sequence import RemoteKv
 from kvferry.kv.handoff.ticket import Keyring, check_ticket

@@ -8,7 +8,7 @@ from harness.fakes.engines import an_engine
 from kvferry.core.clock import ManualClock
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import BlockId, Incarnation, TicketId, WorkerId, new_incarnation, new_ticket_id
-from kvferry.engine.engine_loop import CommandQueue, EngineLoop
+from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.plan.kv_jobs import Export
 from kvferry.kv.handoff.offers import OfferState, OfferTimes
 from kvferry.kv.handoff.ticket import Keyring, digest_tokens

@@ -13,7 +13,7 @@ from kvferry.core.errors import InvalidRequest, KvferryError, Unavailable
 from kvferry.core.ids import new_incarnation
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine.engine import Engine
-from kvferry.engine.engine_loop import CommandQueue, EngineLoop
+from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.kv.handoff.offers import OfferState, OfferTimes
 from kvferry.kv.handoff.ticket import Keyring
 from kvferry.kv.pages.layout import KvLayout

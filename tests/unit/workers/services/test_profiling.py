@@ -15,7 +15,7 @@ from kvferry.core.errors import InvalidRequest, Overloaded, UsageError
 from kvferry.core.ids import Incarnation, RequestId
 from kvferry.core.sampling import SamplingParams
 from kvferry.engine import LLM
-from kvferry.engine.engine_loop import CommandQueue, EngineLoop
+from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.profile.log_file import read_log
 from kvferry.engine.profile.watch import NO_WATCH

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +21,8 @@ from kvferry.engine.adapters.adapter_store import LoadedAdapter
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
+from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
+from kvferry.engine.loop.stream_interval import Delivery, StreamInterval
 from kvferry.engine.messages import (
     Abort,
     ChangeAdapter,
@@ -32,9 +34,7 @@ from kvferry.engine.messages import (
     ResetPrefixCache,
     StepOutput,
 )
-from kvferry.engine.plan.kv_jobs import Progress, SequenceUpdate
 from kvferry.kv.interface.connector import LoadOutcome
-from kvferry.kv.pricing.price import Decision
 
 _log = logging.getLogger(__name__)
 
@@ -61,63 +61,6 @@ threads.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class StreamItem:
-    """An event of a stream: sampled tokens, the outcome of a load, a load decision, or progress of the prompt."""
-
-    update: SequenceUpdate | None = None
-    export: int | None = None
-    """Number of an export, which the receiver must release; set only together with `update`."""
-    load: LoadOutcome | None = None
-    decision: Decision | None = None
-    progress: Progress | None = None
-    is_started: bool = False
-    """Whether the next step is the first that computes the request."""
-
-
-class EngineStream:
-    """The events of a request, in order. A context manager; it must always be closed."""
-
-    def __init__(self, owner: "EngineLoop", request_id: RequestId) -> None:
-        self._owner = owner
-        self.request_id = request_id
-        self._items: asyncio.Queue[StreamItem | KvferryError] = asyncio.Queue()
-        self.finished = False
-        """Whether the engine has ended the request."""
-
-    def __aiter__(self) -> AsyncIterator[StreamItem]:
-        return self
-
-    async def __anext__(self) -> StreamItem:
-        if self.finished and self._items.empty():
-            raise StopAsyncIteration
-        item = await self._items.get()
-        if isinstance(item, KvferryError):
-            raise item
-        return item
-
-    def take_ready(self) -> list[StreamItem]:
-        """Return the queued events without waiting; an error stays queued and is raised by the next iteration."""
-        ready: list[StreamItem] = []
-        while not self._items.empty():
-            item = self._items.get_nowait()
-            if isinstance(item, KvferryError):
-                self._items.put_nowait(item)
-                break
-            ready.append(item)
-        return ready
-
-    def put(self, item: StreamItem | KvferryError) -> None:
-        """Queue an event. Called by `EngineLoop` on the event loop's thread."""
-        self._items.put_nowait(item)
-
-    def __enter__(self) -> "EngineStream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._owner.close(self)
-
-
 class EngineLoop:
     """An engine and its thread. `start` must be called on a running event loop; all other methods run on that loop's
     thread."""
@@ -130,6 +73,7 @@ class EngineLoop:
         name: str,
         on_failure: Callable[[BaseException], None],
         on_cache_changes: Callable[[list[CacheChange]], None] = lambda _: None,
+        stream_interval: int = 1,
     ) -> None:
         """
         Args:
@@ -137,12 +81,14 @@ class EngineLoop:
             on_cache_changes: called on the event loop with changes of the prefix cache.
             on_failure: called on the event loop after the engine has raised an unexpected error; the process should
                 exit.
+            stream_interval: see `StreamInterval`.
         """
         self._engine = engine
         self._name = name
         self._on_failure = on_failure
         self._on_cache_changes = on_cache_changes
         self._commands = commands
+        self._interval = StreamInterval(stream_interval)
         self._streams: dict[RequestId, EngineStream] = {}
         self._prefetches: dict[RequestId, asyncio.Future[LoadOutcome]] = {}
         self._replies: set[asyncio.Future[Any]] = set()
@@ -191,7 +137,7 @@ class EngineLoop:
             Unavailable: the engine has stopped.
         """
         self._check_runs()
-        stream = EngineStream(self, request.request_id)
+        stream = EngineStream(request.request_id, self.close)
         self._streams[request.request_id] = stream
         self._commands.put(request)
         return stream
@@ -313,6 +259,7 @@ class EngineLoop:
             case ReleaseExport(number):
                 self._engine.release_export(number)
             case Abort(request_id):
+                self._interval.drop(request_id)
                 self._engine.abort(request_id)
             case ResetPrefixCache(reply):
                 reply(self._engine.reset_prefix_cache())
@@ -334,19 +281,18 @@ class EngineLoop:
         command.reply(outcome)
 
     def _hand_out(self, output: StepOutput) -> None:
-        items: list[tuple[RequestId, StreamItem, bool]] = [
-            (load.request_id, StreamItem(load=load), False) for load in output.loads
-        ]
+        items: list[Delivery] = [(load.request_id, StreamItem(load=load), False) for load in output.loads]
         items += [(request_id, StreamItem(decision=made), False) for request_id, made in output.decisions]
         items += [(made.request_id, StreamItem(progress=made), False) for made in output.progress]
         for update in output.updates:
             if update.error is not None:
+                self._interval.drop(update.request_id)
                 self._call_soon(self._deliver_error, update.request_id, update.error)
                 continue
             export = output.exports.get(update.request_id)
             over = export is not None or update.finish_reason is not None
             items.append((update.request_id, StreamItem(update=update, export=export), over))
-        if items:
+        if items := self._interval.due(items):
             self._call_soon(self._deliver, items)
         if output.cache_changes:
             self._call_soon(self._on_cache_changes, output.cache_changes)
@@ -360,7 +306,7 @@ class EngineLoop:
 
     # ------------------------------------------------------------------ the event loop's thread
 
-    def _deliver(self, items: list[tuple[RequestId, StreamItem, bool]]) -> None:
+    def _deliver(self, items: list[Delivery]) -> None:
         for request_id, item, over in items:
             stream = self._streams.get(request_id)
             waiting = self._prefetches.get(request_id)

@@ -14,7 +14,8 @@ from kvferry.core.errors import STEP_FAILED, InvalidRequest, InvariantBroken, Kv
 from kvferry.core.sampling import FinishReason
 from kvferry.engine.blocks.prefix_index import CacheChange
 from kvferry.engine.engine import Engine
-from kvferry.engine.engine_loop import CommandQueue, EngineLoop, EngineStream, StreamItem
+from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
+from kvferry.engine.loop.engine_stream import EngineStream, StreamItem
 from kvferry.engine.plan.step import StepPlan, StepResult
 
 SECONDS = 30.0
@@ -75,6 +76,28 @@ async def test_each_stream_hears_its_own_tokens_in_order_and_then_ends() -> None
             assert stream.finished
             loop.close(stream)
         assert failures == []
+
+
+async def test_streams_in_parts_have_all_tokens() -> None:
+    engine, _ = an_engine()
+    loop = EngineLoop(engine, CommandQueue(), name="engine", on_failure=lambda _: None, stream_interval=4)
+    loop.start()
+    try:
+        prompts = {f"r{i}": [i, i + 1] for i in range(3)}
+        streams = [loop.submit(a_request(name, prompt, max_tokens=10)) for name, prompt in prompts.items()]
+        heard = await asyncio.gather(*map(everything, streams))
+        for stream, prompt, items in zip(streams, prompts.values(), heard, strict=True):
+            tokens = [t.token_id for item in items if item.update is not None for t in item.update.tokens]
+            assert tokens == expected_tokens(prompt, 10)
+            loop.close(stream)
+        cut = loop.submit(a_request("cut", [7], max_tokens=100))
+        while (await anext(cut)).update is None:
+            pass
+        loop.close(cut)
+        await eventually(lambda: loop._interval.num_open == 0)
+    finally:
+        await loop.stop()
+    assert_idle(engine)
 
 
 async def test_a_reset_of_the_cache_is_confirmed_and_published() -> None:
