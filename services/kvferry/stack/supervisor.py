@@ -178,7 +178,10 @@ class _Bound(dict[str, str]):
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    # Not `send_signal`: it may read the exit status itself, which asyncio then reports as 255 with a warning.
+    if process.returncode is not None:
+        return
     try:
-        process.send_signal(number)
+        os.kill(process.pid, number)
     except ProcessLookupError:
         return

@@ -13,6 +13,7 @@ from kvferry.cli.options import Values, print_json, read_key, traces_of, with_se
 from kvferry.core.clock import SystemClock
 from kvferry.core.errors import UsageError
 from kvferry.core.process.cores import usable_cores
+from kvferry.engine.tensors.device import check_driver
 from kvferry.gateway.admission.tenants import Tenants
 from kvferry.gateway.http.api_keys import read_keys
 from kvferry.kv.tiers.registry import check_tiers
@@ -21,7 +22,12 @@ from kvferry.stack.plan.processes import StackConfig
 
 
 def stack_config(values: Values, *, http: str, grpc: str, admin: str) -> StackConfig:
-    """Convert a command's settings to the configuration of a local stack."""
+    """Convert a command's settings to the configuration of a local stack.
+
+    Raises:
+        UsageError: a setting cannot hold on this machine.
+    """
+    check_driver(values["device"])
     worker_flags = ["--log-level", values["log_level"]]
     for setting in (*settings.ENGINE, *settings.TIERS[1:], settings.VERIFY_KV):
         if values.is_given(setting.name) and setting.name != "threads":

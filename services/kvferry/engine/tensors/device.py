@@ -43,6 +43,23 @@ def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
     )
 
 
+def check_driver(wanted: str) -> None:
+    """Check that a machine has a GPU driver if a GPU is asked for, before processes are started and torch is imported.
+
+    Args:
+        wanted: see `choose_device`.
+
+    Raises:
+        UsageError: there is no driver.
+    """
+    if wanted.partition(":")[0] == CUDA and not any(driver.exists() for driver in _DRIVERS):
+        raise UsageError(
+            f"device '{wanted}' needs a GPU, and this machine has no GPU driver (none of "
+            f"{', '.join(map(str, _DRIVERS))}): use --device cpu, or install the driver",
+            field="device",
+        )
+
+
 def device_title(device: str | object) -> str:
     """Return the readable name of a torch device: `cpu`, or the GPU's product name."""
     if str(device).partition(":")[0] != CUDA:

@@ -106,6 +106,21 @@ def test_workers_and_stacks_refuse_a_gpu_that_is_not_there_at_once(monkeypatch: 
         worker_main._load(config)
 
 
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_stacks_refuse_a_gpu_without_a_driver_before_they_start_a_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    monkeypatch.setattr(device, "_DRIVERS", (tmp_path / "driver",))
+    monkeypatch.setattr("asyncio.create_subprocess_exec", None)
+    done = CliRunner().invoke(main, [command, "--device", "cuda:1"])
+    assert done.exit_code == 2
+    assert f"device 'cuda:1' needs a GPU, and this machine has no GPU driver (none of {tmp_path}" in done.output
+    (tmp_path / "driver").touch()
+    device.check_driver("cuda:1")
+    for other in ("auto", "cpu"):
+        device.check_driver(other)
+
+
 @pytest.mark.parametrize("command", ["latency", "throughput", "kernels"])
 def test_benchmarks_refuse_a_gpu_that_is_not_there_in_one_line(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
