@@ -15,7 +15,7 @@ from kvferry.engine import LLM
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 SAMPLED = SamplingParams(temperature=0.7, max_tokens=160)
-LEAST_COMPLETE = 0.7
+LEAST_COMPLETE = 0.5
 """Share of outputs that must end before `max_tokens`; the model likes long strings and arrays."""
 
 
