@@ -19,7 +19,8 @@ from kvferry.model.text.chat_template import ChatTemplate
 from kvferry.model.text.tokenizer import Tokenizer
 from kvferry.model.text.tokenizer_files import tokenizer_from_gguf, tokenizer_from_json
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TEMPLATE = "chat_template"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", f"{_TEMPLATE}.jinja", f"{_TEMPLATE}.json")
 
 
 class ModelSource:
@@ -98,10 +99,12 @@ def _open_folder(folder: Path) -> ModelSource:
     tokenizer = tokenizer_from_json(folder / "tokenizer.json", model.config)
     settings_file = folder / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.is_file() else {}
-    source = settings.get("chat_template")
-    template_file = folder / "chat_template.jinja"
+    source = settings.get(_TEMPLATE)
+    template_file, processor_file = (folder / f"{_TEMPLATE}{suffix}" for suffix in (".jinja", ".json"))
     if template_file.is_file():
         source = read_file(template_file).decode("utf-8", "replace")
+    elif source is None and processor_file.is_file():  # folders with images have the template beside the processor
+        source = read_json(processor_file).get(_TEMPLATE)
     if isinstance(source, list):  # several templates by name; use the one for plain chat
         source = next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)
     template = None

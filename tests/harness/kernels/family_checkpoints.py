@@ -36,14 +36,20 @@ class Checkpoint:
     settings: dict[str, object] = field(default_factory=dict)
     config_class: str = ""
     seed: int = 0
+    outer: dict[str, object] | None = None
+    """Fields of a class for text and images, of which `settings` are those of the text part."""
 
     def model(self) -> Any:
         """Create the model in float32, with eager attention. Weights are large enough that attention, caps and norms
         matter: scores and logits of several units."""
-        made = getattr(transformers, self.config_class or f"{self.prefix}Config")(**(_SIZES | self.settings))
+        settings = _SIZES | self.settings
+        if self.outer is not None:
+            settings = {"text_config": settings, **self.outer}
+        made = getattr(transformers, self.config_class or f"{self.prefix}Config")(**settings)
         made._attn_implementation = "eager"
         torch.manual_seed(self.seed)
-        model = getattr(transformers, f"{self.prefix}ForCausalLM")(made).train(False)
+        kind = "ForCausalLM" if self.outer is None else "ForConditionalGeneration"
+        model = getattr(transformers, f"{self.prefix}{kind}")(made).train(False)
         with torch.no_grad():
             for name, value in model.named_parameters():
                 if "norm" in name:
@@ -133,6 +139,23 @@ DEEPSEEK_V2 = DEEPSEEK | {
     "topk_group": 2,
     "rope_parameters": _SCALED,
 }
+_QWEN_VISION = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 64}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+}
+_PERIODS = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+    },
+}
 DEEPSEEK_V3 = DEEPSEEK | {"n_group": 4, "topk_group": 2, "n_shared_experts": 1, "rope_parameters": _SCALED}
 CHECKPOINTS = {
     "llama": Checkpoint("Llama", {"rope_parameters": LLAMA3}),
@@ -165,15 +188,32 @@ CHECKPOINTS = {
     "gemma2": Checkpoint("Gemma2", _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": Checkpoint(
         "Gemma3",
-        _GEMMA
-        | {
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
-            },
-        },
+        _GEMMA | _PERIODS,
         config_class="Gemma3TextConfig",
+    ),
+    "gemma3-images": Checkpoint(
+        "Gemma3", _GEMMA | _PERIODS, outer={"vision_config": _VISION | {"model_type": "siglip_vision_model"}}
+    ),
+    "mistral3": Checkpoint(
+        "Mistral3",
+        {"model_type": "mistral", "sliding_window": None, "head_dim": 16, "rope_parameters": YARN},
+        outer={
+            "vision_config": _VISION | {"model_type": "pixtral", "head_dim": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2_vl": Checkpoint(
+        "Qwen2VL",
+        {"rope_parameters": _SECTIONS, "tie_word_embeddings": True},
+        outer={"vision_config": {"depth": 1, "num_heads": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 1}},
+    ),
+    "qwen2_5_vl": Checkpoint(
+        "Qwen2_5_VL", {"rope_parameters": YARN | {"mrope_section": [2, 3, 3]}}, outer={"vision_config": _QWEN_VISION}
+    ),
+    "qwen3_vl": Checkpoint(
+        "Qwen3VL",
+        {"rope_parameters": _SECTIONS | {"mrope_interleaved": True}, "head_dim": 16},
+        outer={"vision_config": _QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}},
     ),
     "mixtral": Checkpoint(
         "Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": WINDOW, "head_dim": 16}

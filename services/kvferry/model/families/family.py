@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvferry.model.config import ModelConfig
 from kvferry.model.families.config_fields import ConfigFields
+from kvferry.model.families.images.text_part import TextPart
 
 Adapt = Callable[[ConfigFields, ModelConfig], ModelConfig]
 """Function that reads a family's own fields: (fields, configuration with Llama's values) -> configuration."""
@@ -40,6 +41,8 @@ class Family:
     """Expressions in names of tensors of the files, and their replacements; the first that is found applies."""
     reads_gguf: bool = False
     """Whether GGUF files of the family are read; the family's name is then that of the architecture in GGUF."""
+    text: TextPart | None = None
+    """The text part of a class for text and images, of which nothing else is served; `None` for a class for text."""
 
     def renamed(self, name: str) -> str:
         """Return this project's name for a tensor of the family's files."""

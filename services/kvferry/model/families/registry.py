@@ -12,6 +12,8 @@ from kvferry.model.families.family import Family
 from kvferry.model.families.gemma import GEMMA2, GEMMA3
 from kvferry.model.families.gpt_oss import GPT_OSS
 from kvferry.model.families.granite import GRANITE
+from kvferry.model.families.images.classes import GEMMA3_IMAGES, MISTRAL3, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+from kvferry.model.families.images.text_part import text_fields
 from kvferry.model.families.llama import LLAMA, MISTRAL
 from kvferry.model.families.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from kvferry.model.families.olmo2 import OLMO2
@@ -43,6 +45,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             GPT_OSS,
             DEEPSEEK_V2,
             DEEPSEEK_V3,
+            GEMMA3_IMAGES,
+            MISTRAL3,
+            QWEN2_VL,
+            QWEN2_5_VL,
+            QWEN3_VL,
         )
     }
 )
@@ -68,7 +75,9 @@ def family_of(raw: Json, where: Path) -> Family:
     return _BY_CLASS[first]
 
 
-def read_config(raw: Json, name: str, where: Path, ends: Json | None = None) -> ModelConfig:
+def read_config(
+    raw: Json, name: str, where: Path, ends: Json | None = None, *, has_head: bool = False
+) -> ModelConfig:
     """Convert the content of a config.json to a `ModelConfig`.
 
     Args:
@@ -76,12 +85,17 @@ def read_config(raw: Json, name: str, where: Path, ends: Json | None = None) -> 
         name: model name for clients.
         where: the file, for messages.
         ends: content of generation_config.json, which has additional end tokens for chat.
+        has_head: whether the files have an output head; decides in classes for text and images, which may be tied
+            whatever their configuration says.
 
     Raises:
         ModelFileError: the class or a feature is not supported, or a field is missing; the message contains the field.
     """
     family = family_of(raw, where)
-    fields = ConfigFields(raw, where, family.defaults)
+    place: Path | str = where
+    if family.text is not None:
+        raw, place = text_fields(raw, family.text, where, has_head=has_head)
+    fields = ConfigFields(raw, place, family.defaults)
     fields.ignore(*family.ignores)
     config = family.adapt(fields, _as_llama(fields, family, name, ends or {}))
     fields.refuse_unread()

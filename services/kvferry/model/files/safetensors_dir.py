@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvferry.core.errors import ModelFileError
 from kvferry.model.config import Latent, ModelConfig
 from kvferry.model.families.config_fields import Json
+from kvferry.model.families.images.text_part import left_out
 from kvferry.model.families.registry import family_of, read_config
 from kvferry.model.files.regular_file import read_file
 from kvferry.model.files.safetensors_file import FLOAT_TYPES, QUANTIZED_TYPES, StoredTensor, open_tensors
@@ -26,6 +27,7 @@ _ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.(?:weight|bias)|norm\.weight)$"
 """Tensors whose rows are values of queries or keys."""
 _LATENT_ROTATED = re.compile(r"self_attn\.(q|q_b|kv_a)_proj(?:_with_mqa)?\.weight$")
 """The same with latent attention; the last values of each head, or of the latent vector, are rotated."""
+_HEAD = f"{HEAD.rpartition('.')[0]}."
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 
 
@@ -44,8 +46,13 @@ class SafetensorsModel:
         method = read_method(raw, folder / "config.json")
         family = family_of(raw, folder / "config.json")
         found: dict[str, StoredTensor] = {}
+        others: dict[str, int] = {}
         for path in self.weight_files:
             for name_in_file, stored in open_tensors(path, types=QUANTIZED_TYPES if method else FLOAT_TYPES).items():
+                part = left_out(name_in_file) if family.text is not None else None
+                if part is not None:
+                    others[part] = others.get(part, 0) + stored.num_bytes
+                    continue
                 tensor = family.renamed(name_in_file)
                 if tensor in found:
                     raise ModelFileError(f"{path}: tensor {tensor!r} is in more than one file of the folder")
@@ -57,13 +64,17 @@ class SafetensorsModel:
             name or folder.resolve().name,
             folder / "config.json",
             read_json(generation) if generation.is_file() else None,
+            has_head=any(tensor.startswith(_HEAD) for tensor in found),
         )
         self._matrices: dict[str, QuantizedMatrix] = {}
-        self._notes: tuple[str, ...] = ()
+        self._notes: tuple[str, ...] = tuple(
+            f"{part} is left out ({size / (1 << 20):.1f} MiB): only the text part of the model is served"
+            for part, size in others.items()
+        )
         if method:
             found, self._matrices = collect(method, found, str(folder))
             found = without_idle_biases(found, self._matrices, expected_shapes(self.config))
-            self._notes = method.notes
+            self._notes += method.notes
         self._tensors: dict[str, StoredTensor | ExpertTensor] = {**found}
         if family.has_stacked_experts and self.config.experts is not None:
             plain, of_experts = split_experts(found, self.config.experts)
@@ -96,7 +107,7 @@ class SafetensorsModel:
 
     def weights(self) -> list[str]:
         """Return a line for each way in which quantized matrices are kept, and for each setting of the checkpoint
-        that is not applied; empty for a checkpoint that is not quantized."""
+        that is not applied, and for each part of the model that is left out; empty for other checkpoints."""
         return [*report(self.choices()), *self._notes]
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
