@@ -78,6 +78,20 @@ class LatentUp:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """Matrices of all experts of a layer. The outputs of gate and up are one after the other."""
+
+    gate_up: torch.Tensor
+    """[experts, 2 n, hidden]"""
+    gate_up_bias: torch.Tensor | None
+    """[experts, 2 n]"""
+    down: torch.Tensor
+    """[experts, hidden, n]"""
+    down_bias: torch.Tensor | None
+    """[experts, hidden]"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LowRankWeights:
     """Update of some outputs of a projection: y += (x A^T) B^T (Hu et al., LoRA, 2021)."""
 

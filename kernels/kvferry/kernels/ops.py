@@ -26,6 +26,7 @@ from kvferry.core.errors import UsageError
 from kvferry.kernels.batch import (
     AttentionBatch,
     AttentionRules,
+    ExpertWeights,
     HeadNorms,
     LatentUp,
     LowRankGroup,
@@ -114,6 +115,17 @@ class Ops:
     projections, pages, layer, plan, scale) -> [T, H * value]. A head's key is the projection of the first `rank` values
     of a vector, followed by its last R values, which were rotated; its value is a projection of the first. `None` if
     the family has no latent attention."""
+
+    run_experts: (
+        Callable[
+            [torch.Tensor, torch.Tensor, torch.Tensor, ExpertWeights, Callable[[torch.Tensor], torch.Tensor]],
+            torch.Tensor,
+        ]
+        | None
+    ) = None
+    """Compute the weighted sum of each row's experts without host synchronization: (x [T, hidden], chosen experts [T,
+    A] int64, which differ in a row, their weights [T, A] float32, matrices, gate function [P, 2 n] to [P, n]) -> [T,
+    hidden]. `None` if models multiply each expert's rows by its own projections."""
 
     why_not: Callable[[torch.device], str | None] = _runs_anywhere
     """Map a device to the reason why this family cannot run on it, with a remedy; `None` if it can."""

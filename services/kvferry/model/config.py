@@ -169,6 +169,20 @@ class ModelConfig:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @property
+    def attended_size(self) -> int:
+        """Values of the result of attention, which is the input of its output projection."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value)
+
+    @property
+    def inner_values(self) -> int:
+        """Largest number of values that a row has between the input and the output of an MLP or of its experts."""
+        dense, experts = 3 * self.intermediate_size, self.experts
+        if experts is None:
+            return dense
+        of_pair = 3 * experts.intermediate_size + self.hidden_size
+        return max(dense, experts.active * of_pair + 3 * experts.shared_size + self.hidden_size + 4 * experts.count)
+
+    @property
     def score_scale(self) -> float:
         """Factor of attention scores."""
         return 1.0 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale

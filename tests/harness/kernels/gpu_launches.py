@@ -8,6 +8,7 @@ import torch
 from kvferry.kernels.batch import (
     AttentionBatch,
     AttentionRules,
+    ExpertWeights,
     HeadNorms,
     LowRankGroup,
     LowRankWeights,
@@ -16,6 +17,7 @@ from kvferry.kernels.batch import (
 )
 from kvferry.kernels.block_moves import Overlay
 from kvferry.kernels.gpu import attend, blocks, digest, draw, heads, logits, norms, plan, rows
+from kvferry.kernels.gpu.experts import products
 from kvferry.kernels.logit_rows import Adjustments, Draws, TokenLists
 
 BF16 = torch.bfloat16
@@ -71,6 +73,23 @@ def _attention_cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
+def _experts(dtype: torch.dtype) -> None:
+    for hidden, inner, has_biases in ((2880, 2880, True), (2048, 768, False)):
+        weights = ExpertWeights(
+            torch.zeros(4, 2 * inner, hidden, dtype=dtype),
+            torch.zeros(4, 2 * inner, dtype=dtype) if has_biases else None,
+            torch.zeros(4, hidden, inner, dtype=dtype),
+            torch.zeros(4, hidden, dtype=dtype) if has_biases else None,
+        )
+        for count in (2, 64):
+            chosen = torch.zeros(count, 2, dtype=torch.int64)
+            products.run_experts(torch.zeros(count, hidden, dtype=dtype), chosen, torch.zeros(count, 2), weights, _half)
+
+
+def _half(gate_up: torch.Tensor) -> torch.Tensor:
+    return gate_up.chunk(2, dim=-1)[0].contiguous()
+
+
 def _sampling() -> None:
     given = torch.zeros(2, 128256)
     ints, floats = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
@@ -98,6 +117,8 @@ CASES: dict[str, Callable[[], None]] = {
     "rows": _rows,
     **{f"heads {d}": lambda d=d: _heads(d) for d in (64, 80, 128)},  # type: ignore[misc]
     **_attention_cases(),
+    "experts bfloat16": lambda: _experts(BF16),
+    "experts float32": lambda: _experts(torch.float32),
     "sampling": _sampling,
     "blocks": _blocks,
 }

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from kvferry.kernels.gpu import attend, blocks, device, digest, draw, heads, logits, norms, plan, rows
+from kvferry.kernels.gpu.experts import products
 from kvferry.kernels.ops import DeviceOps, Linear, Ops
 from kvferry.kernels.unfused import gelu_mul
 
@@ -29,6 +30,7 @@ OPS = Ops(
     gelu_mul=gelu_mul,
     gather_rows=rows.take_rows,
     add_low_rank=rows.add_low_rank,
+    run_experts=products.run_experts,
     why_not=device.why_not,
 )
 

@@ -5,11 +5,19 @@ error tolerance of tests. The modules `sampling` and `blocks` contain the other 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from kvferry.kernels.batch import AttentionBatch, AttentionRules, LatentUp, LowRankGroup, SharedPrefix, SingleRows
+from kvferry.kernels.batch import (
+    AttentionBatch,
+    AttentionRules,
+    ExpertWeights,
+    LatentUp,
+    LowRankGroup,
+    SharedPrefix,
+    SingleRows,
+)
 from kvferry.kernels.ops import AttentionPlan, DeviceOps, Linear, Ops
 from kvferry.kernels.reference import blocks, sampling
 from kvferry.kernels.unfused import place_qkv_of
@@ -153,6 +161,29 @@ def add_low_rank(y: torch.Tensor, x: torch.Tensor, groups: Sequence[LowRankGroup
             out.copy_(out.to(wide) + b @ (a @ x[row].to(wide)))
 
 
+def run_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    weights: ExpertWeights,
+    multiply_gate: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros_like(x)
+    for row, (listed, weighed) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True)):
+        total = torch.zeros(x.shape[1], dtype=wide, device=x.device)
+        for expert, share in zip(listed, weighed, strict=True):
+            inner = weights.gate_up[expert] @ x[row]
+            if weights.gate_up_bias is not None:
+                inner = inner + weights.gate_up_bias[expert]
+            y = weights.down[expert] @ multiply_gate(inner[None])[0]
+            if weights.down_bias is not None:
+                y = y + weights.down_bias[expert]
+            total += y.to(wide) * share
+        out[row] = total
+    return out
+
+
 def gather_rows(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return x[rows]
 
@@ -174,6 +205,7 @@ OPS = Ops(
     gather_rows=gather_rows,
     add_low_rank=add_low_rank,
     attend_latent=attend_latent,
+    run_experts=run_experts,
 )
 
 DEVICE_OPS = DeviceOps(

@@ -29,7 +29,7 @@ def activation_bytes(config: ModelConfig, *, rows: int, max_sequences: int) -> i
         max_sequences: maximum number of rows with logits, which the sampler also needs in float64.
     """
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    per_row = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
+    per_row = 4 * config.hidden_size + 2 * heads + config.inner_values
     return 4 * rows * per_row + 20 * max_sequences * config.vocab_size
 
 

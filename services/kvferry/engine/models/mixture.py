@@ -1,12 +1,16 @@
-"""Mixture of experts over torch tensors: rows sorted by expert, one product per matrix of each active expert."""
+"""Mixture of experts over torch tensors: rows sorted by expert, one product per matrix of each active expert, or the
+products of all experts by `Ops.run_experts`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from kvferry.engine.models.weights import MixtureOfExperts
+from kvferry.engine.models.weights import MixtureOfExperts, Mlp
+from kvferry.kernels.batch import ExpertWeights
+from kvferry.kernels.ops import Ops
 from kvferry.model.config import Experts, Scoring
 
+_Gate = Callable[[torch.Tensor], torch.Tensor]
 _LEAST_SUM = 1e-20
 """Of the weights of active experts; sigmoids of very negative outputs may all be 0."""
 
@@ -46,9 +50,7 @@ def _of_best_groups(marks: torch.Tensor, experts: Experts) -> torch.Tensor:
     return parts.masked_fill(is_out[..., None], float("-inf")).flatten(1)
 
 
-def mix(
-    x: torch.Tensor, layer: MixtureOfExperts, experts: Experts, multiply_gate: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def mix(x: torch.Tensor, layer: MixtureOfExperts, experts: Experts, multiply_gate: _Gate, ops: Ops) -> torch.Tensor:
     """Compute the weighted sum of each row's experts.
 
     Args:
@@ -56,23 +58,37 @@ def mix(
         layer: router and experts.
         experts: the model's experts.
         multiply_gate: activation of the gate half times the other half, [T, 2 n] to [T, n].
+        ops: operations of the kernel family.
 
     Returns:
-        [T, hidden]. A row's experts are added in the order of their indices, the shared expert last.
+        [T, hidden]. The shared expert is added last.
     """
     weights, chosen = choose_experts(layer.router(x), experts, layer.correction)
+    if isinstance(layer.experts, ExpertWeights):
+        assert ops.run_experts is not None
+        out = ops.run_experts(x, chosen, weights, layer.experts, multiply_gate)
+    else:
+        out = _one_by_one(x, chosen, weights, layer.experts, multiply_gate)
+    if layer.shared is not None:
+        y = layer.shared.down(multiply_gate(layer.shared.gate_up(x)))
+        out += y if layer.shared_gate is None else torch.sigmoid(layer.shared_gate(x)) * y
+    return out
+
+
+def _one_by_one(
+    x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: Sequence[Mlp], multiply_gate: _Gate
+) -> torch.Tensor:
+    """Compute the weighted sum of each row's experts, [T, hidden], in the order of their indices. The host reads how
+    many rows each expert computes."""
     order = torch.argsort(chosen.flatten(), stable=True)  # pairs of row and place, by expert
-    rows, shares = order // experts.active, weights.flatten()[order].to(x.dtype)
-    counts = torch.bincount(chosen.flatten(), minlength=experts.count).tolist()
+    rows, shares = order // chosen.shape[1], weights.flatten()[order].to(x.dtype)
+    counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
     out = torch.zeros_like(x)
     first = 0
-    for expert, count in zip(layer.experts, counts, strict=True):
+    for expert, count in zip(experts, counts, strict=True):
         if count:
             at = slice(first, first + count)
             y = expert.down(multiply_gate(expert.gate_up(x[rows[at]])))
             out.index_add_(0, rows[at], y * shares[at, None])
             first += count
-    if layer.shared is not None:
-        y = layer.shared.down(multiply_gate(layer.shared.gate_up(x)))
-        out += y if layer.shared_gate is None else torch.sigmoid(layer.shared_gate(x)) * y
     return out

@@ -7,9 +7,9 @@ import torch
 from kvferry.core.errors import ModelFileError
 from kvferry.engine.models.latent import LatentWeights
 from kvferry.engine.models.random_tensors import RandomTensors
-from kvferry.kernels.batch import HeadNorms, LatentUp
+from kvferry.kernels.batch import ExpertWeights, HeadNorms, LatentUp
 from kvferry.kernels.ops import Linear, Ops
-from kvferry.model.config import Latent, ModelConfig, Scoring
+from kvferry.model.config import Experts, Latent, ModelConfig, Scoring
 from kvferry.model.tensors import (
     CORRECTION,
     EMBEDDING,
@@ -43,7 +43,8 @@ class MixtureOfExperts:
 
     router: Linear
     """[T, hidden] to [T, experts]."""
-    experts: tuple[Mlp, ...]
+    experts: tuple[Mlp, ...] | ExpertWeights
+    """Each expert, or all of them for `Ops.run_experts`."""
     shared: Mlp | None
     """Expert of all rows."""
     shared_gate: Linear | None
@@ -158,10 +159,27 @@ def _mixture(reader: "_Reader", config: ModelConfig, at: str) -> MixtureOfExpert
     has_shared = experts.shared_size > 0
     return MixtureOfExperts(
         reader.linear(at + ROUTER, bias=(at + ROUTER_BIAS,) if experts.has_biases else ()),
-        tuple(_mlp(reader, at + expert_prefix(index), has_biases=experts.has_biases) for index in range(experts.count)),
+        _experts(reader, at, experts),
         _mlp(reader, at + SHARED) if has_shared else None,
         reader.linear(at + SHARED_GATE) if has_shared and experts.has_shared_gate else None,
         reader.tensor(at + CORRECTION).float() if experts.scoring is Scoring.SIGMOID else None,
+    )
+
+
+def _experts(reader: "_Reader", at: str, experts: Experts) -> tuple[Mlp, ...] | ExpertWeights:
+    prefixes = [at + expert_prefix(index) for index in range(experts.count)]
+    if not reader.stacks_experts:
+        return tuple(_mlp(reader, prefix, has_biases=experts.has_biases) for prefix in prefixes)
+
+    def stacked(*names: str) -> torch.Tensor:
+        return reader.stacked([[prefix + name for name in names] for prefix in prefixes])
+
+    has_biases = experts.has_biases
+    return ExpertWeights(
+        gate_up=stacked("gate_proj.weight", "up_proj.weight"),
+        gate_up_bias=stacked("gate_proj.bias", "up_proj.bias") if has_biases else None,
+        down=stacked("down_proj.weight"),
+        down_bias=stacked("down_proj.bias") if has_biases else None,
     )
 
 
@@ -198,6 +216,21 @@ class _Reader:
                 raise ModelFileError(f"tensor {name!r} holds values that are not finite in {self._dtype}")
             at += array.shape[0]
         return joined.to(self._device)
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether the family multiplies with all experts of a layer at once."""
+        return self._ops.run_experts is not None
+
+    def stacked(self, names: list[list[str]]) -> torch.Tensor:
+        """Read tensors of one shape, one for each item of `names`, in which those of one item are concatenated: [items,
+        ..]. Besides the result, only one item is in memory."""
+        first = self.tensor(*names[0])
+        stack = torch.empty((len(names), *first.shape), dtype=self._dtype, device=self._device)
+        stack[0] = first
+        for index, each in enumerate(names[1:], 1):
+            stack[index] = self.tensor(*each)
+        return stack
 
     def norm(self, name: str, config: ModelConfig) -> torch.Tensor:
         """Read the weight of a norm, with the family's offset."""

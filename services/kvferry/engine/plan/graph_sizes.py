@@ -85,7 +85,7 @@ def memory(config: ModelConfig, captured: Collection[int], *, value_bytes: int, 
     """
     largest, heads, dim = max(captured), config.num_heads, config.head_dim
     qkv = (heads + 2 * config.num_kv_heads) * dim
-    layer = 5 * config.hidden_size + qkv + heads * dim + 3 * config.intermediate_size
+    layer = 5 * config.hidden_size + qkv + heads * dim + config.inner_values
     parts = heads * (dim + 1) * -(-tokens // _PARTITION) * _FLOAT
     head = config.vocab_size * value_bytes
     scratch = largest * (layer * value_bytes + parts + head + 2 * dim * _FLOAT)
@@ -99,5 +99,5 @@ def piece_bytes(config: ModelConfig, rows: Collection[int], *, value_bytes: int)
     hidden, dim = config.hidden_size, config.head_dim
     kept = hidden * value_bytes + 2 * dim * _FLOAT + 3 * 8
     shared = 2 * (config.num_heads + config.num_kv_heads) * dim * value_bytes
-    scratch = (5 * hidden + 3 * config.intermediate_size) * value_bytes + shared
+    scratch = (5 * hidden + config.inner_values) * value_bytes + shared
     return sum(rows) * kept + max(rows) * (shared + scratch)
