@@ -75,11 +75,18 @@ struct World {
   std::vector<Layer> layers;
   std::vector<Expert> experts;
 
-  World(const std::string& wanted, RowType type, int input_bits) {
+  World(const std::string& wanted, RowType type, int input_bits, bool may_be_latent) {
     model.input_bits = input_bits;
     model.kv_heads = draw(1, 3);
     model.heads = model.kv_heads * one_of({1, 2, 3, 4, 5, 7, 8, 16, 20, 70});
     model.head_dim = model.heads > 16 ? one_of({16, 48}) : one_of({16, 32, 48, 64, 80, 112, 128, 256});
+    Latent& latent = model.latent;
+    if (may_be_latent && !draw(0, 2)) {
+      latent = {32 * draw(1, 16), 16 * draw(1, 4), 32 * draw(1, 4), 16 * draw(1, 6), draw(0, 1) * 16 * draw(1, 4)};
+      model.kv_heads = 1;
+      model.heads = one_of({1, 2, 5, 16, 40});
+      model.head_dim = latent.plain + latent.rotated;
+    }
     model.hidden = one_of({64, 72, 80, 96, 128, 256});
     model.intermediate = draw(0, 1) ? draw(1, 300) : 32 * draw(1, 16);
     model.vocabulary = draw(20, 200);
@@ -108,10 +115,19 @@ struct World {
     for (int i = 0; i < 2; ++i) {
       Layer layer;
       layer.attention_norm = norm(model.hidden);
-      layer.qkv = matrix((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden);
-      layer.q_norm = i ? norm(model.head_dim) : nullptr;
-      layer.k_norm = i ? norm(model.head_dim) : nullptr;
-      layer.output = matrix(model.hidden, width);
+      if (latent.rank) {
+        layer.qkv = matrix((latent.query_rank ? latent.query_rank : width) + latent.width(), model.hidden);
+        layer.query_norm = norm(latent.query_rank);
+        layer.latent_norm = norm(latent.rank);
+        if (latent.query_rank) layer.query_up = matrix(width, latent.query_rank);
+        layer.absorb = matrix(model.heads * latent.rank, latent.plain);
+        layer.value_up = matrix(model.heads * latent.value, latent.rank);
+      } else {
+        layer.qkv = matrix((model.heads + 2 * model.kv_heads) * model.head_dim, model.hidden);
+        layer.q_norm = i ? norm(model.head_dim) : nullptr;
+        layer.k_norm = i ? norm(model.head_dim) : nullptr;
+      }
+      layer.output = matrix(model.hidden, model.attended_width());
       layer.mlp_norm = norm(model.hidden);
       const auto gate_up_rows = [](int inner) { return 2 * ((inner + kPanel - 1) / kPanel * kPanel); };
       if (i && has_experts) {
@@ -119,8 +135,14 @@ struct World {
         layer.mixture.active = draw(1, std::min(layer.mixture.count, 6));
         layer.mixture.renormalizes = draw(0, 1);
         layer.mixture.has_shared = draw(0, 1);
+        layer.mixture.has_shared_gate = layer.mixture.has_shared && draw(0, 1);
+        layer.mixture.weight_scale = draw(0, 1) ? 1.0f : 1.7f;
+        if (layer.mixture.count % 2 == 0 && layer.mixture.active * 2 <= layer.mixture.count && draw(0, 1))
+          layer.mixture.groups = 2;
+        layer.mixture.is_sigmoid = draw(0, 1);
+        if (layer.mixture.is_sigmoid) layer.mixture.correction = norm(layer.mixture.count);
         const int all = layer.mixture.count + (layer.mixture.has_shared ? 1 : 0), inner = 32 * draw(1, 4);
-        layer.mixture.router = matrix(all, model.hidden);
+        layer.mixture.router = matrix(layer.mixture.count + layer.mixture.has_shared_gate, model.hidden);
         for (int e = 0; e < all; ++e) {
           const int size = e < layer.mixture.count ? inner : draw(1, 90);
           experts.push_back({matrix(gate_up_rows(size), model.hidden), matrix(model.hidden, size)});
@@ -147,13 +169,13 @@ struct World {
     model.swiglu_limit = 0.5f;
     const int placement = draw(0, 3);  // norms on the inputs, on the outputs, or on both
     for (Layer& layer : layers) {
-      if (draw(0, 2)) layer.cos = cos, layer.sin = sin;
+      if (draw(0, 2) || latent.rank) layer.cos = cos, layer.sin = sin;
       if (!draw(0, 2)) layer.sinks = vectors.emplace_back(floats(size_t(model.heads), 2.0f)).data();
       layer.window = draw(0, 2) ? 0 : one_of({1, 7, 16, 100, 256, 300});
       if (placement > 1) layer.attention_output_norm = layer.mlp_output_norm = norm(model.hidden);
       if (layer.mixture.count) layer.mlp_output_norm = nullptr;
       if (placement == 2) layer.attention_norm = layer.mlp_norm = nullptr;
-      if (!draw(0, 3)) {
+      if (!draw(0, 3) && !latent.rank) {
         layer.q_norm_whole = norm(width);
         layer.k_norm_whole = norm(model.kv_heads * model.head_dim);
       }
@@ -206,7 +228,7 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
 }
 
 bool check(const Level& level, const std::string& wanted, RowType type, KvType kv_type, int input_bits) {
-  const World world(wanted, type, input_bits);
+  const World world(wanted, type, input_bits, kv_type != KvType::int8);
   const Model& m = world.model;
   const int block_tokens = one_of({1, 3, 5, 8, 16, 17, 24, 32, 48});
   const std::vector<int> lengths{1, draw(2, 40), kPartition + draw(0, 2), draw(kPartition, kLongest)};
@@ -219,7 +241,9 @@ bool check(const Level& level, const std::string& wanted, RowType type, KvType k
     for (int i = 0; i * block_tokens < length; ++i) tables.back().push_back(page++);
   }
   // Allocated with exactly the size of the pages, so that the address sanitizer detects accesses beyond them.
-  const size_t bytes = size_t(page) * m.num_layers * 2 * m.kv_heads * head_bytes(kv_type, block_tokens, m.head_dim);
+  const size_t planes = m.latent.rank ? 1 : 2;
+  const size_t bytes =
+      size_t(page) * m.num_layers * planes * m.kv_heads * head_bytes(kv_type, block_tokens, m.key_dim());
   std::vector<uint8_t> pages(bytes, 0xff);
   Pool pool(draw(1, 4)), lone(1);
   Step job(m, level, pool.threads()), by_itself(m, level, 1);

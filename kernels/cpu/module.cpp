@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "data/adapter_layout.hpp"
 #include "data/batch.hpp"
 #include "data/batch_checks.hpp"
 #include "data/matrix.hpp"
@@ -17,7 +18,6 @@
 #include "runtime/pool.hpp"
 #include "weights/pack.hpp"
 #include "attention/item.hpp"
-#include "step/adapter_layout.hpp"
 #include "step/level.hpp"
 #include "step/step.hpp"
 #include "levels/levels.hpp"
@@ -79,12 +79,24 @@ class Runner {
     require(is_width(m.input_bits), "inputs have 8, 16 or 32 bits");
     require(m.head_dim % 16 == 0 && m.head_dim <= kMaxHeadDim, "head_dim must be a multiple of 16, at most 256");
     require(m.kv_heads > 0 && m.heads % m.kv_heads == 0, "heads must be a multiple of kv_heads");
+    if (shape.contains("rank")) {
+      m.latent = {whole("rank"), whole("rotated"), whole("plain"), whole("value"), whole("query_rank")};
+      const Latent& of = m.latent;
+      require(of.rank > 0 && of.rank % 32 == 0 && of.rank <= kMaxRank && of.plain > 0 && of.plain % 32 == 0 &&
+                  of.rotated > 0 && of.rotated % 16 == 0 && of.width() <= kMaxKeyDim && of.value > 0 &&
+                  of.value % 16 == 0 && of.query_rank >= 0 && of.query_rank % 16 == 0,
+              "latent attention has a size that is not supported");
+      require(m.kv_heads == 1 && m.head_dim == of.plain + of.rotated, "latent attention has another head");
+    }
     m.embedding = matrix(parts["embedding"], m.vocabulary, m.hidden);
     m.head = matrix(parts["head"], m.vocabulary, m.hidden);
     m.final_norm = floats(parts["final_norm"], m.hidden);
     m.head_norm = floats(parts["head_norm"], m.hidden);
-    const size_t angles = size_t(m.max_tokens) * m.head_dim;
+    const Latent& latent = m.latent;
+    const size_t angles = size_t(m.max_tokens) * (latent.rank ? latent.rotated : m.head_dim);
     const int width = m.heads * m.head_dim;
+    const int qkv_rows = latent.rank ? (latent.query_rank ? latent.query_rank : width) + latent.width()
+                                     : (m.heads + 2 * m.kv_heads) * m.head_dim;
     for (nb::handle item : layers) {
       const auto from = nb::cast<nb::dict>(item);
       Layer layer;
@@ -92,7 +104,7 @@ class Runner {
         return from[name].is_none() ? nullptr : floats(from[name], count);
       };
       layer.attention_norm = optional("attention_norm", m.hidden);
-      layer.qkv = matrix(from["qkv"], (m.heads + 2 * m.kv_heads) * m.head_dim, m.hidden);
+      layer.qkv = matrix(from["qkv"], qkv_rows, m.hidden);
       layer.q_norm = optional("q_norm", m.head_dim);
       layer.k_norm = optional("k_norm", m.head_dim);
       layer.q_norm_whole = optional("q_norm_whole", width);
@@ -106,7 +118,17 @@ class Runner {
       layer.sinks = optional("sinks", m.heads);
       layer.attention_output_norm = optional("attention_output_norm", m.hidden);
       layer.mlp_output_norm = optional("mlp_output_norm", m.hidden);
-      layer.output = matrix(from["output"], m.hidden, width);
+      if (latent.rank) {
+        require(layer.cos != nullptr, "latent attention is rotated");
+        layer.latent_norm = floats(from["latent_norm"], latent.rank);
+        layer.absorb = matrix(from["absorb"], m.heads * latent.rank, latent.plain);
+        layer.value_up = matrix(from["value_up"], m.heads * latent.value, latent.rank);
+        if (latent.query_rank) {
+          layer.query_norm = floats(from["query_norm"], latent.query_rank);
+          layer.query_up = matrix(from["query_up"], width, latent.query_rank);
+        }
+      }
+      layer.output = matrix(from["output"], m.hidden, m.attended_width());
       layer.mlp_norm = optional("mlp_norm", m.hidden);
       if (from.contains("mixture")) {
         layer.mixture = mixture(nb::cast<nb::dict>(from["mixture"]));
@@ -215,6 +237,7 @@ class Runner {
     b.sampled = sampled.data();
     b.pages = reinterpret_cast<uint8_t*>(pages);
     b.kv_type = kv_type_named(kv_type);
+    require(!model_.latent.rank || b.kv_type != KvType::int8, "latent vectors have no int8 form");
     b.block_tokens = block_tokens;
     b.logits = logits.data();
     b.greedy = greedy.data();
@@ -232,17 +255,26 @@ class Runner {
 
  private:
   static int gate_up_rows(int intermediate) { return 2 * ((intermediate + kPanel - 1) / kPanel * kPanel); }
-  // `from`: "router", "active", "renormalizes", "experts" and "shared": pairs of gate_up and down, or None.
+  // `from`: the fields of Mixture by name, "experts" and "shared": pairs of gate_up and down, or None.
   Mixture mixture(nb::dict from) {
     Mixture found;
     auto experts = nb::cast<std::vector<nb::object>>(from["experts"]);
     found.count = int(experts.size());
     found.active = nb::cast<int>(from["active"]);
     found.renormalizes = nb::cast<bool>(from["renormalizes"]);
+    found.is_sigmoid = nb::cast<bool>(from["is_sigmoid"]);
+    found.groups = nb::cast<int>(from["groups"]);
+    found.active_groups = nb::cast<int>(from["active_groups"]);
+    found.weight_scale = nb::cast<float>(from["weight_scale"]);
+    found.has_shared_gate = nb::cast<bool>(from["has_shared_gate"]);
     found.has_shared = !from["shared"].is_none();
+    require(found.groups > 0 && found.count % found.groups == 0 && found.active_groups > 0 &&
+                found.active_groups <= found.groups && found.active <= found.count / found.groups * found.active_groups,
+            "the groups do not divide the experts, or have too few");
+    if (!from["correction"].is_none()) found.correction = floats(from["correction"], size_t(found.count));
     require(found.active > 0 && found.active <= found.count, "more experts are active than there are");
     if (found.has_shared) experts.push_back(nb::borrow(from["shared"]));
-    found.router = matrix(from["router"], int(experts.size()), model_.hidden);
+    found.router = matrix(from["router"], found.count + (found.has_shared_gate ? 1 : 0), model_.hidden);
     std::vector<Expert>& list = experts_.emplace_back();
     for (nb::handle each : experts) {
       const auto pair = nb::cast<nb::tuple>(each);

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from kvferry.engine.models.build import COMPILED_FEATURES
 from kvferry.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from kvferry.model.families.gpt_oss import GPT_OSS
-from kvferry.model.families.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from kvferry.model.families.registry import FAMILIES, GGUF_ARCHITECTURES
 from kvferry.model.features import FEATURES
 
@@ -20,11 +18,8 @@ def test_the_table_has_a_row_for_each_family() -> None:
 
 
 def test_the_table_says_what_serves_a_family() -> None:
-    assert set(FEATURES) - set(COMPILED_FEATURES) <= {"experts", "latent"}
+    assert set(FEATURES) == set(COMPILED_FEATURES)
     for name, _, _, *cells in ROWS:
-        has_experts = name.strip("`") in {MIXTRAL.name, QWEN2_MOE.name, QWEN3_MOE.name, GPT_OSS.name}
         is_latent = name.strip("`") in {DEEPSEEK_V2.name, DEEPSEEK_V3.name}
-        lacking = {"latent": is_latent, "experts": has_experts or is_latent}
-        compiled = "refused" if any(lacking[f] for f in lacking if f not in COMPILED_FEATURES) else "works"
         gguf = "works" if name.strip("`") in GGUF_ARCHITECTURES else "refused"
-        assert cells == [compiled, "works", "refused" if has_experts or is_latent else "works", gguf]
+        assert cells == ["works", "works", "refused" if is_latent else "works", gguf]

@@ -41,21 +41,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
 @pytest.mark.parametrize("name", ["v2", "v3"])
-def test_long_prompts_compute_what_transformers_does(name: str, folders: Any) -> None:
+def test_long_prompts_compute_what_transformers_does(name: str, kernels: str, folders: Any) -> None:
     folder, theirs = folders(name)
-    check(runner_for(folder, "torch", pages=400), theirs, LONG, NEW_TOKENS)
+    check(runner_for(folder, kernels, pages=400), theirs, LONG, NEW_TOKENS)
 
 
-def test_pairs_that_the_file_has_apart_stay_so(folders: Any) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+def test_pairs_that_the_file_has_apart_stay_so(kernels: str, folders: Any) -> None:
     folder, theirs = folders("v3-pairs-apart")
-    check(runner_for(folder, "torch"), theirs, [LONG[-1]], 4)
+    check(runner_for(folder, kernels), theirs, [LONG[-1]], 4)
 
 
 def test_latent_pages_are_handed_over_between_block_sizes(folders: Any) -> None:
     folder, _ = folders("v3")
     config = open_model(str(folder)).config
-    assert KvLayout.of(config, block_tokens=16, dtype="float32").token_bytes == 4 * (32 + 8) * 4
+    assert KvLayout.of(config, block_tokens=16, dtype="float32").token_bytes == 4 * (32 + 16) * 4
     one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
     prompts = [[(7 * i + length) % 200 for i in range(length)] for length in (33, 290)]
     sizes = ["--dtype", "float32", "--block-tokens"]
@@ -92,17 +94,22 @@ def test_latent_pages_come_back_from_a_tier(folders: Any) -> None:
 @pytest.mark.parametrize(
     ("kernels", "dtype", "device", "message"),
     [
-        ("compiled", "float32", "cpu", "they do not implement latent of the family deepseek_v3"),
-        ("triton", "float32", "cpu", "latent attention of the family deepseek_v3 is computed by the torch kernels"),
-        ("auto", "float32", "cuda", "on CPUs only; use --device cpu and --kernels torch"),
-        ("auto", "int8", "cpu", "KV in int8 needs the compiled kernels"),
+        ("triton", "float32", "cpu", "latent attention of the family deepseek_v3 is computed on CPUs only"),
+        ("auto", "float32", "cuda", "on CPUs only; use --device cpu and --kernels auto"),
+        ("auto", "int8", "cpu", "KV in int8 needs the compiled kernels, and they keep latent vectors in float32 or"),
     ],
 )
 def test_kernels_without_it_are_refused(kernels: str, dtype: str, device: str, message: str, folders: Any) -> None:
     config = open_model(str(folders("v3")[0])).config
     with pytest.raises(UsageError, match=message):
         resolve_kernels(kernels, config, dtype, device)
-    other: ModelConfig = replace(config, latent=None, head_dim=32)
-    with pytest.raises(UsageError, match="they do not route to experts as the family deepseek_v3 does"):
-        resolve_kernels("compiled", other, "float32")
-    assert resolve_kernels("auto", config, "float32") == "torch"
+    assert config.latent is not None
+    for change, reason in (
+        ({"rank": 48}, "latent vectors of 48 and queries of 32 values are not multiples of 32"),
+        ({"rank": 544}, "vectors have more than 512 values"),
+        ({"value": 12}, "heads of 32 and 16 rotated values, and values of 12, are not multiples of 16"),
+    ):
+        other: ModelConfig = replace(config, latent=replace(config.latent, **change))
+        assert resolve_kernels("auto", other, "float32") == "torch"
+        with pytest.raises(UsageError, match=reason):
+            resolve_kernels("compiled", other, "float32")

@@ -234,14 +234,14 @@ static inline float softmax_weights(const AttentionScratch& s, float* scores, ui
 
 // Computes softmax weights and weighted values of R rows for a partition whose keys and values are packed, and merges
 // them into `totals`. With AMX, `count` of the R rows are used.
-template <KvType K, int R, bool OnAmx = false>
+template <KvType K, int R, int Widest, bool OnAmx = false>
 static inline void attend_rows(const AttentionGeometry& g, const AttentionScratch& s, int row, int first_position,
                                int start, int count = R) {
   const int rows = OnAmx ? count : R;
   alignas(64) float scores[R * kPartition];
   alignas(64) uint16_t narrow[R * kPartition];
-  alignas(64) float weighted[R * kMaxHeadDim];
-  const int D = g.head_dim;
+  alignas(64) float weighted[R * Widest];
+  const int D = g.head_dim, N = g.value_dim;
   // Rows are ordered by query; the heads of a group are adjacent.
   const auto seen_by = [&](int r) {
     const int seen = first_position + (row + r) / g.group + 1 - start;
@@ -274,23 +274,22 @@ static inline void attend_rows(const AttentionGeometry& g, const AttentionScratc
   }
   if constexpr (OnAmx) {
 #if KVFERRY_AMX
-    multiply_amx(narrow, kPartition, s.values, value_panel_bytes<K>(), D / 16, weight_panels * 16, weighted,
-                 kMaxHeadDim);
+    multiply_amx(narrow, kPartition, s.values, value_panel_bytes<K>(), N / 16, weight_panels * 16, weighted, Widest);
 #endif
   } else {
     multiply<K, R>(packing_of(K) == Packing::floats ? (const void*)scores : narrow, kPartition, s.values,
-                   value_panel_bytes<K>(), D / 16, panels * 16, weighted, kMaxHeadDim);
+                   value_panel_bytes<K>(), N / 16, panels * 16, weighted, Widest);
   }
   // The scale is applied before the merge, so that rounding does not depend on where the merge happens.
   if constexpr (packing_of(K) == Packing::words)
     for (int r = 0; r < rows; ++r)
-      for (int d = 0; d < D; d += 16)
-        v_store(weighted + r * kMaxHeadDim + d, v_mul(v_load(weighted + r * kMaxHeadDim + d), v_set(counts[r])));
+      for (int d = 0; d < N; d += 16)
+        v_store(weighted + r * Widest + d, v_mul(v_load(weighted + r * Widest + d), v_set(counts[r])));
   alignas(64) float keep[16], take[16];
   merge_sums(before, here, keep, take);
   for (int r = 0; r < rows; ++r) {
     if (seen_by(r) == 0) continue;
-    merge_values(s.totals + size_t(row + r) * D, weighted + r * kMaxHeadDim, keep[r], take[r], D);
+    merge_values(s.totals + size_t(row + r) * N, weighted + r * Widest, keep[r], take[r], N);
     s.max_score[row + r] = before.max_score[r];
     s.sums[row + r] = before.sums[r];
   }
@@ -313,13 +312,13 @@ static inline float store_query(uint8_t* to, const float* from, int n) {
 
 // Computes one KV head of an item. The rows' totals stay in the scratch memory, not yet divided by their sums.
 // `sharers` lists the item's sequences and is null for a single sequence. `next` is the item that the thread probably
-// runs next; its first keys are prefetched.
-template <KvType K>
+// runs next; its first keys are prefetched. `Widest`: most values of a value.
+template <KvType K, int Widest>
 static void attend(const Batch& batch, const AttentionGeometry& g, const AttentionItem& item, const int* sharers,
                    int kv_head, const AttentionItem* next, const float* queries, int query_stride,
                    const AttentionScratch& s) {
   const Sequence& sequence = batch.sequences[item.sequence];
-  const int D = g.head_dim, rows = item.queries * g.group;
+  const int D = g.head_dim, N = g.value_dim, rows = item.queries * g.group;
   // Sequences that share a partition attend to all its tokens, as if the queries directly followed the partition.
   const int first_position = sharers ? item.end * kPartition : sequence.context - sequence.queries + item.first_query;
   for (int q = 0; q < item.queries; ++q)
@@ -328,7 +327,7 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
       const float* from = queries + size_t(at) * query_stride + size_t(kv_head * g.group + h) * D;
       const int row = q * g.group + h;
       s.query_scales[row] = store_query<K>((uint8_t*)s.queries + size_t(row) * D * kPackedBytes<K>, from, D);
-      for (int d = 0; d < D; d += 16) v_store(s.totals + size_t(row) * D + d, v_zero());
+      for (int d = 0; d < N; d += 16) v_store(s.totals + size_t(row) * N + d, v_zero());
       s.max_score[row] = -__builtin_inff();
       s.sums[row] = 0.0f;
     }
@@ -370,19 +369,21 @@ static void attend(const Batch& batch, const AttentionGeometry& g, const Attenti
     if (uses_amx<K>(D)) {
       // AMX reads 32 tokens at a time, so zeros follow an odd last group.
       const int sixteens = (end - start + 15) / 16;
-      for (int d = 0; sixteens % 2 && d < D / 16; ++d)
+      for (int d = 0; sixteens % 2 && d < N / 16; ++d)
         std::memset(s.values + d * value_panel_bytes<K>() + size_t(sixteens) * 16 * 32, 0, 16 * 32);
       const AmxTiles tiles(rows < kAmxRows ? rows : kAmxRows, kAmxRowBytes);
       for (int row = 0; row < rows; row += kAmxRows)
-        attend_rows<K, kAmxRows, true>(g, s, row, first_position, start, rows - row < kAmxRows ? rows - row : kAmxRows);
+        attend_rows<K, kAmxRows, Widest, true>(g, s, row, first_position, start,
+                                               rows - row < kAmxRows ? rows - row : kAmxRows);
       continue;
     }
 #endif
     const int step = balanced_rows(rows, kTileRows);
     for (int row = 0; row < rows; row += step) {
       const int count = rows - row < step ? rows - row : step;
-      with_count<kTileRows>(
-          count, [&](auto number) { attend_rows<K, decltype(number)::value>(g, s, row, first_position, start); });
+      with_count<kTileRows>(count, [&](auto number) {
+        attend_rows<K, decltype(number)::value, Widest>(g, s, row, first_position, start);
+      });
     }
   }
 }

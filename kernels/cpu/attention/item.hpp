@@ -3,6 +3,8 @@
 namespace kvferry {
 
 constexpr int kMaxHeadDim = 256;
+constexpr int kMaxRank = 512;         // values of a latent vector that are not rotated
+constexpr int kMaxKeyDim = 640;       // values of a latent vector
 constexpr int kPartition = 256;       // tokens per partition; each has its own softmax state
 constexpr int kMaxTileQueries = 128;  // queries per item; all of them share the packed keys and values
 

@@ -14,6 +14,8 @@ namespace kvferry::KVFERRY_LEVEL {
 // A layer of the KV pages, with the layout of pages and heads.
 struct AttentionGeometry {
   int layer, num_layers, kv_heads, group, head_dim, block_tokens;
+  int planes;     // 2 for keys and values; 1 for latent vectors, whose first values are the value
+  int value_dim;  // head_dim with 2 planes
   float scale;
   int window;      // tokens that a row attends to, including its own; 0 for all
   float soft_cap;  // 0 for none
@@ -33,13 +35,13 @@ template <KvType K>
 static inline Key key_at(const Batch& batch, const AttentionGeometry& g, const Sequence& s, int kv_head, int token) {
   const size_t page = size_t(s.pages[token / g.block_tokens]), place = size_t(token % g.block_tokens),
                row = row_bytes<K>(g);
-  const uint8_t* head = batch.pages + ((page * g.num_layers + g.layer) * 2 * g.kv_heads + kv_head) *
+  const uint8_t* head = batch.pages + ((page * g.num_layers + g.layer) * g.planes * g.kv_heads + kv_head) *
                                           head_bytes(K, g.block_tokens, g.head_dim);
   return {head + place * row, head + size_t(g.block_tokens) * row + place * kScaleBytes};
 }
 template <KvType K>
 static inline size_t value_offset(const AttentionGeometry& g) {
-  return size_t(g.kv_heads) * head_bytes(K, g.block_tokens, g.head_dim);
+  return size_t(g.planes - 1) * g.kv_heads * head_bytes(K, g.block_tokens, g.head_dim);
 }
 
 // 16 tokens that are contiguous in memory; scales for int8 only.
@@ -48,7 +50,7 @@ struct TokenGroup {
 };
 // Copies of the keys and values of tokens that are not contiguous.
 struct TokenGroupCopy {
-  alignas(64) uint8_t rows[2][size_t(16) * kMaxHeadDim * 4];
+  alignas(64) uint8_t rows[2][size_t(16) * kMaxKeyDim * 4];
   alignas(64) uint8_t scales[2][16 * kScaleBytes];
 };
 
@@ -225,23 +227,23 @@ static inline void pack_values(const AttentionGeometry& g, const uint8_t* values
     prefetch_row(ahead + t * row, is_wide ? row : 2 * row);
     int d = 0;
     if constexpr (is_wide) {
-      for (; d < g.head_dim; d += 16) v_store((float*)(to + size_t(d / 16) * stride), values_at<K>(a, d));
+      for (; d < g.value_dim; d += 16) v_store((float*)(to + size_t(d / 16) * stride), values_at<K>(a, d));
     } else if constexpr (packing_of(K) == Packing::words) {
-      for (; d < g.head_dim; d += 16) w_interleave(a + d, b + d, (int16_t*)(to + size_t(d / 16) * stride));
+      for (; d < g.value_dim; d += 16) w_interleave(a + d, b + d, (int16_t*)(to + size_t(d / 16) * stride));
     } else {
 #if KVFERRY_PAIRS
       if constexpr (K == KvType::int8) {
-        for (; d < g.head_dim; d += 16)
+        for (; d < g.value_dim; d += 16)
           p_store(to + size_t(d / 16) * stride, p_from_int32(load_int8_as_int32(a + d), load_int8_as_int32(b + d)));
         continue;
       }
-      for (; d + 32 <= g.head_dim; d += 32) {
+      for (; d + 32 <= g.value_dim; d += 32) {
         P first, second;
         p_interleave(p_load(a + d * 2), p_load(b + d * 2), first, second);
         p_store(to + size_t(d / 16) * stride, first);
         p_store(to + size_t(d / 16 + 1) * stride, second);
       }
-      if (d < g.head_dim)
+      if (d < g.value_dim)
         p_store(to + size_t(d / 16) * stride, p_interleave_half((const uint16_t*)a + d, (const uint16_t*)b + d));
 #endif
     }

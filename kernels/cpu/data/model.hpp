@@ -18,9 +18,27 @@ struct Mixture {
   int count = 0;   // experts among which the router chooses; 0 without experts
   int active = 0;  // experts of a row
   bool renormalizes = false;
-  bool has_shared = false;          // one more expert computes all rows
-  Matrix router;                    // [count, hidden], and a row for the gate of the shared expert
-  const Expert* experts = nullptr;  // [count], then the shared expert
+  bool is_sigmoid = false;  // scores are sigmoids of the router's outputs instead of their softmax
+  // Experts are divided into groups of equal size; only those of the best `active_groups` are chosen. The mark of a
+  // group is the largest score of its experts, or with sigmoids the sum of the two largest.
+  int groups = 1, active_groups = 1;
+  float weight_scale = 1.0f;          // factor of the weights
+  const float* correction = nullptr;  // [count] added to scores for the choice; null for none
+  bool has_shared = false;            // one more expert computes all rows
+  bool has_shared_gate = false;       // its weight is a sigmoid of a further output of the router, instead of 1
+  Matrix router;                      // [count, hidden], and a row for the gate of the shared expert
+  const Expert* experts = nullptr;    // [count], then the shared expert
+};
+
+// Latent attention (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1): a page has a vector of `rank` + `rotated` values per
+// token, of which keys and values of all heads are projections. Queries are multiplied by the projection of keys.
+struct Latent {
+  int rank = 0;        // 0 for a model with keys and values
+  int rotated = 0;     // rotated values, the last ones of queries and vectors
+  int plain = 0;       // values of a query that are not rotated
+  int value = 0;       // values of a value
+  int query_rank = 0;  // values of the vector of which queries are projections; 0 for the hidden state
+  int width() const { return rank + rotated; }
 };
 
 // Norm weights are null where a layer has no such norm.
@@ -35,6 +53,12 @@ struct Layer {
   const float* sin = nullptr;    // [max_tokens, head_dim]; the first half is negated
   int window = 0;                // tokens that a token attends to, including its own; 0 for all
   const float* sinks = nullptr;  // [heads]: scores without a value in the softmax of each head; null for none
+  // With latent attention, qkv has the rows of the vector of queries, or of queries, and those of the latent vector.
+  const float* query_norm = nullptr;   // [query_rank]
+  const float* latent_norm = nullptr;  // [rank]
+  Matrix query_up;                     // [heads * head_dim, query_rank]; no panels without query_rank
+  Matrix absorb;                       // [heads * rank, plain]: the transposed projection of keys of each head
+  Matrix value_up;                     // [heads * value, rank]
   Matrix output;
   const float* attention_output_norm = nullptr;  // [hidden]
   const float* mlp_norm = nullptr;
@@ -59,6 +83,10 @@ struct Model {
   const float* head_norm = nullptr;  // final norm times the factor of the logits
   const Layer* layers = nullptr;
   int num_layers = 0;
+  Latent latent;
+  int key_dim() const { return latent.rank ? latent.width() : head_dim; }
+  int value_dim() const { return latent.rank ? latent.rank : head_dim; }
+  int attended_width() const { return heads * (latent.rank ? latent.value : head_dim); }
   int input_bits = 16;  // input precision for quantized matrices: 8, 16 (bfloat16 on levels with bf16 dot products), 32
 };
 

@@ -56,6 +56,23 @@ struct Rows {
     return r;
   }
 
+  // The same rows from input `first` on, a multiple of kGroup.
+  Rows columns_from(int first) const {
+    Rows r = *this;
+    r.f32 += first;
+    r.bf16 += first;
+    r.half_sums += first / kSumWidth;
+    r.group_sums += first / kGroup;
+    if (forms.are_quantized()) r.scales += first / kGroup;
+    if (forms.words) r.words += first;
+    if (forms.low_words) r.low_words += first;
+    if (forms.bytes) {
+      r.bytes += first;
+      r.byte_sums += first / kSumWidth;
+    }
+    return r;
+  }
+
   static size_t memory_bytes(int rows, int stride, InputForms forms) {
     const size_t inputs = size_t(rows) * stride;
     const size_t sums = (inputs / kSumWidth + inputs / kGroup) * 4;

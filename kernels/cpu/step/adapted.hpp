@@ -1,9 +1,9 @@
 // The phases of a step that only batches with adapters have, and the updates of its products.
 #pragma once
 #include "data/adapter.hpp"
+#include "data/adapter_layout.hpp"
 #include "data/rows.hpp"
 #include "products/low_rank.hpp"
-#include "step/adapter_layout.hpp"
 #include "step/level.hpp"
 #include "step/step.hpp"
 

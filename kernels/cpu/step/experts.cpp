@@ -2,10 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "step/step.hpp"
 
 namespace kvferry {
+namespace {
+
+constexpr float kLeastSum = 1e-20f;  // of the weights of active experts; sigmoids of very negative outputs may all be 0
+
+}  // namespace
 
 void ExpertPlan::clear(int rows, int most_per_row, int most_experts) {
   const size_t entries = size_t(rows) * size_t(most_per_row);
@@ -18,6 +24,33 @@ void ExpertPlan::clear(int rows, int most_per_row, int most_experts) {
   counts_.resize(size_t(most_experts) + 1);
   used_.resize(std::max(size_t(rows), used_.size()));
   probabilities_.resize(std::max(size_t(rows) * size_t(most_experts), probabilities_.size()));
+  marks_.resize(size_t(most_experts));
+  best_.resize(size_t(most_experts));
+}
+
+// Returns the numbers by which a row's experts are chosen, from their scores.
+const float* ExpertPlan::marks_of(const Mixture& m, const float* scores) {
+  if (!m.correction && m.active_groups == m.groups) return scores;
+  for (int e = 0; e < m.count; ++e) marks_[size_t(e)] = scores[e] + (m.correction ? m.correction[e] : 0.0f);
+  if (m.active_groups == m.groups) return marks_.data();
+  const int size = m.count / m.groups;
+  for (int g = 0; g < m.groups; ++g) {
+    float first = -std::numeric_limits<float>::infinity(), second = first;
+    for (int e = g * size; e < (g + 1) * size; ++e) {
+      const float mark = marks_[size_t(e)];
+      second = std::max(second, std::min(first, mark));
+      first = std::max(first, mark);
+    }
+    best_[size_t(g)] = m.is_sigmoid ? first + second : first;
+  }
+  for (int g = 0; g < m.groups; ++g) {
+    int better = 0;
+    for (int other = 0; other < m.groups; ++other)
+      better += best_[size_t(other)] > best_[size_t(g)] || (other < g && best_[size_t(other)] == best_[size_t(g)]);
+    if (better >= m.active_groups)
+      std::fill_n(marks_.begin() + g * size, size, -std::numeric_limits<float>::infinity());
+  }
+  return marks_.data();
 }
 
 void ExpertPlan::plan(const Mixture& m, const Level& level, const float* logits, int stride, int rows, int threads) {
@@ -29,24 +62,32 @@ void ExpertPlan::plan(const Mixture& m, const Level& level, const float* logits,
   for (int row = 0; row < rows; ++row) {
     const float* of_row = logits + size_t(row) * size_t(stride);
     float* weights = probabilities_.data() + size_t(row) * size_t(experts);
-    const float top = *std::max_element(of_row, of_row + m.count);
-    float sum = 0.0f, taken = 0.0f;
-    for (int e = 0; e < m.count; ++e) sum += weights[e] = std::exp(of_row[e] - top);
-    for (int e = 0; e < m.count; ++e) weights[e] /= sum;
+    float taken = 0.0f;
+    if (m.is_sigmoid) {
+      for (int e = 0; e < m.count; ++e) weights[e] = 1.0f / (1.0f + std::exp(-of_row[e]));
+    } else {
+      const float top = *std::max_element(of_row, of_row + m.count);
+      float sum = 0.0f;
+      for (int e = 0; e < m.count; ++e) sum += weights[e] = std::exp(of_row[e] - top);
+      for (int e = 0; e < m.count; ++e) weights[e] /= sum;
+    }
+    const float* marks = marks_of(m, weights);
     int* chosen = chosen_.data() + size_t(row) * size_t(per_row);
     for (int i = 0; i < m.active; ++i) {
       int best = -1;
       for (int e = 0; e < m.count; ++e)
-        if (std::find(chosen, chosen + i, e) == chosen + i && (best < 0 || weights[e] > weights[best])) best = e;
+        if (std::find(chosen, chosen + i, e) == chosen + i && (best < 0 || marks[e] > marks[best])) best = e;
       chosen[i] = best;
       taken += weights[best];
       ++counts_[size_t(best)];
     }
     if (m.renormalizes)
-      for (int i = 0; i < m.active; ++i) weights[chosen[i]] /= taken;
+      for (int i = 0; i < m.active; ++i) weights[chosen[i]] /= std::max(taken, kLeastSum);
+    if (m.weight_scale != 1.0f)
+      for (int i = 0; i < m.active; ++i) weights[chosen[i]] *= m.weight_scale;
     if (m.has_shared) {
       chosen[m.active] = m.count;
-      weights[m.count] = 1.0f / (1.0f + std::exp(-of_row[m.count]));
+      weights[m.count] = m.has_shared_gate ? 1.0f / (1.0f + std::exp(-of_row[m.count])) : 1.0f;
       ++counts_[size_t(m.count)];
     }
     used_[size_t(row)] = 0;

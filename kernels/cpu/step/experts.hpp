@@ -22,8 +22,8 @@ class ExpertPlan {
   // Forgets the plan of the last layer, and reserves memory for `rows` rows.
   void clear(int rows, int most_per_row, int most_experts);
 
-  // Chooses the experts of each row by the router's outputs, and sorts the rows by expert. Weights are the softmax over
-  // all experts, in float32; equal ones are chosen in the order of experts.
+  // Chooses the experts of each row by the router's outputs, and sorts the rows by expert. Weights are those of
+  // Mixture, in float32; of equal ones those of the first experts are chosen.
   void plan(const Mixture& mixture, const Level& level, const float* logits, int stride, int rows, int threads);
 
   // Returns the run of a chunk, and replaces the chunk by its index within the run.
@@ -39,7 +39,10 @@ class ExpertPlan {
   bool has_gathered = false;  // whether the inputs of a run are gathered
 
  private:
+  const float* marks_of(const Mixture& m, const float* scores);
+
   std::vector<float> probabilities_;
+  std::vector<float> marks_, best_;  // of a row: by expert, by group
   std::vector<int> chosen_, counts_, used_;
 };
 

@@ -11,7 +11,7 @@
 namespace kvferry {
 
 // Phases named shrink compute the inner products of adapters; only batches with adapters have them. Those
-// after `pick` belong to layers with experts.
+// after `pick` belong to layers with experts, and those after `combine` to latent attention.
 enum class Phase : int {
   embed,
   qkv,
@@ -34,13 +34,20 @@ enum class Phase : int {
   gather,
   expert_gate_up,
   expert_down,
-  combine
+  combine,
+  latent_rows,
+  query_up,
+  split_queries,
+  absorb,
+  value_up,
+  attended_rows
 };
-constexpr int kPhases = 22;
+constexpr int kPhases = 28;
 constexpr const char* kPhaseNames[kPhases] = {
-    "embed", "qkv",          "rotate",     "attend",         "merge",          "output",      "mlp_norm", "gate_up",
-    "down",  "next_norm",    "shrink_qkv", "shrink_output",  "shrink_gate_up", "shrink_down", "head",     "pick",
-    "route", "plan_experts", "gather",     "expert_gate_up", "expert_down",    "combine"};
+    "embed",   "qkv",         "rotate",    "attend",        "merge",         "output",         "mlp_norm",
+    "gate_up", "down",        "next_norm", "shrink_qkv",    "shrink_output", "shrink_gate_up", "shrink_down",
+    "head",    "pick",        "route",     "plan_experts",  "gather",        "expert_gate_up", "expert_down",
+    "combine", "latent_rows", "query_up",  "split_queries", "absorb",        "value_up",       "attended_rows"};
 
 class Step;
 

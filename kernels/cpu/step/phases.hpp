@@ -14,11 +14,10 @@
 #include "products/inputs.hpp"
 #include "products/products.hpp"
 #include "products/tiles.hpp"
-#include "attention/attention.hpp"
 #include "attention/item.hpp"
-#include "attention/softmax.hpp"
 #include "attention/write_kv.hpp"
 #include "step/adapted.hpp"
+#include "step/attended.hpp"
 #include "step/elementwise.hpp"
 #include "step/gated.hpp"
 #include "step/level.hpp"
@@ -119,100 +118,6 @@ static inline void rope_rows(Step& step, const Layer& layer, int layer_index, in
   }
 }
 
-static inline void attend_item(Step& step, const Layer& layer, int layer_index, int chunk, int thread) {
-  const Model& m = step.model;
-  const AttentionItem& item = step.items[size_t(chunk)];
-  const AttentionGeometry g{layer_index,
-                            m.num_layers,
-                            m.kv_heads,
-                            m.heads / m.kv_heads,
-                            m.head_dim,
-                            step.batch.block_tokens,
-                            m.scale,
-                            layer.window,
-                            m.attention_soft_cap,
-                            step.first_partial[size_t(item.sequence)] < 0};
-  const AttentionScratch s = lay_out_scratch(step.scratch(thread), g.group, g.head_dim);
-  const int width = layer.qkv.panels * kPanel;
-  const size_t follower = size_t(chunk) + size_t(step.threads());
-  const AttentionItem* next = follower < step.items.size() ? &step.items[follower] : nullptr;
-  const Sequence& sequence = step.batch.sequences[item.sequence];
-  const int rows = item.queries * g.group, D = m.head_dim;
-  const int* sharers = item.first_sharer < 0 ? nullptr : step.sharers.data() + item.first_sharer;
-  const bool is_cut = step.first_partial[size_t(item.sequence)] >= 0;
-  for (int kv_head = item.kv_begin; kv_head < item.kv_end; ++kv_head) {
-    switch (step.batch.kv_type) {
-      case KvType::f32: attend<KvType::f32>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
-      case KvType::bf16: attend<KvType::bf16>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
-      case KvType::int8: attend<KvType::int8>(step.batch, g, item, sharers, kv_head, next, step.qkv, width, s); break;
-    }
-    if (is_cut) {
-      for (int r = 0; r < rows; ++r) {
-        const int owner = sharers ? sharers[r / g.group] : item.sequence, at = sharers ? r % g.group : r;
-        const size_t partial = size_t(step.first_partial[size_t(owner)] + item.begin * m.kv_heads + kv_head);
-        float* to = step.partials + partial * step.partial_floats + size_t(at) * (D + 2);
-        for (int d = 0; d < D; d += 16) v_store(to + d, v_load(s.totals + size_t(r) * D + d));
-        to[D] = s.max_score[r];
-        to[D + 1] = s.sums[r];
-      }
-      continue;
-    }
-    if (layer.sinks) add_sinks(layer.sinks + kv_head * g.group, g.group, s.max_score, s.sums, s.totals, rows, D);
-    for (int r = 0; r < rows; ++r) {
-      const int row = sequence.first + item.first_query + r / g.group, head = kv_head * g.group + r % g.group;
-      float* to = step.attended.f32 + size_t(row) * step.attended.stride + size_t(head) * D;
-      const V sum = v_set(s.sums[r]);
-      for (int d = 0; d < D; d += 16) v_store(to + d, v_div(v_load(s.totals + size_t(r) * D + d), sum));
-    }
-  }
-}
-
-// Merges the partial results of split sequences in the order of partitions, and writes the input rows of the output
-// projection.
-static inline void merge_partials(Step& step, const Layer& layer, int chunk) {
-  const Model& m = step.model;
-  const Batch& b = step.batch;
-  const int D = m.head_dim, group = m.heads / m.kv_heads;
-  const int begin = chunk * step.row_chunk, end = b.rows < begin + step.row_chunk ? b.rows : begin + step.row_chunk;
-  int s = 0;
-  for (int row = begin; row < end; ++row) {
-    while (b.sequences[s].first + b.sequences[s].queries <= row) ++s;
-    const Sequence& sequence = b.sequences[s];
-    float* attended = step.attended.f32 + size_t(row) * step.attended.stride;
-    const int first = step.first_partial[size_t(s)];
-    if (first >= 0) {
-      const int parts = (sequence.context + kPartition - 1) / kPartition, query = row - sequence.first;
-      const int position = sequence.context - sequence.queries + query;
-      for (int head = 0; head < m.heads; head += 16) {
-        const int heads = m.heads - head < 16 ? m.heads - head : 16;
-        alignas(64) float values[16 * kMaxHeadDim], keep[16], take[16];
-        for (int i = 0; i < heads * D; i += 16) v_store(values + i, v_zero());
-        Softmax all;
-        v_store(all.max_score, v_set(-__builtin_inff()));
-        for (int p = 0; p < parts && p * kPartition <= position; ++p) {
-          const float* from[16];
-          Softmax further;
-          for (int h = 0; h < heads; ++h) {
-            from[h] = step.partials + size_t(first + p * m.kv_heads + (head + h) / group) * step.partial_floats +
-                      size_t(query * group + (head + h) % group) * (D + 2);
-            further.max_score[h] = from[h][D];
-            further.sums[h] = from[h][D + 1];
-          }
-          merge_sums(all, further, keep, take);
-          for (int h = 0; h < heads; ++h) merge_values(values + h * D, from[h], keep[h], take[h], D);
-        }
-        if (layer.sinks) add_sinks(layer.sinks + head, heads, all.max_score, all.sums, values, heads, D);
-        for (int h = 0; h < heads; ++h) {
-          const V sum = v_set(all.sums[h]);
-          for (int d = 0; d < D; d += 16)
-            v_store(attended + (head + h) * D + d, v_div(v_load(values + h * D + d), sum));
-        }
-      }
-    }
-    write_input(step.attended, row, m.heads * D, attended);
-  }
-}
-
 // Adds a product to the residual, or stores it if it has a norm, which needs whole rows.
 static inline void accumulate_chunk(Step& step, const Matrix& m, const float* output_norm, const Rows& from,
                                     const Blocking& blocking, const Expansion* expansion, int chunk, int thread) {
@@ -291,8 +196,15 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
       break;
     }
     case Phase::rotate: rope_rows(step, layer, layer_index, chunk); break;
-    case Phase::attend: attend_item(step, layer, layer_index, chunk, thread); break;
-    case Phase::merge: merge_partials(step, layer, chunk); break;
+    case Phase::attend:
+      if (m.latent.rank) return run_latent_chunk(step, phase, layer, layer_index, chunk, thread);
+      attend_item<kMaxHeadDim>(step, layer, layer_index, chunk, thread, step.qkv, layer.qkv.panels * kPanel,
+                               step.attended);
+      break;
+    case Phase::merge:
+      if (m.latent.rank) return run_latent_chunk(step, phase, layer, layer_index, chunk, thread);
+      merge_partials<kMaxHeadDim>(step, layer, chunk, step.attended);
+      break;
     case Phase::output:
       accumulate_chunk(step, layer.output, layer.attention_output_norm, step.attended, step.output_blocking,
                        expansion(&AdapterLayer::output), chunk, thread);
@@ -323,12 +235,18 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     case Phase::shrink_down: shrink_run(step, phase, layer_index, chunk); break;
     case Phase::head: head_chunk(step, chunk, thread); break;
     case Phase::pick: argmax_row(step, chunk); break;
+    case Phase::latent_rows:
+    case Phase::query_up:
+    case Phase::split_queries:
+    case Phase::absorb:
+    case Phase::value_up:
+    case Phase::attended_rows: run_latent_chunk(step, phase, layer, layer_index, chunk, thread); break;
     default: run_mixture_chunk(step, phase, layer.mixture, chunk, thread); break;
   }
 }
 
 static size_t scratch_bytes(const Model& m) {
-  size_t most = attention_bytes(m.heads / m.kv_heads, m.head_dim);
+  size_t most = attention_bytes(m.heads / m.kv_heads, m.key_dim());
   const auto consider = [&](const Matrix& matrix) {
     const size_t bytes = unpacked_bytes(matrix);
     if (bytes > most) most = bytes;
@@ -336,6 +254,9 @@ static size_t scratch_bytes(const Model& m) {
   consider(m.head);
   for (int i = 0; i < m.num_layers; ++i) {
     consider(m.layers[i].qkv);
+    consider(m.layers[i].query_up);
+    consider(m.layers[i].absorb);
+    consider(m.layers[i].value_up);
     consider(m.layers[i].output);
     consider(m.layers[i].gate_up);
     consider(m.layers[i].down);

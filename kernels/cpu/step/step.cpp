@@ -29,6 +29,13 @@ constexpr Phase kMixtureLayerPhases[] = {
     Phase::qkv,      Phase::rotate,         Phase::attend,      Phase::merge,   Phase::output,
     Phase::mlp_norm, Phase::gate_up,        Phase::down,        Phase::route,   Phase::plan_experts,
     Phase::gather,   Phase::expert_gate_up, Phase::expert_down, Phase::combine, Phase::next_norm};
+// For models with latent attention, whose layers may have experts.
+constexpr Phase kLatentLayerPhases[] = {
+    Phase::qkv,      Phase::latent_rows,    Phase::query_up,    Phase::split_queries, Phase::absorb,
+    Phase::attend,   Phase::merge,          Phase::value_up,    Phase::attended_rows, Phase::output,
+    Phase::mlp_norm, Phase::gate_up,        Phase::down,        Phase::route,         Phase::plan_experts,
+    Phase::gather,   Phase::expert_gate_up, Phase::expert_down, Phase::combine,       Phase::next_norm};
+constexpr int kHeadRows = 64;  // rows per chunk of a product per head
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 int ceil_div(int n, int of) { return (n + of - 1) / of; }
@@ -60,6 +67,11 @@ Step::Step(const Model& m, const Level& l, int threads) : model(m), level(l), th
     const Layer& layer = model.layers[i];
     x_forms_ = x_forms_ | forms_of(layer.qkv);
     attended_forms_ = attended_forms_ | forms_of(layer.output);
+    if (model.latent.rank) {
+      if (model.latent.query_rank) query_forms_ = query_forms_ | forms_of(layer.query_up);
+      absorb_forms_ = absorb_forms_ | forms_of(layer.absorb);
+      attended_latent_forms_ = attended_latent_forms_ | forms_of(layer.value_up);
+    }
     const Mixture& mixture = layer.mixture;
     if (!mixture.count) {
       if (first_dense_ < 0) first_dense_ = i;
@@ -121,7 +133,7 @@ void Step::prepare(const Batch& b) {
   const int rows = std::max(batch.rows, 1);
   const int capacity = round_up(rows, 64);  // batches of similar size share one memory layout
   x = allocate_rows(x_, capacity, model.hidden, x_forms_);
-  attended = allocate_rows(attended_, capacity, model.heads * model.head_dim, attended_forms_);
+  attended = allocate_rows(attended_, capacity, model.attended_width(), attended_forms_);
   if (first_dense_ >= 0) hidden_up = allocate_rows(up_, capacity, round_up(model.intermediate, kPanel), up_forms_);
   residual = static_cast<float*>(residual_.reserve(size_t(capacity) * x.stride * 4));
   if (has_output_norms_) projected = static_cast<float*>(projected_.reserve(size_t(capacity) * x.stride * 4));
@@ -144,6 +156,7 @@ void Step::prepare(const Batch& b) {
   }
   plan_adapters(capacity);
   plan_experts(capacity);
+  plan_latent(capacity);
   plan_attention();
 }
 
@@ -158,6 +171,27 @@ void Step::plan_experts(int capacity) {
   expert_x = allocate_rows(expert_x_, batch.rows > 1 ? entries : 1, model.hidden, x_forms_);
   expert_up = allocate_rows(expert_up_, entries, round_up(most_expert_inputs_, kPanel), expert_up_forms_);
   expert_out = static_cast<float*>(expert_out_.reserve(size_t(entries) * size_t(x.stride) * 4));
+}
+
+// Allocates the memory of latent attention.
+void Step::plan_latent(int capacity) {
+  const Latent& latent = model.latent;
+  if (!latent.rank) return;
+  const auto reserve = [&](Buffer& buffer, int width) {
+    return static_cast<float*>(buffer.reserve(size_t(capacity) * size_t(width) * 4));
+  };
+  if (latent.query_rank) {
+    query_x = allocate_rows(query_x_, capacity, latent.query_rank, query_forms_);
+    query_blocking = choose_blocking(level, model.layers[0].query_up, batch.rows, threads_);
+    queries = reserve(queries_, model.layers[0].query_up.panels * kPanel);
+  }
+  absorb_x = allocate_rows(absorb_x_, capacity, model.heads * latent.plain, absorb_forms_);
+  absorbed = reserve(absorbed_, model.heads * latent.width());
+  attended_latent = allocate_rows(attended_latent_, capacity, model.heads * latent.rank, attended_latent_forms_);
+  head_row_blocks = ceil_div(batch.rows, kHeadRows);
+  head_rows = ceil_div(batch.rows, head_row_blocks);
+  if (head_row_blocks > 1) head_rows = round_up(head_rows, level.tile_rows);
+  head_row_blocks = ceil_div(batch.rows, head_rows);
 }
 
 // Sorts the rows with adapters by adapter, and cuts them into runs.
@@ -226,7 +260,7 @@ void Step::plan_attention() {
   const int groups = ceil_div(2 * threads_, std::max(1, most_parts * model.kv_heads));
   const int most_sharers = std::min(most_queries, std::max(4, ceil_div(batch.num_sequences, groups)));
   for (int p = 0; p < most_parts; ++p) plan_partition(p, heads_at_once, most_sharers);
-  partial_floats = most_split * group * (model.head_dim + 2);
+  partial_floats = most_split * group * (model.value_dim() + 2);
   partials = static_cast<float*>(partials_.reserve(size_t(std::max(1, partials_used)) * partial_floats * 4));
 }
 
@@ -286,7 +320,8 @@ LayerPhases all_of(const Phase (&phases)[N]) {
   return {phases, int(N)};
 }
 
-LayerPhases layer_phases(const Batch& batch, bool has_experts) {
+LayerPhases layer_phases(const Batch& batch, bool has_experts, bool is_latent) {
+  if (is_latent) return all_of(kLatentLayerPhases);
   if (has_experts) return all_of(kMixtureLayerPhases);
   return batch.num_adapters ? all_of(kAdaptedLayerPhases) : all_of(kLayerPhases);
 }
@@ -303,12 +338,14 @@ Phase phase_at(int index, LayerPhases each, int num_layers, int& layer) {
 }  // namespace
 
 int Step::phases() const {
-  return 1 + layer_phases(batch, first_mixture_ >= 0).count * model.num_layers + (batch.num_sampled ? 2 : 0);
+  return 1 + layer_phases(batch, first_mixture_ >= 0, model.latent.rank > 0).count * model.num_layers +
+         (batch.num_sampled ? 2 : 0);
 }
 
 int Step::chunks(int index) const {
   int layer;
-  const Phase phase = phase_at(index, layer_phases(batch, first_mixture_ >= 0), model.num_layers, layer);
+  const Phase phase =
+      phase_at(index, layer_phases(batch, first_mixture_ >= 0, model.latent.rank > 0), model.num_layers, layer);
   const bool has_experts = model.layers[layer].mixture.count > 0;
   switch (phase) {
     case Phase::qkv: return qkv_blocking.count;
@@ -323,6 +360,9 @@ int Step::chunks(int index) const {
     case Phase::expert_gate_up: return has_experts ? experts.chunks(&ExpertRun::gate_up_end) : 0;
     case Phase::expert_down: return has_experts ? experts.chunks(&ExpertRun::down_end) : 0;
     case Phase::combine: return has_experts ? ceil_div(batch.rows, row_chunk) : 0;
+    case Phase::query_up: return model.latent.query_rank ? query_blocking.count : 0;
+    case Phase::absorb:
+    case Phase::value_up: return model.heads * head_row_blocks;
     case Phase::shrink_qkv:
     case Phase::shrink_output:
     case Phase::shrink_gate_up:
@@ -338,7 +378,8 @@ int Step::chunks(int index) const {
 
 void Step::run(int index, int chunk, int thread) {
   int layer;
-  const Phase phase = phase_at(index, layer_phases(batch, first_mixture_ >= 0), model.num_layers, layer);
+  const Phase phase =
+      phase_at(index, layer_phases(batch, first_mixture_ >= 0, model.latent.rank > 0), model.num_layers, layer);
   if (row_affinity_ && phase != Phase::attend && phase < Phase::head) chunk = claim_chunk(index, thread);
   const auto compute = [&] {
     if (phase == Phase::plan_experts) {

@@ -49,6 +49,12 @@ class Step final : public Job {
   Rows expert_x, expert_up;
   float* expert_out = nullptr;  // [entries][stride of x]
   Blocking router_blocking;
+  // Latent attention: inputs of query_up, queries [rows][heads * head_dim], inputs of absorb [rows][heads * plain],
+  // queries for latent vectors [rows][heads * width], and attended vectors [rows][heads * rank].
+  Rows query_x, absorb_x, attended_latent;
+  float *queries = nullptr, *absorbed = nullptr;
+  Blocking query_blocking;
+  int head_rows = 0, head_row_blocks = 0;  // rows per chunk of a product per head, and number of such chunks of a head
   // Rows with adapters, sorted by adapter, and the runs of rows with one adapter that are shrunk together.
   struct AdapterRun {
     int adapter, first, count;  // rows adapted_rows[first .. first + count - 1]
@@ -73,6 +79,7 @@ class Step final : public Job {
   int claim_chunk(int index, int thread);
   void plan_adapters(int capacity);
   void plan_experts(int capacity);
+  void plan_latent(int capacity);
   void plan_attention();
   void plan_partition(int partition, int heads_at_once, int most_sharers);
   static Rows allocate_rows(Buffer& buffer, int rows, int width, InputForms forms);
@@ -87,6 +94,7 @@ class Step final : public Job {
   int threads_;
   bool has_windows_ = false, has_output_norms_ = false;
   InputForms x_forms_, attended_forms_, up_forms_, expert_up_forms_;
+  InputForms query_forms_, absorb_forms_, attended_latent_forms_;
   int first_dense_ = -1, first_mixture_ = -1;  // first layer without and with experts
   int most_per_row_ = 0, most_experts_ = 0, most_expert_inputs_ = 0;
   // Number of chunks claimed from a thread's rows; each counter has its own cache line.
@@ -99,6 +107,7 @@ class Step final : public Job {
   std::vector<int> next_sharer_;  // per sequence: the next sequence in its SharedPartition
   Buffer x_, attended_, up_, residual_, projected_, qkv_, partials_, shrunk_;
   Buffer router_, expert_x_, expert_up_, expert_out_;
+  Buffer query_x_, queries_, absorb_x_, absorbed_, attended_latent_;
   std::vector<Buffer> scratches_;
 };
 

@@ -121,10 +121,10 @@ GPT_OSS = {
 DEEPSEEK: dict[str, object] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
     "n_routed_experts": 12,
     "n_shared_experts": 2,
     "num_experts_per_tok": 3,
@@ -226,6 +226,10 @@ CHECKPOINTS = {
     "gpt_oss": Checkpoint("GptOss", GPT_OSS),
     "deepseek_v2": Checkpoint("DeepseekV2", DEEPSEEK_V2),
     "deepseek_v2-plain": Checkpoint("DeepseekV2", DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3-odd": Checkpoint(
+        "DeepseekV3",
+        DEEPSEEK_V3 | {"q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+    ),
     "deepseek_v3": Checkpoint("DeepseekV3", DEEPSEEK_V3),
     "qwen3_moe": Checkpoint("Qwen3Moe", _EXPERTS | {"norm_topk_prob": True, "head_dim": 16, "decoder_sparse_step": 2}),
 }

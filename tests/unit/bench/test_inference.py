@@ -61,9 +61,10 @@ def test_the_phases_of_a_step_are_said() -> None:
     phases = bench.phases((9, 6), 2)
     assert {"qkv", "attend", "gate_up", "down", "head"} <= phases.keys()
     others = {"route", "plan_experts", "gather", "expert_gate_up", "expert_down", "combine"}
+    others |= {"latent_rows", "query_up", "split_queries", "absorb", "value_up", "attended_rows"}
     others |= {name for name in phases if name.startswith("shrink_")}
     assert all(ms > 0 for name, ms in phases.items() if name not in {"embed", *others})
-    assert all(phases[name] == 0 for name in others), "a batch without adapters or experts has no such phase"
+    assert all(phases[name] == 0 for name in others), "without adapters, experts or latent attention"
     slow = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="torch", threads=1), 1, SystemClock())
     with pytest.raises(UsageError, match="only the compiled kernels report"):
         slow.phases((9, 6), 2)

@@ -22,7 +22,7 @@ from kvferry.kernels import compiled
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.kv.pages.relayout import plan
 from kvferry.model import tiny
-from kvferry.model.config import Experts, ModelConfig
+from kvferry.model.config import Experts, Latent, ModelConfig, Scoring
 from kvferry.model.tensors import HEAD, Stored
 
 LEVELS = compiled.levels()
@@ -30,6 +30,11 @@ DTYPES = ["float32", "bfloat16", "int8"]
 ROUNDING = LEVELS[2:]
 """Those that round inputs of products to bfloat16."""
 CLAMPED = "sinks, biases, clamped gates"
+LATENT = replace(tiny.config(), num_heads=5, num_kv_heads=1, head_dim=96, latent=Latent(96, 32, 64, 16, 48))
+GROUPED = Experts(
+    8, 3, 40, renormalizes=True, shared_size=24, has_shared_gate=False, scoring=Scoring.SIGMOID, groups=4,
+    active_groups=2, weight_scale=1.7,
+)  # fmt: skip
 VARIANTS = [
     tiny.config(),
     tiny.config(qk_norm=True),
@@ -40,7 +45,12 @@ VARIANTS = [
     replace(tiny.config(), experts=Experts(6, 2, 48, renormalizes=True)),
     replace(FEATURED[CLAMPED], experts=Experts(7, 2, 40, renormalizes=True, has_biases=True)),
     replace(tiny.config(), experts=Experts(9, 3, 33, renormalizes=False, shared_size=20, dense_layers=(0,))),
+    replace(LATENT, latent=Latent(64, 16, 32, 48, None), head_dim=48),
+    replace(LATENT, experts=GROUPED),
+    replace(LATENT, experts=replace(GROUPED, scoring=Scoring.SOFTMAX, renormalizes=False, dense_layers=(0,))),
 ]
+OF_HEADS = [config for config in VARIANTS if config.latent is None]
+"""Those with keys and values, which can be int8."""
 BLOCK = 16
 Piece = tuple[int, int, int]
 """Sequence, first position, rows."""
@@ -61,6 +71,10 @@ CODED = [
     replace(tiny.config(), hidden_size=64, intermediate_size=112),
     replace(tiny.config(qk_norm=True), hidden_size=96, intermediate_size=224),
 ]
+
+
+def variants_of(dtype: str) -> list[ModelConfig]:
+    return OF_HEADS if dtype == "int8" else VARIANTS
 
 
 def model_of(config: ModelConfig, level: str, dtype: str = "float32", threads: int = 3) -> Model:
@@ -167,7 +181,7 @@ def converted(world: World, pages: PagedKv, to: World) -> PagedKv:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("config", VARIANTS, ids=range(len(VARIANTS)))
+@pytest.mark.parametrize("config", OF_HEADS, ids=range(len(OF_HEADS)))
 def test_codes_are_what_a_conversion_makes_and_count_as_much(config: ModelConfig, level: str) -> None:
     wide, coded = (World(config, [300], dtype) for dtype in ("float32", "int8"))
     exact, rough = (model_of(config, level, dtype) for dtype in ("float32", "int8"))
@@ -252,7 +266,7 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: s
     """Each level and type in 90 random walks: together more than 500 ways through the same tokens."""
     for number in range(90):
         rng = np.random.default_rng(number)
-        config = VARIANTS[number % len(VARIANTS)]
+        config = variants_of(dtype)[number % len(variants_of(dtype))]
         lengths = [int(n) for n in rng.choice([1, 4, 31, 33, 257, 290, 530], rng.integers(1, 5))]
         model = model_of(config, level, dtype, threads=int(rng.integers(1, 4)))
         world = World(config, lengths, dtype, seed=number)
@@ -278,7 +292,8 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: s
 def test_sequences_that_begin_alike_get_the_bits_that_each_gets_alone(level: str, dtype: str) -> None:
     """Decoding rows over the same pages are computed together: 67 over two partitions of 256 tokens, three more over
     the first of them alone, two over none; beside a prompt, and beside one that is too short to be cut."""
-    for number, config in enumerate(VARIANTS):
+    configs = OF_HEADS if level == "portable" else variants_of(dtype)  # the portable level is slow
+    for number, config in enumerate(configs):
         lengths = [*(530 + n % 40 for n in range(70)), 600, 600, 300, 20]
         model, world = model_of(config, level, dtype), World(config, lengths, dtype, seed=number)
         world.begin_alike(0, range(1, 67), 33)

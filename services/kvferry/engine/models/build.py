@@ -9,7 +9,7 @@ from kvferry.engine.models.compiled import CompiledTransformer
 from kvferry.engine.models.model import Model
 from kvferry.kernels import compiled
 from kvferry.kernels.families import FAMILIES, device_kind, family_for
-from kvferry.model.config import Experts, ModelConfig, Scoring
+from kvferry.model.config import Latent, ModelConfig
 from kvferry.model.features import features_in_use
 from kvferry.model.tensors import TensorSource
 
@@ -29,10 +29,12 @@ COMPILED_FEATURES = frozenset(
         "rope_scaling", "rotary_dim", "local_rope_theta", "unrotated_layers", "windows", "attention_scale",
         "attention_soft_cap", "logit_soft_cap", "embedding_scale", "residual_scale", "logit_scale", "norm_placement",
         "norm_offset", "qk_norm_spans_heads", "activation", "swiglu_alpha", "swiglu_limit", "attention_sinks",
-        "output_bias", "experts",
+        "output_bias", "experts", "latent",
     }
 )  # fmt: skip
 """Features of `ModelConfig` that the compiled kernels implement."""
+_MAX_RANK, _MAX_WIDTH = 512, 640
+"""Most values of a latent vector in the compiled kernels, without and with the rotated ones."""
 SHIPPED = "shipped"
 WEIGHTS = {SHIPPED: "shipped", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Weight formats, each with its name in the compiled kernels."""
@@ -108,20 +110,9 @@ def resolve_kernels(kernels: str, config: ModelConfig, dtype: str, device: str =
     reason = "other kernels were requested" if kernels in FAMILIES else why_not_compiled(config, dtype, device)
     if config.latent is not None and (device_kind(device) != "cpu" or kernels == "triton"):
         raise UsageError(
-            f"latent attention of the family {config.architecture} is computed by the torch kernels on CPUs only; use"
-            " --device cpu and --kernels torch",
+            f"latent attention of the family {config.architecture} is computed on CPUs only; use --device cpu and"
+            " --kernels auto",
             field="device" if device_kind(device) != "cpu" else "kernels",
-        )
-    if config.experts is not None and device_kind(device) != "cpu":
-        raise UsageError(
-            f"mixtures of experts (experts of the family {config.architecture}) are computed on CPUs only, not on"
-            f" {device} (--device cpu)",
-            field="device",
-        )
-    if config.experts is not None and kernels == "triton":
-        raise UsageError(
-            f"the Triton kernels do not implement experts of the family {config.architecture}; use --kernels torch",
-            field="kernels",
         )
     if reason and dtype == INT8:
         raise UsageError(f"KV in int8 needs the compiled kernels, and {reason}; use bfloat16 (--dtype)", field="dtype")
@@ -159,14 +150,24 @@ def why_not_compiled(config: ModelConfig, dtype: str, device: str = "cpu") -> st
     lacking = [name for name in features_in_use(config) if name not in COMPILED_FEATURES]
     if lacking:
         return f"they do not implement {', '.join(lacking)} of the family {config.architecture}"
-    if config.experts is not None and not _is_compiled(config.experts):
-        return f"they do not route to experts as the family {config.architecture} does"
+    if config.latent is not None:
+        return _why_not_latent(config.latent, dtype)
     if config.head_dim % 16 or config.head_dim > 256:
         return f"heads of {config.head_dim} values are not a multiple of 16 up to 256"
     return None
 
 
-def _is_compiled(experts: Experts) -> bool:
-    """Return whether the compiled kernels choose and weigh experts in this way."""
-    is_plain = experts.scoring is Scoring.SOFTMAX and experts.active_groups == experts.groups
-    return is_plain and experts.weight_scale == 1.0 and (experts.has_shared_gate or not experts.shared_size)
+def _why_not_latent(latent: Latent, dtype: str) -> str | None:
+    if dtype == INT8:
+        return "they keep latent vectors in float32 or bfloat16"
+    if latent.rank % 32 or latent.plain % 32 or latent.rank > _MAX_RANK or latent.width > _MAX_WIDTH:
+        return (
+            f"latent vectors of {latent.rank} and queries of {latent.plain} values are not multiples of 32, or vectors"
+            f" have more than {_MAX_RANK} values, or {_MAX_WIDTH} with the rotated ones"
+        )
+    if latent.rotated % 16 or latent.value % 16 or (latent.query_rank or 0) % 16 or latent.plain + latent.rotated > 256:
+        return (
+            f"heads of {latent.plain} and {latent.rotated} rotated values, and values of {latent.value}, are not"
+            " multiples of 16, or heads have more than 256"
+        )
+    return None

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from kvferry.core.dtypes import FLOAT32
 from kvferry.core.errors import ModelFileError, UsageError
 from kvferry.engine.models.compiled_adapter import CompiledAdapter, pack_adapter
-from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, Logits
+from kvferry.engine.models.compiled_latent import latent_sizes, transposed_keys, value_rows
+from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, LATENT_TAKES_NO_ADAPTERS, Logits
 from kvferry.engine.models.rotary import rotary_table
 from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.device import CPU
@@ -22,8 +23,9 @@ from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
 from kvferry.kernels.compiled import Arena
 from kvferry.model.adapters.adapter_folder import Adapter
-from kvferry.model.config import Activation, LayerRope, ModelConfig
+from kvferry.model.config import Activation, Latent, LayerRope, ModelConfig, Scoring
 from kvferry.model.tensors import (
+    CORRECTION,
     EMBEDDING,
     FINAL_NORM,
     HEAD,
@@ -110,6 +112,7 @@ class CompiledTransformer:
             "swiglu_alpha": config.swiglu_alpha,
             "swiglu_limit": config.swiglu_limit,
             "input_bits": 8 if rounds_inputs else 32 if dtype == FLOAT32 else 16,
+            **latent_sizes(config.latent),
         }
         self.weight_bytes = loader.num_bytes - loader.idle_bytes
         """See `model.Model.weight_bytes`."""
@@ -148,6 +151,8 @@ class CompiledTransformer:
     @property
     def why_no_adapters(self) -> str | None:
         """See `model.Model.why_no_adapters`."""
+        if self.config.latent is not None:
+            return LATENT_TAKES_NO_ADAPTERS
         return None if self.config.experts is None else EXPERTS_TAKE_NO_ADAPTERS
 
     def pack_adapter(self, adapter: Adapter) -> CompiledAdapter:
@@ -249,9 +254,15 @@ class _Loader:
         def norm(name: str | None) -> Floats | None:
             return None if name is None else self._norm(at + name)
 
+        if config.latent is None:
+            inputs: LayerParts = {
+                "qkv": self._matrix(tuple(f"{attention}{x}_proj.weight" for x in "qkv"), hidden, bias=bias)
+            }
+        else:
+            inputs = self._latent(config.latent, attention)
         return {
+            **inputs,
             "attention_norm": norm(norms.attention),
-            "qkv": self._matrix(tuple(f"{attention}{x}_proj.weight" for x in "qkv"), hidden, bias=bias),
             "q_norm": query_norm if of_heads else None,
             "k_norm": key_norm if of_heads else None,
             "q_norm_whole": None if of_heads else query_norm,
@@ -262,20 +273,39 @@ class _Loader:
             "sinks": self._vector(at + SINKS) if config.attention_sinks else None,
             "output": self._matrix(
                 (attention + "o_proj.weight",),
-                config.num_heads * config.head_dim,
+                config.attended_size,
                 bias=(attention + "o_proj.bias",) if config.output_bias else (),
             ),
             "attention_output_norm": norm(norms.attention_output),
             "mlp_norm": norm(norms.mlp),
             "mlp_output_norm": norm(norms.mlp_output),
-        } | self._mlp_or_mixture(index)
+            **self._mlp_or_mixture(index),
+        }
+
+    def _latent(self, latent: Latent, at: str) -> LayerParts:
+        """Describe the projections of latent attention. The projection of keys is transposed, so that queries are
+        multiplied by it; a quantized one becomes float32."""
+        config, up = self._config, at + "kv_b_proj.weight"
+        has_query_down = latent.query_rank is not None
+        queries = "q_a_proj.weight" if has_query_down else "q_proj.weight"
+        parts: LayerParts = {
+            "qkv": self._matrix((at + queries, at + "kv_a_proj_with_mqa.weight"), config.hidden_size),
+            "latent_norm": self._vector(at + "kv_a_layernorm.weight"),
+            "absorb": self._add((up,), [transposed_keys(self._tensors, up, config.num_heads, latent)], latent.plain),
+            "value_up": self._matrix((up,), latent.rank, order=value_rows(config.num_heads, latent)),
+        }
+        if latent.query_rank is not None:
+            parts["query_norm"] = self._vector(at + "q_a_layernorm.weight")
+            parts["query_up"] = self._matrix((at + "q_b_proj.weight",), latent.query_rank)
+        return parts
 
     def _mlp_or_mixture(self, index: int) -> LayerParts:
         experts, at = self._config.experts_of(index), layer_prefix(index)
         if experts is None:
             gate_up, down = self._mlp(at + "mlp.", self._config.intermediate_size)
             return {"gate_up": gate_up, "down": down}
-        names = (at + ROUTER, at + SHARED_GATE) if experts.shared_size else (at + ROUTER,)
+        has_gate = experts.shared_size > 0 and experts.has_shared_gate
+        names = (at + ROUTER, at + SHARED_GATE) if has_gate else (at + ROUTER,)
         found = [
             self._mlp(at + expert_prefix(i), experts.intermediate_size, has_biases=experts.has_biases)
             for i in range(experts.count)
@@ -290,6 +320,12 @@ class _Loader:
                 ),
                 "active": experts.active,
                 "renormalizes": experts.renormalizes,
+                "is_sigmoid": experts.scoring is Scoring.SIGMOID,
+                "groups": experts.groups,
+                "active_groups": experts.active_groups,
+                "weight_scale": experts.weight_scale,
+                "correction": self._vector(at + CORRECTION) if experts.scoring is Scoring.SIGMOID else None,
+                "has_shared_gate": has_gate,
                 "experts": found,
                 "shared": self._mlp(at + SHARED, experts.shared_size) if experts.shared_size else None,
             }
@@ -326,7 +362,17 @@ class _Loader:
             bias: names of the tensors' biases, in the same order.
             order: index of the source row for each packed row, -1 for a row of zeros; default: rows in order.
         """
-        stored = [self._tensors.stored(name) for name in names]
+        return self._add(names, [self._tensors.stored(name) for name in names], cols, bias=bias, order=order)
+
+    def _add(
+        self,
+        names: tuple[str, ...],
+        stored: list[Stored],
+        cols: int,
+        *,
+        bias: tuple[str, ...] = (),
+        order: Ints | None = None,
+    ) -> "Matrix":
         firsts = np.cumsum([0, *(len(s.order) for s in stored)])
         rows = np.concatenate([s.order + first for s, first in zip(stored, firsts, strict=False)])
         chosen = rows if order is None else np.where(order < 0, -1, rows[order])

@@ -19,7 +19,7 @@ import torch
 
 from kvferry.engine.models.latent import LatentWeights, Place, project
 from kvferry.engine.models.mixture import mix
-from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, Logits
+from kvferry.engine.models.model import EXPERTS_TAKE_NO_ADAPTERS, LATENT_TAKES_NO_ADAPTERS, Logits
 from kvferry.engine.models.rotary import rotary_table
 from kvferry.engine.models.torch_adapter import (
     DOWN,
@@ -147,7 +147,7 @@ class Transformer:
     def why_no_adapters(self) -> str | None:
         """See `model.Model.why_no_adapters`."""
         if self.config.latent is not None:
-            return "adapters of models with latent attention are not implemented; merge them into the weights"
+            return LATENT_TAKES_NO_ADAPTERS
         if self.config.experts is not None:
             return EXPERTS_TAKE_NO_ADAPTERS
         if self.ops.add_low_rank is not None:
@@ -227,7 +227,7 @@ class Transformer:
         x = self._add(out, layer.attention_output_norm, residual, layer.mlp_norm)
         if isinstance(layer.mlp, MixtureOfExperts):
             assert self.config.experts is not None
-            x = mix(x, layer.mlp, self.config.experts, self._multiply_gate)
+            x = mix(x, layer.mlp, self.config.experts, self._multiply_gate, self.ops)
         else:
             x = self._multiply_gate(self._adapted(layer.mlp.gate_up(x), x, index, GATE_UP, passage))
             x = self._adapted(layer.mlp.down(x), x, index, DOWN, passage)

@@ -75,9 +75,7 @@ def family_of(raw: Json, where: Path) -> Family:
     return _BY_CLASS[first]
 
 
-def read_config(
-    raw: Json, name: str, where: Path, ends: Json | None = None, *, has_head: bool = False
-) -> ModelConfig:
+def read_config(raw: Json, name: str, where: Path, ends: Json | None = None, *, has_head: bool = False) -> ModelConfig:
     """Convert the content of a config.json to a `ModelConfig`.
 
     Args:
