@@ -187,7 +187,7 @@ struct Piece {
   int sequence, first, rows;
 };
 
-// Computes the logits of all rows of a step.
+// Computes a step; returns the logits of each row, and its inputs of both layers.
 std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
                         const std::vector<std::vector<int64_t>>& tokens,
                         const std::vector<std::vector<int64_t>>& tables, std::vector<uint8_t>& pages, KvType kv_type,
@@ -205,7 +205,9 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
     }
   }
   const size_t n = ids.size();
-  std::vector<float> logits(n * size_t(job.model.vocabulary));
+  const int64_t taps[] = {1, 0};
+  const size_t vocabulary = size_t(job.model.vocabulary), tapped_size = 2 * size_t(job.model.hidden);
+  std::vector<float> logits(n * vocabulary), tapped(n * tapped_size), all;
   std::vector<int64_t> greedy(n);
   std::vector<uint8_t> finite(n);
   Batch b;
@@ -222,9 +224,16 @@ std::vector<float> step(Step& job, Pool& pool, const std::vector<Piece>& pieces,
   b.logits = logits.data();
   b.greedy = greedy.data();
   b.finite = finite.data();
+  b.taps = taps;
+  b.num_taps = 2;
+  b.tapped = tapped.data();
   job.prepare(b);
   pool.run(job);
-  return logits;
+  for (size_t row = 0; row < n; ++row) {
+    all.insert(all.end(), &logits[row * vocabulary], &logits[row * vocabulary] + vocabulary);
+    all.insert(all.end(), &tapped[row * tapped_size], &tapped[row * tapped_size] + tapped_size);
+  }
+  return all;
 }
 
 bool check(const Level& level, const std::string& wanted, RowType type, KvType kv_type, int input_bits) {
@@ -267,8 +276,8 @@ bool check(const Level& level, const std::string& wanted, RowType type, KvType k
     const auto logits = step(job, pool, pieces, tokens, tables, pages, kv_type, block_tokens);
     size_t at = 0;
     for (const Piece& p : pieces) {
-      const size_t count = size_t(p.rows) * m.vocabulary;
-      if (std::memcmp(&logits[at], &alone[size_t(p.sequence)][size_t(p.first) * m.vocabulary], count * 4) != 0) {
+      const size_t width = size_t(m.vocabulary + 2 * m.hidden), count = size_t(p.rows) * width;
+      if (std::memcmp(&logits[at], &alone[size_t(p.sequence)][size_t(p.first) * width], count * 4) != 0) {
         std::printf("%s %s: rows %d to %d of sequence %d differ from those computed alone\n", level.name,
                     wanted.c_str(), p.first, p.first + p.rows, p.sequence);
         return false;
@@ -278,7 +287,7 @@ bool check(const Level& level, const std::string& wanted, RowType type, KvType k
   }
   for (float v : alone.back())
     if (!std::isfinite(v)) {
-      std::printf("%s %s: a logit is not finite\n", level.name, wanted.c_str());
+      std::printf("%s %s: a value is not finite\n", level.name, wanted.c_str());
       return false;
     }
   return true;

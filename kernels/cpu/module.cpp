@@ -22,25 +22,18 @@
 #include "step/step.hpp"
 #include "levels/levels.hpp"
 #include "bindings.hpp"
+#include "single_calls.hpp"
 
 using namespace nb::literals;
 
 namespace kvferry {
 namespace {
 
-bool is_width(int input_bits) { return input_bits == 8 || input_bits == 16 || input_bits == 32; }
-
 KvType kv_type_named(const std::string& name) {
   if (name == "float32") return KvType::f32;
   if (name == "bfloat16") return KvType::bf16;
   require(name == "int8", "KV is float32, bfloat16 or int8");
   return KvType::int8;
-}
-
-const Level& usable(const std::string& level) {
-  const Level* found = level_named(level);
-  require(found != nullptr, "this machine does not run level " + level);
-  return *found;
 }
 
 // An adapter of one model, whose memory Python owns.
@@ -88,10 +81,13 @@ class Runner {
               "latent attention has a size that is not supported");
       require(m.kv_heads == 1 && m.head_dim == of.plain + of.rotated, "latent attention has another head");
     }
-    m.embedding = matrix(parts["embedding"], m.vocabulary, m.hidden);
+    m.inputs = whole("inputs");
+    const auto norm = [&](const char* name) { return parts[name].is_none() ? nullptr : floats(parts[name], m.hidden); };
+    if (!parts["embedding"].is_none()) m.embedding = matrix(parts["embedding"], m.vocabulary, m.hidden);
     m.head = matrix(parts["head"], m.vocabulary, m.hidden);
-    m.final_norm = floats(parts["final_norm"], m.hidden);
-    m.head_norm = floats(parts["head_norm"], m.hidden);
+    m.final_norm = norm("final_norm");
+    m.head_norm = norm("head_norm");
+    require(m.inputs == m.hidden || !m.embedding.data, "attention over tokens has `hidden` inputs");
     const Latent& latent = m.latent;
     const size_t angles = size_t(m.max_tokens) * (latent.rank ? latent.rotated : m.head_dim);
     const int width = m.heads * m.head_dim;
@@ -104,7 +100,7 @@ class Runner {
         return from[name].is_none() ? nullptr : floats(from[name], count);
       };
       layer.attention_norm = optional("attention_norm", m.hidden);
-      layer.qkv = matrix(from["qkv"], qkv_rows, m.hidden);
+      layer.qkv = matrix(from["qkv"], qkv_rows, layers_.empty() ? m.inputs : m.hidden);
       layer.q_norm = optional("q_norm", m.head_dim);
       layer.k_norm = optional("k_norm", m.head_dim);
       layer.q_norm_whole = optional("q_norm_whole", width);
@@ -194,7 +190,7 @@ class Runner {
   void step(Ints tokens, Ints positions, Ints slots, Ints queries, Ints contexts, Ints tables, Ints sampled,
             uintptr_t pages, int64_t num_pages, int block_tokens, const std::string& kv_type, Array<float> logits,
             Array<int64_t> greedy, Bytes finite, Ints shown, Array<float> hidden, Ints adapter_of_row,
-            nb::list adapters) {
+            nb::list adapters, Ints taps, Array<float> tapped, Floats residuals, Floats inputs) {
     Batch b;
     b.rows = int(tokens.size());
     b.num_sequences = int(queries.size());
@@ -211,7 +207,18 @@ class Runner {
             "the results have another size");
     require(hidden.size() == shown.size() * size_t(model_.hidden), "the hidden states have another size");
     require(block_tokens > 0 && num_pages > 0 && pages != 0, "there are no pages");
-    check_indices(tokens.data(), tokens.size(), 0, model_.vocabulary, "a token is not in the vocabulary");
+    const size_t rows = tokens.size();
+    require(tapped.size() == rows * taps.size() * size_t(model_.hidden), "the inputs of layers have another size");
+    check_indices(taps.data(), taps.size(), 0, model_.num_layers, "a layer is not there");
+    if (model_.embedding.data) {
+      require(!inputs.size() && !residuals.size(), "rows are tokens, and no vectors");
+      check_indices(tokens.data(), rows, 0, model_.vocabulary, "a token is not in the vocabulary");
+    } else {
+      require(inputs.size() == rows * size_t(model_.inputs) && residuals.size() == rows * size_t(model_.hidden),
+              "the vectors of rows have another size");
+      b.inputs = inputs.data();
+      b.residuals = residuals.data();
+    }
     check_indices(positions.data(), positions.size(), 0, model_.max_tokens, "a position is beyond the model's");
     check_indices(slots.data(), slots.size(), 0, num_pages * block_tokens, "a slot is beyond the pages");
     check_indices(sampled.data(), sampled.size(), 0, b.rows, "a sampled row is not there");
@@ -247,6 +254,9 @@ class Runner {
     b.adapter_of_row = adapter_of_row.data();
     b.adapters = given.data();
     b.num_adapters = int(given.size());
+    b.taps = taps.data();
+    b.num_taps = int(taps.size());
+    b.tapped = tapped.data();
     nb::gil_scoped_release released;  // before the lock, since its holder needs the GIL to return
     std::lock_guard<std::mutex> lock(one_step_);
     step_->prepare(b);
@@ -307,32 +317,6 @@ class Runner {
   std::unique_ptr<Step> step_;
 };
 
-void product(Pool& pool, const std::string& level, const PackedMatrix& packed, Floats x, Array<float> out,
-             int input_bits) {
-  const Matrix& m = packed.matrix;
-  const Level& found = usable(level);
-  require(m.data != nullptr, "the matrix has no data");
-  require(is_width(input_bits), "inputs have 8, 16 or 32 bits");
-  require(x.ndim() == 2 && x.shape(1) == size_t(m.cols), "the inputs have another width");
-  require(out.ndim() == 2 && out.shape(0) == x.shape(0) && out.shape(1) == size_t(m.rows),
-          "the outputs have another shape");
-  const int rows = int(x.shape(0));
-  nb::gil_scoped_release released;
-  if (rows) found.product(pool, m, x.data(), rows, out.data(), input_bits);
-}
-
-void read_all(Pool& pool, const std::string& level, Array<const uint8_t> data) {
-  const Level& found = usable(level);
-  nb::gil_scoped_release released;
-  found.read(pool, data.data(), data.size());
-}
-
-double sum_products(Pool& pool, const std::string& level, int chunks, bool bytes) {
-  const Level& found = usable(level);
-  nb::gil_scoped_release released;
-  return found.sum_products(pool, chunks, bytes);
-}
-
 std::vector<std::string> level_names() {
   std::vector<std::string> names;
   for (const Level* level : usable_levels()) names.emplace_back(level->name);
@@ -376,10 +360,12 @@ NB_MODULE(_cpu, m) {
       .def("step", &Runner::step, "tokens"_a, "positions"_a, "slots"_a, "queries"_a, "contexts"_a, "tables"_a,
            "sampled"_a, "pages"_a, "num_pages"_a, "block_tokens"_a, "kv_type"_a, "logits"_a.noconvert(),
            "greedy"_a.noconvert(), "finite"_a.noconvert(), "shown"_a, "hidden"_a.noconvert(), "adapter_of_row"_a,
-           "adapters"_a);
+           "adapters"_a, "taps"_a, "tapped"_a.noconvert(), "residuals"_a, "inputs"_a);
   m.def("product", &product, "pool"_a, "level"_a, "matrix"_a, "x"_a, "out"_a.noconvert(), "input_bits"_a = 16,
         "x [rows, cols] times the matrix, into out; x in 8 or 16 bits, or as floats in 32, where the matrix is of "
         "codes.");
+  m.def("dequantize", &dequantize, "level"_a, "matrix"_a, "rows"_a, "out"_a.noconvert(),
+        "Dequantizes rows of a matrix into out [rows, cols].");
   m.def("read_all", &read_all, "pool"_a, "level"_a, "data"_a,
         "Streams an array: the bound that memory bandwidth sets.");
   m.def("sum_products", &sum_products, "pool"_a, "level"_a, "chunks"_a, "of_bytes"_a = false,

@@ -35,6 +35,13 @@ struct Batch {
   const int64_t* adapter_of_row = nullptr;  // [rows]: index in `adapters`, -1 for none
   const Adapter* const* adapters = nullptr;
   int num_adapters = 0;  // 0 if no row has an adapter
+  // Rows of vectors instead of tokens: the residual before the first layer, and the inputs of its attention, which may
+  // be wider. Both null if rows are tokens.
+  const float* residuals = nullptr;  // [rows, hidden]
+  const float* inputs = nullptr;     // [rows, inputs of the model]
+  const int64_t* taps = nullptr;     // [num_taps]: layers whose inputs (the residual before them) are returned
+  int num_taps = 0;
+  float* tapped = nullptr;  // [rows, num_taps, hidden]
 };
 
 }  // namespace kvferry

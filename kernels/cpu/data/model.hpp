@@ -69,6 +69,7 @@ struct Layer {
 };
 
 struct Model {
+  int inputs = 0;  // inputs of the first layer's attention: `hidden`, or more if rows are given as vectors
   int hidden = 0, intermediate = 0, heads = 0, kv_heads = 0, head_dim = 0, vocabulary = 0, max_tokens = 0;
   float epsilon = 0.0f;
   float scale = 0.0f;                                      // factor of attention scores
@@ -77,10 +78,10 @@ struct Model {
   float residual_scale = 1.0f;  // factor of what is added to the residual
   Gate gate = Gate::silu;
   float swiglu_alpha = 0.0f, swiglu_limit = 0.0f;  // of Gate::clamped_swiglu
-  Matrix embedding;                                // [vocabulary, hidden]; one row is dequantized per token
+  Matrix embedding;                                // [vocabulary, hidden], or without data if rows are vectors
   Matrix head;                                     // shares its data with `embedding` if the weights are tied
-  const float* final_norm = nullptr;
-  const float* head_norm = nullptr;  // final norm times the factor of the logits
+  const float* final_norm = nullptr;               // of the hidden states that are returned; null for none
+  const float* head_norm = nullptr;                // final norm times the factor of the logits; null for none
   const Layer* layers = nullptr;
   int num_layers = 0;
   Latent latent;

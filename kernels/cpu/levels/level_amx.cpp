@@ -11,7 +11,7 @@
 
 namespace kvferry::amx_bf16 {
 
-const Level kLevel{"amx_bf16", 2 * kAmxRows, true,     scratch_bytes, input_forms,
-                   run_chunk,  run_product,  read_all, sum_products};
+const Level kLevel{"amx_bf16",  2 * kAmxRows,    true,     scratch_bytes, input_forms, run_chunk,
+                   run_product, dequantize_rows, read_all, sum_products};
 
 }  // namespace kvferry::amx_bf16

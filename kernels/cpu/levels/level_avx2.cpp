@@ -10,7 +10,7 @@
 
 namespace kvferry::avx2 {
 
-const Level kLevel{"avx2",    kTileRows,   false,    scratch_bytes, input_forms,
-                   run_chunk, run_product, read_all, sum_products};
+const Level kLevel{"avx2",    kTileRows,   false,           scratch_bytes, input_forms,
+                   run_chunk, run_product, dequantize_rows, read_all,      sum_products};
 
 }  // namespace kvferry::avx2

@@ -9,7 +9,7 @@
 
 namespace kvferry::portable {
 
-const Level kLevel{"portable", kTileRows,   false,    scratch_bytes, input_forms,
-                   run_chunk,  run_product, read_all, sum_products};
+const Level kLevel{"portable", kTileRows,   false,           scratch_bytes, input_forms,
+                   run_chunk,  run_product, dequantize_rows, read_all,      sum_products};
 
 }  // namespace kvferry::portable

@@ -79,6 +79,11 @@ static inline void dequantize_matrix_row(const Matrix& m, int row, float* to) {
   }
 }
 
+// Dequantizes `count` rows of a packed matrix into to [count][cols].
+static void dequantize_rows(const Matrix& m, const int64_t* rows, int count, float* to) {
+  for (int i = 0; i < count; ++i) dequantize_matrix_row(m, int(rows[i]), to + size_t(i) * m.cols);
+}
+
 static inline void apply_rope(float* x, const float* cos, const float* sin, int n) {
   const int half = n / 2;
   int i = 0;

@@ -59,8 +59,10 @@ struct Level {
   size_t (*scratch_bytes)(const Model& model);  // per thread
   InputForms (*input_forms)(const Matrix& matrix, int input_bits);
   void (*run)(Step& step, Phase phase, int layer, int chunk, int thread);
-  // out [rows, matrix rows] = x [rows, cols] times the matrix; see Model for `input_bits`. For tests and benchmarks.
+  // out [rows, matrix rows] = x [rows, cols] times the matrix; see Model for `input_bits`.
   void (*product)(Pool& pool, const Matrix& matrix, const float* x, int rows, float* out, int input_bits);
+  // Dequantizes rows of a matrix into out [count, matrix cols].
+  void (*dequantize)(const Matrix& matrix, const int64_t* rows, int count, float* out);
   // Roofline bounds: `read` streams a memory range; `sum_products` runs multiply-adds in registers (int8, or the
   // level's fastest type) and returns the number of operations.
   void (*read)(Pool& pool, const uint8_t* data, size_t bytes);

@@ -29,16 +29,34 @@ namespace kvferry::KVFERRY_LEVEL {
 static inline void norm_or_copy(const Model& m, const float* from, const float* weight, float* to) {
   if (weight) {
     rms_norm(from, weight, m.hidden, m.epsilon, to);
-  } else {
+  } else if (to != from) {
     std::memcpy(to, from, size_t(m.hidden) * 4);
+  }
+}
+
+// Copies rows [first, end) of the residual to the taps of the layer that follows.
+static inline void tap_rows(Step& step, int layer, int first, int end) {
+  const Batch& b = step.batch;
+  const size_t n = size_t(step.model.hidden);
+  for (int t = 0; t < b.num_taps; ++t) {
+    if (b.taps[t] != layer) continue;
+    for (int row = first; row < end; ++row)
+      std::memcpy(b.tapped + (size_t(row) * size_t(b.num_taps) + size_t(t)) * n,
+                  step.residual + size_t(row) * step.x.stride, n * 4);
   }
 }
 
 static inline void embed_rows(Step& step, int chunk) {
   const Model& m = step.model;
   const int end = step.batch.rows < (chunk + 1) * step.row_chunk ? step.batch.rows : (chunk + 1) * step.row_chunk;
+  const Batch& b = step.batch;
   for (int row = chunk * step.row_chunk; row < end; ++row) {
     float* residual = step.residual + size_t(row) * step.x.stride;
+    if (b.inputs) {
+      std::memcpy(residual, b.residuals + size_t(row) * m.hidden, size_t(m.hidden) * 4);
+      write_input(step.x, row, m.inputs, b.inputs + size_t(row) * m.inputs);
+      continue;
+    }
     dequantize_matrix_row(m.embedding, int(step.batch.tokens[row]), residual);
     if (m.embedding_scale != 1.0f)
       for (int i = 0; i < m.hidden; ++i) residual[i] *= m.embedding_scale;
@@ -46,6 +64,7 @@ static inline void embed_rows(Step& step, int chunk) {
     norm_or_copy(m, residual, m.layers[0].attention_norm, wide);
     write_input(step.x, row, m.hidden, wide);
   }
+  tap_rows(step, 0, chunk * step.row_chunk, end);
 }
 
 // Returns a row of the residual. If the last product has an output norm, the product is in `projected` and has not been
@@ -76,7 +95,7 @@ static inline void norm_sampled_rows(Step& step, const float* output_norm, int f
   const Model& m = step.model;
   for (int i = first; i < end; ++i) {
     float* wide = step.x.f32 + size_t(i) * step.x.stride;
-    rms_norm(residual_row(step, output_norm, int(step.batch.sampled[i]), wide), m.head_norm, m.hidden, m.epsilon, wide);
+    norm_or_copy(m, residual_row(step, output_norm, int(step.batch.sampled[i]), wide), m.head_norm, wide);
     write_input(step.x, i, m.hidden, wide);
   }
 }
@@ -86,7 +105,7 @@ static inline void show_rows(Step& step, const float* output_norm, int first, in
   const Model& m = step.model;
   for (int i = first < 0 ? 0 : first; i < end; ++i) {
     float* to = step.batch.hidden + size_t(i) * m.hidden;
-    rms_norm(residual_row(step, output_norm, int(step.batch.shown[i]), to), m.final_norm, m.hidden, m.epsilon, to);
+    norm_or_copy(m, residual_row(step, output_norm, int(step.batch.shown[i]), to), m.final_norm, to);
   }
 }
 
@@ -223,6 +242,7 @@ static void run_chunk(Step& step, Phase phase, int layer_index, int chunk, int t
     case Phase::next_norm:
       if (layer_index + 1 < m.num_layers) {
         norm_rows(step, layer.mlp_output_norm, m.layers[layer_index + 1].attention_norm, first, until(step.batch.rows));
+        tap_rows(step, layer_index + 1, first, until(step.batch.rows));
       } else {
         norm_sampled_rows(step, layer.mlp_output_norm, first, until(step.batch.num_sampled));
         show_rows(step, layer.mlp_output_norm, first - step.batch.num_sampled,

@@ -132,7 +132,7 @@ void Step::prepare(const Batch& b) {
   batch = b;
   const int rows = std::max(batch.rows, 1);
   const int capacity = round_up(rows, 64);  // batches of similar size share one memory layout
-  x = allocate_rows(x_, capacity, model.hidden, x_forms_);
+  x = allocate_rows(x_, capacity, std::max(model.hidden, model.inputs), x_forms_);
   attended = allocate_rows(attended_, capacity, model.attended_width(), attended_forms_);
   if (first_dense_ >= 0) hidden_up = allocate_rows(up_, capacity, round_up(model.intermediate, kPanel), up_forms_);
   residual = static_cast<float*>(residual_.reserve(size_t(capacity) * x.stride * 4));

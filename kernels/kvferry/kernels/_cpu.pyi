@@ -11,7 +11,8 @@ def levels() -> list[str]: ...
 def row_bytes(type_id: int, cols: int) -> int: ...
 def read_all(pool: Pool, level: str, data: Bytes) -> None: ...
 def sum_products(pool: Pool, level: str, chunks: int, of_bytes: bool = False) -> float: ...
-def product(pool: Pool, level: str, matrix: Matrix, x: Floats, out: Floats, of_bytes: bool = False) -> None: ...
+def product(pool: Pool, level: str, matrix: Matrix, x: Floats, out: Floats, input_bits: int = 16) -> None: ...
+def dequantize(level: str, matrix: Matrix, rows: Ints, out: Floats) -> None: ...
 
 class Pool:
     threads: int
@@ -33,7 +34,7 @@ class Runner:
     def __init__(
         self,
         shape: dict[str, int | float],
-        parts: dict[str, Matrix | Floats],
+        parts: dict[str, Matrix | Floats | None],
         layers: list[dict[str, Matrix | Floats | int | dict[str, object] | None]],
         level: str,
         pool: Pool,
@@ -60,4 +61,8 @@ class Runner:
         hidden: Floats,
         adapter_of_row: Ints,
         adapters: list[Adapter],
+        taps: Ints,
+        tapped: Floats,
+        residuals: Floats,
+        inputs: Floats,
     ) -> None: ...

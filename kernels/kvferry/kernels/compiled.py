@@ -125,7 +125,7 @@ def make_pool(threads: int) -> "Pool":
 
 def make_runner(
     shape: dict[str, int | float],
-    parts: "dict[str, Matrix | npt.NDArray[np.float32]]",
+    parts: "dict[str, Matrix | npt.NDArray[np.float32] | None]",
     layers: "list[dict[str, Matrix | npt.NDArray[np.float32] | int | dict[str, object] | None]]",
     level: str,
     pool: "Pool",
@@ -135,3 +135,40 @@ def make_runner(
     assert module is not None, "asked only where it was built"
     runner: Runner = module.Runner(shape, parts, layers, level, pool)
     return runner
+
+
+def product(
+    pool: "Pool",
+    level: str,
+    matrix: "Matrix",
+    x: npt.NDArray[np.float32],
+    out: npt.NDArray[np.float32],
+    input_bits: int,
+) -> None:
+    """Multiply rows with a packed matrix.
+
+    Args:
+        pool: compute threads.
+        level: kernel level.
+        matrix: [rows, cols].
+        x: [N, cols], contiguous.
+        out: [N, rows]; overwritten.
+        input_bits: precision of the inputs where the matrix is of codes: 8, 16 or 32.
+    """
+    module = extension()
+    assert module is not None, "asked only where it was built"
+    module.product(pool, level, matrix, x, out, input_bits)
+
+
+def dequantize(level: str, matrix: "Matrix", rows: npt.NDArray[np.int64], out: npt.NDArray[np.float32]) -> None:
+    """Dequantize rows of a packed matrix.
+
+    Args:
+        level: kernel level.
+        matrix: [rows, cols].
+        rows: [N] indices of rows.
+        out: [N, cols]; overwritten.
+    """
+    module = extension()
+    assert module is not None, "asked only where it was built"
+    module.dequantize(level, matrix, rows, out)

@@ -372,7 +372,7 @@ def test_damaged_weights_and_a_ban_on_everything_fail_the_row_by_name(device: to
     long = Generation(PROMPTS[1], 3, [*range(16)])  # type: ignore[list-item]
     step(runner, [long])
     with torch.inference_mode():
-        runner._transformer._weights.final_norm.fill_(torch.nan)
+        runner._transformer.weights.final_norm.fill_(torch.nan)
     failed = runner.run(one_token(3, ()))
     assert failed.outputs == {}
     assert failed.failures[RequestId("a")].message.startswith("request a: a logit at position 1 is not finite")

@@ -37,6 +37,9 @@ class Logits:
     hidden: npt.NDArray[np.float32] | None = None
     """[H, hidden]: hidden states after the final norm of the rows that the batch names (`StepBatch.hidden_rows`), in
     order; `None` without such rows."""
+    tapped: npt.NDArray[np.float32] | None = None
+    """[T, layers * hidden]: inputs of the layers that the batch names (`StepBatch.tapped_layers`), of all rows, without
+    a norm; `None` without such layers."""
 
     def of_rows(self, rows: Sequence[int]) -> "Logits":
         """Return the logits of some rows; they share the memory of all."""

@@ -126,7 +126,8 @@ class Transformer:
         self.rounds_inputs = False
         self.weight_bytes = dtype.itemsize * (linear_weights(config) + config.vocab_size * config.hidden_size)
         """See `model.Model.weight_bytes`."""
-        self._weights = weights
+        self.weights = weights
+        """The parameters."""
         self._ropes = tuple(config.rope_of(layer) for layer in range(config.num_layers))
         self._angles = {kind: _angles(config, kind, self.torch_device) for kind in dict.fromkeys(self._ropes)}
         self._rules = tuple(_rules(config, index, layer.sinks) for index, layer in enumerate(weights.layers))
@@ -137,8 +138,14 @@ class Transformer:
         """See `model.Model.compute`."""
         there = DeviceBatch.of(batch, self.torch_device)
         adapters = step_adapters(batch, self.torch_device)
-        hidden = self.forward(there.token_ids, there.positions, kv.pages, there.attention, adapters)
+        rows = Rows(there.token_ids, there.positions, there.attention.slots, adapters)
+        plan = self.ops.plan_attention(there.attention, kv.pages, self.config.num_heads)
+        taps: dict[int, torch.Tensor] = dict.fromkeys(batch.tapped_layers, rows.token_ids)
+        hidden = self.pass_through(rows, kv.pages, plan, taps)
         logits = logits_of(self.logits(hidden, there.sample_rows))
+        if taps:
+            tapped = torch.cat([taps[layer] for layer in batch.tapped_layers], dim=-1)
+            logits = replace(logits, tapped=tapped.float().cpu().numpy())
         if there.hidden_rows is None:
             return logits
         return replace(logits, hidden=self.hidden_states(hidden, there.hidden_rows).cpu().numpy())
@@ -181,18 +188,44 @@ class Transformer:
         plan = self.ops.plan_attention(batch, pages, self.config.num_heads)
         return self.pass_through(Rows(token_ids, positions, batch.slots, adapters), pages, plan)
 
-    def pass_through(self, rows: Rows, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """Run `forward` with a given attention plan, without host synchronization."""
+    def pass_through(
+        self, rows: Rows, pages: torch.Tensor, plan: AttentionPlan, taps: dict[int, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Run `forward` with a given attention plan, without host synchronization.
+
+        Args:
+            rows: the input rows.
+            pages: see `forward`.
+            plan: the attention plan.
+            taps: set to the inputs of the layers that are its keys, each [T, hidden], without a norm.
+        """
         passage, qkv = self.enter(rows, pages)
         for index in range(self.config.num_layers):
+            if taps and index in taps:
+                taps[index] = passage.residual.clone()
             qkv = self.leave(index, self.attend(index, qkv, pages, plan), passage)
         return passage.residual
 
     def enter(self, rows: Rows, pages: torch.Tensor) -> tuple[ForwardState, torch.Tensor]:
         """Launch everything before the first attention; return the forward state and qkv [T, H + 2 K, D]."""
-        residual = self.ops.embedding(rows.token_ids, self._weights.embedding)
+        residual = self.ops.embedding(rows.token_ids, self.weights.embedding)
         if self.config.embedding_scale != 1.0:
             residual = residual * self.config.embedding_scale
+        norm = self.weights.layers[0].attention_norm
+        normed = residual if norm is None else self.ops.rms_norm(residual, norm, self.config.rms_norm_eps)
+        return self.enter_with(residual, normed, rows, pages)
+
+    def enter_with(
+        self, residual: torch.Tensor, inputs: torch.Tensor, rows: Rows, pages: torch.Tensor
+    ) -> tuple[ForwardState, torch.Tensor]:
+        """Launch `enter` for rows of vectors.
+
+        Args:
+            residual: [T, hidden]: residual stream before the first layer; changed in place by later launches.
+            inputs: [T, inputs]: inputs of the first layer's attention.
+            rows: positions and slots of the rows.
+            pages: see `forward`.
+        """
         passage = ForwardState(
             pages=pages,
             angles={
@@ -203,14 +236,12 @@ class Transformer:
             residual=residual,
             adapters=rows.adapters,
         )
-        norm = self._weights.layers[0].attention_norm
-        normed = residual if norm is None else self.ops.rms_norm(residual, norm, self.config.rms_norm_eps)
-        return passage, self._project(0, normed, passage)
+        return passage, self._project(0, inputs, passage)
 
     def attend(self, index: int, qkv: torch.Tensor, pages: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Launch one layer's attention on the qkv returned by `enter` or `leave`; return [T, H * D]."""
         queries, rules = qkv[:, : self.config.num_heads], self._rules[index]
-        weights = self._weights.layers[index].qkv
+        weights = self.weights.layers[index].qkv
         if isinstance(weights, LatentWeights):
             assert self.ops.attend_latent is not None
             return self.ops.attend_latent(queries, weights.up, pages, index, plan, rules.scale)
@@ -221,7 +252,7 @@ class Transformer:
     def leave(self, index: int, seen: torch.Tensor, passage: ForwardState) -> torch.Tensor:
         """Launch everything between a layer's attention and the next layer's attention; return qkv [T, H + 2 K, D] of
         the next layer, or, after the last layer, the residual."""
-        layers, residual = self._weights.layers, passage.residual
+        layers, residual = self.weights.layers, passage.residual
         layer = layers[index]
         out = self._adapted(layer.output(seen), seen, index, OUTPUT, passage)
         x = self._add(out, layer.attention_output_norm, residual, layer.mlp_norm)
@@ -266,7 +297,7 @@ class Transformer:
             rows: [H] int64.
         """
         chosen = self.ops.gather_rows(hidden, rows)
-        return self.ops.rms_norm(chosen, self._weights.final_norm, self.config.rms_norm_eps).float()
+        return self.ops.rms_norm(chosen, self.weights.final_norm, self.config.rms_norm_eps).float()
 
     def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
         """Write the logits of all rows to `out`, [T, vocabulary] float32."""
@@ -274,7 +305,7 @@ class Transformer:
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         config = self.config
-        logits = self._weights.head(self.ops.rms_norm(hidden, self._weights.final_norm, config.rms_norm_eps))
+        logits = self.weights.head(self.ops.rms_norm(hidden, self.weights.final_norm, config.rms_norm_eps))
         if config.logit_scale != 1.0:
             logits = logits * config.logit_scale
         if config.logit_soft_cap is not None:
@@ -282,7 +313,7 @@ class Transformer:
         return logits
 
     def _project(self, index: int, x: torch.Tensor, passage: ForwardState) -> torch.Tensor:
-        config, layer = self.config, self._weights.layers[index]
+        config, layer = self.config, self.weights.layers[index]
         cos, sin = passage.angles[self._ropes[index]]
         if isinstance(layer.qkv, LatentWeights):
             assert config.latent is not None

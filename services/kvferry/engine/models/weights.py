@@ -95,14 +95,14 @@ def load_weights(
     check_shapes(config, tensors.shapes(), f"model {config.name!r}")
     # Tensors are read sequentially, since torch parallelizes each conversion. A second Python thread would start a
     # second set of torch threads and was not faster on two cores.
-    reader = _Reader(tensors, ops, dtype, device)
+    reader = Reader(tensors, ops, dtype, device)
     embedding = reader.tensor(EMBEDDING)
     head = ops.pack_linear(embedding, None) if config.tie_word_embeddings else reader.linear(HEAD)
     layers = tuple(_layer(reader, config, index) for index in range(config.num_layers))
     return Weights(embedding, layers, reader.norm(FINAL_NORM, config), head)
 
 
-def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
+def _layer(reader: "Reader", config: ModelConfig, index: int) -> LayerWeights:
     at = layer_prefix(index)
     attention = at + "self_attn."
     bias = tuple(f"{attention}{x}_proj.bias" for x in "qkv") if config.qkv_bias else ()
@@ -130,7 +130,7 @@ def _layer(reader: "_Reader", config: ModelConfig, index: int) -> LayerWeights:
     )
 
 
-def _latent(reader: "_Reader", at: str, heads: int, latent: Latent) -> LatentWeights:
+def _latent(reader: "Reader", at: str, heads: int, latent: Latent) -> LatentWeights:
     up = reader.tensor(at + "kv_b_proj.weight").view(heads, latent.plain + latent.value, latent.rank)
     has_down = latent.query_rank is not None
     return LatentWeights(
@@ -143,7 +143,7 @@ def _latent(reader: "_Reader", at: str, heads: int, latent: Latent) -> LatentWei
     )
 
 
-def _mlp(reader: "_Reader", at: str, *, has_biases: bool = False) -> Mlp:
+def _mlp(reader: "Reader", at: str, *, has_biases: bool = False) -> Mlp:
     first, last = (at + "gate_proj.", at + "up_proj."), (at + "down_proj.",)
 
     def linear(modules: tuple[str, ...]) -> Linear:
@@ -153,7 +153,7 @@ def _mlp(reader: "_Reader", at: str, *, has_biases: bool = False) -> Mlp:
     return Mlp(linear(first), linear(last))
 
 
-def _mixture(reader: "_Reader", config: ModelConfig, at: str) -> MixtureOfExperts:
+def _mixture(reader: "Reader", config: ModelConfig, at: str) -> MixtureOfExperts:
     experts = config.experts
     assert experts is not None
     has_shared = experts.shared_size > 0
@@ -166,7 +166,7 @@ def _mixture(reader: "_Reader", config: ModelConfig, at: str) -> MixtureOfExpert
     )
 
 
-def _experts(reader: "_Reader", at: str, experts: Experts) -> tuple[Mlp, ...] | ExpertWeights:
+def _experts(reader: "Reader", at: str, experts: Experts) -> tuple[Mlp, ...] | ExpertWeights:
     prefixes = [at + expert_prefix(index) for index in range(experts.count)]
     if not reader.stacks_experts:
         return tuple(_mlp(reader, prefix, has_biases=experts.has_biases) for prefix in prefixes)
@@ -183,12 +183,12 @@ def _experts(reader: "_Reader", at: str, experts: Experts) -> tuple[Mlp, ...] | 
     )
 
 
-def _head_norms(reader: "_Reader", attention: str, config: ModelConfig) -> HeadNorms:
+def _head_norms(reader: "Reader", attention: str, config: ModelConfig) -> HeadNorms:
     query, key = (reader.norm(f"{attention}{x}_norm.weight", config) for x in "qk")
     return HeadNorms(query, key, config.rms_norm_eps)
 
 
-class _Reader:
+class Reader:
     """Reader that converts named tensors to parameters of one dtype on one device."""
 
     def __init__(self, tensors: TensorSource, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:

@@ -24,6 +24,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, overload
 
+import numpy as np
+import numpy.typing as npt
+
 from kvferry.core.errors import InvariantBroken, KvferryError
 from kvferry.core.ids import BlockId, RequestId
 from kvferry.core.sampling import SampledToken, SamplingParams, ScoredToken
@@ -31,6 +34,8 @@ from kvferry.engine.adapters.adapter_slots import NO_SLOT
 from kvferry.engine.blocks.allocation import PageCopy
 from kvferry.engine.plan.token_mask import TokenMask
 from kvferry.engine.pooling.prompt_pooling import Sums
+
+Floats = npt.NDArray[np.float32]
 
 
 def is_decode(num_uncomputed: int) -> bool:
@@ -161,6 +166,9 @@ class StepResult:
     """The scored tokens of each sequence with scored rows, in order of position."""
     pooled: Mapping[RequestId, Sums] = field(default_factory=dict)
     """The sum of the hidden states of each sequence with pooled rows."""
+    hidden: Floats | None = None
+    """[T, width] float32: hidden states of all scheduled rows that a head reads, in the order of the plan; `None`
+    without a head."""
 
     @classmethod
     def of(

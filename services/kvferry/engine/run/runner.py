@@ -1,7 +1,7 @@
 """The host-driven runner: executes a step's page copies and forward pass, and samples on the host."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from kvferry.engine.profile.watch import FORWARD, NO_WATCH, SAMPLE, StepWatch
 from kvferry.engine.run.pooler import with_pooled
 from kvferry.engine.run.sampler import is_greedy, sample
 from kvferry.engine.run.scorer import Scores, score
-from kvferry.engine.tensors.batch import PackedAdapter, StepBatch, build_batch
+from kvferry.engine.tensors.batch import PackedAdapter, ShownStates, StepBatch, build_batch, pooled_rows
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 
@@ -36,6 +36,8 @@ class Runner:
         self.model = model
         self.kv = kv
         self._slots: dict[int, PackedAdapter] = {}
+        self.shown: ShownStates | None = None
+        """Hidden states that steps return of every row, for a head; `None` without one."""
         self.watch: Callable[[StepPlan], None] | None = None
         """Callback for measurements, called with every plan before its execution."""
         self.phases: StepWatch = NO_WATCH
@@ -73,7 +75,8 @@ class Runner:
         """
         if self.watch is not None:
             self.watch(plan)
-        batch = build_batch(plan, block_tokens=self.kv.layout.block_tokens, adapters=self._slots)
+        size = self.kv.layout.block_tokens
+        batch = build_batch(plan, block_tokens=size, adapters=self._slots, shown=self.shown)
         is_scoring = any(s.num_scored for s in plan.scheduled)
         return PreparedStep(plan, batch, is_greedy(plan.scheduled), is_scoring)
 
@@ -88,14 +91,14 @@ class Runner:
         phases.runner_phase(SAMPLE)
         if phases is not NO_WATCH and self._kernel_seconds is not None:
             phases.kernels(self._kernel_seconds())
-        hidden = logits.hidden
+        hidden, tapped = logits.hidden, logits.tapped
         scores: Scores | None = None
         if step.is_scoring:
             scores = score(logits, plan.scheduled)
             logits = logits.of_rows(sampled_rows(plan.scheduled))
         sampled = None if step.is_greedy else sample(logits, plan.scheduled)
         phases.runner_phase("")
-        return ComputedStep(step, logits, sampled, scores, hidden)
+        return ComputedStep(step, logits, sampled, scores, hidden, tapped, self.shown)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +124,11 @@ class ComputedStep:
     """Results of the sampled rows; `None` if they are the argmax of the logits."""
     scores: Scores | None
     hidden: npt.NDArray[np.float32] | None = None
-    """Hidden states of the pooled rows; `None` without such rows."""
+    """Hidden states of the pooled rows, or of all rows if a head reads them; `None` without such rows."""
+    tapped: npt.NDArray[np.float32] | None = None
+    """Inputs of layers that a head reads, of all rows; `None` without such a head."""
+    shown: ShownStates | None = None
+    """What a head reads; `None` without one."""
 
     @property
     def tokens(self) -> list[int]:
@@ -134,5 +141,11 @@ class ComputedStep:
         """Build the result of the step."""
         step = self.prepared
         sampled = sample(self.logits, step.plan.scheduled) if self.sampled is None else self.sampled
-        result = StepResult.of(step.plan.scheduled, sampled, self.scores)
-        return result if self.hidden is None else with_pooled(result, self.hidden, step.plan.scheduled)
+        plan = step.plan.scheduled
+        result = StepResult.of(plan, sampled, self.scores)
+        hidden = self.hidden
+        if self.shown is not None:
+            result = replace(result, hidden=hidden if self.tapped is None else self.tapped)
+            if self.tapped is None and hidden is not None:
+                hidden = hidden[rows] if len(rows := pooled_rows(plan)) else None
+        return result if hidden is None else with_pooled(result, hidden, plan)

@@ -5,8 +5,9 @@
 Positions restart in each sequence; only the block tables are padded.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, TypedDict
 
@@ -19,6 +20,14 @@ from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 
 Ints = npt.NDArray[np.int64]
 _NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownStates:
+    """Hidden states that a head reads of every row."""
+
+    layers: tuple[int, ...] = ()
+    """Layers whose inputs they are, side by side; empty: the last hidden states, after the final norm."""
 
 
 class PackedAdapter(Protocol):
@@ -51,6 +60,8 @@ class StepBatch:
     then its sampled rows, which are its last `num_sampled` rows."""
     hidden_rows: Ints = field(default_factory=lambda: _NO_ROWS)
     """[H]: indices of the rows whose hidden states are needed, in the order of the plan; empty in most steps."""
+    tapped_layers: tuple[int, ...] = ()
+    """Layers whose inputs are needed, of all rows; empty without a head that reads them."""
     adapter_of_row: Ints = field(default_factory=lambda: _NO_ROWS)
     """[T]: index of each row's adapter in `adapters`, -1 for none; empty if no row has an adapter."""
     adapters: tuple[PackedAdapter, ...] = ()
@@ -58,7 +69,11 @@ class StepBatch:
 
 
 def build_batch(
-    plan: StepPlan, *, block_tokens: int, adapters: Mapping[int, PackedAdapter] = MappingProxyType({})
+    plan: StepPlan,
+    *,
+    block_tokens: int,
+    adapters: Mapping[int, PackedAdapter] = MappingProxyType({}),
+    shown: ShownStates | None = None,
 ) -> StepBatch:
     """Build the arrays of a non-empty plan.
 
@@ -66,11 +81,22 @@ def build_batch(
         plan: the plan.
         block_tokens: tokens per page.
         adapters: adapters by slot; those of the plan's sequences are there.
+        shown: hidden states that a head reads of every row; `None` without a head.
 
     Raises:
         InvariantBroken: a sequence has fewer pages or tokens than the plan needs.
     """
-    scheduled = plan.scheduled
+    batch = _built(plan.scheduled, block_tokens, adapters)
+    if shown is None:
+        return batch
+    if shown.layers:
+        return replace(batch, tapped_layers=shown.layers)
+    return replace(batch, hidden_rows=np.arange(len(batch.token_ids)))
+
+
+def _built(
+    scheduled: tuple[ScheduledSequence, ...], block_tokens: int, adapters: Mapping[int, PackedAdapter]
+) -> StepBatch:
     if all(s.num_scheduled == 1 for s in scheduled):
         return _one_row_each(scheduled, block_tokens, adapters)
     computed = np.array([s.num_computed for s in scheduled], dtype=np.int64)
@@ -133,6 +159,11 @@ def _with_scored(scheduled: tuple[ScheduledSequence, ...], ends: Ints) -> Ints:
         rows += [first + position for position in s.scored_positions]
         rows += range(end - s.num_sampled, end)
     return np.array(rows, dtype=np.int64)
+
+
+def pooled_rows(scheduled: tuple[ScheduledSequence, ...]) -> Ints:
+    """Return the indices of the pooled rows of a step, in the order of the plan."""
+    return _pooled(scheduled, list(itertools.accumulate(s.num_scheduled for s in scheduled)))
 
 
 def _pooled(scheduled: tuple[ScheduledSequence, ...], ends: Sequence[int]) -> Ints:
