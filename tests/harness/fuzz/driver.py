@@ -22,12 +22,13 @@ from typing import NoReturn
 
 from harness.fuzz.adapters import TARGETS as ADAPTERS
 from harness.fuzz.files import TARGETS as FILES
+from harness.fuzz.heads import TARGETS as HEADS
 from harness.fuzz.servers import TARGETS as SERVERS
 from harness.fuzz.target import CORPUS, MAX_MEMORY_BYTES, MAX_SECONDS, Run, Target
 from harness.fuzz.wires import TARGETS as WIRES
 from kvferry.core.clock import SystemClock
 
-TARGETS = {target.name: target for target in (*FILES, *ADAPTERS, *WIRES, *SERVERS)}
+TARGETS = {target.name: target for target in (*FILES, *ADAPTERS, *HEADS, *WIRES, *SERVERS)}
 _MUTATIONS_OF_ONE = 4
 _POOL = 400
 _GUIDED = ("kvferry.model", "kvferry.kv")

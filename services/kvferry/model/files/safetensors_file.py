@@ -22,7 +22,7 @@ from kvferry.model.tensors import Shape
 FLOAT_TYPES = ("F32", "F16", "BF16")
 QUANTIZED_TYPES = (*FLOAT_TYPES, "F8_E4M3", "I8", "U8", "I32", "I64")
 """Types of tensors of a quantized checkpoint."""
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8, "BOOL": 1}
 _NUMPY = {
     "F32": "<f4",
     "F16": "<f2",
@@ -32,6 +32,7 @@ _NUMPY = {
     "U8": "u1",
     "I32": "<i4",
     "I64": "<i8",
+    "BOOL": "u1",
 }
 MAX_HEADER_BYTES = 100 << 20
 """Largest header that the format allows."""

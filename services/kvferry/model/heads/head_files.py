@@ -1,0 +1,143 @@
+"""Opens the files of a head's folder: config.json and one safetensors file, whose names are mapped to one form.
+
+Every tensor has the shape that the configuration and the verifying model give before its values are read, so that a
+file cannot make this process allocate more than its own size.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.errors import ModelFileError
+from kvferry.model.files.safetensors_file import FLOAT_TYPES, StoredTensor, open_tensors
+from kvferry.model.tensors import BF16, F16, F32, Shape, Stored
+
+CONFIG_FILE = "config.json"
+_MAX_HEADER_BYTES = 1 << 20  # a head has fewer than 200 tensors
+_TYPES = (*FLOAT_TYPES, "I64", "BOOL")
+_TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
+_CHECKED_VALUES = 1 << 22
+_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+Floats = npt.NDArray[np.float32]
+
+
+class HeadTensors:
+    """The tensors of a head, by name, as a `model.tensors.TensorSource`."""
+
+    def __init__(self, path: Path, found: Mapping[str, StoredTensor]) -> None:
+        self.path = path
+        self._found = dict(found)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Return the shape of every tensor by name."""
+        return {name: tensor.shape for name, tensor in self._found.items()}
+
+    def read(self, name: str) -> Floats:
+        """Read a tensor of a float type as float32, in memory of its own."""
+        return np.array(self._found[name].values())  # the file may be removed later
+
+    def stored(self, name: str) -> Stored:
+        """Return a matrix in its stored format."""
+        tensor = self._found[name]
+        return Stored.plain(_TYPE_IDS[tensor.dtype], tensor.raw().view(np.uint8).reshape(-1), tensor.shape[0])
+
+    def whole_numbers(self, name: str) -> npt.NDArray[np.int64]:
+        """Read a tensor of integers or truth values."""
+        return self._found[name].raw().astype(np.int64)
+
+    def weights(self) -> list[str]:
+        """Return no lines: heads are not quantized."""
+        return []
+
+    def release(self) -> None:
+        """Do nothing: the file is small."""
+
+    def check(self, expected: Mapping[str, Shape], *, whole: Sequence[str] = ()) -> None:
+        """Check that the tensors are those of a head.
+
+        Args:
+            expected: shapes by name.
+            whole: names of the tensors of integers or truth values; all others have a float type.
+
+        Raises:
+            ModelFileError: a tensor is missing, unknown, has another shape or type, or values that are not finite;
+                `field` has its name.
+        """
+        for name, shape in expected.items():
+            tensor = self._found.get(name)
+            if tensor is None:
+                self.refuse(name, "is missing; save the head again")
+            if tensor.shape != shape:
+                self.refuse(
+                    name,
+                    f"has shape {list(tensor.shape)}, and {list(shape)} is expected by the model and {CONFIG_FILE}; use"
+                    " a head that was trained for this model",
+                )
+            if (tensor.dtype in _TYPE_IDS) == (name in whole):
+                self.refuse(name, f"has type {tensor.dtype}, which is not one for it; save the head again")
+        for name in self._found:
+            if name not in expected:
+                self.refuse(name[:120], "is not known; the head is of a variant that is not supported")
+        for name in expected:
+            if name not in whole and not _is_finite(self._found[name]):
+                self.refuse(name, "has values that are not finite; save the head again")
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Refuse a tensor.
+
+        Raises:
+            ModelFileError: always.
+        """
+        raise ModelFileError(f"{self.path}: tensor {name!r} {why}", field=name)
+
+
+def _is_finite(tensor: StoredTensor) -> bool:
+    """Return whether all values are finite; converts at most `_CHECKED_VALUES` at a time, or one row."""
+    step = max(1, _CHECKED_VALUES * tensor.shape[0] // max(1, math.prod(tensor.shape)))
+    return all(
+        bool(np.isfinite(tensor.rows(first, min(step, tensor.shape[0] - first)).values()).all())
+        for first in range(0, tensor.shape[0], step)
+    )
+
+
+def open_head(folder: Path, files: Sequence[str], renamed: Mapping[str, str], ignored: Sequence[str]) -> HeadTensors:
+    """Open the safetensors file of a head.
+
+    Args:
+        folder: the folder.
+        files: names that the file may have; the first that exists is used.
+        renamed: other beginnings of names, with the ones to use instead.
+        ignored: names of tensors that are not used, such as a copy of the verifying model's embedding.
+
+    Raises:
+        ModelFileError: the file is missing or damaged.
+    """
+    path = next((folder / name for name in files if (folder / name).is_file()), None)
+    if path is None:
+        pickles = [name for name in _PICKLES if (folder / name).is_file()]
+        raise ModelFileError(
+            f"{folder} has no {' or '.join(files)}"
+            + (
+                f"; {pickles[0]} can run code when it is read: convert it once to safetensors, as "
+                "docs/speculation.md shows"
+                if pickles
+                else "; name the folder of a head"
+            ),
+            field="speculation",
+        )
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in open_tensors(path, _MAX_HEADER_BYTES, _TYPES).items():
+        start = next((start for start in renamed if name.startswith(start)), "")
+        own = renamed[start] + name[len(start) :] if start else name
+        if own in found:
+            raise ModelFileError(f"{path}: tensor {own!r} is there twice, by two names; save the head again", field=own)
+        if own not in ignored:
+            found[own] = tensor
+    return HeadTensors(path, found)
