@@ -4,17 +4,20 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 from harness.idle import assert_workers_idle
+from harness.kernels.head_files import write_eagle, write_medusa
 from harness.servers.processes import RunningProcess, a_worker
 from harness.servers.worker_channel import TEST_KEYS, worker_channel
 
 from kvferry.core.constraint import Constraint, ConstraintKind
 from kvferry.engine import LLM, SamplingParams
 from kvferry.kv.handoff.ticket import Keyring
+from kvferry.model import tiny
 from kvferry.rpc.wire import sampling_to_wire, scores_from_wire
 from kvferry.v1 import (
     common_pb2,
@@ -136,6 +139,38 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
             assert [drafts_of(page) > 0 for page in pages] == [False, True], "only decode workers draft"
         for worker in workers:
             assert worker.stop() == 0, "a worker ends with status 0 on SIGTERM"
+
+
+@pytest.mark.parametrize(
+    ("connector", "method"),
+    [
+        ("shm", "eagle3"),
+        *(
+            pytest.param(connector, method, marks=pytest.mark.long)
+            for connector in ("shm", "tcp", "nixl")
+            for method in ("eagle", "eagle3", "medusa")
+            if (connector, method) != ("shm", "eagle3")
+        ),
+    ],
+)
+def test_heads_change_no_token(connector: str, method: str, one_engine: LLM, tmp_path: Path) -> None:
+    # The decode worker has no hidden states of the prompt, so a head begins with the first token.
+    model = tiny.config()
+    if method == "medusa":
+        write_medusa(tmp_path, model)
+    else:
+        write_eagle(tmp_path, model, is_fused=method == "eagle3")
+    speculation = f"{method.removesuffix('3')}={tmp_path}?k=4&fixed=1"
+    with a_pair(connector, speculation) as (pair, (_, decode)):
+        for index, sampling in enumerate((GREEDY, DRAWN)):
+            long = replace(sampling, max_tokens=40)
+            prompt = [(7 * i + index) % 200 for i in range(90)]
+            tokens, handoff = pair.generate(prompt, long)
+            assert tokens == list(one_engine.generate([prompt], long)[0].token_ids)
+            assert handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED
+        page = httpx.get(f"http://{decode.events['listening']['metrics']}/metrics").text
+        assert drafts_of(page) > 0
+        assert_workers_idle(pair.admin)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])

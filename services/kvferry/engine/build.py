@@ -18,6 +18,7 @@ from kvferry.core.process.memory import usable_memory
 from kvferry.engine.adapters.adapter_settings import check_adapter_settings
 from kvferry.engine.adapters.adapter_store import AdapterStore, LoadedAdapter
 from kvferry.engine.drafts.load_draft import LoadedDraft, load_draft
+from kvferry.engine.drafts.load_heads import LoadedEagle, LoadedMedusa, load_heads
 from kvferry.engine.engine import Engine
 from kvferry.engine.grammar.grammar_masks import OFFLINE_SECONDS, GrammarMasks
 from kvferry.engine.models.build import build_model
@@ -65,8 +66,8 @@ class LoadedModel:
     """Data type of the KV."""
     kv_bytes: int
     """Memory for the KV pages of an engine."""
-    draft: LoadedDraft | None = None
-    """The draft model; `None` without one."""
+    draft: LoadedDraft | LoadedEagle | LoadedMedusa | None = None
+    """The draft model or the heads; `None` without any."""
 
     @property
     def layout(self) -> KvLayout:
@@ -146,7 +147,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
             f"unknown async_steps {settings.async_steps!r}; expected one of {', '.join(ASYNC_STEPS)}",
             field="async_steps",
         )
-    parse_speculation(settings.speculation)
+    speculation = parse_speculation(settings.speculation)
     where = choose_device(device or settings.device, kernels=settings.kernels)
     source = None if settings.load_format == "dummy" else open_model(settings.model, served_name=settings.served_name)
     config = shape_of(settings.model) if source is None else source.config
@@ -173,7 +174,7 @@ def load_model(settings: EngineSettings, *, device: str | None = None) -> Loaded
         ) from error
     if settings.adapters and model.why_no_adapters is not None:
         raise UsageError(f"adapters cannot be served: {model.why_no_adapters}", field="adapters")
-    draft = load_draft(settings, config, source, dtype, where)
+    draft = load_draft(settings, config, source, dtype, where) or load_heads(speculation, model)
     kv_bytes = _kv_bytes(settings, config, where)
     if draft is not None and not settings.kv_bytes and where != CPU:
         kv_bytes = int(kv_bytes / (1.0 + draft.kv_share(config)))
@@ -351,6 +352,8 @@ def _speculation(loaded: LoadedModel, runner: Runner) -> Speculation | None:
     parsed = parse_speculation(settings.speculation)
     if loaded.draft is None:
         return speculation_of(parsed)
+    if loaded.draft.shown is not None:
+        runner.shown = loaded.draft.shown
     tokens = min(runner.kv.num_blocks * settings.block_tokens, settings.limits.max_sequences * loaded.context_tokens)
     return speculation_of(parsed, loaded.draft.build(settings.block_tokens, tokens, loaded.config.vocab_size))
 

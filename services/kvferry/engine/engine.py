@@ -392,9 +392,9 @@ class Engine:
         if len(chunks) == 1:  # the step may also have decode rows, as is usual under load
             seconds = self._clock.monotonic() - begun
             self._prices.observe_compute(chunks[0].num_computed, chunks[0].num_scheduled, seconds)
+        self.scheduler.drafting.read(plan, result, self.scheduler.is_wanted)
         updates = self.scheduler.update(plan, result)
         ended = self._clock.monotonic()
-        if (speculation := self.speculation) is not None:
-            speculation.observe(plan, ended - begun)
+        self.scheduler.drafting.observe(plan, ended - begun)
         self.statistics.record(plan, updates, ended)
         return updates

@@ -24,14 +24,20 @@ from kvferry.kv.interface.tiering import KvTiers
 
 VOCAB = 97
 EOS = 96
+FIRST_STATE = 7
 
 
 def next_token(tokens: list[int]) -> int:
     """Return the token that follows `tokens`: a checksum of all of them, but never the end-of-sequence token."""
-    state = 7
+    state = FIRST_STATE
     for token in tokens:
-        state = (state * 31 + token + 1) % 1_000_003
+        state = state_after(state, token)
     return state % EOS
+
+
+def state_after(state: int, token: int) -> int:
+    """Return the checksum of the tokens of `state` and one more; modulo `EOS`, it is the token that follows them."""
+    return (state * 31 + token + 1) % 1_000_003
 
 
 class ArithmeticRunner:
@@ -44,6 +50,8 @@ class ArithmeticRunner:
         self.block_tokens = block_tokens
         self.pages: list[list[int | None]] = [[None] * block_tokens for _ in range(num_blocks)]
         self.steps: list[StepPlan] = []
+        self.has_head = False
+        """Whether results have hidden states of all rows: position, token, and checksum of the KV up to it."""
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps.append(plan)
@@ -57,7 +65,17 @@ class ArithmeticRunner:
         scores = {s.request_id: tuple(self._score(s, p) for p in s.scored_positions) for s in plan.scheduled}
         found = {name: made for name, made in scores.items() if made}
         pooled = {s.request_id: self._pool(s) for s in plan.scheduled if s.pooled_positions}
-        return replace(StepResult.of(plan.scheduled, sampled, found), pooled=pooled)
+        hidden = np.concatenate([self._hidden(s) for s in plan.scheduled]) if self.has_head else None
+        return replace(StepResult.of(plan.scheduled, sampled, found), pooled=pooled, hidden=hidden)
+
+    def _hidden(self, item: ScheduledSequence) -> npt.NDArray[np.float32]:
+        state, rows = FIRST_STATE, list[tuple[int, int, int]]()
+        for position in range(item.num_computed + item.num_scheduled):
+            token = self.pages[item.block_ids[position // self.block_tokens]][position % self.block_tokens]
+            assert token is not None
+            state = state_after(state, token)
+            rows.append((position, token, state))
+        return np.array(rows[item.num_computed :], np.float32)
 
     def _sample(self, row: ScheduledSequence) -> Sampled:
         """Sample the last row of a sequence from the KV that it reads."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 from harness.fakes.delayed import DelayedLoader, DelayedTiers, Offer, QueuedRunner
 from harness.fakes.engines import EOS, a_request, an_engine, next_allowed, next_token, small_limits
+from harness.fakes.heads import eagle_drafts
 from harness.fakes.masks import allowed_after, constrained, with_constraint
 
 from kvferry.core.ids import RequestId
@@ -19,9 +20,10 @@ from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.pipeline import Pipeline
 from kvferry.engine.plan.sequence import RemoteKv
+from kvferry.engine.speculation.draft_depth import DraftDepth
 from kvferry.engine.speculation.draft_lengths import WholeDrafts
 from kvferry.engine.speculation.matches import Tokens
-from kvferry.engine.speculation.proposers import Draft
+from kvferry.engine.speculation.proposers import NO_DRAFT, Draft
 from kvferry.engine.speculation.speculation import Speculation
 
 MAX_TOKENS = 48
@@ -45,6 +47,13 @@ class Guesses:
         return Draft(tuple(draft), 9)
 
 
+class NoGuesses:
+    """Proposes nothing, so that a head does."""
+
+    def propose(self, tokens: Tokens, most: int) -> Draft:
+        return NO_DRAFT
+
+
 class Side:
     """One engine with its runner, loader and tiers."""
 
@@ -60,11 +69,19 @@ class Side:
         speculation = None
         if drafts is not None:
             speculation = Speculation(Guesses(chance, drafts), WholeDrafts(), num_drafts=pick((1, 3, 8)))
+        has_head = drafts is not None and chance.random() < 0.5
+        if has_head:
+            head = eagle_drafts(lambda: chance.random() < (drafts or 0.0), pick((4, 14, 60)))
+            depth = pick((1, 3, 8))
+            speculation = Speculation(
+                NoGuesses(), WholeDrafts(), num_drafts=depth, draft_model=head, depth=DraftDepth(depth, is_fixed=True)
+            )
         num_blocks = pick((13, 14, 16, 60))
         self.engine, _ = an_engine(
             num_blocks=num_blocks, max_model_tokens=MAX_TOKENS, limits=limits, speculation=speculation
         )
         self.runner = QueuedRunner(num_blocks, self.engine.allocator.block_tokens, chance)
+        self.runner.has_head = has_head
         self.engine._pipeline = Pipeline(self.runner, self.engine.allocator, runs_ahead=pick((True, True, False)))
         self.masks = constrained(self.engine, [pick((0, 0, 1, 3)) for _ in range(7)])
         failing = pick((0.0, 0.1, 0.5))
@@ -80,6 +97,8 @@ class Side:
 
     @property
     def is_idle(self) -> bool:
+        speculation = self.engine.speculation
+        assert not self.engine.is_idle or speculation is None or speculation.is_idle
         return self.engine.is_idle and not self.loader.num_active and not (self.tiers and self.tiers.num_active)
 
 
@@ -124,7 +143,8 @@ class Walk:
             self.seen["ahead"] += side.runner.num_ahead
             self.seen["tier loads"] += side.tiers.num_loads if side.tiers else 0
             if side.engine.speculation is not None:
-                self.seen["accepted drafts"] += side.engine.speculation.counts.num_accepted_tokens
+                accepted = side.engine.speculation.counts.num_accepted_tokens
+                self.seen["accepted drafts of a head" if side.runner.has_head else "accepted drafts"] += accepted
 
     def arrive(self, name: str) -> None:
         """Send one request, several samples of one prompt, or a prompt to be handed over."""
@@ -269,6 +289,7 @@ def test_each_request_has_the_tokens_of_an_isolated_run(first: int) -> None:
         "ahead",
         "tier loads",
         "accepted drafts",
+        "accepted drafts of a head",
         "aborted",
         "handed over",
         "branches",

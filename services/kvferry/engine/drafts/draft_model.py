@@ -19,15 +19,13 @@ from kvferry.core.sampling import SamplingParams
 from kvferry.engine.models.model import Logits
 from kvferry.engine.plan.step import ScheduledSequence, StepPlan
 from kvferry.engine.run.runner import Runner
-from kvferry.engine.speculation.acceptance import support_of_confidence
+from kvferry.engine.speculation.acceptance import MIN_CONFIDENCE, support_of_confidence
 from kvferry.engine.speculation.draft_pages import DraftedSequence, DraftPages
 from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
 from kvferry.engine.speculation.row_prices import RowPrices
 
 MAX_CATCH_UP_TOKENS = 512
 """Maximum prompt tokens that the draft model computes before one step, which bounds the delay of other streams."""
-MIN_CONFIDENCE = 0.2
-"""A draft ends before a token to which the draft model gives less than this probability."""
 _MAX_LAG = 32
 """Tokens beyond those of one draft that are computed together with the first draft token."""
 _UNKNOWN_CONFIDENCE = 0.6

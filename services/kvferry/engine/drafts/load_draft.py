@@ -11,6 +11,7 @@ from kvferry.engine.models.model import Model
 from kvferry.engine.run.runner import Runner
 from kvferry.engine.settings import EngineSettings
 from kvferry.engine.speculation.settings import DRAFT, parse_speculation
+from kvferry.engine.tensors.batch import ShownStates
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kv.pages.layout import KvLayout
 from kvferry.model.config import ModelConfig
@@ -28,6 +29,8 @@ class LoadedDraft:
     model: Model
     dtype: str
     """Data type of its KV."""
+    shown: ShownStates | None = None
+    """Hidden states of the verifying model that it reads: none."""
 
     def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> DraftModel:
         """Build the draft model of one engine.

@@ -17,6 +17,8 @@ _CLASS_DECAY = 0.99
 _PRIOR_WEIGHT = 3.0
 """W: tries of a sequence that count as much as the events of all sequences."""
 _FIRST_TRIES = 8.0
+MIN_CONFIDENCE = 0.2
+"""A draft of a model or a head ends before a token to which it gives less than this probability."""
 FORCED = 0
 """Support of a token that a constraint forces."""
 _MATCHES = (1, 2, 4, 8, 16)

@@ -1,7 +1,7 @@
-"""Pages of a draft model's KV, by sequence. Pure.
+"""Pages of the KV of a draft model or of a head, by sequence. Pure.
 
-A draft model has pages of its own, for the tokens of running sequences only: nothing is shared, named or stored. If no
-page is free, the sequence that has waited longest for a draft gives its pages up; its tokens are computed again later.
+They are for the tokens of running sequences only: nothing is shared, named or stored. If no page is free, the sequence
+that has waited longest for a draft gives its pages up; its tokens are computed again later.
 """
 
 from collections.abc import Collection, Sequence
@@ -35,6 +35,18 @@ class DraftedSequence:
         self.num_known = len(tokens)
         # The last token is computed again if it is known, since its row gives the first draft token.
         self.num_computed = min(same, self.num_computed, len(tokens) - 1)
+
+    def extend(self, tokens: Sequence[int], first: int) -> None:
+        """Take over the sequence's current tokens from `first` on, instead of the last draft. KV stays valid, since
+        that of draft tokens is not counted."""
+        del self.tokens[self.num_known :]
+        self.tokens += tokens[first + self.num_known :]
+        self.num_known = len(self.tokens)
+
+    def restart(self) -> None:
+        """Forget all tokens; the pages are kept."""
+        self.tokens.clear()
+        self.num_known = self.num_computed = 0
 
 
 class DraftPages:

@@ -4,10 +4,12 @@ A draft never displaces required work: a step with prompts has no drafts, and th
 addition to one page for each running sequence.
 """
 
+from collections.abc import Callable
+
 from kvferry.core.ids import RequestId
 from kvferry.engine.blocks.allocation import Allocator, PageCopy
 from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, is_decode
+from kvferry.engine.plan.step import ScheduledSequence, SequenceOutput, StepPlan, StepResult, is_decode
 from kvferry.engine.speculation.speculation import Drafts, Speculation
 
 
@@ -50,6 +52,16 @@ class Drafting:
         """Count the draft of a sequence in a step, if it had one."""
         if self.speculation is not None and item.num_drafts:
             self.speculation.verified(item.num_drafts, len(output.tokens) - 1)
+
+    def read(self, plan: StepPlan, result: StepResult, is_wanted: Callable[[ScheduledSequence], bool]) -> None:
+        """See `Speculation.read`."""
+        if self.speculation is not None:
+            self.speculation.read(plan, result, is_wanted)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Record the duration of a step."""
+        if self.speculation is not None:
+            self.speculation.observe(plan, seconds)
 
     def forget(self, request_id: RequestId) -> None:
         """Drop the state of a sequence that has ended. Idempotent."""

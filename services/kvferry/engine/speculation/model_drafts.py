@@ -1,7 +1,10 @@
-"""Interface between speculation and a draft model."""
+"""Interface between speculation and a draft model, or the heads of the verifying model."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.speculation.row_prices import RowPrices
@@ -25,7 +28,7 @@ class ModelDraft(NamedTuple):
 
 
 class ModelDrafts(Protocol):
-    """Proposes tokens by computing a draft model."""
+    """Proposes tokens by computing a draft model or heads."""
 
     @property
     def prices(self) -> RowPrices:
@@ -48,4 +51,13 @@ class ModelDrafts(Protocol):
 
     def forget(self, request_id: RequestId) -> None:
         """Free what a sequence holds. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class HiddenReader(Protocol):
+    """Heads: `ModelDrafts` that read hidden states of the verifying model."""
+
+    def read(self, request_id: RequestId, position: int, hidden: npt.NDArray[np.float32]) -> None:
+        """Take the hidden states [N, width] of a sequence's accepted tokens from a position on."""
         ...

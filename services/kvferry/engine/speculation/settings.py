@@ -1,4 +1,4 @@
-"""The setting `speculation`: a method with parameters, such as `ngram?k=5` or `draft=FOLDER?k=4`."""
+"""The setting `speculation`: a method with parameters, such as `ngram?k=5` or `eagle=FOLDER?k=4`."""
 
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
@@ -6,8 +6,10 @@ from urllib.parse import parse_qsl
 from kvferry.core.errors import UsageError
 
 OFF, AUTO, NGRAM, SUFFIX, DRAFT = "off", "auto", "ngram", "suffix", "draft"
-_NOT_IMPLEMENTED = ("medusa", "eagle")
-_KNOWN = "off, auto, suffix, ngram?k=5 or draft=MODEL"
+EAGLE, MEDUSA = "eagle", "medusa"
+MODEL_METHODS = (DRAFT, EAGLE, MEDUSA)
+"""Methods that name a draft model or heads."""
+_KNOWN = "off, auto, suffix, ngram?k=5, draft=MODEL, eagle=FOLDER or medusa=FOLDER"
 MAX_DRAFT_TOKENS = 32
 _DEFAULTS = {
     AUTO: {"k": 16},
@@ -15,6 +17,8 @@ _DEFAULTS = {
     NGRAM: {"k": 5, "min": 2, "max": 5},
     OFF: {},
     DRAFT: {"k": 8, "fixed": 0},
+    EAGLE: {"k": 6, "fixed": 0},
+    MEDUSA: {"k": 4, "fixed": 0},
 }
 
 
@@ -23,7 +27,7 @@ class SpeculationSettings:
     """Method of speculation and its parameters."""
 
     method: str
-    """`off`, `auto`, `ngram`, `suffix` or `draft`."""
+    """`off`, `auto`, `ngram`, `suffix`, `draft`, `eagle` or `medusa`."""
     num_drafts: int = 0
     """Maximum draft tokens of a sequence in a step."""
     min_match: int = 2
@@ -31,30 +35,27 @@ class SpeculationSettings:
     max_match: int = 5
     """Maximum length of a match that `ngram` compares, in tokens."""
     draft_model: str = ""
-    """Name, folder or file of the draft model of the method `draft`."""
+    """Name, folder or file of the draft model of the method `draft`, or folder of the heads of the methods `eagle` and
+    `medusa`."""
     is_fixed: bool = False
-    """Whether the draft model always proposes `num_drafts` tokens, which are all verified."""
+    """Whether the draft model, or the heads, always propose `num_drafts` tokens, which are all verified."""
 
 
 def parse_speculation(text: str) -> SpeculationSettings:
-    """Parse the setting: `off`, `auto`, `suffix`, `ngram` or `draft=MODEL`. All but `off` accept `?k=`, the maximum
-    draft tokens of a sequence in a step; `ngram` also accepts `&min=` and `&max=`, the lengths of matches, and `draft`
-    accepts `&fixed=1`, which always proposes k tokens.
+    """Parse the setting: `off`, `auto`, `suffix`, `ngram`, `draft=MODEL`, `eagle=FOLDER` or `medusa=FOLDER`. All but
+    `off` accept `?k=`, the maximum draft tokens of a sequence in a step; `ngram` also accepts `&min=` and `&max=`, the
+    lengths of matches, and the last three `&fixed=1`, which always proposes k tokens.
 
     Raises:
         UsageError: the method or a parameter is unknown, not a number, or out of range.
     """
     head, _, query = text.partition("?")
     method, equals, model = head.partition("=")
-    if method in _NOT_IMPLEMENTED:
-        raise UsageError(f"speculation {method!r} is not implemented; expected {_KNOWN}", field="speculation")
-    if method not in _DEFAULTS or bool(equals) != (method == DRAFT):
+    if method not in _DEFAULTS or bool(equals) != (method in MODEL_METHODS):
         raise UsageError(f"unknown speculation {text[:80]!r}; expected {_KNOWN}", field="speculation")
-    if method == DRAFT and not model:
-        raise UsageError(
-            "speculation 'draft' names no model; write draft=MODEL with a name, a .gguf file or a folder",
-            field="speculation",
-        )
+    if method in MODEL_METHODS and not model:
+        what = "MODEL with a name, a .gguf file or a folder" if method == DRAFT else "FOLDER with the head's files"
+        raise UsageError(f"speculation {method!r} names nothing; write {method}={what}", field="speculation")
     values = dict(_DEFAULTS[method])
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key not in values:

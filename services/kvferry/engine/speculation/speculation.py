@@ -4,20 +4,27 @@ tokens  ──► proposer, or draft model ──► draft ──► length by g
 tokens  ◄── sampled rows, up to the first that differs from the draft ──► acceptance, prices
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.core.ids import RequestId
 from kvferry.engine.plan.sequence import Sequence
-from kvferry.engine.plan.step import StepPlan
+from kvferry.engine.plan.step import ScheduledSequence, StepPlan, StepResult
 from kvferry.engine.speculation.acceptance import FORCED, Acceptance, SequenceAcceptance, support_of_match
 from kvferry.engine.speculation.draft_depth import DraftDepth
 from kvferry.engine.speculation.draft_lengths import Lengths, PayingDrafts, WholeDrafts
 from kvferry.engine.speculation.matches import TokenArray
-from kvferry.engine.speculation.model_drafts import ModelDrafts, Wanted
+from kvferry.engine.speculation.model_drafts import HiddenReader, ModelDrafts, Wanted
 from kvferry.engine.speculation.proposers import NO_DRAFT, Draft, NgramProposer, Proposer, SuffixProposer
 from kvferry.engine.speculation.row_prices import RowPrices
-from kvferry.engine.speculation.settings import AUTO, DRAFT, MAX_DRAFT_TOKENS, NGRAM, OFF, SpeculationSettings
+from kvferry.engine.speculation.settings import (
+    AUTO,
+    MAX_DRAFT_TOKENS,
+    MODEL_METHODS,
+    NGRAM,
+    OFF,
+    SpeculationSettings,
+)
 
 _LONG_MATCH = 6
 """Length of a match in the sequence's own text from which it is used instead of a draft model."""
@@ -80,12 +87,13 @@ class Speculation:
             proposer: proposes drafts from a sequence's own text.
             lengths: chooses how many tokens of each draft are verified.
             num_drafts: maximum draft tokens of a sequence in a step, at most `MAX_DRAFT_TOKENS`.
-            draft_model: proposes drafts where the text has no long match.
-            depth: chooses how many tokens the draft model proposes; default: as many as increase the
+            draft_model: draft model or heads, which propose drafts where the text has no long match.
+            depth: chooses how many tokens the model or the heads propose; default: as many as increase the
                 expected tokens per second.
         """
         self._proposer, self._lengths, self._num_drafts = proposer, lengths, num_drafts
         self._model, self._depth = draft_model, depth or DraftDepth(num_drafts)
+        self._reader = draft_model if isinstance(draft_model, HiddenReader) else None
         self._prices = RowPrices()
         self._acceptance = Acceptance()
         self._states: dict[RequestId, _State] = {}
@@ -129,6 +137,23 @@ class Speculation:
         self.counts.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
             self.counts.accepted_by_position[position] += 1
+
+    def read(self, plan: StepPlan, result: StepResult, is_wanted: Callable[[ScheduledSequence], bool]) -> None:
+        """Give heads the hidden states of a step's accepted tokens, before the scheduler records the step.
+
+        Args:
+            plan: the step.
+            result: its result.
+            is_wanted: whether the sequence of an item still exists.
+        """
+        if self._reader is None or result.hidden is None:
+            return
+        first = 0
+        for item in plan.scheduled:
+            if item.sampling.speculation and is_wanted(item):
+                hidden = result.hidden[first : first + _num_accepted(item, result)]
+                self._reader.read(item.request_id, item.num_computed, hidden)
+            first += item.num_scheduled
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Record the duration of a step."""
@@ -220,6 +245,14 @@ class Speculation:
         return self._proposer.propose(text.view(), most - len(forced))
 
 
+def _num_accepted(item: ScheduledSequence, result: StepResult) -> int:
+    """Return the number of leading scheduled tokens of a sequence that are its own."""
+    output = result.outputs.get(item.request_id)
+    if output is not None:
+        return output.accepted
+    return item.num_scheduled - item.num_sampled if item.request_id not in result.failures else 0
+
+
 def _supports(draft: Draft) -> list[int]:
     """Return the support of each token of a draft from the text."""
     return [support_of_match(draft.match)] * len(draft.tokens)
@@ -237,14 +270,14 @@ def speculation_of(settings: SpeculationSettings, draft_model: ModelDrafts | Non
 
     Args:
         settings: the settings.
-        draft_model: the draft model, for the method `draft`.
+        draft_model: the draft model or the heads, for the methods `draft`, `eagle` and `medusa`.
     """
     if settings.method == OFF:
         return None
     proposer: Proposer = SuffixProposer(least=settings.min_match)
     if settings.method == NGRAM:
         proposer = NgramProposer(least=settings.min_match, most=settings.max_match)
-    is_paying = settings.method in (AUTO, DRAFT) and not settings.is_fixed
+    is_paying = settings.method in (AUTO, *MODEL_METHODS) and not settings.is_fixed
     lengths: Lengths = PayingDrafts() if is_paying else WholeDrafts()
     depth = DraftDepth(settings.num_drafts, is_fixed=settings.is_fixed)
     return Speculation(proposer, lengths, num_drafts=settings.num_drafts, draft_model=draft_model, depth=depth)

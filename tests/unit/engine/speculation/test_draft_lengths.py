@@ -144,6 +144,8 @@ def test_longer_matches_are_expected_to_be_right_more_often() -> None:
         ("suffix?k=4", SpeculationSettings("suffix", 4)),
         ("ngram", SpeculationSettings("ngram", 5)),
         ("ngram?k=3&min=3&max=4", SpeculationSettings("ngram", 3, 3, 4)),
+        ("eagle=/heads/a", SpeculationSettings("eagle", 6, draft_model="/heads/a")),
+        ("medusa=b?k=2&fixed=1", SpeculationSettings("medusa", 2, draft_model="b", is_fixed=True)),
     ],
 )
 def test_the_setting_is_parsed(text: str, expected: SpeculationSettings) -> None:
@@ -153,7 +155,7 @@ def test_the_setting_is_parsed(text: str, expected: SpeculationSettings) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fast", "unknown speculation 'fast'; expected off, auto, suffix, ngram?k=5 or draft=MODEL"),
+        ("fast", "unknown speculation 'fast'; expected off, auto, suffix, ngram?k=5, draft=MODEL, eagle="),
         ("", "unknown speculation ''"),
         ("ngram?k=0", "k='0' of speculation 'ngram' must be a whole number from 1 to 32"),
         ("ngram?k=33", "must be a whole number from 1 to 32"),
@@ -164,11 +166,14 @@ def test_the_setting_is_parsed(text: str, expected: SpeculationSettings) -> None
         ("off?k=1", "unknown parameter 'k' of speculation 'off'; known: none"),
         ("ngram?min=5&max=3", "min=5 of speculation 'ngram' is above max=3"),
         ("draft", "unknown speculation 'draft'; expected"),
-        ("draft=", "speculation 'draft' names no model"),
+        ("draft=", "speculation 'draft' names nothing; write draft=MODEL"),
+        ("eagle=?k=3", "speculation 'eagle' names nothing; write eagle=FOLDER"),
+        ("medusa", "unknown speculation 'medusa'; expected"),
         ("suffix=tiny", "unknown speculation 'suffix=tiny'"),
         ("draft=tiny?fixed=2", "fixed='2' of speculation 'draft' must be a whole number from 0 to 1"),
         ("draft=tiny?min=2", "unknown parameter 'min' of speculation 'draft'; known: k, fixed"),
-        ("eagle=folder", "speculation 'eagle' is not implemented"),
+        ("eagle=folder?min=2", "unknown parameter 'min' of speculation 'eagle'; known: k, fixed"),
+        ("medusa=folder?k=40", "k='40' of speculation 'medusa' must be a whole number from 1 to 32"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(text: str, message: str) -> None:

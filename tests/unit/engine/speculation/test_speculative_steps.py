@@ -6,6 +6,7 @@ The runner derives tokens from the KV that it reads, so a rejected draft token t
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from harness.fakes.engines import (
@@ -18,10 +19,12 @@ from harness.fakes.engines import (
     run_until_idle,
     small_limits,
 )
+from harness.fakes.heads import eagle_drafts
 from harness.fakes.masks import FakeMasks, allowed_after, constrained, with_constraint
 
 from kvferry.core.clock import SystemClock
 from kvferry.core.ids import RequestId
+from kvferry.engine.drafts.eagle_drafts import EagleDrafts
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineRequest
 from kvferry.engine.plan.step import StepResult
@@ -239,13 +242,20 @@ class Walk:
             num_blocks=pick((12, 16, 40)),
             max_model_tokens=48,
             limits=limits,
-            speculation=Speculation(proposer, lengths, num_drafts=pick((1, 3, 8))),
+            speculation=Speculation(proposer, lengths, num_drafts=pick((1, 3, 8)), draft_model=self.head(pick, chance)),
         )
+        assert self.engine.speculation is not None
+        self.runner.has_head = isinstance(self.engine.speculation._model, EagleDrafts)
         self.masks: FakeMasks = constrained(self.engine, [pick((0, 0, 1, 3)) for _ in range(7)])
         self.requests: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self.exported: set[str] = set()
+
+    def head(self, pick: Callable[[Any], Any], chance: float) -> EagleDrafts | None:
+        """Return a head with few or many pages, or none; a silent proposer lets it draft."""
+        num_blocks = pick((0, 0, 4, 12, 60))
+        return eagle_drafts(lambda: self.random.random() < chance, num_blocks) if num_blocks else None
 
     def run(self) -> ArithmeticRunner:
         for number in range(self.random.randrange(3, 9)):

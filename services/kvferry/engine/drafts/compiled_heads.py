@@ -1,0 +1,182 @@
+"""Heads on the compiled CPU kernels, on the threads of the verifying model.
+
+The weights of a head are rounded to 8 bits if the verifying model keeps its own in the file's format: they are read
+once per draft token, and a rounding error of a draft costs time at most. Otherwise they have the verifying model's
+format.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.core.dtypes import BFLOAT16, INT8
+from kvferry.engine.drafts.head_models import Floats, Predicted, predicted, rms_norm
+from kvferry.engine.models.compiled import CompiledTransformer, native_shape
+from kvferry.engine.models.compiled_loader import Loader
+from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kernels import compiled
+from kvferry.model.heads.eagle_head import EMBEDDING_NORM, FC, FC_BIAS, HEAD, HIDDEN_NORM, NORM, EagleHead
+from kvferry.model.heads.head_files import HeadTensors
+from kvferry.model.heads.medusa_head import MedusaHeads
+from kvferry.model.quantized.representation import BLOCK, Kept
+from kvferry.model.tensors import Stored
+
+_SHIPPED = "shipped"
+_NO_ROWS = np.empty(0, np.int64)
+_NONE = np.empty((0, 0), np.float32)
+
+
+class Codes8Tensors(HeadTensors):
+    """The tensors of a head; matrices are rounded to 8-bit codes with a float16 scale per 32 inputs."""
+
+    def __init__(self, tensors: HeadTensors) -> None:
+        super().__init__(tensors.path, tensors._found)
+
+    def stored(self, name: str) -> Stored:
+        """Return a matrix in codes, if its rows are whole blocks."""
+        rows, cols = self.shapes()[name]
+        if cols % BLOCK:
+            return super().stored(name)
+        return Stored.later(Kept.CODES8.type_id, lambda: codes8(self.read(name)), rows)
+
+
+def codes8(values: Floats) -> npt.NDArray[np.uint8]:
+    """Round a matrix [rows, cols], of whole blocks, to the bytes of its codes."""
+    blocks = values.reshape(-1, BLOCK)
+    scales = np.minimum(np.abs(blocks).max(axis=1, keepdims=True) / 127.0, np.finfo(np.float16).max).astype("<f2")
+    wide = scales.astype(np.float32)
+    codes = np.rint(np.divide(blocks, wide, out=np.zeros_like(blocks), where=wide > 0))
+    whole = np.empty((len(blocks), 2 + BLOCK), np.uint8)
+    whole[:, :2] = scales.view(np.uint8)
+    whole[:, 2:] = np.clip(codes, -127, 127).astype(np.int8).view(np.uint8)
+    return whole.reshape(-1)
+
+
+def _loader(tensors: HeadTensors, model: CompiledTransformer, config: object = None) -> Loader:
+    source = Codes8Tensors(tensors) if model.form == _SHIPPED else tensors
+    return Loader(model.config if config is None else config, source, model.form)  # type: ignore[arg-type]
+
+
+class CompiledEagle:
+    """An EAGLE head; see `head_models.EagleModel`. Call it from one thread at a time."""
+
+    def __init__(self, head: EagleHead, model: CompiledTransformer) -> None:
+        """
+        Args:
+            head: the head.
+            model: the verifying model.
+
+        Raises:
+            ModelFileError: a weight is not finite in the format of the kernels.
+        """
+        self.config = config = head.config
+        self.dtype = BFLOAT16 if model.dtype == INT8 else model.dtype
+        self._head, self._model = head, model
+        hidden, tensors = config.hidden_size, head.tensors
+        inputs = 2 * hidden if head.is_fused else hidden
+        loader = _loader(tensors, model, config)
+        layer = loader.layer(0, width=inputs)
+        fc_inputs = (len(head.layers) or 2) * hidden
+        self._fc = loader.matrix((FC,), fc_inputs, bias=(FC_BIAS,) if FC_BIAS in tensors else ())
+        output = loader.matrix((HEAD,), hidden) if head.is_fused else model.head
+        loader.pack()
+        self.weight_bytes = loader.num_bytes + (0 if head.is_fused else model.head.num_bytes)
+        """Bytes of the weights that a draft token reads."""
+        names = (EMBEDDING_NORM, HIDDEN_NORM, NORM) if head.is_fused else ()
+        self._norms = [tensors.read(name) for name in names]
+        norm = self._norms[2] if self._norms else None
+        self._runner = compiled.make_runner(
+            native_shape(config, model.input_bits, inputs),
+            {"embedding": None, "head": output, "final_norm": None, "head_norm": norm},
+            [layer],
+            model.level,
+            model.pool,
+        )
+
+    def fuse(self, hidden: Floats) -> Floats:
+        """See `EagleModel.fuse`."""
+        return self._times_fc(hidden) if self._head.is_fused else hidden
+
+    def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv) -> tuple[Predicted, Floats]:
+        """See `EagleModel.compute`."""
+        config, rows, samples = self.config, len(batch.token_ids), len(batch.sample_rows)
+        embedded = np.empty((rows, config.hidden_size), np.float32)
+        compiled.dequantize(self._model.level, self._model.embedding, batch.token_ids, embedded)
+        if self._head.is_fused:
+            of_embedding, of_hidden, _ = self._norms
+            epsilon, residuals = config.rms_norm_eps, hidden
+            pair = (rms_norm(embedded, of_embedding, epsilon), rms_norm(hidden, of_hidden, epsilon))
+            inputs = np.concatenate(pair, axis=1)
+        else:
+            inputs = residuals = self._times_fc(np.concatenate((embedded, hidden), axis=1))
+        logits = np.empty((samples, config.vocab_size), np.float32)
+        after = np.empty((samples, config.hidden_size), np.float32)
+        self._runner.step(
+            batch.token_ids,
+            batch.positions,
+            batch.slots,
+            batch.queries,
+            batch.contexts,
+            batch.block_tables,
+            batch.sample_rows,
+            kv.address,
+            kv.num_blocks,
+            kv.layout.block_tokens,
+            self.dtype,
+            logits,
+            np.empty(samples, np.int64),
+            np.empty(samples, np.uint8),
+            batch.sample_rows,
+            after,
+            _NO_ROWS,
+            [],
+            _NO_ROWS,
+            _NONE,
+            np.ascontiguousarray(residuals),
+            inputs,
+        )
+        return predicted(logits, self._head.token_ids), after
+
+    def _times_fc(self, x: Floats) -> Floats:
+        out = np.empty((len(x), self.config.hidden_size), np.float32)
+        compiled.product(self._model.pool, self._model.level, self._fc, x, out, self._model.input_bits)
+        return out
+
+
+class CompiledMedusa:
+    """Medusa heads; see `head_models.MedusaModel`. Call it from one thread at a time."""
+
+    def __init__(self, heads: MedusaHeads, model: CompiledTransformer) -> None:
+        """
+        Args:
+            heads: the heads.
+            model: the verifying model.
+
+        Raises:
+            ModelFileError: a weight is not finite in the format of the kernels.
+        """
+        self.num_heads, self._model = heads.num_heads, model
+        loader, hidden = _loader(heads.tensors, model), model.config.hidden_size
+        self._blocks = [
+            [
+                loader.matrix((weight,), hidden, bias=(bias,))
+                for weight, bias in (heads.block(head, block) for block in range(heads.num_blocks))
+            ]
+            for head in range(heads.num_heads)
+        ]
+        self._outputs = [loader.matrix((heads.output(head),), hidden) for head in range(heads.num_heads)]
+        loader.pack()
+        self.weight_bytes = loader.num_bytes // heads.num_heads
+        """Bytes of the weights that a draft token reads."""
+
+    def predict(self, head: int, hidden: Floats) -> Predicted:
+        """See `MedusaModel.predict`."""
+        model, x = self._model, hidden.copy()
+        for block in self._blocks[head]:
+            out = np.empty_like(x)
+            compiled.product(model.pool, model.level, block, x, out, model.input_bits)
+            with np.errstate(over="ignore"):  # the exponential of a large negative value is infinite, and SiLU 0
+                x += out / (1.0 + np.exp(-out))
+        logits = np.empty((len(x), model.config.vocab_size), np.float32)
+        compiled.product(model.pool, model.level, self._outputs[head], x, logits, model.input_bits)
+        return predicted(logits, None)

@@ -1,0 +1,92 @@
+"""Interface between heads and their kernels, which are those of the verifying model."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.engine.tensors.batch import StepBatch
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.model.config import ModelConfig
+
+Floats = npt.NDArray[np.float32]
+NO_TOKEN = -1
+"""Token of a row whose logits are not finite."""
+
+
+class Predicted(NamedTuple):
+    """The most probable token of each of S rows."""
+
+    tokens: list[int]
+    """[S]: tokens of the verifying model, or `NO_TOKEN`."""
+    confidences: list[float]
+    """[S]: the head's probability of each token."""
+
+
+class EagleModel(Protocol):
+    """An EAGLE head with the embedding, and the output head if it has none of its own, of the verifying model."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Configuration of the head's layer."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Data type of its KV."""
+        ...
+
+    def fuse(self, hidden: Floats) -> Floats:
+        """Return the hidden states [N, hidden] that the head's rows take, from those of the verifying model."""
+        ...
+
+    def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv) -> tuple[Predicted, Floats]:
+        """Compute rows, and write their keys and values.
+
+        Args:
+            batch: the rows; token ids are those of the verifying model.
+            hidden: [T, hidden]: result of `fuse`, or hidden states that the head returned.
+            kv: pages of the head.
+
+        Returns:
+            For the rows of `batch.sample_rows`, the predicted tokens and the hidden states [S, hidden] of the next
+            rows.
+        """
+        ...
+
+
+class MedusaModel(Protocol):
+    """Medusa heads."""
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads."""
+        ...
+
+    def predict(self, head: int, hidden: Floats) -> Predicted:
+        """Predict the token of a head from hidden states [S, hidden] after the final norm."""
+        ...
+
+
+def predicted(logits: Floats, ids: npt.NDArray[np.int64] | None) -> Predicted:
+    """Return the most probable tokens.
+
+    Args:
+        logits: [S, vocabulary of the head].
+        ids: token of the verifying model by token of the head; `None` if they are the same.
+    """
+    best = logits.argmax(axis=1) if len(logits) else np.empty(0, np.int64)
+    tokens, confidences = list[int](), list[float]()
+    for row, token in zip(logits, best.tolist(), strict=True):
+        total = float(np.exp(row - row[token]).sum())
+        is_finite = bool(np.isfinite(total))
+        tokens.append(NO_TOKEN if not is_finite else token if ids is None else int(ids[token]))
+        confidences.append(1.0 / total if is_finite else 0.0)
+    return Predicted(tokens, confidences)
+
+
+def rms_norm(x: Floats, weight: Floats, epsilon: float) -> Floats:
+    """Normalize the rows of x, [N, hidden]."""
+    scale = 1.0 / np.sqrt(np.einsum("ij,ij->i", x, x) / x.shape[1] + epsilon)
+    result: Floats = x * scale[:, None].astype(np.float32) * weight
+    return result

@@ -1,0 +1,131 @@
+"""Loads the heads of the setting `speculation`, and builds their pages for each engine."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.core.errors import ModelFileError, UsageError
+from kvferry.engine.drafts.eagle_drafts import EagleDrafts
+from kvferry.engine.drafts.head_models import EagleModel, MedusaModel
+from kvferry.engine.drafts.medusa_drafts import MedusaDrafts
+from kvferry.engine.models.compiled import CompiledTransformer
+from kvferry.engine.models.model import Model
+from kvferry.engine.speculation.settings import EAGLE, MEDUSA, SpeculationSettings
+from kvferry.engine.tensors.batch import ShownStates
+from kvferry.engine.tensors.device import CPU
+from kvferry.engine.tensors.paged_kv import PagedKv
+from kvferry.kv.pages.layout import KvLayout
+from kvferry.model.config import ModelConfig
+from kvferry.model.heads.eagle_head import EagleHead, read_eagle
+from kvferry.model.heads.medusa_head import MedusaHeads, read_medusa
+
+_log = logging.getLogger(__name__)
+_MAX_HEAD_DIM = 256
+"""Values of an attention head, a multiple of 16, that the compiled kernels compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEagle:
+    """A loaded EAGLE head, which engines of this process can share one after the other."""
+
+    model: EagleModel
+    shown: ShownStates
+    """Hidden states of the verifying model that it reads."""
+
+    def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> EagleDrafts:
+        """Build the drafts of one engine; see `LoadedDraft.build`."""
+        layout = self._layout(block_tokens)
+        num_blocks = max(1, -(-num_tokens // block_tokens))
+        _log.info("EAGLE head: %d MiB for KV", num_blocks * layout.block_bytes >> 20)
+        return EagleDrafts(self.model, PagedKv.allocate(layout, num_blocks))
+
+    def kv_share(self, config: ModelConfig) -> float:
+        """Return the KV bytes of a token in the head per byte in the verifying model."""
+        own = self._layout(1).block_bytes
+        return own / KvLayout.of(config, block_tokens=1, dtype=self.model.dtype).block_bytes
+
+    def _layout(self, block_tokens: int) -> KvLayout:
+        return KvLayout.of(self.model.config, block_tokens=block_tokens, dtype=self.model.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMedusa:
+    """Loaded Medusa heads, which engines of this process can share one after the other."""
+
+    model: MedusaModel
+    shown: ShownStates
+    """Hidden states of the verifying model that they read."""
+
+    def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> MedusaDrafts:
+        """Build the drafts of one engine; see `LoadedDraft.build`."""
+        return MedusaDrafts(self.model)
+
+    def kv_share(self, config: ModelConfig) -> float:
+        """Return 0: the heads have no KV."""
+        return 0.0
+
+
+def load_heads(parsed: SpeculationSettings, model: Model) -> LoadedEagle | LoadedMedusa | None:
+    """Load the heads of the settings; `None` if they name none.
+
+    Args:
+        parsed: the setting `speculation`.
+        model: the verifying model.
+
+    Raises:
+        UsageError: the kernels of the verifying model compute no heads.
+        ModelFileError: a file is missing or damaged, or the head does not fit the model.
+    """
+    if parsed.method not in (EAGLE, MEDUSA):
+        return None
+    if model.device != CPU or model.kernels == "triton":
+        raise UsageError(
+            f"heads are computed on CPUs, by compiled or torch kernels, not by {model.kernels!r} on {model.device}; use"
+            " draft=MODEL or auto",
+            field="speculation",
+        )
+    if model.config.embedding_scale != 1.0:
+        raise UsageError(
+            f"heads of models that scale their embeddings, such as {model.config.name}, are not implemented; use "
+            "draft=MODEL or auto",
+            field="speculation",
+        )
+    folder = Path(parsed.draft_model)
+    if parsed.method == EAGLE:
+        head = read_eagle(folder, model.config)
+        return LoadedEagle(_eagle(head, model, folder), ShownStates(head.layers))
+    return LoadedMedusa(_medusa(read_medusa(folder, model.config), model), ShownStates())
+
+
+def _eagle(head: EagleHead, model: Model, folder: Path) -> EagleModel:
+    if not isinstance(model, CompiledTransformer):
+        from kvferry.engine.drafts.torch_heads import TorchEagle  # importing torch takes a second
+        from kvferry.engine.models.transformer import Transformer
+
+        assert isinstance(model, Transformer)
+        return TorchEagle(head, model)
+    from kvferry.engine.drafts.compiled_heads import CompiledEagle
+
+    if head.config.head_dim % 16 or head.config.head_dim > _MAX_HEAD_DIM:
+        raise ModelFileError(
+            f"{folder}: head_dim is {head.config.head_dim}, and the compiled kernels compute multiples of 16 up to "
+            f"{_MAX_HEAD_DIM}; use --kernels torch",
+            field="head_dim",
+        )
+    found = CompiledEagle(head, model)
+    _log.info("EAGLE head: %.1f MiB of weights per draft token", found.weight_bytes / (1 << 20))
+    return found
+
+
+def _medusa(heads: MedusaHeads, model: Model) -> MedusaModel:
+    if not isinstance(model, CompiledTransformer):
+        from kvferry.engine.drafts.torch_heads import TorchMedusa
+        from kvferry.engine.models.transformer import Transformer
+
+        assert isinstance(model, Transformer)
+        return TorchMedusa(heads, model)
+    from kvferry.engine.drafts.compiled_heads import CompiledMedusa
+
+    found = CompiledMedusa(heads, model)
+    _log.info("Medusa heads: %.1f MiB of weights per draft token", found.weight_bytes / (1 << 20))
+    return found

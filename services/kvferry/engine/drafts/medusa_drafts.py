@@ -1,0 +1,65 @@
+"""Draft tokens of Medusa heads (Cai et al., Medusa, 2024, section 3.1), as chains: the most probable token of each
+head.
+
+The first head predicts the token after the one that the verifying model samples from the same hidden state, so a draft
+needs the last hidden state only, and no KV.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvferry.core.clock import Clock, SystemClock
+from kvferry.core.ids import RequestId
+from kvferry.engine.drafts.head_models import Floats, MedusaModel
+from kvferry.engine.speculation.acceptance import MIN_CONFIDENCE, support_of_confidence
+from kvferry.engine.speculation.model_drafts import ModelDraft, Wanted
+from kvferry.engine.speculation.row_prices import RowPrices
+
+
+class MedusaDrafts:
+    """`ModelDrafts` of Medusa heads. Used on the engine's thread."""
+
+    def __init__(self, model: MedusaModel, *, clock: Clock | None = None) -> None:
+        """
+        Args:
+            model: the heads.
+            clock: measures their computation.
+        """
+        self._model, self._clock = model, clock or SystemClock()
+        self._last: dict[RequestId, tuple[int, Floats]] = {}
+        """Position and hidden state [1, hidden] of the last row of each sequence."""
+        self.prices = RowPrices()
+        self.is_measured = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._last
+
+    def read(self, request_id: RequestId, position: int, hidden: Floats) -> None:
+        """See `HiddenReader.read`."""
+        if len(hidden):
+            self._last[request_id] = (position + len(hidden) - 1, hidden[-1:].copy())
+
+    def propose(self, wanted: Sequence[Wanted], depth: int) -> dict[RequestId, ModelDraft]:
+        active = [one for one in wanted if self._last.get(one.request_id, (-1,))[0] == len(one.tokens) - 2]
+        found: dict[RequestId, ModelDraft] = {}
+        for head in range(min(depth, self._model.num_heads)):
+            active = [one for one in active if head < one.most]
+            if not active:
+                break
+            begun = self._clock.monotonic()
+            guesses = self._model.predict(head, np.concatenate([self._last[one.request_id][1] for one in active]))
+            going: list[Wanted] = []
+            for one, token, confidence in zip(active, *guesses, strict=True):
+                if token >= 0 and confidence >= MIN_CONFIDENCE:
+                    tokens, supports = found.get(one.request_id, ((), ()))
+                    support = support_of_confidence(confidence)
+                    found[one.request_id] = ModelDraft((*tokens, token), (*supports, support))
+                    going.append(one)
+            self.prices.observe(len(active), self._clock.monotonic() - begun)
+            self.is_measured, active = True, going
+        return found
+
+    def forget(self, request_id: RequestId) -> None:
+        self._last.pop(request_id, None)

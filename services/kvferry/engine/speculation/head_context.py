@@ -1,0 +1,76 @@
+"""Hidden states of a sequence that an EAGLE head has not read, and where its context begins. Pure.
+
+    positions   0 ..... start ......... first ........ end
+                        read by head    pending        known to the engine
+
+A head reads the rows of a context in order. It begins at the first position whose hidden state is known: states of
+tokens whose KV was loaded or cached are not. It begins again later, at the first pending row, after a gap, or if more
+rows are pending than are worth their computation.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+MAX_NEW_ROWS = 512
+"""Maximum rows of a context that a head reads at first: those of the end of a prompt."""
+MAX_LAG_ROWS = 32
+"""Maximum rows that a head reads to go on with a context, after steps without drafts."""
+
+
+class HeadContext:
+    """Context of one sequence. Rows are counted from the context's start."""
+
+    __slots__ = ("_parts", "first", "limit", "num_pending", "num_read")
+
+    def __init__(self) -> None:
+        self._parts: list[Floats] = []
+        self.first = 0
+        """Position of the first pending row."""
+        self.num_pending = 0
+        self.num_read = 0
+        """Number of rows that the head has read, directly before the first pending one."""
+        self.limit = MAX_NEW_ROWS
+        """Maximum pending rows that are worth their computation."""
+
+    @property
+    def start(self) -> int:
+        """Position of the context's first row."""
+        return self.first - self.num_read
+
+    @property
+    def end(self) -> int:
+        """Position after the last known row."""
+        return self.first + self.num_pending
+
+    def add(self, position: int, hidden: Floats) -> None:
+        """Add hidden states, [N, width], of accepted tokens from a position on. States that are known are left out."""
+        known = self.end - position
+        if known < 0 or not (self.num_read or self.num_pending):
+            self._parts, self.first, self.num_read, self.num_pending = [], position, 0, 0
+            known = 0
+        if known < len(hidden):
+            self._parts.append(hidden[known:].copy())  # the step's array has the rows of all sequences
+            self.num_pending += len(hidden) - known
+        if self.num_pending > 2 * self.limit:  # not at once, since each cut copies
+            self.keep(self.limit)
+
+    def keep(self, count: int) -> None:
+        """Keep the last `count` pending rows at most; the context begins with them if any are dropped."""
+        dropped = self.num_pending - count
+        if dropped > 0:
+            self._parts = [np.concatenate(self._parts)[dropped:]]
+            self.first += dropped
+            self.num_pending, self.num_read = count, 0
+
+    def restart(self) -> None:
+        """Begin the context with the first pending row."""
+        self.num_read = 0
+
+    def take(self) -> Floats:
+        """Return all pending rows, [N, width], which the head reads now."""
+        taken = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
+        self._parts, self.limit = [], MAX_LAG_ROWS
+        self.first, self.num_read, self.num_pending = self.end, self.num_read + self.num_pending, 0
+        return taken
