@@ -11,7 +11,7 @@ NODE_PACKAGES := containerd runc containernetworking-plugins nftables conntrack 
 PROTOS := $(wildcard proto/kvferry/v1/*.proto)
 CPP := $(wildcard kernels/cpu/*.[ch]pp kernels/cpu/*/*.[ch]pp)
 
-.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-routing bench-scheduler bench-speculation bench-peers bench-steps bench-calibration bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
+.PHONY: fuzz endurance siege sanitize help run setup redis test check format lint types layers proto golden verify lock bench bench-gpu bench-tiers bench-transfer bench-turns bench-bursts bench-adapters bench-constraints bench-cache-map bench-flow bench-routing bench-scheduler bench-speculation train-head bench-peers bench-steps bench-calibration bench-tls results explore faults test-long test-gpu test-cluster cluster-assets zero-loss cluster-up cluster-down image node-tools coverage clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -120,6 +120,9 @@ bench-adapters: $(READY) ## steps and prompts with and without LoRA adapters, in
 
 bench-cache-map: $(READY) ## the gateway's map of caches: intake, memory, lookups; tests/bench/results/cache_map.csv
 	@$(BIN)/python tests/bench/bench_cache_map.py $(ARGS)
+
+train-head: $(READY) ## an EAGLE-3 head for the embedded model, on one core (ARGS="--folder DIR")
+	@nice $(BIN)/python tests/bench/train_head.py $(ARGS)
 
 bench-speculation: $(READY) ## speculation by workload and batch size, in turn with none; tests/bench/results/speculation.csv
 	@$(BIN)/python tests/bench/bench_speculation.py $(ARGS)

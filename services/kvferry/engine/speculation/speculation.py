@@ -106,9 +106,13 @@ class Speculation:
             decoding: the decoding sequences of the step.
             rows: rows of the step without drafts.
         """
+        return self._chosen(decoding, rows, self._model)
+
+    def _chosen(self, decoding: Iterable[Sequence], rows: int, model: ModelDrafts | None) -> Drafts:
+        """Return the draft tokens of a step; a model proposes where the text has no draft."""
         states = [(sequence, state) for sequence in decoding if (state := self._propose(sequence)) is not None]
-        if self._model is not None:
-            self._ask(self._model, states, rows)
+        if model is not None:
+            self._ask(model, states, rows)
         proposed = [(sequence, state) for sequence, state in states if state.draft]
         if not proposed:
             return {}
@@ -123,12 +127,11 @@ class Speculation:
 
     def may_draft(self, decoding: Iterable[Sequence], rows: int) -> bool:
         """Return whether the next step may have drafts, without the work of a draft model."""
-        if self._model is None:
-            return bool(self.drafts(decoding, rows))
-        depth = self._num_proposed(self._model, rows, rows)
-        if not depth:
+        if self._model is not None:
+            if self._num_proposed(self._model, rows, rows):
+                return True
             self._depth.advance(0)  # the next step is planned without another call
-        return depth > 0
+        return bool(self._chosen(decoding, rows, None))
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """Count a verified draft."""

@@ -187,6 +187,21 @@ def test_lengths_fall_to_zero_where_drafts_fail_and_rise_again_where_they_would_
     assert is_idle(engine)
 
 
+def test_the_text_is_drafted_from_where_a_head_does_not_pay() -> None:
+    head = eagle_drafts(lambda: True, 40)
+    head.is_measured = True
+    for rows in range(1, 9):
+        head.prices.observe(rows, 1.0)  # seconds: far more than a step takes
+    speculation = Speculation(Oracle(lambda: False), PayingDrafts(), num_drafts=4, draft_model=head)
+    engine, runner = an_engine(speculation=speculation, clock=TickingClock())
+    runner.has_head = True
+    engine.add(a_request("a", [1, 2, 3], max_tokens=40))
+    engine.step()
+    assert speculation.may_draft(engine.scheduler._running, 1), "a step launched ahead would have no draft"
+    assert run_until_idle(engine)["a"] == expected_tokens([1, 2, 3], 40)[1:]
+    assert speculation.counts.num_accepted_tokens > 20
+
+
 def test_tokens_under_a_constraint_are_those_without_drafts() -> None:
     def expected(prompt: list[int], count: int) -> list[int]:
         tokens = list(prompt)
