@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--experts", default="eager", help="experts_implementation of transformers; %(default)s")
     given = parser.parse_args()
     threads = usable_cores()
     torch.set_num_threads(threads)
@@ -104,7 +105,9 @@ def main() -> None:
         folder = Path(place)
         write(folder, given.layers)
         llm = LLM(str(folder), dtype="bfloat16", kernels=given.kernels, kv_bytes=256 << 20)
-        other: Any = transformers.DeepseekV2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).train(False)
+        other: Any = transformers.DeepseekV2ForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, experts_implementation=given.experts
+        ).train(False)
         rate = measure_machine(level_of(llm.model.kernels), threads, SystemClock())
         rows = []
         for turn in range(given.rounds):
