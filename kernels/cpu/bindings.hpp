@@ -84,6 +84,7 @@ inline void attach(PackedMatrix& packed, nb::object data, nb::object bias) {
     values = given.data();
   }
   packed.matrix.data = bytes.data();
+  packed.matrix.has_one_scale = has_one_scale(packed.matrix);
   packed.matrix.bias = values;
   packed.owners = {data, bias};
 }

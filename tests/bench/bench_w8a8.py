@@ -1,4 +1,4 @@
-"""W8A8 in int8: prompts beside 16-bit weights, and the KL of rounded activations beside that of the format's definition.
+"""W8A8 in int8: prompts beside 16-bit weights, and the KL of rounded activations beside the format's definition.
 
     python tests/bench/bench_w8a8.py              all on this machine's cores; a minute, and 2 GB in a temporary folder
 

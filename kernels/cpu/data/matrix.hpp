@@ -26,6 +26,7 @@ struct Matrix {
   bool half_scales = false;  // scales and minima are float16 instead of float32
   bool has_min = false;      // value = scale * code + minimum; otherwise scale * (code + offset)
   float offset = 0.0f;
+  bool has_one_scale = false;  // of codes8 without minimum and offset: the blocks of an output have one scale
   size_t panel_bytes = 0;
   const uint8_t* data = nullptr;
   const float* bias = nullptr;  // [panels * 16] or null

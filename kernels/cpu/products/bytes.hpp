@@ -4,8 +4,10 @@
 //
 // The sums in parentheses are integers, so they are exact in any order and identical on every level. The scale of each
 // group of 32 inputs is its largest magnitude / 127 (as in ggml's Q8_0 and Q8_1; Dettmers et al., LLM.int8(), 2022,
-// section 2). Codes are unpacked in registers, with three operations per 64 bytes of a panel. On levels without bf16
-// dot products, products of more than kByteRows rows use words.hpp.
+// section 2). Codes are unpacked in registers, with three operations per 64 bytes of a panel; for many rows, those of 8
+// bits are unpacked once into scratch memory. On levels without bf16 dot products, products of more than kByteRows rows
+// use words.hpp. On a level where all numbers of rows are computed here, outputs with one scale for all inputs (W8A8
+// checkpoints) are multiplied by it once, at the end, which rounds differently from other levels.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,9 +26,11 @@ constexpr int kByteRows = 6;
 constexpr int kByteRows = 3;
 #endif
 
-// Multiplies R rows by C panels, starting at `panel`.
-template <class Form, int R, int C>
-static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* out) {
+// Multiplies R rows by C panels, starting at `panel`. `unpacked`: their codes from `unpack_codes8`, if AreUnpacked.
+// With HasOneScale, sums over blocks are multiplied by the scale of their output once.
+template <class Form, int R, int C, bool AreUnpacked = false, bool HasOneScale = false>
+static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* out,
+                              const uint8_t* unpacked = nullptr) {
   constexpr int block = Form::block;
   const bool has_min = adds_minimum(m);
   const BlockSums inputs = block_sums<block>(x);
@@ -66,7 +70,13 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
       for (int g = 0; g < block / 4; ++g)
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
-          const B codes = b_codes8(at[c] + g * 64);
+          const B codes = [&] {
+#if KVFERRY_PAIRS
+            if constexpr (AreUnpacked)
+              return b_load(unpacked + (size_t(c) * m.depth + size_t(b) * block + size_t(g) * 4) * kPanel);
+#endif
+            return b_codes8(at[c] + g * 64);
+          }();
           if constexpr (R <= kFusedRows) prefetch(at[c] + g * 64 + kPrefetchBytes);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r)
@@ -74,6 +84,16 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
         }
     }
     const float* scales = x.scales + b * block / kGroup;
+    if constexpr (HasOneScale) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const V step = v_set(scales[r * groups]);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) total[r][c] = v_fma(s_float8(sum[r][c]), step, total[r][c]);
+      }
+      for (int c = 0; c < C; ++c) at[c] += m.block_bytes();
+      continue;
+    }
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       V scale, minimum;
@@ -84,14 +104,37 @@ static inline void tile_bytes(const Matrix& m, int panel, const Rows& x, float* 
       at[c] += m.block_bytes();
     }
   }
+  if constexpr (HasOneScale)
+    for (int c = 0; c < C; ++c) {
+      V scale, none;
+      load_scales(m, m.data + size_t(panel + c) * m.panel_bytes + m.code_bytes(), scale, none);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) total[r][c] = v_mul(total[r][c], scale);
+    }
   store(total, out);
 }
 
-// Multiplies any number of rows by panels [panel, panel + panels); see `product` for `epilogue`.
+#if KVFERRY_PAIRS
+constexpr int kUnpackedRows = 24;  // with more rows, codes of 8 bits are unpacked once for all of them
+
+// Unpacks the codes of a panel, without scales: [depth / 4][16][4].
+static inline void unpack_codes8(const Matrix& m, int panel, uint8_t* to) {
+  const uint8_t* at = m.data + size_t(panel) * m.panel_bytes;
+  for (int b = 0; b < m.depth / m.block; ++b, at += m.block_bytes())
+    for (int g = 0; g < m.block / 4; ++g, to += 64) b_store(to, b_codes8(at + g * 64));
+}
+#endif
+
+// Multiplies any number of rows by panels [panel, panel + panels); see `product` for `scratch` and `epilogue`.
 template <class Epilogue>
-static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel, int panels, Epilogue&& epilogue) {
+static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel, int panels,
+                             [[maybe_unused]] uint8_t* scratch, Epilogue&& epilogue) {
   alignas(64) float out[kByteRows * 2 * kPanel];
   const int step = balanced_rows(rows, kByteRows);
+#if KVFERRY_PAIRS
+  const bool are_unpacked = rows > kUnpackedRows && m.format == Format::codes8;
+  for (int p = 0; are_unpacked && p < panels; ++p) unpack_codes8(m, panel + p, scratch + size_t(p) * m.depth * kPanel);
+#endif
   for (int p = 0; p < panels;) {
     // A single row is bound by memory bandwidth, for which one stream is faster than several.
     const int columns = KVFERRY_PAIRS && rows > 1 && panels - p >= 2 ? 2 : 1;
@@ -101,7 +144,20 @@ static void product_of_bytes(const Matrix& m, const Rows& x, int rows, int panel
         constexpr int R = decltype(count)::value;
         const auto run = [&](auto width) {
           constexpr int C = decltype(width)::value;
-          with_codes(m, [&](auto form) { tile_bytes<decltype(form), R, C>(m, panel + p, at, out); });
+          with_codes(m, [&](auto form) {
+            using Form = decltype(form);
+#if KVFERRY_PAIRS
+            if constexpr (Form::format == Format::codes8) {
+              const uint8_t* codes = scratch + size_t(p) * m.depth * kPanel;
+              const bool has_one_scale = !KVFERRY_AMX && m.has_one_scale;  // see kByteRows
+              if (are_unpacked && has_one_scale)
+                return tile_bytes<Form, R, C, true, true>(m, panel + p, at, out, codes);
+              if (are_unpacked) return tile_bytes<Form, R, C, true>(m, panel + p, at, out, codes);
+              if (has_one_scale) return tile_bytes<Form, R, C, false, true>(m, panel + p, at, out);
+            }
+#endif
+            tile_bytes<Form, R, C>(m, panel + p, at, out);
+          });
           epilogue(Tile{row, R, panel + p, C, out});
         };
         if constexpr (KVFERRY_PAIRS)

@@ -144,7 +144,7 @@ static void product(const Matrix& m, const Rows& x, int rows, int panel, int pan
   if (m.has_codes() && rows > kByteRows) return amx_product_codes<true>(m, x, rows, panel, panels, scratch, epilogue);
 #endif
   if (x.forms.bytes && m.has_codes() && (KVFERRY_PAIRS || rows <= kByteRows))
-    return product_of_bytes(m, x, rows, panel, panels, epilogue);
+    return product_of_bytes(m, x, rows, panel, panels, scratch, epilogue);
 #if !KVFERRY_PAIRS
   if (m.has_codes()) return product_of_words(m, x, rows, panel, panels, scratch, epilogue);
 #endif

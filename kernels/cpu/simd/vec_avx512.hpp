@@ -220,6 +220,7 @@ static inline __m512i quads8(const uint8_t* p) {
 }
 // vpdpbusd has one unsigned operand, so codes are biased by 128, and sums start at -128 times the sum of the inputs.
 static inline B b_codes8(const uint8_t* p) { return {_mm512_xor_si512(quads8(p), _mm512_set1_epi8(char(0x80)))}; }
+static inline B b_load(const void* p) { return {_mm512_loadu_si512(p)}; }
 static inline void b_store(void* p, B x) { _mm512_storeu_si512(p, x.v); }
 static inline S s_load(const void* p) { return {(__v16si)_mm512_loadu_si512(p)}; }
 static inline S s_zero() { return {(__v16si)_mm512_setzero_si512()}; }

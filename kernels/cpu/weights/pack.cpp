@@ -182,4 +182,15 @@ void pack(const Matrix& m, const std::vector<Part>& parts, const int64_t* order,
   }
 }
 
+bool has_one_scale(const Matrix& m) {
+  if (m.format != Format::codes8 || m.has_min || m.offset != 0.0f) return false;
+  const size_t scales = size_t(m.scale_bytes());
+  for (int p = 0; p < m.panels; ++p) {
+    const uint8_t* first = m.data + size_t(p) * m.panel_bytes + m.code_bytes();
+    for (int b = 1; b < m.depth / m.block; ++b)
+      if (std::memcmp(first, first + size_t(b) * size_t(m.block_bytes()), scales) != 0) return false;
+  }
+  return true;
+}
+
 }  // namespace kvferry

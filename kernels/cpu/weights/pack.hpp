@@ -63,6 +63,9 @@ struct Part {
 // Packs panel by panel. Output row r is source row `order[r]`, counted over all parts; -1 makes a row of zeros.
 void pack(const Matrix& matrix, const std::vector<Part>& parts, const int64_t* order, uint8_t* out);
 
+// Returns whether the matrix, which has data, is one with `has_one_scale`; reads all scales.
+bool has_one_scale(const Matrix& matrix);
+
 // Dequantizes a row of a file.
 void dequantize_row(RowType type, const uint8_t* data, int cols, float* out);
 

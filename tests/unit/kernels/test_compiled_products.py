@@ -131,6 +131,23 @@ def test_codes_times_whole_numbers_are_right_and_the_same_in_any_batch(name: str
             assert np.array_equal(alone, whole[first : first + count])
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_outputs_with_one_scale_are_right_and_the_same_in_any_batch(level: str) -> None:
+    """As int8 checkpoints with a scale per output have; the last output has two scales in the other matrix."""
+    rng = np.random.default_rng(5)
+    blocks = rng.integers(0, 256, (37, 9, 34), dtype=np.uint8)
+    blocks[..., :2] = rng.uniform(0.01, 0.1, (37, 1, 1)).astype(np.float16).view(np.uint8)
+    several = blocks.copy()
+    several[-1, 4, :2] = np.array([0.5], np.float16).view(np.uint8)
+    x = rng.standard_normal((max(ROWS), 288), dtype=np.float32)
+    for raw in (blocks.reshape(37, -1), several.reshape(37, -1)):
+        matrix = pack("shipped", "Q8_0", raw, 288)
+        whole, weights = run(level, matrix, x, bits=8), values_of("shipped", "Q8_0", raw)
+        np.testing.assert_allclose(whole, to_whole(x, 127) @ weights.T, rtol=1e-4, atol=1e-3)
+        for count in ROWS:
+            assert np.array_equal(run(level, matrix, x[:count], bits=8), whole[:count])
+
+
 @pytest.mark.skipif(len(LEVELS) < 3, reason="this machine runs one level with fused products at most")
 @pytest.mark.parametrize("name", CODED)
 def test_levels_with_fused_products_make_the_same_bits_of_bytes(name: str) -> None:

@@ -69,7 +69,7 @@ def read_compressed_tensors(fields: ConfigFields) -> Method:
         if group.value("format") is not None and group.value("format") not in _FORMATS:
             group.refuse("format", f"supported formats are {', '.join(_FORMATS)}")
         if group.value("input_activations"):
-            notes.add("activations are not rounded, although the checkpoint has input_activations")
+            notes.add("input_activations: activations are rounded to 8 bits only with --numerics fast")
         weights = group.inner("weights")
         if weights is None:
             group.refuse("weights", "an object is")

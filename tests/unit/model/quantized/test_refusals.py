@@ -183,7 +183,7 @@ def test_activations_and_kv_schemes_are_noted() -> None:
     config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
     method = read_method({"quantization_config": config}, WHERE)
     assert method is not None
-    assert [note.split()[0] for note in method.notes] == ["activations", "kv_cache_scheme"]
+    assert [note.split()[0] for note in method.notes] == ["input_activations:", "kv_cache_scheme"]
 
 
 def test_only_idle_biases_of_quantized_modules_are_dropped() -> None:
