@@ -1,6 +1,6 @@
 """All rows of the table of results."""
 
-from harness.results import capacity, engines, fleets, host, memory, mixes, policies, sharing
+from harness.results import capacity, engines, eviction, fleets, host, memory, mixes, policies, sharing
 from harness.results.rows import Row
 
 _PAPER = "PagedAttention"
@@ -61,6 +61,11 @@ ROWS: tuple[Row, ...] = (
         13, f"{_PAPER}, figure 18b", "A block of 16 tokens suits long and short requests",
         "ShareGPT best from 16 to 128, Alpaca at 16 and 32", "16 within 5 % of the best; 256 clearly worse for Alpaca",
         memory.block_sizes,
+    ),
+    Row(
+        14, f"{_PAPER}, section 7.3", "Computing again costs the same for all block sizes, copying much for small ones",
+        "OPT-13B: computing never over 1.2 times copying; equal from 16 to 64",
+        "computing varies by less than 10 % and takes at most 1.2 times as long as copying", eviction.recompute_or_copy,
     ),
     Row(
         15, f"{_PAPER}, section 4", "Paging changes no output", "by design",
@@ -139,6 +144,10 @@ ROWS: tuple[Row, ...] = (
     Row(
         33, "Inside vLLM, guided decoding", "Masks of a grammar give valid outputs only", "by design",
         "all outputs of random weights are valid", engines.constraints,
+    ),
+    Row(
+        34, f"{_PAPER}, section 4.5", "The KV of preempted sequences never needs more room than the pages of the pool",
+        "by design", "true in every step", eviction.swap_space, is_fast=True,
     ),
     Row(
         36, "Inside vLLM, load score", "Routing by load and by prefix beats taking turns", "no number",
