@@ -118,7 +118,7 @@ async def test_clients_that_leave_the_queue_free_it_at_once(stack):
 
 def test_a_quota_is_refused_over_grpc_with_a_time_to_retry(stack):
     with Client(str(stack["grpc"]), api_key="key-of-the-greedy", timeout=SECONDS) as greedy:
-        stream = greedy.generate("Hello", SamplingParams(max_tokens=400, ignore_eos=True))
+        stream = greedy.generate("Hello", SamplingParams(max_tokens=1900, ignore_eos=True))
         next(stream)
         with pytest.raises(Overloaded, match="concurrent_requests = 1") as over:
             greedy.complete("Hello", SamplingParams(max_tokens=2))

@@ -2,17 +2,18 @@
 
     python -m harness.kube.side_by_side [pytest's options]
 
-Each run has separate clusters and a separate pytest cache. The output of the run with a node is printed directly, that
-of the other run when it ends. The exit status is 0 if neither run failed; options may deselect all tests of a run. With
-`--last-failed`, only runs with failures are repeated.
+Each run has separate clusters and a separate pytest cache; the run without a node has two. The output of the run with a
+node is printed directly, that of the other run when it ends. The exit status is 0 if neither run failed; options may
+deselect all tests of a run. With `--last-failed`, only runs with failures are repeated.
 """
 
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import MappingProxyType
 
 from kvferry.bench.commit import ROOT
 
@@ -24,11 +25,14 @@ _STATUS = "status"
 _END_SECONDS = 120.0
 _RUNS = (("cluster", "cluster and not node and not long"), ("node", "node and not long"))
 """(name of the cache, pytest markers) of each run; the output of the last run is printed directly."""
+_SPLITS: Mapping[str, tuple[str, ...]] = MappingProxyType({"cluster": ("-n", "2", "--dist", "loadfile")})
+"""Options of a run whose files are divided between processes, each with a cluster of its own."""
 
 
 def command(markers: str, cache: str, options: Sequence[str]) -> list[str]:
     """Return the command line of one pytest run."""
-    return [sys.executable, "-m", "pytest", "-m", markers, "-o", f"cache_dir={_home(cache, ROOT)}", *options]
+    own = ["-m", markers, "-o", f"cache_dir={_home(cache, ROOT)}", *_SPLITS.get(cache, ())]
+    return [sys.executable, "-m", "pytest", *own, *options]
 
 
 def note_status(cache: str, status: int, root: Path = ROOT) -> None:

@@ -8,6 +8,7 @@ import pytest
 from kvferry.core.errors import TicketRejected
 from kvferry.core.ids import Incarnation, WorkerId
 from kvferry.kv.connectors import shm, tcp
+from kvferry.kv.connectors.address_proof import checked, proved
 from kvferry.kv.handoff.ticket import Keyring, Ticket
 from kvferry.kv.interface.connector import Peer, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
@@ -59,11 +60,11 @@ def test_an_address_with_more_pages_than_a_worker_has_takes_no_memory(change: tu
     try:
         for transport in (owner, reader):
             transport.allocate(1, 64)
-        address = list(msgspec.msgpack.decode(owner.address()))
+        address = list(msgspec.msgpack.decode(checked((), owner.address())))
         address[change[0]] = change[1]
         tracemalloc.start()
         with pytest.raises(ReadError):
-            reader.connect(peer, msgspec.msgpack.encode(address))
+            reader.connect(peer, proved((), msgspec.msgpack.encode(address)))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvferry.core.clock import Clock, SystemClock
 from kvferry.core.ids import BlockId, Incarnation
 from kvferry.core.process.exit_threads import start_thread
+from kvferry.kv.connectors.address_proof import checked, proved
 from kvferry.kv.interface.connector import PageMemory, Peer, Read, ReadError, TransportSetup
 from kvferry.kv.interface.packed import unpacked
 
@@ -132,8 +133,9 @@ class NixlTransport:
     name = "nixl"
     domain = ""
 
-    def __init__(self, incarnation: Incarnation, clock: Clock) -> None:
+    def __init__(self, incarnation: Incarnation, clock: Clock, secrets: Sequence[bytes] = ()) -> None:
         self._incarnation = incarnation
+        self._secrets = secrets
         self._clock = clock
         # Serializes all calls to the agent, which is not thread-safe.
         self._lock = threading.Lock()
@@ -175,11 +177,11 @@ class NixlTransport:
         return PageMemory(whole[:split], whole[split : split + num_blocks * _EPOCH_BYTES].cast("Q"))
 
     def address(self) -> bytes:
-        return msgspec.msgpack.encode(self._own)
+        return proved(self._secrets, msgspec.msgpack.encode(self._own))
 
     def connect(self, peer: Peer, address: bytes) -> None:
         try:
-            where = unpacked(address, _Address)
+            where = unpacked(checked(self._secrets, address), _Address)
         except msgspec.DecodeError as error:
             raise ReadError("the peer's address is malformed") from error
         if where.incarnation != peer.incarnation or self._own is None:
@@ -385,10 +387,10 @@ _NIXL_ERRORS: tuple[type[Exception], ...] = tuple(
 )
 
 
-def open_transport(incarnation: Incarnation, _setup: TransportSetup) -> NixlTransport:
+def open_transport(incarnation: Incarnation, setup: TransportSetup) -> NixlTransport:
     """Create the transport of one incarnation.
 
     Raises:
         ImportError: NIXL has no UCX backend on this machine.
     """
-    return NixlTransport(incarnation, SystemClock())
+    return NixlTransport(incarnation, SystemClock(), setup.secrets)
