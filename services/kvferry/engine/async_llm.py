@@ -16,7 +16,7 @@ from kvferry.engine.loop.engine_loop import CommandQueue, EngineLoop
 from kvferry.engine.loop.engine_stream import EngineStream
 from kvferry.engine.messages import EngineRequest, MaskReady
 from kvferry.engine.plan.kv_jobs import SequenceUpdate
-from kvferry.engine.prompts import Prompt, message_list
+from kvferry.engine.prompts import Prompt, checked_prompt, message_list
 from kvferry.engine.request_builder import RequestBuilder
 from kvferry.engine.settings import EngineSettings
 from kvferry.model.text.chat_template import Message
@@ -113,6 +113,7 @@ class AsyncLLM:
             DeadlinePassed: there was no output for `wait_seconds`.
             Unavailable: the engine has stopped.
         """
+        prompt = checked_prompt(prompt)
         made = await asyncio.to_thread(self._requests.start, prompt, sampling or SamplingParams())
         async with aclosing(self._parts(made)) as parts:
             async for part in parts:
@@ -150,7 +151,7 @@ class AsyncLLM:
             KvferryError: see `generate` and `LLM.encode`.
         """
         params = pooling_params(pooling, normalize, dimensions, self.config.hidden_size)
-        request = await asyncio.to_thread(self._requests.start_pooling, prompt, params)
+        request = await asyncio.to_thread(self._requests.start_pooling, checked_prompt(prompt), params)
         async with aclosing(self._updates(request)) as updates:
             async for update in updates:
                 if update.embedding is not None:

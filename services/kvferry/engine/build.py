@@ -327,15 +327,16 @@ def _kv_bytes(settings: EngineSettings, config: ModelConfig, device: str) -> int
         UsageError: the machine does not have as much, or the weights leave none on a GPU.
     """
     if device == CPU:
-        most = usable_memory()
-        if settings.kv_bytes > most:
+        wanted, most = settings.kv_bytes or DEFAULT_KV_BYTES, usable_memory()
+        if wanted > most:
             raise UsageError(
-                f"kv_memory of {settings.kv_bytes} bytes exceeds the {most} bytes of memory that this process may "
-                f"have; set kv_memory to less",
+                f"kv_memory of {wanted} bytes exceeds the {most} bytes of memory that this process may have; set "
+                "kv_memory to less",
                 field="kv_memory",
             )
-    if settings.kv_bytes or device == CPU:
-        return settings.kv_bytes or DEFAULT_KV_BYTES
+        return wanted
+    if settings.kv_bytes:
+        return settings.kv_bytes
     import torch
 
     from kvferry.engine.gpu.memory import GpuMemory, activation_bytes, kv_budget

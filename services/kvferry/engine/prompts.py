@@ -21,7 +21,7 @@ def prompt_list(prompts: Prompt | Sequence[Prompt], field: str = "prompts") -> l
     items = _items(prompts, field, "a text, a list of token ids, or a list of these")
     if items and all(type(one) is int for one in items):
         return [items]
-    return [one if isinstance(one, str) else token_ids(one, f"{field}.{at}") for at, one in enumerate(items)]
+    return [checked_prompt(one, f"{field}.{at}") for at, one in enumerate(items)]
 
 
 def conversation_list(conversations: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
@@ -47,28 +47,34 @@ def message_list(messages: Sequence[Message], field: str = "messages") -> list[M
             raise InvalidRequest(
                 f"{field}.{at} is {shortened(repr(message))}; give a message, such as "
                 '{"role": "user", "content": "Hello"}',
-                field=field.partition(".")[0],
+                field=_top(field),
             )
     return items
 
 
-def token_ids(value: object, field: str) -> list[int]:
-    """Return a prompt's token ids as a list.
+def checked_prompt(value: object, field: str = "prompt") -> Prompt:
+    """Return one prompt, its token ids as a list.
 
     Raises:
-        InvalidRequest: it is not a list of whole numbers.
+        InvalidRequest: it is neither a text nor a list of token ids.
     """
+    if isinstance(value, str):
+        return value
     items = _items(value, field, "a text or a list of token ids")
     for one in items:
         if type(one) is not int:
-            raise InvalidRequest(f"{field} has {shortened(repr(one))}; token ids are whole numbers", field="prompts")
+            raise InvalidRequest(f"{field} has {shortened(repr(one))}; token ids are whole numbers", field=_top(field))
     return items
 
 
 def _items(value: object, field: str, expected: str) -> list[Any]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidRequest(f"{field} is {shortened(repr(value))}; give {expected}", field=field.partition(".")[0])
+        raise InvalidRequest(f"{field} is {shortened(repr(value))}; give {expected}", field=_top(field))
     return list(value)
+
+
+def _top(field: str) -> str:
+    return field.partition(".")[0]
 
 
 def check_length(count: int, context: int, *, has_output: bool) -> None:

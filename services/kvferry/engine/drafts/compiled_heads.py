@@ -5,16 +5,19 @@ once per draft token, and a rounding error of a draft costs time at most. Otherw
 format.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.core.dtypes import BFLOAT16, INT8
 from kvferry.engine.drafts.head_models import Floats, Predicted, predicted, rms_norm
-from kvferry.engine.models.compiled import CompiledTransformer, native_shape
+from kvferry.engine.models.compiled import CompiledTransformer, StepOutputs, VectorRows, native_shape, run_step
 from kvferry.engine.models.compiled_loader import Loader
 from kvferry.engine.tensors.batch import StepBatch
 from kvferry.engine.tensors.paged_kv import PagedKv
 from kvferry.kernels import compiled
+from kvferry.model.config import ModelConfig
 from kvferry.model.heads.eagle_head import EMBEDDING_NORM, FC, FC_BIAS, HEAD, HIDDEN_NORM, NORM, EagleHead
 from kvferry.model.heads.head_files import HeadTensors
 from kvferry.model.heads.medusa_head import MedusaHeads
@@ -22,8 +25,6 @@ from kvferry.model.quantized.representation import BLOCK, Kept
 from kvferry.model.tensors import Stored
 
 _SHIPPED = "shipped"
-_NO_ROWS = np.empty(0, np.int64)
-_NONE = np.empty((0, 0), np.float32)
 
 
 class Codes8Tensors(HeadTensors):
@@ -52,9 +53,8 @@ def codes8(values: Floats) -> npt.NDArray[np.uint8]:
     return whole.reshape(-1)
 
 
-def _loader(tensors: HeadTensors, model: CompiledTransformer, config: object = None) -> Loader:
-    source = Codes8Tensors(tensors) if model.form == _SHIPPED else tensors
-    return Loader(model.config if config is None else config, source, model.form)  # type: ignore[arg-type]
+def _loader(tensors: HeadTensors, model: CompiledTransformer, config: ModelConfig) -> Loader:
+    return Loader(config, Codes8Tensors(tensors) if model.form == _SHIPPED else tensors, model.form)
 
 
 class CompiledEagle:
@@ -99,8 +99,8 @@ class CompiledEagle:
 
     def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv) -> tuple[Predicted, Floats]:
         """See `EagleModel.compute`."""
-        config, rows, samples = self.config, len(batch.token_ids), len(batch.sample_rows)
-        embedded = np.empty((rows, config.hidden_size), np.float32)
+        config, samples = self.config, len(batch.sample_rows)
+        embedded = np.empty((len(batch.token_ids), config.hidden_size), np.float32)
         compiled.dequantize(self._model.level, self._model.embedding, batch.token_ids, embedded)
         if self._head.is_fused:
             of_embedding, of_hidden, _ = self._norms
@@ -111,30 +111,9 @@ class CompiledEagle:
             inputs = residuals = self._times_fc(np.concatenate((embedded, hidden), axis=1))
         logits = np.empty((samples, config.vocab_size), np.float32)
         after = np.empty((samples, config.hidden_size), np.float32)
-        self._runner.step(
-            batch.token_ids,
-            batch.positions,
-            batch.slots,
-            batch.queries,
-            batch.contexts,
-            batch.block_tables,
-            batch.sample_rows,
-            kv.address,
-            kv.num_blocks,
-            kv.layout.block_tokens,
-            self.dtype,
-            logits,
-            np.empty(samples, np.int64),
-            np.empty(samples, np.uint8),
-            batch.sample_rows,
-            after,
-            _NO_ROWS,
-            [],
-            _NO_ROWS,
-            _NONE,
-            np.ascontiguousarray(residuals),
-            inputs,
-        )
+        outputs = StepOutputs(logits, np.empty(samples, np.int64), np.empty(samples, np.uint8), after)
+        rows = VectorRows(np.ascontiguousarray(residuals), inputs)
+        run_step(self._runner, replace(batch, hidden_rows=batch.sample_rows), kv, self.dtype, outputs, rows)
         return predicted(logits, self._head.token_ids), after
 
     def _times_fc(self, x: Floats) -> Floats:
@@ -156,7 +135,7 @@ class CompiledMedusa:
             ModelFileError: a weight is not finite in the format of the kernels.
         """
         self.num_heads, self._model = heads.num_heads, model
-        loader, hidden = _loader(heads.tensors, model), model.config.hidden_size
+        loader, hidden = _loader(heads.tensors, model, model.config), model.config.hidden_size
         self._blocks = [
             [
                 loader.matrix((weight,), hidden, bias=(bias,))

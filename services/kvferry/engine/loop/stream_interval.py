@@ -3,6 +3,8 @@
 The first token is handed out at once; later ones wait until there are `interval` of them, or the request ends.
 """
 
+from dataclasses import dataclass, field
+
 from kvferry.core.ids import RequestId
 from kvferry.engine.loop.engine_stream import StreamItem
 
@@ -10,8 +12,16 @@ Delivery = tuple[RequestId, StreamItem, bool]
 """A request, its event, and whether it is the request's last one."""
 
 
+@dataclass(slots=True)
+class _Part:
+    """Events of a request that wait for further tokens."""
+
+    items: list[StreamItem] = field(default_factory=list)
+    num_tokens: int = 0
+
+
 class StreamInterval:
-    """Events that wait for further tokens of their request. Used on the engine's thread only."""
+    """Parts of all requests whose output has begun. Used on the engine's thread only."""
 
     def __init__(self, interval: int) -> None:
         """
@@ -19,9 +29,7 @@ class StreamInterval:
             interval: tokens of a part after the first one, at least 1.
         """
         self._interval = interval
-        self._waiting: dict[RequestId, list[StreamItem]] = {}
-        """Events by request, an empty list after a delivery; only of requests that have begun their output."""
-        self._num_tokens: dict[RequestId, int] = {}
+        self._parts: dict[RequestId, _Part] = {}
 
     def due(self, items: list[Delivery]) -> list[Delivery]:
         """Take the events of a step, and return those to deliver now, in order."""
@@ -30,27 +38,23 @@ class StreamInterval:
         found: list[Delivery] = []
         for request_id, item, is_last in items:
             count = 0 if item.update is None else len(item.update.tokens)
-            waiting = self._waiting.get(request_id)
-            if waiting is None or is_last:
-                found += [(request_id, one, False) for one in waiting or ()]
-                found.append((request_id, item, is_last))
-                self.drop(request_id)
-                if count and not is_last:
-                    self._waiting[request_id], self._num_tokens[request_id] = [], 0
+            part = self._parts.pop(request_id, None)
+            if part is not None and not is_last and part.num_tokens + count < self._interval:
+                part.items.append(item)
+                part.num_tokens += count
+                self._parts[request_id] = part
                 continue
-            waiting.append(item)
-            self._num_tokens[request_id] += count
-            if self._num_tokens[request_id] >= self._interval:
-                found += [(request_id, one, False) for one in waiting]
-                self._waiting[request_id], self._num_tokens[request_id] = [], 0
+            found += [(request_id, one, False) for one in (part.items if part is not None else ())]
+            found.append((request_id, item, is_last))
+            if not is_last and (part is not None or count):
+                self._parts[request_id] = _Part()
         return found
 
     def drop(self, request_id: RequestId) -> None:
         """Forget a request that has ended or was aborted."""
-        self._waiting.pop(request_id, None)
-        self._num_tokens.pop(request_id, None)
+        self._parts.pop(request_id, None)
 
     @property
     def num_open(self) -> int:
         """Number of requests with an output that has begun."""
-        return len(self._waiting)
+        return len(self._parts)

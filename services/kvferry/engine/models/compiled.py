@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ from kvferry.kernels import compiled
 from kvferry.model.adapters.adapter_folder import Adapter
 from kvferry.model.config import Activation, ModelConfig
 from kvferry.model.tensors import TensorSource, check_shapes
+
+if TYPE_CHECKING:
+    from kvferry.kernels._cpu import Runner
 
 _GATES = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
 _NO_HIDDEN = np.empty((0, 0), np.float32)
@@ -87,32 +91,9 @@ class CompiledTransformer:
         num_hidden = len(batch.hidden_rows)
         width, num_taps = self.config.hidden_size, len(batch.tapped_layers)
         hidden = np.empty((num_hidden, width), np.float32) if num_hidden else _NO_HIDDEN
-        taps = np.array(batch.tapped_layers, np.int64) if num_taps else _NO_TAPS
         tapped = np.empty((len(batch.token_ids), num_taps * width), np.float32) if num_taps else _NO_HIDDEN
-        self._runner.step(
-            batch.token_ids,
-            batch.positions,
-            batch.slots,
-            batch.queries,
-            batch.contexts,
-            batch.block_tables,
-            batch.sample_rows,
-            kv.address,
-            kv.num_blocks,
-            kv.layout.block_tokens,
-            self.dtype,
-            room.values,
-            room.greedy,
-            room.finite,
-            batch.hidden_rows,
-            hidden,
-            batch.adapter_of_row,
-            [adapter.native for adapter in batch.adapters if isinstance(adapter, CompiledAdapter)],
-            taps,
-            tapped,
-            _NO_HIDDEN,
-            _NO_HIDDEN,
-        )
+        outputs = StepOutputs(room.values, room.greedy, room.finite, hidden, tapped)
+        run_step(self._runner, batch, kv, self.dtype, outputs)
         finite = room.finite.view(bool).tolist()
         greedy = room.greedy.tolist()
         return Logits(room.values, greedy, finite, hidden if num_hidden else None, tapped if num_taps else None)
@@ -160,6 +141,74 @@ class _Scratch:
     def of(cls, memory: Floats, rows: int) -> "_Scratch":
         """Create views of the first `rows` rows of `memory`."""
         return cls(memory, memory[:rows], np.empty(rows, np.int64), np.empty(rows, np.uint8))
+
+
+class StepOutputs(NamedTuple):
+    """Memory for the results of a step of S sampled rows, H hidden rows and T rows."""
+
+    logits: Floats
+    """[S, vocabulary]."""
+    greedy: Ints
+    """[S]."""
+    finite: npt.NDArray[np.uint8]
+    """[S]."""
+    hidden: Floats = _NO_HIDDEN
+    """[H, hidden]."""
+    tapped: Floats = _NO_HIDDEN
+    """[T, layers * hidden]."""
+
+
+class VectorRows(NamedTuple):
+    """Rows of a step that are vectors instead of tokens."""
+
+    residuals: Floats = _NO_HIDDEN
+    """[T, hidden]: residual stream before the first layer."""
+    inputs: Floats = _NO_HIDDEN
+    """[T, inputs]: inputs of the first layer's attention."""
+
+
+def run_step(
+    runner: "Runner",
+    batch: StepBatch,
+    kv: PagedKv,
+    dtype: str,
+    out: StepOutputs,
+    vectors: VectorRows = VectorRows(),  # noqa: B008  immutable
+) -> None:
+    """Compute a step of a model or of a head.
+
+    Args:
+        runner: its native runner.
+        batch: the rows.
+        kv: the pages.
+        dtype: data type of the pages.
+        out: memory for the results.
+        vectors: the rows, if they are vectors; default: rows are the tokens of the batch.
+    """
+    runner.step(
+        batch.token_ids,
+        batch.positions,
+        batch.slots,
+        batch.queries,
+        batch.contexts,
+        batch.block_tables,
+        batch.sample_rows,
+        kv.address,
+        kv.num_blocks,
+        kv.layout.block_tokens,
+        dtype,
+        out.logits,
+        out.greedy,
+        out.finite,
+        batch.hidden_rows,
+        out.hidden,
+        batch.adapter_of_row,
+        [adapter.native for adapter in batch.adapters if isinstance(adapter, CompiledAdapter)],
+        np.array(batch.tapped_layers, np.int64) if batch.tapped_layers else _NO_TAPS,
+        out.tapped,
+        vectors.residuals,
+        vectors.inputs,
+    )
 
 
 def native_shape(config: ModelConfig, input_bits: int, inputs: int = 0) -> dict[str, int | float]:

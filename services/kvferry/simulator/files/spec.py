@@ -1,7 +1,7 @@
 """Fleet files: TOML to the values of a simulation. docs/simulator.md lists the fields."""
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,9 +28,6 @@ MAX_REPLICAS = 10_000
 MAX_POOLS = 1000
 MAX_FILE_BYTES = 1 << 20
 _MOST_SECONDS = 1e7
-_SECTIONS = (
-    "seed", "pools", "slo", "link", "engine", "device", "role", "workload", "tenant", "gateway", "failure", "machine",
-)  # fmt: skip
 ReadText = Callable[[str], str]
 """Returns the text of a file that a fleet file names."""
 
@@ -79,18 +76,19 @@ def read_fleet(text: str, read: ReadText) -> FleetSpec:
         top = Table("", tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"the fleet file is not TOML: {error}", field="fleet") from None
-    top.allow(*_SECTIONS)
     seed = top.whole("seed", 1, 0, 1 << 53)
     pools = top.whole("pools", 1, 1, MAX_POOLS)
     slo = parse_slo(top.text("slo", ""))
-    link = _link(top.table("link"))
-    roles, prices = _roles(top, read)
-    workload = top.table("workload")
-    tenants = _tenants(top)
+    of_link, of_engine, of_device = top.table("link"), top.table("engine"), top.table("device")
+    of_roles, workload, of_tenants = top.tables("role", 16), top.table("workload"), top.tables("tenant", 1000)
+    of_gateway, of_failures, machine = top.table("gateway"), top.tables("failure", 100_000), top.table("machine")
+    top.end()  # before what is missing is reported, since it may be there under a wrong name
+    link = _link(of_link)
+    roles, prices = _roles(of_roles, of_engine, of_device, read)
+    tenants = _tenants(of_tenants)
     demand, trace, repeat = _demand(workload, tenants, read, pools)
-    gateway = _gateway(top.table("gateway"), slo, link, tenants, seed)
-    failures = _failures(top, roles)
-    machine = top.table("machine")
+    gateway = _gateway(of_gateway, slo, link, tenants, seed)
+    failures = _failures(of_failures, roles)
     cores = machine.number("cores", 1.0, 0.01, 1e6) if "cores" in machine else None
     machine.end()
     return FleetSpec(seed, pools, PoolSpec(roles, link, gateway, failures, cores), demand, trace, repeat, prices)
@@ -159,11 +157,12 @@ def _engine(table: Table) -> ReplicaSettings:
     return settings
 
 
-def _roles(top: Table, read: ReadText) -> tuple[tuple[RoleSpec, ...], dict[str, float]]:
-    engine, device = top.table("engine"), top.table("device")
+def _roles(
+    tables: Iterable[Table], engine: Table, device: Table, read: ReadText
+) -> tuple[tuple[RoleSpec, ...], dict[str, float]]:
     roles: list[RoleSpec] = []
     prices: dict[str, float] = {}
-    for table in top.tables("role", 16):
+    for table in tables:
         role = table.text("role", BOTH, ROLES)
         roles.append(
             RoleSpec(
@@ -185,9 +184,9 @@ def _roles(top: Table, read: ReadText) -> tuple[tuple[RoleSpec, ...], dict[str, 
     return tuple(roles), prices
 
 
-def _tenants(top: Table) -> tuple[Tenant, ...]:
+def _tenants(tables: Iterable[Table]) -> tuple[Tenant, ...]:
     found: list[Tenant] = []
-    for table in top.tables("tenant", 1000):
+    for table in tables:
         found.append(
             Tenant(
                 name=table.text("name", ""),
@@ -264,10 +263,10 @@ def _demand(
     return demand, (), 1
 
 
-def _failures(top: Table, roles: tuple[RoleSpec, ...]) -> tuple[Failure, ...]:
+def _failures(tables: Iterable[Table], roles: tuple[RoleSpec, ...]) -> tuple[Failure, ...]:
     known = {role.role: role.replicas for role in roles}
     found: list[Failure] = []
-    for table in top.tables("failure", 100_000):
+    for table in tables:
         role = table.text("role", roles[0].role, known)
         found.append(
             Failure(

@@ -87,18 +87,6 @@ class Table:
         """Return this table with the fields of `base` that it lacks."""
         return Table(self.name, base._fields | self._fields)
 
-    def allow(self, *known: str) -> None:
-        """Check that the table has no other fields, before those that are missing are reported.
-
-        Raises:
-            UsageError: a field is unknown.
-        """
-        for field, value in self._fields.items():
-            if field not in known:
-                close = get_close_matches(field, known, 1)
-                remedy = f"write {close[0]}" if close else f"remove it; the fields here are {', '.join(known)}"
-                raise wrong(self.path(field), value, remedy)
-
     def end(self) -> None:
         """Check that all fields were taken.
 
@@ -107,8 +95,9 @@ class Table:
         """
         for field, value in self._fields.items():
             if field not in self._known:
+                close = [f"write {name}, or " for name in get_close_matches(field, self._known, 1)]
                 known = ", ".join(self._known) or "none"
-                raise wrong(self.path(field), value, f"remove it; the fields here are {known}")
+                raise wrong(self.path(field), value, f"{''.join(close)}remove it; the fields here are {known}")
 
     def _take(self, field: str, default: Any) -> Any:
         self._known.append(field)

@@ -80,8 +80,8 @@ def ahead_engine(num_blocks: int = 64, stops: Sequence[int] = (), limits: Schedu
     return engine, runner
 
 
-def asked(name: str, prompt: list[int], max_tokens: int = 12, **wishes: object) -> EngineRequest:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **wishes})  # type: ignore[arg-type]
+def asked(name: str, prompt: list[int], max_tokens: int = 12, **sampling: object) -> EngineRequest:
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
     return EngineRequest(RequestId(name), prompt, params)
 
 
@@ -163,10 +163,10 @@ def test_short_of_pages_it_goes_on_one_by_one() -> None:
     assert (engine.is_idle, runner.unread) == (True, 0)
 
 
-@pytest.mark.parametrize("wishes", [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"repetition_penalty": 1.5}])
-def test_a_step_that_depends_on_tokens_is_not_launched_ahead(wishes: dict[str, object]) -> None:
+@pytest.mark.parametrize("sampling", [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"repetition_penalty": 1.5}])
+def test_a_step_that_depends_on_tokens_is_not_launched_ahead(sampling: dict[str, object]) -> None:
     engine, runner = ahead_engine()
-    engine.add(asked("a", [1, 2, 3], **wishes))
+    engine.add(asked("a", [1, 2, 3], **sampling))
     run(engine)
     assert runner.most_unread == 1
 
