@@ -64,7 +64,7 @@ class Round:
 async def arrivals(
     client: AsyncClient, prompt: list[int], tokens: int, times: list[float], enough: asyncio.Event | None = None
 ) -> None:
-    """Times of tokens go to `times` as they come; says when there are enough to begin."""
+    """Append the arrival times of tokens to `times`; report when enough have arrived to begin."""
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     async with aclosing(client.generate(prompt, sampling, timeout=CALL_SECONDS)) as chunks:
         async for chunk in chunks:
@@ -74,13 +74,13 @@ async def arrivals(
 
 
 def a_prompt(length: int, seed: int) -> list[int]:
-    """Tokens that no other seed gives."""
+    """Return a prompt of tokens that depends on the seed."""
     draw = random.Random(seed)
     return [draw.randrange(1000, 20_000) for _ in range(length)]
 
 
 async def one_round(client: AsyncClient, seed: int) -> Round:
-    """Streams, then bursts beside them, then the streams are cancelled."""
+    """Start streams, send bursts of prompts while they run, then cancel the streams."""
     times: list[list[float]] = [[] for _ in range(STREAMS)]
     run = [asyncio.Event() for _ in times]
     streams = [
@@ -129,7 +129,7 @@ async def a_system(name: str, model: str) -> AsyncIterator[AsyncClient]:
 
 
 async def measure(model: str, rounds: int) -> dict[str, list[Round]]:
-    """All systems in turn, another first in each round; the first round is not kept."""
+    """Measure all systems in turn, starting with a different one in each round; the first round is discarded."""
     found: dict[str, list[Round]] = {name: [] for name in SYSTEMS}
     async with AsyncExitStack() as stacks:
         clients = {name: await stacks.enter_async_context(a_system(name, model)) for name in SYSTEMS}
@@ -144,7 +144,7 @@ async def measure(model: str, rounds: int) -> dict[str, list[Round]]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Milliseconds, of seconds."""
+    """Return a quantile of seconds in milliseconds."""
     ordered = sorted(values)
     return 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 

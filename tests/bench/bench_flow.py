@@ -79,7 +79,7 @@ def finish(controller: FlowController, quotas: Quotas, entry: Entry) -> None:
 
 
 def passing(tenants: int) -> None:
-    """Requests that find room."""
+    """Time requests that are admitted at once."""
     controller, quotas, room = FlowController(_BOUNDS), Quotas(), Room(100, 1 << 20, 100)
     for number in range(_REQUESTS):
         entry = request(number, tenants)
@@ -104,7 +104,7 @@ def timed(work: Callable[[], None]) -> float:
 
 
 def queued(tenants: int) -> float:
-    """Requests that enter and leave a long queue."""
+    """Time requests that enter and leave a long queue."""
     controller, quotas = filled(tenants)
     room = Room(1, 1 << 40, 1 << 20)
 
@@ -118,7 +118,7 @@ def queued(tenants: int) -> float:
 
 
 def refused() -> float:
-    """Requests that find the queue full."""
+    """Time requests that are refused because the queue is full."""
     controller, quotas = filled(100, size=_BOUNDS.requests)
 
     def work() -> None:
@@ -132,7 +132,7 @@ def refused() -> float:
 
 
 def shed() -> float:
-    """Requests that displace others, which are queued again in the class below."""
+    """Time requests that displace requests of a lower class from a full queue."""
     controller, quotas = filled(100, priority=0, size=_BOUNDS.requests)
 
     def work() -> None:
@@ -144,7 +144,7 @@ def shed() -> float:
 
 
 def through_the_gate() -> float:
-    """Requests that pass the gate of a gateway and generate 10 tokens each."""
+    """Time requests that pass the gate of a gateway and generate 10 tokens each."""
 
     async def run() -> float:
         gate = FlowGate(Fleet(FleetConfig(), "bench"), SystemClock(), FlowConfig(), _tenants(), Instruments())

@@ -26,7 +26,7 @@ from kvferry.model.source import open_model
 ROWS = (1, 4, 16, 64, 256, 512)
 Q8_0 = 8
 TURN_OPERATIONS = 2e10
-"""Of one turn: some tens of milliseconds."""
+"""Duration of one turn: some tens of milliseconds."""
 
 
 def torch_linear(inputs: int, outputs: int) -> torch.nn.Module:

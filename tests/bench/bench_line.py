@@ -56,7 +56,7 @@ READ_BYTES = 512 << 20
 THREADS = 2
 CALL_SECONDS = 300.0
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 2}
-"""Of a weight where KV has that type."""
+"""Bytes of a weight, by the data type of KV pages."""
 CLOCK = SystemClock()
 
 
@@ -78,7 +78,7 @@ class Row:
     bound: float | None
     share_of_bound: float | None
     load_average: float
-    """Of the last minute when the row was made; above this run's own threads, others were at work too."""
+    """Load average of the last minute; above the run's own number of threads, other processes used the cores too."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class System:
     dtype: str
     values: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     went_round: list[Timing] = field(default_factory=list)
-    """Of requests that were answered, but not by hand-off."""
+    """Timings of answered requests whose KV was not handed off."""
 
     def note(self, cell: str, unit: str, value: float) -> None:
         self.values.setdefault((cell, unit), []).append(value)
@@ -120,13 +120,13 @@ async def ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> An
 
 
 def a_prompt(length: int, seed: str) -> list[int]:
-    """Token ids that no other seed gives; the same for every system."""
+    """Return a prompt of token ids that depends on the seed; the same for every system."""
     source = random.Random(seed)
     return [source.randrange(1000, 20_000) for _ in range(length)]
 
 
 async def first_tokens(system: System, length: int, repetition: int) -> None:
-    """A cold prompt with its hand-off, then a warm one."""
+    """Measure the first token of a cold prompt with its hand-off, then of a warm one."""
     prompt, cold = await cold_prompt(system, length, f"{length}/{repetition}/{os.getpid()}")
     system.note(f"first token, {length} cold", "ms", 1e3 * cold.arrivals[0])
     if system.connector != AGGREGATED:
@@ -151,7 +151,7 @@ async def cold_prompt(system: System, length: int, seed: str) -> tuple[list[int]
 
 
 async def decode_rates(system: System, repetition: int) -> None:
-    """Tokens a second of one stream, and of eight together."""
+    """Measure the tokens per second of one stream, and of eight concurrent streams."""
     one = await ask(system.client, a_prompt(32, f"one/{repetition}/{os.getpid()}"), DECODE_TOKENS)
     system.note("decode, 1 stream", "tokens/s", (DECODE_TOKENS - 2) / (one.arrivals[-1] - one.arrivals[1]))
     prompts = [a_prompt(32, f"{i}/{repetition}/{os.getpid()}") for i in range(STREAMS)]
@@ -165,7 +165,7 @@ async def decode_rates(system: System, repetition: int) -> None:
 
 
 def read_rate(data: torch.Tensor) -> float:
-    """Bytes a second that two threads read from memory: the best of three sums over far more than any cache."""
+    """Return the memory read rate of two threads in bytes per second: the best of three sums over 512 MiB."""
     best = float("inf")
     for _ in range(3):
         begun = CLOCK.monotonic()
@@ -175,7 +175,7 @@ def read_rate(data: torch.Tensor) -> float:
 
 
 def weight_bytes(model: str, dtype: str) -> int:
-    """Bytes of weights that one step reads: all, but of an embedding that is not the head too only a few rows."""
+    """Return the bytes of weights that a step reads: all, except the embedding if it is not also the output head."""
     config = open_model(model).config
     shapes = expected_shapes(config)
     count = sum(prod(shape) for shape in shapes.values())
@@ -186,7 +186,7 @@ def weight_bytes(model: str, dtype: str) -> int:
 
 @asynccontextmanager
 async def a_system(connector: str, model: str, worker_flags: Sequence[str]) -> AsyncIterator[System]:
-    """A running stack with a client."""
+    """Yield a running stack with a client."""
     aggregated = connector == AGGREGATED
     counts = {"prefill": 0, "decode": 0, "both": 1} if aggregated else {}
     config = StackConfig(
@@ -207,14 +207,14 @@ async def a_system(connector: str, model: str, worker_flags: Sequence[str]) -> A
 
 
 def say(text: str) -> None:
-    """Progress, on a terminal only."""
+    """Print progress, on a terminal only."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
 
 
 async def measure(given: argparse.Namespace, names: Sequence[str]) -> tuple[list[System], list[float]]:
-    """All systems, and the read rates of the same minutes."""
+    """Measure all systems, and the read rates during the same minutes."""
     begun = CLOCK.monotonic()
     torch.set_num_threads(THREADS)
     data, rates = torch.ones(READ_BYTES // 4), []
@@ -244,14 +244,14 @@ async def measure(given: argparse.Namespace, names: Sequence[str]) -> tuple[list
 
 
 async def one_repetition(system: System, repetition: int) -> None:
-    """Every cell once. Takes more tokens than a pool of the default size holds, so that one touches every page."""
+    """Measure every cell once, with more tokens than a pool of the default size holds, so that every page is used."""
     for length in PROMPTS:
         await first_tokens(system, length, repetition)
     await decode_rates(system, repetition)
 
 
 def rows(systems: Sequence[System], rates: Sequence[float], model: str) -> list[Row]:
-    """Columns of the CSV."""
+    """Return the rows of the CSV file."""
     dtype = systems[0].dtype
     common = {
         "date": datetime.fromtimestamp(CLOCK.wall(), UTC).isoformat(timespec="seconds"),
@@ -288,7 +288,7 @@ def rows(systems: Sequence[System], rates: Sequence[float], model: str) -> list[
 
 
 def table(made: Sequence[Row], names: Sequence[str]) -> str:
-    """Cells down, connectors across: median (least to most), and the share of the bound where there is one."""
+    """Return a table with a row per cell and a column per connector: median (least to most) and share of the bound."""
     cells = list(dict.fromkeys((r.cell, r.unit) for r in made if r.connector))
     found = {(r.connector, r.cell, r.unit): r for r in made}
     lines = [f"{'':<32}" + "".join(f"{name:>32}" for name in names)]

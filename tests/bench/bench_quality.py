@@ -31,7 +31,7 @@ REFERENCE: Way = ("torch", "float32", "shipped", "exact")
 
 
 def ways() -> list[Way]:
-    """Kernels, KV, weights, numerics: the reference first."""
+    """Return combinations of kernels, KV, weights and numerics; the reference is first."""
     found = [REFERENCE]
     for level in compiled.levels():
         kernels = f"compiled-{level}"
@@ -42,7 +42,7 @@ def ways() -> list[Way]:
 
 @torch.inference_mode()
 def log_probabilities(source: ModelSource, tokens: list[int], way: Way) -> torch.Tensor:
-    """[tokens, vocabulary] float64, of every position."""
+    """Return the log-probabilities of every position, [tokens, vocabulary] float64."""
     kernels, dtype, weights, numerics = way
     model = build_model(source.config, source.tensors, dtype=dtype, weights=weights, numerics=numerics, kernels=kernels)
     kv = PagedKv.allocate(KvLayout.of(source.config, block_tokens=BLOCK, dtype=dtype), len(tokens) // BLOCK + 1)

@@ -1,9 +1,10 @@
-"""Planned copies measured: bytes of the source a second for pairs of layouts, beside a plain copy of the same bytes.
+"""Throughput of relayout plans in source bytes per second for pairs of layouts, compared with a plain copy.
 
     python tests/bench/bench_relayout.py
 
-One thread, 1,920 tokens of a model with 28 layers and 8 KV heads of 128, all in memory; best of 7, in turns. `staged`
-is the same through `kv.staged`, with a copy into an 8 MiB place before each conversion, as over `shm`.
+One thread, 1,920 tokens of a model with 28 layers and 8 KV heads of 128, all in memory; best of 7 interleaved rounds.
+`staged` is the same through `kv.staged`, with a copy into an 8 MiB staging buffer before each conversion, as over
+`shm`.
 """
 
 import sys

@@ -111,7 +111,7 @@ class _TrustingFrames(Frames):
 
 
 def timed(objects: Objects, action: Callable[[int], object], which: range) -> float:
-    """GB/s over some of the objects."""
+    """Return the rate over some of the objects in GB/s."""
     started = CLOCK.monotonic()
     for i in which:
         action(i)
@@ -124,7 +124,7 @@ def take_turns(
     repetitions: int,
     before: Callable[[str, range], object] = lambda name, which: None,
 ) -> dict[str, list[float]]:
-    """Rates by system; the first repetition warms up. A turn is a quarter of the objects, so that turns are short.
+    """Return rates by system; the first repetition warms up. A turn is a quarter of the objects, and short.
 
     Args:
         before: is called before each turn, and not timed.
@@ -143,7 +143,7 @@ def take_turns(
 
 
 def share(ours: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the turns' ratios: both sides of each had the same moment."""
+    """Return the median of the ratios of the turns: both sides of a ratio were measured at about the same time."""
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
 
 
@@ -295,7 +295,7 @@ def bench_disk(object_bytes: int, repetitions: int, parent: Path | None) -> dict
 
 
 def shares(found: dict[tuple[str, str, str], list[float]]) -> dict[tuple[str, str, str], float]:
-    """Share of the bounds that the tier reaches."""
+    """Return the shares of the bounds that the tier reaches."""
     return {
         (place, cell, f"tier / {other}"): share(found[place, cell, "tier"], rates)
         for (place, cell, other), rates in found.items()
@@ -304,7 +304,7 @@ def shares(found: dict[tuple[str, str, str], list[float]]) -> dict[tuple[str, st
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Sizes across; places, cells and systems down: median (least to most), GB/s."""
+    """Return a table with a column per size and a row per place, cell and system: median (least to most), GB/s."""
     sizes = sorted({r.object_kib for r in rows})
     lines = [f"{'GB/s':<46}" + "".join(f"{f'{size} KiB':>24}" for size in sizes)]
     by_cell = {(r.place, r.cell, r.system, r.object_kib): r for r in rows}

@@ -35,7 +35,7 @@ PROMPTS = 5
 PROMPTS_KEPT = 2.3
 """As many prompts' pages there are; of five prompts none is still there when its turn comes again."""
 TOKEN_BYTES = 23_040
-"""Of the embedded model in bfloat16."""
+"""KV bytes per token of SmolLM2-135M in bfloat16."""
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 SOME = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 

@@ -94,7 +94,7 @@ def round_tokens(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tu
 
 @torch.inference_mode()
 def definition(folder: Path, values: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities of all positions as the format defines them."""
+    """Return the log-probabilities of all positions as the format defines them."""
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train(False)
     for name, value in values.items():
         module = model.get_submodule(name.removesuffix(".weight"))

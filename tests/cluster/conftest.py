@@ -63,7 +63,7 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that containers of the runtime `host` see at the same path; put what they need into it."""
     folder = tmp_path_factory.mktemp("models")
-    folder.chmod(0o755)  # pytest's are for their owner alone, and containers run as another user
+    folder.chmod(0o755)  # pytest creates folders with mode 0700, and containers run as another user
     return folder
 
 

@@ -33,7 +33,7 @@ CLOCK = SystemClock()
 
 
 def eventually(found: Callable[[], Any], what: str = "", seconds: float = SECONDS) -> Any:
-    """What `found` gives once that is true; fails with `what` when it is not in time."""
+    """Return the first true result of `found`; fail with `what` if there is none in time."""
     pause = threading.Event()
     deadline = CLOCK.monotonic() + seconds
     while True:
@@ -134,7 +134,7 @@ def a_cluster(folder: Path, plane: PlaneWish | None = None, *, defined: bool = T
 
 
 def minimal_definition(api_version: str, plural: str, kind: str) -> dict[str, Any]:
-    """Of a kind that takes anything."""
+    """Return a CustomResourceDefinition that accepts any object."""
     group, _, version = api_version.partition("/")
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     return {

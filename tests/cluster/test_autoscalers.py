@@ -115,7 +115,7 @@ def scaler(kube: Kube, namespace: str) -> dict[str, Any]:
 
 
 def owners(kube: Kube, namespace: str) -> set[str]:
-    """Who writes the number."""
+    """Return the field manager that owns `replicas`."""
     entries = scaler(kube, namespace)["metadata"]["managedFields"]
     return {e["manager"] for e in entries if "f:replicas" in e["fieldsV1"].get("f:spec", {})}
 

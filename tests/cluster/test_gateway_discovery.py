@@ -63,7 +63,7 @@ SCALERS = {
 
 
 def own_address() -> str:
-    """Of this machine; an API server refuses loopback addresses in slices. Nothing is sent."""
+    """Address of this machine; an API server refuses loopback addresses in slices. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect(("192.0.2.1", 9))
         return str(asked.getsockname()[0])

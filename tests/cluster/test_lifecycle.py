@@ -44,7 +44,7 @@ def everything(state: State) -> list[Process]:
 
 
 def traces(number: int) -> list[str]:
-    """Return the processes, mounts and links that a box has on the machine."""
+    """Return what is left of a node's sandbox on the machine: its network link, mounts and cgroup folders."""
     one = box.Box(number)
     links = [one.near] if Path("/sys/class/net", one.near).exists() else []
     mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"/{one.name}" in line]

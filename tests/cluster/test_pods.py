@@ -176,7 +176,7 @@ def test_pods_share_kv_through_a_redis_that_a_secret_names(pool: PoolOnNode, say
         assert ask(pool).handoff_outcome == "fetched"
         eventually(lambda: keys_in(redis) > 0, "blocks have reached Redis", 30)
         say(f"{keys_in(redis)} blocks in Redis")
-        for role in ("prefill", "decode"):  # new pods know nothing but what Redis has
+        for role in ("prefill", "decode"):  # new pods have no KV; only Redis does
             pool.kubectl("delete", "pod", *pool.pods(role), "--wait=false")
         pool.wait_pods("prefill", 1)
         pool.wait_pods("decode", 1)

@@ -76,7 +76,7 @@ def granted(objects: Sequence[Mapping[str, Any]]) -> set[Right]:
 
 
 def audited(kube: Kube, namespace: str) -> list[dict[str, Any]]:
-    """All that the operator's account asked for, of objects."""
+    """Return the operator's requests for objects in the audit log."""
     user = f"system:serviceaccount:{namespace}:{ACCOUNT}"
     lines = (kube.cluster.folder / "audit.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines if user in line]
@@ -90,7 +90,7 @@ def used(events: Sequence[Mapping[str, Any]]) -> set[Right]:
         resource = what["resource"] + (f"/{what['subresource']}" if "subresource" in what else "")
         found.add((what.get("apiGroup", ""), resource, event["verb"]))
         if event["verb"] == "patch" and event["responseStatus"]["code"] == 201:
-            # An apply that makes the object needs the right to create it as well.
+            # An apply that makes the object also needs the RBAC verb `create`.
             found.add((what.get("apiGroup", ""), resource, "create"))
     return found
 

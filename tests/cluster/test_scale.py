@@ -22,8 +22,8 @@ NUM_NODES = 60
 MAX_BYTES = 400 << 20
 MAX_P95_SECONDS = 1.0
 MAX_CALLS = 12
-"""Of one pass that changes Deployments: where the API server is slower than MAX_P95_SECONDS / MAX_CALLS, a pass takes
-what its calls take."""
+"""API calls of a pass that changes Deployments. If a call takes longer than MAX_P95_SECONDS / MAX_CALLS, the bound of a
+pass is the time of its calls."""
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_five_hundred_pools(kube: Kube) -> None:
 
 
 def seconds_of_a_write(kube: Kube, namespace: str) -> float:
-    """How long the API server takes for one, by itself."""
+    """Return the seconds that the API server alone takes for one update."""
     made = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "probe", "namespace": namespace}}
     begun = CLOCK.monotonic()
     kube.api.apply(made, manager="test", dry_run=True)

@@ -28,7 +28,7 @@ class WatchRelay:
         self._threads[0].start()
 
     def write_kubeconfig(self, path: Path) -> Path:
-        """Of those who are to come this way."""
+        """Write and return a kubeconfig whose server is the relay."""
         server = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         path.write_text(json.dumps({**self._config, "clusters": [{"name": "kvferry", "cluster": {"server": server}}]}))
         return path

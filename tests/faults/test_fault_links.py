@@ -26,7 +26,7 @@ FAST_MEGABITS, SLOW_MEGABITS = 100.0, 1.0
 NUM_TIMED = 9
 PROMPT_TOKENS = 960
 BLOCK_BYTES = 8 << 10
-"""Of 16 tokens of the tiny model in float32."""
+"""Bytes of a page of 16 tokens of the tiny model in float32."""
 
 
 @dataclass

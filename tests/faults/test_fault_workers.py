@@ -76,7 +76,7 @@ def test_fault(stack: Stack, case: Case, asked: list[Question], keep: Callable[[
 
 
 def at_once() -> bool:
-    """Of a fault that needs no proof: the kernel did it."""
+    """Return `True`: the operating system makes the fault at once, and there is no log line to wait for."""
     return True
 
 

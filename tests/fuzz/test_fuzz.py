@@ -28,7 +28,7 @@ def test_the_seeds_of_model_files_are_models(tmp_path) -> None:
 
 @pytest.mark.timeout(600)
 def test_no_input_leads_to_an_undocumented_error(request: pytest.FixtureRequest) -> None:
-    """All targets, two at a time: about a minute and a half. Servers have also answered a canary at the end."""
+    """All targets, two at a time: about two and a half minutes. Servers have also answered a canary at the end."""
     seconds = str(request.config.getoption("--fuzz-seconds"))
     command = [sys.executable, "-m", "harness.fuzz", "--unguided", "--seconds", seconds]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)

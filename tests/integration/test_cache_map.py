@@ -79,7 +79,7 @@ async def test_a_prompt_goes_where_it_is_cached_also_after_a_restart() -> None:
             cache_map = gateway.cache_map
             await eventually(gateway, lambda: all(cache_map.state(a) is MapState.EXACT for a in addresses))
             prompts = [prompt for prompt in map(a_prompt, range(64)) if rendezvous(gateway, prompt) == addresses[0]]
-            # Through another gateway, which knows the second worker only.
+            # Send it through another gateway that is configured with the second worker only.
             async with a_gateway(workers[1]) as other:
                 await asked(other, prompts[0], "elsewhere")
             blocks = cache_map.replicas[addresses[1]]

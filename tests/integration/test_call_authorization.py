@@ -208,6 +208,6 @@ def test_blocks_that_no_worker_of_the_pool_sealed_are_not_fetched(
             request_id="r", token_ids=tokens, ticket_id="0" * 32, prefill=WORKER, prefill_address=address
         )
         assert decode_pb2_grpc.DecodeStub(channel).PrefetchKv(request, timeout=SECONDS).num_blocks == 0
-        # A peer that is believed is asked for the address of its pages; its own answer is not sealed.
+        # After a valid seal the worker calls Describe; the fake's answer has no seal, so that nothing is fetched.
         assert bool(peer.described) is is_believed
     assert_workers_idle([str(worker.events["listening"]["admin"])])

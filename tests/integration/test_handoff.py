@@ -318,7 +318,7 @@ def test_a_prefill_whose_caller_leaves_gives_everything_back(pair: Pair) -> None
 def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str, one_engine: LLM) -> None:
     prompt = [(11 * i) % 200 for i in range(40)]
     with a_pair(connector) as (pair, (killed, _)):
-        pair.generate([1] * 17, GREEDY)  # the two know each other
+        pair.generate([1] * 17, GREEDY)  # connect the two workers
         answer = pair.run_prefill(prompt, GREEDY)
         killed.process.kill()
         killed.process.wait(30)

@@ -27,7 +27,7 @@ NEW_TOKENS = 64
 MAX_LOGIT_ERROR = 1e-3
 """Float32 through 30 layers, sums in another order; 1.6e-4 was measured, on logits of up to 30."""
 MAX_EXCUSED = 2
-"""Of 40 prompts."""
+"""Number of the 40 prompts whose tokens must be equal."""
 LENGTHS = [
     1,
     2,

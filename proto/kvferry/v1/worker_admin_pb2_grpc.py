@@ -91,7 +91,7 @@ class WorkerAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter, or replaces the one of its name; running requests keep the version they began with.
+        """Loads an adapter, or replaces the one of the same name; running requests keep the version they began with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class WorkerAdminStub:
     in tiers stays.
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.LoadAdapterRequest, _worker_admin_pb2.AdapterResponse]
-    """Loads an adapter, or replaces the one of its name; running requests keep the version they began with."""
+    """Loads an adapter, or replaces the one of the same name; running requests keep the version they began with."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]
     """Removes an adapter; running requests continue with it."""
     Profile: _grpc.UnaryStreamMultiCallable[_worker_admin_pb2.ProfileRequest, _worker_admin_pb2.ProfilePart]
@@ -56,7 +56,7 @@ class WorkerAdminAsyncStub(WorkerAdminStub):
     in tiers stays.
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.LoadAdapterRequest, _worker_admin_pb2.AdapterResponse]  # type: ignore[assignment]
-    """Loads an adapter, or replaces the one of its name; running requests keep the version they began with."""
+    """Loads an adapter, or replaces the one of the same name; running requests keep the version they began with."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_admin_pb2.UnloadAdapterRequest, _worker_admin_pb2.AdapterResponse]  # type: ignore[assignment]
     """Removes an adapter; running requests continue with it."""
     Profile: _aio.UnaryStreamMultiCallable[_worker_admin_pb2.ProfileRequest, _worker_admin_pb2.ProfilePart]  # type: ignore[assignment]
@@ -94,7 +94,7 @@ class WorkerAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_admin_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_admin_pb2.AdapterResponse, _abc.Awaitable[_worker_admin_pb2.AdapterResponse]]:
-        """Loads an adapter, or replaces the one of its name; running requests keep the version they began with."""
+        """Loads an adapter, or replaces the one of the same name; running requests keep the version they began with."""
 
     @_abc_1.abstractmethod
     def UnloadAdapter(

@@ -229,8 +229,8 @@ class Engine:
     # ------------------------------------------------------------------ adapters
 
     def change_adapter(self, name: str, loaded: LoadedAdapter | None) -> AdapterId:
-        """Register an adapter, replace the one of its name, or remove it (`None`); running requests keep the version
-        they began with.
+        """Register an adapter, replace the one of the same name, or remove it (`None`); running requests keep their
+        version.
 
         Raises:
             InvalidRequest: the engine computes no adapters, or too many are registered.

@@ -288,7 +288,7 @@ class LLM:
         return self._complete(streams, "answers" if progress else None)
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter, or replace the one of its name.
+        """Load an adapter, or replace the one of the same name.
 
         Raises:
             UsageError: the name is not valid, or the model's kernels compute no adapters.

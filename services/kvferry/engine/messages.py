@@ -74,7 +74,7 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class ChangeAdapter:
-    """Command: register an adapter, replace the one of its name, or remove it."""
+    """Command: register an adapter, replace the one of the same name, or remove it."""
 
     name: str
     loaded: LoadedAdapter | None

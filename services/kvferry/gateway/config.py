@@ -251,7 +251,7 @@ class GatewayConfig:
     tenant_key: bytes = b""
     """Key of the workers' block hashes; see `DispatchConfig.tenant_key`."""
     traces: TraceSettings | None = None
-    """Where traces are sent; `None` for no traces."""
+    """Settings of traces; `None` for no traces."""
     request_trace: tuple[Path, int] | None = None
     """File of an anonymous trace of the requests, and the bound of its size in bytes; `None` for none."""
     hold: HoldConfig = field(default_factory=HoldConfig)

@@ -72,7 +72,7 @@ class Experts:
     active: int
     """Experts that compute a token."""
     intermediate_size: int
-    """Of each expert."""
+    """Width of each expert."""
     renormalizes: bool
     """Whether the weights of the active experts are divided by their sum."""
     shared_size: int = 0

@@ -56,7 +56,7 @@ class WorkerConfig:
     adapter_folder: str = ""
     """Folder below which adapters may be loaded while serving; empty refuses that."""
     traces: TraceSettings | None = None
-    """Where traces are sent; `None` for no traces."""
+    """Settings of traces; `None` for no traces."""
     parsers: AnswerParsers = field(default_factory=AnswerParsers)
     """How answers are parsed by the Inference service of role `both`."""
 

@@ -1,4 +1,4 @@
-"""Requests with arrival times, for adapters: which are due, and when each got its tokens.
+"""Requests with arrival times, for adapters: those that are due, and the times of their tokens.
 
 Runs in an engine's own interpreter; nothing but the standard library is needed here.
 """
@@ -23,7 +23,7 @@ class Arrivals:
         return not self._coming
 
     def due(self):
-        """Numbers and requests that have come since the last call."""
+        """Return the requests, with their numbers, that have arrived since the last call."""
         now, found = self._now(), []
         while self._coming and self._requests[self._coming[0]]["at"] <= now:
             number = self._coming.popleft()
@@ -31,11 +31,11 @@ class Arrivals:
         return found
 
     def rest(self):
-        """Seconds until the next arrival, for an idle engine."""
+        """Return the seconds until the next arrival, for an idle engine."""
         time.sleep(max(0.0, self._requests[self._coming[0]]["at"] - self._now()))
 
     def drew(self, number, tokens=1):
-        """A request got more tokens."""
+        """Record that a request got more tokens."""
         if tokens <= 0:
             return
         now = self._now()
@@ -44,7 +44,7 @@ class Arrivals:
         self._drawn[number] = self._drawn.get(number, 0) + tokens
 
     def drawn(self, number):
-        """How many tokens a request has."""
+        """Return the number of tokens of a request."""
         return self._drawn.get(number, 0)
 
     def outcome(self, input_tokens=None):

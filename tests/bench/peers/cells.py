@@ -13,7 +13,7 @@ OWN_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt and how many tokens to draw after it, whatever they are."""
+    """A prompt and the number of tokens to generate after it."""
 
     tokens: tuple[int, ...]
     new_tokens: int
@@ -47,12 +47,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One thing to measure."""
+    """One measurement of the comparison."""
 
     name: str
     about: str
     trials: Callable[[int], Mapping[str, Trial]]
-    """Of a round: by the name of the row that each fills."""
+    """Measurements of a round by the name of their row."""
     rates: Callable[[Outcome], Mapping[str, float]]
     """Measures by the suffix of the row's name."""
     unit: str = "tokens/s"
@@ -65,7 +65,7 @@ class Cell:
 
 
 def cells() -> dict[str, Cell]:
-    """All there are, by name, in their order."""
+    """Return all cells by name, in their order."""
     found = [
         Cell(
             "decode-1",
@@ -105,7 +105,7 @@ def cells() -> dict[str, Cell]:
 
 
 def prefixes(draw: random.Random) -> dict[str, Trial]:
-    """The same shapes twice: nothing shared, then all but the last tokens of each prompt shared and computed."""
+    """Return trials of the same shapes: without a shared prefix, and with all but the last tokens shared and cached."""
 
     def whole(prefix: tuple[int, ...]) -> Request:
         return Request(prefix + _tokens(draw, OWN_TOKENS), 32)
@@ -120,7 +120,7 @@ def prefixes(draw: random.Random) -> dict[str, Trial]:
 
 
 def wrong_counts(trial: Trial, outcome: Outcome) -> str:
-    """Why an outcome is not of this trial; empty when it is."""
+    """Return why an outcome does not belong to this trial; empty if it does."""
     expected_in = sum(len(r.tokens) for r in trial.timed)
     expected_out = sum(r.new_tokens for r in trial.timed)
     if (outcome.input_tokens, outcome.output_tokens) == (expected_in, expected_out):

@@ -23,12 +23,12 @@ class Engine:
 
     name: str
     peer: str
-    """What `--peers` calls it."""
+    """Name for `--peers`."""
     weight_class: str
     """`16-bit` or `4-bit`."""
     adapter: str
     form: str
-    """Of the model, a name of `models`."""
+    """Form of the model, a name of `models`."""
     settings: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     takes_arrivals: bool = True
@@ -67,7 +67,7 @@ def start(
     clock: Clock,
     say: Callable[[str], None],
 ) -> Child:
-    """Install what it needs and start it.
+    """Install the packages of an engine and start it.
 
     Raises:
         EngineFailed: it does not install or does not become ready.
@@ -90,5 +90,5 @@ def start(
 
 
 def engine_command(python: Path, adapter: str, settings: Mapping[str, object]) -> list[str]:
-    """How a child with this adapter is started."""
+    """Return the command line that starts the adapter's process."""
     return [str(python), str(FOLDER / "child.py"), str(FOLDER / "adapters" / f"{adapter}.py"), json.dumps(settings)]

@@ -1,4 +1,4 @@
-"""Environments of their own for the peers, from package registries, made once and kept."""
+"""Python environments of the peers, from package registries, made once and kept."""
 
 import os
 import re
@@ -46,7 +46,7 @@ PEERS = {
 
 
 def python_of(peer: Peer, folder: Path, *, seconds: float, say: Callable[[str], None]) -> Path:
-    """The interpreter of a peer's environment, which is made first if it is not there.
+    """Return the interpreter of a peer's environment; make the environment if there is none.
 
     Args:
         peer: which.
@@ -78,7 +78,7 @@ def python_of(peer: Peer, folder: Path, *, seconds: float, say: Callable[[str], 
 
 
 def _run(command: list[str], log: Path, seconds: float) -> None:
-    """At the lowest priority, and with two compilers at most: others may be at work here."""
+    """Run a command at the lowest priority, with two compilers at most, because other processes may use the machine."""
     environment = child_environment({"CMAKE_BUILD_PARALLEL_LEVEL": "2", "UV_CONCURRENT_BUILDS": "1", "MAX_JOBS": "2"})
     with log.open("ab") as sink:
         process = subprocess.Popen(

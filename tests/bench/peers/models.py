@@ -1,4 +1,4 @@
-"""The embedded model in the form that each engine reads: all of one origin, so that all compute with the same weights.
+"""The embedded model in the form that each engine reads: converted from one file, so that all have equal weights.
 
 shipped   the file as it came: matrices in Q4_1, embedding in Q8_0
 folder    config.json and bfloat16 safetensors in the layout of Hugging Face, each value rounded once from the shipped
@@ -25,7 +25,7 @@ _FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "bf16": gguf.LlamaFileType.
 
 
 class Models:
-    """Where each form is; made when first asked for, kept in a folder."""
+    """Paths of the forms of a model; each is made at first use and kept in a folder."""
 
     def __init__(self, folder: Path) -> None:
         found = open_model(DEFAULT_MODEL).tensors
@@ -35,11 +35,11 @@ class Models:
 
     @property
     def config(self) -> ModelConfig:
-        """The model's shape."""
+        """Shape of the model."""
         return self._shipped.config
 
     def path(self, form: str) -> Path:
-        """A form's file or folder."""
+        """Return the file or folder of a form."""
         if form == "shipped":
             return self._shipped.path
         if form == "folder":
@@ -47,13 +47,13 @@ class Models:
         return self._made(f"{DEFAULT_MODEL}.{form}.gguf", lambda path: self._write_gguf(path, form))
 
     def weight_bytes(self, weight_class: str) -> int:
-        """Of everything that one token's step reads, in this class of weights: every tensor once."""
+        """Return the bytes that a step of one token reads with weights of this class: every tensor once."""
         if weight_class == "4-bit":
             return sum(info.num_bytes for info in self._shipped.storage().values())
         return sum(2 * int(np.prod(shape)) for shape in self._shipped.shapes().values())
 
     def prefill_flop(self, tokens: int) -> float:
-        """Of a prompt: products of the layers, and causal attention; the head sees one token only and is left out."""
+        """Return the operations of a prompt: products of the layers and causal attention, without the output head."""
         c = self.config
         attention = c.num_layers * c.num_heads * c.head_dim * 4 * tokens * tokens / 2
         return float(2 * linear_weights(c) * tokens + attention)

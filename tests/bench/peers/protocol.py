@@ -19,11 +19,11 @@ _END_SECONDS = 10.0
 
 
 class EngineFailed(Exception):
-    """An engine that is left out from here on; the message says why."""
+    """An engine failed and takes no further part; the message has the reason."""
 
 
 class Child:
-    """An engine that runs. It and all it started are one process group, which `close` ends."""
+    """A running engine. It and its children are one process group, which `close` ends."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, seconds: float, clock: Clock
@@ -62,7 +62,7 @@ class Child:
         self.start_seconds = clock.monotonic() - begun
 
     def ask(self, requests: Sequence[Request], seconds: float) -> Outcome:
-        """Have these requests served at once.
+        """Send requests that are served concurrently; return the outcome.
 
         Raises:
             EngineFailed: the child ended, or did not answer in time.
@@ -73,11 +73,11 @@ class Child:
         try:
             sink.write(line.encode())  # the child is in its read, so that this waits for no engine
         except (OSError, ValueError) as error:  # ValueError: it was closed
-            raise EngineFailed(f"it ended: {self._last_words()}") from error
+            raise EngineFailed(f"the engine process exited; its log ends: {self._last_words()}") from error
         return Outcome(**self._hear(seconds))
 
     def cpu_seconds(self) -> float:
-        """Of the child and all below it, until now."""
+        """Return the processor time of the engine process and its children in seconds."""
         total = 0.0
         with suppress(psutil.Error):
             process = psutil.Process(self._process.pid)
@@ -88,7 +88,7 @@ class Child:
         return total
 
     def close(self) -> None:
-        """Let it end; then as `kill`."""
+        """Ask the engine to exit, wait, and then kill what is left."""
         with suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -97,7 +97,7 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """End it at once, and everything that it started."""
+        """Kill the engine and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(_END_SECONDS)
@@ -115,7 +115,7 @@ class Child:
                 raise EngineFailed(f"no answer within {seconds:.0f} s; its log ends: {self._last_words()}")
             piece = output.read(1 << 16)
             if not piece:
-                raise EngineFailed(f"it ended: {self._last_words()}")
+                raise EngineFailed(f"the engine process exited; its log ends: {self._last_words()}")
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
         heard = json.loads(line)
@@ -127,7 +127,7 @@ class Child:
 
 
 def last_line(log: Path) -> str:
-    """The end of a log: its last line that says anything, cut to a length that one can read."""
+    """Return the last line of a log that is not empty, shortened."""
     lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines()] if log.exists() else []
     said = [line for line in lines if line]
     return said[-1][:300] if said else "nothing was said"

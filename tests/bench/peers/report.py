@@ -1,4 +1,4 @@
-"""From rates to rows: medians and ranges, shares of the bounds, and ratios within each round; as CSV and Markdown."""
+"""Rows of the report: medians and ranges, shares of the bounds, and ratios within each round; as CSV and Markdown."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,12 +9,12 @@ from kvferry.bench.rows import append_csv as append_rows
 
 OURS = "kvferry"
 FAST = "-fast"
-"""How the names of kvferry's engines with fast numerics end."""
+"""Suffix of the names of kvferry's engines with fast numerics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median and what lies around it."""
+    """A median with the least and the most."""
 
     median: float
     least: float
@@ -23,7 +23,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """The figures of these; at least one."""
+        """Return the median, least and most of values; at least one."""
         return cls(statistics.median(values), min(values), max(values), len(values))
 
 
@@ -37,7 +37,7 @@ class Measured:
     weight_class: str
     value: float
     share: float | None = None
-    """Of the bound measured just before; `None`: the row has none."""
+    """Share of the bound that was measured just before; `None` if the row has none."""
     unit: str = "tokens/s"
 
 
@@ -61,7 +61,7 @@ class Row:
 
 
 def with_ratios(measured: Iterable[Measured], numerator: str, denominator: str, name: str) -> list[Measured]:
-    """All of these and, where an engine has both rows in a round, one more: the first by the second."""
+    """Return all measurements and, for engines with both rows in a round, the ratio of the first to the second."""
     found = list(measured)
     below = {(m.round, m.engine): m.value for m in found if m.row == denominator}
     ratios = [
@@ -73,7 +73,7 @@ def with_ratios(measured: Iterable[Measured], numerator: str, denominator: str, 
 
 
 def rows(measured: Sequence[Measured], engines: Sequence[str]) -> list[Row]:
-    """One for each row, in the order in which they first came, and engine, in the order of `engines`.
+    """Return the rows in the order of their first measurement, with the engines in the order of `engines`.
 
     Args:
         measured: all values.
@@ -118,14 +118,14 @@ def _by_cell(measured: Iterable[Measured]) -> _Cells:
 
 
 def _ratio(ours: _Cells, theirs: Sequence[Measured]) -> float | None:
-    """Median over the rounds that both have; `None`: there is none, or these are ours too."""
+    """Return the median ratio over the rounds that both have; `None` if there is none, or both are kvferry's."""
     cells = [(ours.get((m.round, m.row, m.weight_class)), m) for m in theirs if not _is_ours(m.engine)]
     ratios = [value / m.value for value, m in cells if value is not None]
     return statistics.median(ratios) if ratios else None
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """A table for people."""
+    """Return a Markdown table."""
     lines = [
         "| | engine | weights | median (least to most) | of the bound | kvferry against it | fast |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -139,7 +139,7 @@ def markdown(found: Sequence[Row]) -> str:
 
 
 def append_csv(path: Path, found: Sequence[Row], about: Mapping[str, object]) -> None:
-    """Rows at the end of a file, each with what is said about the run; with a heading if the file is new.
+    """Append rows to a CSV file, each with the metadata of the run; write the header if the file is new.
 
     Raises:
         ValueError: the file has other columns.

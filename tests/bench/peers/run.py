@@ -42,7 +42,7 @@ RATIO = "prefix-16 warm/cold"
 
 
 class Comparison:
-    """The engines that still run, and what was measured."""
+    """The running engines and their measurements."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -59,7 +59,7 @@ class Comparison:
         """The most of one core that an engine took while others had their turn."""
 
     def start(self, engines: Sequence[Engine]) -> None:
-        """One after the other, so that none disturbs another's start."""
+        """Start the engines one after the other, so that none disturbs another's start."""
         refused: dict[str, str] = {}
         for engine in engines:
             try:
@@ -84,7 +84,7 @@ class Comparison:
             self.facts[engine.name] = {**child.facts, "start_seconds": round(child.start_seconds, 1)}
 
     def round(self, number: int, chosen: Sequence[Cell]) -> None:
-        """Every cell by every engine; round 0 is not recorded."""
+        """Measure every cell with every engine; round 0 is not recorded."""
         for cell in chosen:
             machine = self._measure()
             if number:
@@ -107,7 +107,7 @@ class Comparison:
                     self.measured += [self._measured(number, row, name, cell, v, machine) for row, v in found.items()]
 
     def close(self) -> None:
-        """End every child."""
+        """Stop all engines."""
         for child in self._children.values():
             child.close()
         self._children.clear()
@@ -151,13 +151,13 @@ class Comparison:
 
 
 def say(text: str) -> None:
-    """Progress, for a person who watches."""
+    """Print progress."""
     if sys.stderr.isatty():
         print(f"  {text}", file=sys.stderr, flush=True)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     known = cells()
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -201,7 +201,7 @@ def main() -> None:
 
 
 def write(comparison: Comparison, arguments: argparse.Namespace, show: Callable[[str], None]) -> None:
-    """The table, and the files that were asked for."""
+    """Print the table, and write the requested files."""
     measured = report.with_ratios(comparison.measured, "prefix-16 warm", "prefix-16 cold", RATIO)
     found = report.rows(measured, [engine.name for engine in ENGINES])
     about: dict[str, object] = {

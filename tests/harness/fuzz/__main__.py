@@ -15,7 +15,7 @@ _EXTRA_SECONDS = 180.0
 @click.command()
 @click.option("--seconds", default=3600.0, show_default=True, help="Time per target.")
 @click.option("--target", "names", multiple=True, type=click.Choice(list(TARGETS)), help="Default: all.")
-@click.option("--side-by-side", default=2, show_default=True, help="Targets that run at a time.")
+@click.option("--side-by-side", default=2, show_default=True, help="Number of targets that run concurrently.")
 @click.option("--seed", type=int, help="Seed of the mutations; random by default.")
 @click.option("--here", is_flag=True, help="Run one target in this process.")
 @click.option("--guided/--unguided", default=True, show_default=True, help="Use atheris where it is installed.")

@@ -29,10 +29,10 @@ _SIZES: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """How to make a checkpoint."""
+    """Description of a checkpoint to generate."""
 
     prefix: str
-    """Of the classes in transformers."""
+    """Prefix of the class names in transformers."""
     settings: dict[str, object] = field(default_factory=dict)
     config_class: str = ""
     seed: int = 0

@@ -28,7 +28,7 @@ def write_eagle(
 
     Args:
         folder: the folder, which is created.
-        model: the verifying model.
+        model: the target model.
         is_fused: whether the head is of EAGLE-3.
         seed: seed of the weights.
         drafted: EAGLE-3: tokens that the head drafts; default: all.

@@ -122,7 +122,7 @@ def test_equal_seeds_walk_equal_ways() -> None:
 
 
 def test_a_copy_of_a_world_shares_nothing_with_it() -> None:
-    """Also notices a field of a machine that `copies` does not know: it would be shared, or lost."""
+    """Also detects a field of a machine that `copies` does not copy: it would be shared, or lost."""
     world = World(scenario("everything"), PRODUCTION)
     for step in range(15):
         action = choices(world)[0]

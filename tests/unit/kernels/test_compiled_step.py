@@ -95,7 +95,7 @@ class World:
         self.shape = KvLayout.of(config, block_tokens=BLOCK, dtype=dtype)
         self.num_blocks = len(order)
         self.memory: dict[int, npt.NDArray[np.uint8]] = {}
-        """Of pages, by their address."""
+        """Arrays over the memory of pages, by address."""
 
     def pages(self, byte: int = 0xFF) -> PagedKv:
         """Never written: NaN everywhere, and in int8 scales that are NaN."""

@@ -209,7 +209,7 @@ def test_what_is_no_table_is_said(tmp_path: Path, text: str) -> None:
 
 
 def test_partitions_are_whole_tiles_of_keys() -> None:
-    """Where this did not hold, a tile of keys would lie in two partitions."""
+    """Otherwise a tile of keys would lie in two partitions."""
     for row in launch.read(launch.TABLE):
         if row.op == "attend_small":
             assert row.sizes["partition"] % row.sizes["keys"] == 0, row

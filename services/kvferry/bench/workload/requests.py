@@ -29,7 +29,7 @@ class BenchRequest:
     session: int | None = None
     """Number of the conversation; `None` if the request belongs to no conversation."""
     output: tuple[int, ...] | None = None
-    """The output's tokens, `num_output` of them, if the workload knows them; a server generates its own."""
+    """The output's tokens, `num_output` of them, if the workload defines them; a server generates its own."""
 
 
 @dataclass(frozen=True, slots=True)

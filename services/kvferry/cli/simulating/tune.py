@@ -27,14 +27,22 @@ if TYPE_CHECKING:
 )
 @click.option("--write", "out", type=OUTPUT_FILE, help="Write the changed fields as TOML.")
 @click.option("--live", is_flag=True, help="Then run the best few on this machine, and choose by what they do.")
-@click.option("--model", default="smollm2-135m-instruct", show_default=True, help="live: the model of the workers.")
+@click.option("--model", default="smollm2-135m-instruct", show_default=True, help="With --live: model of the workers.")
 @click.option(
-    "--best", default=2, show_default=True, type=click.IntRange(1, 16), help="live: fleets beside the file's."
+    "--best", default=2, show_default=True, type=click.IntRange(1, 16), help="With --live: fleets besides the file's."
 )
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1, 50), help="live: runs of each fleet.")
-@click.option("--requests", default=60, show_default=True, type=click.IntRange(1, 10_000), help="live: of each run.")
 @click.option(
-    "--threads", default=0, show_default=True, type=click.IntRange(0, 512), help="live: of each worker; 0: share."
+    "--rounds", default=3, show_default=True, type=click.IntRange(1, 50), help="With --live: runs of each fleet."
+)
+@click.option(
+    "--requests", default=60, show_default=True, type=click.IntRange(1, 10_000), help="With --live: requests per run."
+)
+@click.option(
+    "--threads",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 512),
+    help="With --live: threads per worker; 0: cores divided.",
 )
 @JSON_FILE
 def command(

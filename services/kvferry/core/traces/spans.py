@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """Where traces are sent, and how many."""
+    """Destination and sampling rate of traces."""
 
     url: str
     """URL of a collector that accepts OTLP over HTTP, without `/v1/traces`."""

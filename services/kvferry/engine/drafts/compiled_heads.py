@@ -1,7 +1,7 @@
-"""Heads on the compiled CPU kernels, on the threads of the verifying model.
+"""Heads on the compiled CPU kernels, on the threads of the target model.
 
-The weights of a head are rounded to 8 bits if the verifying model keeps its own in the file's format: they are read
-once per draft token, and a rounding error of a draft costs time at most. Otherwise they have the verifying model's
+The weights of a head are rounded to 8 bits if the target model keeps its own in the file's format: they are read
+once per draft token, and a rounding error of a draft costs time at most. Otherwise they have the target model's
 format.
 """
 
@@ -64,7 +64,7 @@ class CompiledEagle:
         """
         Args:
             head: the head.
-            model: the verifying model.
+            model: the target model.
 
         Raises:
             ModelFileError: a weight is not finite in the format of the kernels.
@@ -129,7 +129,7 @@ class CompiledMedusa:
         """
         Args:
             heads: the heads.
-            model: the verifying model.
+            model: the target model.
 
         Raises:
             ModelFileError: a weight is not finite in the format of the kernels.

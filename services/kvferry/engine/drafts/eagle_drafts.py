@@ -1,6 +1,6 @@
 """Draft tokens of an EAGLE head (Li et al., EAGLE, 2024, section 4.1), as chains: the most probable token of each row.
 
-    step    rows that the verifying model has computed since the last draft ─► d1     their own hidden states
+    step    rows that the target model has computed since the last draft ─► d1     their own hidden states
             then one row each: d1 ─► d2, d2 ─► d3, ..                                 hidden states of the head
     pages   of the head only; rows of draft tokens are overwritten by those of the accepted tokens
 

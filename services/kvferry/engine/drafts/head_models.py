@@ -1,4 +1,4 @@
-"""Interface between heads and their kernels, which are those of the verifying model."""
+"""Interface between heads and their kernels, which are those of the target model."""
 
 from typing import NamedTuple, Protocol
 
@@ -18,13 +18,13 @@ class Predicted(NamedTuple):
     """The most probable token of each of S rows."""
 
     tokens: list[int]
-    """[S]: tokens of the verifying model, or `NO_TOKEN`."""
+    """[S]: tokens of the target model, or `NO_TOKEN`."""
     confidences: list[float]
     """[S]: the head's probability of each token."""
 
 
 class EagleModel(Protocol):
-    """An EAGLE head with the embedding, and the output head if it has none of its own, of the verifying model."""
+    """An EAGLE head with the embedding, and the output head if it has none of its own, of the target model."""
 
     @property
     def config(self) -> ModelConfig:
@@ -37,14 +37,14 @@ class EagleModel(Protocol):
         ...
 
     def fuse(self, hidden: Floats) -> Floats:
-        """Return the hidden states [N, hidden] that the head's rows take, from those of the verifying model."""
+        """Return the hidden states [N, hidden] that the head's rows take, from those of the target model."""
         ...
 
     def compute(self, batch: StepBatch, hidden: Floats, kv: PagedKv) -> tuple[Predicted, Floats]:
         """Compute rows, and write their keys and values.
 
         Args:
-            batch: the rows; token ids are those of the verifying model.
+            batch: the rows; token ids are those of the target model.
             hidden: [T, hidden]: result of `fuse`, or hidden states that the head returned.
             kv: pages of the head.
 
@@ -73,7 +73,7 @@ def predicted(logits: Floats, ids: npt.NDArray[np.int64] | None) -> Predicted:
 
     Args:
         logits: [S, vocabulary of the head].
-        ids: token of the verifying model by token of the head; `None` if they are the same.
+        ids: token of the target model by token of the head; `None` if they are the same.
     """
     best = logits.argmax(axis=1) if len(logits) else np.empty(0, np.int64)
     tokens, confidences = list[int](), list[float]()

@@ -30,7 +30,7 @@ class LoadedEagle:
 
     model: EagleModel
     shown: ShownStates
-    """Hidden states of the verifying model that it reads."""
+    """Hidden states of the target model that it reads."""
 
     def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> EagleDrafts:
         """Build the drafts of one engine; see `LoadedDraft.build`."""
@@ -40,7 +40,7 @@ class LoadedEagle:
         return EagleDrafts(self.model, PagedKv.allocate(layout, num_blocks))
 
     def kv_share(self, config: ModelConfig) -> float:
-        """Return the KV bytes of a token in the head per byte in the verifying model."""
+        """Return the KV bytes of a token in the head per byte in the target model."""
         own = self._layout(1).block_bytes
         return own / KvLayout.of(config, block_tokens=1, dtype=self.model.dtype).block_bytes
 
@@ -54,7 +54,7 @@ class LoadedMedusa:
 
     model: MedusaModel
     shown: ShownStates
-    """Hidden states of the verifying model that they read."""
+    """Hidden states of the target model that they read."""
 
     def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> MedusaDrafts:
         """Build the drafts of one engine; see `LoadedDraft.build`."""
@@ -70,10 +70,10 @@ def load_heads(parsed: SpeculationSettings, model: Model) -> LoadedEagle | Loade
 
     Args:
         parsed: the setting `speculation`.
-        model: the verifying model.
+        model: the target model.
 
     Raises:
-        UsageError: the kernels of the verifying model compute no heads.
+        UsageError: the kernels of the target model compute no heads.
         ModelFileError: a file is missing or damaged, or the head does not fit the model.
     """
     if parsed.method not in (EAGLE, MEDUSA):

@@ -1,7 +1,7 @@
 """Draft tokens of Medusa heads (Cai et al., Medusa, 2024, section 3.1), as chains: the most probable token of each
 head.
 
-The first head predicts the token after the one that the verifying model samples from the same hidden state, so a draft
+The first head predicts the token after the one that the target model samples from the same hidden state, so a draft
 needs the last hidden state only, and no KV.
 """
 

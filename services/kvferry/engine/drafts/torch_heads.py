@@ -1,4 +1,4 @@
-"""Heads on the torch kernels of the verifying model, on a CPU, in its data type."""
+"""Heads on the torch kernels of the target model, on a CPU, in its data type."""
 
 import torch
 from torch.nn.functional import silu
@@ -21,7 +21,7 @@ class TorchEagle:
         """
         Args:
             head: the head.
-            model: the verifying model.
+            model: the target model.
 
         Raises:
             ModelFileError: a weight is not finite in the data type.
@@ -100,7 +100,7 @@ class TorchMedusa:
         """
         Args:
             heads: the heads.
-            model: the verifying model.
+            model: the target model.
 
         Raises:
             ModelFileError: a weight is not finite in the data type.

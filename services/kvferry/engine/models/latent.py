@@ -15,7 +15,7 @@ from kvferry.kernels.ops import Linear, Ops
 from kvferry.model.config import Latent
 
 EPSILON = 1e-6
-"""Of the norms of latent vectors, whatever the model's `rms_norm_eps`, as in transformers' classes."""
+"""Epsilon of the norms of latent vectors, whatever the model's `rms_norm_eps`, as in transformers' classes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

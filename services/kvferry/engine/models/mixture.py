@@ -12,7 +12,7 @@ from kvferry.model.config import Experts, Scoring
 
 _Gate = Callable[[torch.Tensor], torch.Tensor]
 _LEAST_SUM = 1e-20
-"""Of the weights of active experts; sigmoids of very negative outputs may all be 0."""
+"""Lower bound of the sum of active experts' weights; sigmoids of very negative outputs may all be 0."""
 
 
 def choose_experts(

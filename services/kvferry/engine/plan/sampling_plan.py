@@ -80,7 +80,7 @@ def reads_tokens(s: ScheduledSequence) -> bool:
 
 
 def needs_host(s: ScheduledSequence) -> bool:
-    """Return whether the host must know the earlier tokens, or the logits, before the token can be sampled."""
+    """Return whether the host needs the earlier tokens, or the logits, before the token can be sampled."""
     return reads_tokens(s) or sampling_path(s) is SamplingPath.HOST
 
 

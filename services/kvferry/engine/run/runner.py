@@ -128,7 +128,7 @@ class ComputedStep:
     tapped: npt.NDArray[np.float32] | None = None
     """Inputs of layers that a head reads, of all rows; `None` without such a head."""
     shown: ShownStates | None = None
-    """What a head reads; `None` without one."""
+    """Hidden states that a head reads; `None` without a head."""
 
     @property
     def tokens(self) -> list[int]:

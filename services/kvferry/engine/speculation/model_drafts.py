@@ -1,4 +1,4 @@
-"""Interface between speculation and a draft model, or the heads of the verifying model."""
+"""Interface between speculation and a draft model, or heads on the target model."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -56,7 +56,7 @@ class ModelDrafts(Protocol):
 
 @runtime_checkable
 class HiddenReader(Protocol):
-    """Heads: `ModelDrafts` that read hidden states of the verifying model."""
+    """Heads: `ModelDrafts` that read hidden states of the target model."""
 
     def read(self, request_id: RequestId, position: int, hidden: npt.NDArray[np.float32]) -> None:
         """Take the hidden states [N, width] of a sequence's accepted tokens from a position on."""

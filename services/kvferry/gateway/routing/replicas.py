@@ -11,7 +11,7 @@ from kvferry.gateway.cache_map.map_states import MapState
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a worker runs, as far as the cluster says."""
+    """Host and zone of a worker; empty where the cluster reports none."""
 
     node: str = ""
     zone: str = ""

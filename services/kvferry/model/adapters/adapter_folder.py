@@ -186,7 +186,7 @@ def _values(tensor: StoredTensor, module: str, path: Path) -> Floats:
     values = tensor.values()
     if not np.isfinite(values).all():
         raise ModelFileError(f"{path}: {module} has values that are not finite; save the adapter again", field=module)
-    return np.array(values)  # the file may be removed later
+    return np.array(values)  # a copy: the mapped file may be truncated or overwritten
 
 
 def _split(module: str, a: Floats, b: Floats, config: ModelConfig) -> dict[tuple[int, str], LowRank]:

@@ -1,15 +1,15 @@
-"""EAGLE heads: a decoder layer that continues the hidden states of the verifying model (Li et al., EAGLE, 2024, section
+"""EAGLE heads: a decoder layer that continues the hidden states of the target model (Li et al., EAGLE, 2024, section
 4; EAGLE-3, 2025, section 3).
 
-    row of position p   token t(p + 1), hidden state h(p) of the verifying model   ─►  token t(p + 2)
+    row of position p   token t(p + 1), hidden state h(p) of the target model   ─►  token t(p + 2)
 
     EAGLE     x = fc [embedding of t, h]                                 h after the final norm
-              layer without norm on its input:   q, k, v from x          logits by the verifying model's output head
+              layer without norm on its input:   q, k, v from x          logits by the target model's output head
     EAGLE-3   h = fc [h of a low, a middle and a high layer]             inputs of these layers
               q, k, v from [norm(embedding of t), norm(h)], added to h   logits = lm_head norm(output), of fewer tokens
 
 The output of the layer takes the place of h in the row of the next draft token. Embeddings, and those of EAGLE's output
-head, are the verifying model's; copies of them in the file are not read.
+head, are the target model's; copies of them in the file are not read.
 """
 
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ class EagleHead:
     config: ModelConfig
     """Configuration of the layer; its vocabulary is that of the drafts."""
     layers: tuple[int, ...]
-    """EAGLE-3: layers of the verifying model whose inputs are the hidden states. Empty: they are its last hidden states
+    """EAGLE-3: layers of the target model whose inputs are the hidden states. Empty: they are its last hidden states
     after the final norm."""
     tensors: HeadTensors
     """Tensors with the names of this module, and those of a Llama layer after `LAYER`."""
     token_ids: npt.NDArray[np.int64] | None
-    """[draft vocabulary]: token of the verifying model by token of the head; `None` if they are the same."""
+    """[draft vocabulary]: token of the target model by token of the head; `None` if they are the same."""
 
     @property
     def is_fused(self) -> bool:
@@ -62,7 +62,7 @@ def read_eagle(folder: Path, model: ModelConfig) -> EagleHead:
 
     Args:
         folder: the folder with config.json and model.safetensors.
-        model: configuration of the verifying model.
+        model: configuration of the target model.
 
     Raises:
         ModelFileError: a file is missing or damaged, the head is of an unknown variant, or it does not fit the model;
@@ -182,7 +182,7 @@ def _shapes(config: ModelConfig, num_layers: int, tensors: HeadTensors) -> dict[
 
 
 def _token_ids(tensors: HeadTensors, drafted: int, vocabulary: int) -> npt.NDArray[np.int64] | None:
-    """Return the tokens of the verifying model by token of the head: d2t has the differences of the two ids."""
+    """Return the tokens of the target model by token of the head: d2t has the differences of the two ids."""
     if D2T not in tensors:
         if drafted != vocabulary:
             tensors.refuse(D2T, "is missing; without it, draft_vocab_size must be vocab_size. Save the head again")

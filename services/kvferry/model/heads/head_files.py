@@ -1,6 +1,6 @@
 """Opens the files of a head's folder: config.json and one safetensors file, whose names are mapped to one form.
 
-Every tensor has the shape that the configuration and the verifying model give before its values are read, so that a
+Every tensor has the shape that the configuration and the target model give before its values are read, so that a
 file cannot make this process allocate more than its own size.
 """
 
@@ -41,7 +41,7 @@ class HeadTensors:
 
     def read(self, name: str) -> Floats:
         """Read a tensor of a float type as float32, in memory of its own."""
-        return np.array(self._found[name].values())  # the file may be removed later
+        return np.array(self._found[name].values())  # a copy: the mapped file may be changed
 
     def stored(self, name: str) -> Stored:
         """Return a matrix in its stored format."""
@@ -114,7 +114,7 @@ def open_head(folder: Path, files: Sequence[str], renamed: Mapping[str, str], ig
         folder: the folder.
         files: names that the file may have; the first that exists is used.
         renamed: other beginnings of names, with the ones to use instead.
-        ignored: names of tensors that are not used, such as a copy of the verifying model's embedding.
+        ignored: names of tensors that are not used, such as a copy of the target model's embedding.
 
     Raises:
         ModelFileError: the file is missing or damaged.

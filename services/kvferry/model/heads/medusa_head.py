@@ -2,7 +2,7 @@
 
     head i of position p   h = h(p) after the final norm;   h = h + silu(W h + b) for each block;   logits = lm_head h
 
-predicts token t(p + 2 + i): the verifying model itself samples t(p + 1) from h(p).
+predicts token t(p + 2 + i): the target model itself samples t(p + 1) from h(p).
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def read_medusa(folder: Path, model: ModelConfig) -> MedusaHeads:
 
     Args:
         folder: the folder with config.json, and medusa_lm_head.safetensors or model.safetensors.
-        model: configuration of the verifying model.
+        model: configuration of the target model.
 
     Raises:
         ModelFileError: a file is missing or damaged, or the heads do not fit the model; the message has the file, the

@@ -18,7 +18,7 @@ TAIL_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class AnswerParsers:
-    """How answers are parsed: values of the settings `tool_call_parser` and `reasoning_parser`."""
+    """Parsers of answers: values of the settings `tool_call_parser` and `reasoning_parser`."""
 
     tool_calls: str = AUTO
     reasoning: str = AUTO

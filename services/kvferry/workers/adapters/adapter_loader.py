@@ -31,7 +31,7 @@ class AdapterLoader:
         self._turn = asyncio.Lock()
 
     async def load(self, name: str, path: str) -> AdapterId:
-        """Load an adapter for a caller, or replace the one of its name, and return its version.
+        """Load an adapter for a caller, or replace the one of the same name, and return its version.
 
         Raises:
             InvalidRequest: the name is not valid, or the folder is missing or damaged or does not fit the model.

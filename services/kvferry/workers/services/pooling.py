@@ -36,4 +36,4 @@ async def compute_vector(
                     await on_started()
             if item.update is not None and item.update.embedding is not None:
                 return item.update
-    raise Unavailable("the engine ended without a vector")
+    raise Unavailable("the request ended without an embedding")

@@ -91,7 +91,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                     answer = self._answer(request, context, tokens, item, seconds, digests)
                     answer.kv.extend(wire.kv_reports_to_wire(kv_report.take_reports()))
                     return answer
-        raise Unavailable("the engine ended without sampling a token")
+        raise Unavailable("the request ended without a sampled token")
 
     async def Pool(self, request: prefill_pb2.PoolRequest, context: Context) -> prefill_pb2.PoolResponse:
         self._context.admit(request.model, request.tenant)
@@ -168,7 +168,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     ) -> prefill_pb2.PrefillResponse:
         update = item.update
         if update is None:
-            raise Unavailable("the engine ended without sampling a token")
+            raise Unavailable("the request ended without a sampled token")
         answer = prefill_pb2.PrefillResponse(
             first_token=wire.token_to_wire(update.tokens[0]),
             finish_reason=wire.finish_to_wire(update.finish_reason),

@@ -1,10 +1,10 @@
-"""llama.cpp through its C interface, with the little that a server adds to it: batches and a prefix cache.
+"""llama.cpp through its C interface, with batches and a prefix cache as in a server.
 
-Two threads for single tokens and two for batches, batches of 2,048 tokens, F16 KV, the rest as llama.cpp chooses. One
-context for long prompts and one for each number of them, made at the start with a stream of KV for each sequence,
-because a cache that all share makes every sequence look at all of it. All prompts first, then all streams a token at a
-time: what was asked at once ends soonest so. A context's first sequence stays as a prefix for what
-it is asked next.
+Two threads for single tokens and two for batches, batches of 2,048 tokens, F16 KV; other settings are llama.cpp's
+defaults. There is one context for long prompts and one for each batch size, made at the start with separate KV for each
+sequence, because with a unified cache every sequence attends over all cells. All prompts are computed first, then all
+sequences one token per step, which ends concurrent requests soonest. The first sequence of a context is kept as its
+prefix cache.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ class Context:
         self.batch = lib.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def decode(self, rows):
-        """Rows of (token, position, sequence, whether logits are wanted); the greedy token of each that wants."""
+        """Compute rows of (token, position, sequence, has logits); return the greedy token of each row with logits."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
@@ -99,7 +99,7 @@ def start(settings):
 
 
 def _reuse(context, asked):
-    """Empty the context but for what its first sequence shares with each of these; how much that is."""
+    """Empty the context except for the prefix that its first sequence shares with all prompts; return its length."""
     shared = [min(_common(context.kept, tokens), len(tokens) - 1) for tokens in asked]
     for sequence in range(1, context.sequences):
         lib.llama_memory_seq_rm(context.memory, sequence, -1, -1)

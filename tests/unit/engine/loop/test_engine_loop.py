@@ -156,7 +156,7 @@ async def test_a_stream_closed_while_its_export_is_under_way_gives_the_pages_bac
             await held.wait_reached()
         held.go.set()  # the step ends, and with it an export that will not be offered
         with loop.submit(a_request("after", [2])) as after:
-            await everything(after)  # steps are delivered in order: the export's is over
+            await everything(after)  # results are delivered in step order, so the exporting step has ended
     assert engine.load().exports == 0
 
 

@@ -47,7 +47,7 @@ async def pair() -> AsyncIterator[ScriptedFleet]:
 
 @pytest.fixture
 async def three() -> AsyncIterator[tuple[ScriptedWorkers, Fleet]]:
-    """Workers p0, d0, d1 and a fleet that knows none of them yet."""
+    """Workers p0, d0, d1 and a fleet without members."""
     async with ScriptedWorkers(prefill=1, decode=2) as workers:
         empty = replace(fleet_config(workers), prefill=(), decode=(), both=())
         fleet = Fleet(empty, NAME)

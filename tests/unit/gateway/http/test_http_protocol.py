@@ -251,7 +251,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
         while (await (await connect()).ask(GET)) and len(seen) < 1:
             pass
         other = await connect()
-        await other.is_closed()  # an idle connection's time passes: the stalled one's has passed too
+        await other.is_closed()  # after the idle timeout, the shorter stall timeout has passed too
         connection.reader._transport.resume_reading()  # type: ignore[attr-defined]
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await connection.reader.readexactly(32 << 20)

@@ -25,7 +25,7 @@ for one in $made; do echo "$GOFLAGS" > "$one"; chmod +x "$one"; done
 
 @pytest.fixture
 def fake_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where it notes its builds."""
+    """File in which the script records its builds."""
     (tmp_path / "tools").mkdir()
     go = tmp_path / "tools" / "go"
     go.write_text(FAKE_GO)

@@ -11,7 +11,7 @@ _EXPIRING_SECONDS = 7 * 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class TlsSeen:
-    """What is known of a pool's certificates. Times are wall-clock seconds."""
+    """Observed certificates of a pool. Times are wall-clock seconds."""
 
     mode: str
     """`Managed` or `Secret`."""

@@ -89,7 +89,7 @@ def test_pages_of_one_header_under_another_are_found() -> None:
 
 
 def test_the_same_pages_have_another_digest_under_another_name() -> None:
-    """A writer to the store does not know the digest's seed."""
+    """A writer to the store does not have the digest's seed."""
     frames = Frames(SECRET, 100)
     one, _ = framed(frames, b"x" * 100)
     other, _ = framed(frames, b"x" * 100, ObjectKey(BlockHash(bytes(32)), "tenant-a"))
