@@ -1,5 +1,6 @@
-"""The kernel benchmark in Triton's interpreter: cases that it runs and skips, its rows and its tuning, without
-speed."""
+"""The kernel benchmark in Triton's interpreter: which cases are run and skipped, its rows, and its tuning. No speed is
+tested.
+"""
 
 import csv
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def test_every_operation_runs_and_its_peers_compute_the_same(tmp_path: Path) -> 
     shown: list[str] = []
     file = tmp_path / "results" / "gpu.csv"
     rows = kernels.run(session(said), (), shown.append, csv_file=file)
-    assert said == [], "a peer was left out"
+    assert said == [], "each peer gives the kernels' result, so none is left out"
     assert tuple(dict.fromkeys(row.op for row in rows)) == OPERATIONS
     assert sum(row.kernels == "triton" for row in rows) == len(SMALL)
     assert {row.op for row in rows if row.kernels == "torch sdpa"} == {"decode_attention", "prefill_attention"}
@@ -95,19 +96,21 @@ def test_a_peer_that_computes_something_else_or_fails_is_left_out_and_named(monk
     assert said[1].endswith("broken left out: no kernel image")
 
 
-def test_what_differs() -> None:
+def test_results_differ_beyond_the_precision_of_their_type() -> None:
     one = torch.tensor([1.0, 2.0])
     assert differs(one, one) is None
     assert differs(one + 1e-6, one) is None
     assert differs(one + 1e-2, one) is not None
-    assert differs((one + 1e-2).bfloat16(), one) is None, "as near as that type can be"
+    assert differs((one + 1e-2).bfloat16(), one) is None, "within the precision of bfloat16"
     assert differs(one[:1], one) == "(1,) instead of (2,)"
     assert differs(torch.tensor([1, 2]), torch.tensor([1, 3])) == "1 of 2 numbers differ"
     assert differs(one * torch.nan, one) is not None
 
 
 class Favourite:
-    """A timer to which one launch choice is faster than the others."""
+    """A timer for which one value of `block` is the fastest; a launch choice takes longer the further it is from this
+    value.
+    """
 
     def __init__(self, op: str, size: int) -> None:
         self.op, self.size = op, size
@@ -119,7 +122,7 @@ class Favourite:
         return Timing.of([1.0 + abs(size - self.size)])
 
 
-def test_the_tuner_finds_the_fastest_and_writes_it_down(tmp_path: Path) -> None:
+def test_the_tuner_finds_the_fastest_launch_choice_and_writes_it_to_the_table(tmp_path: Path) -> None:
     said: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "silu_mul")
     grids = {"silu_mul": Tunable(("silu_mul",), {"block": (8, 16, 32, 64)})}
@@ -136,7 +139,7 @@ def test_the_tuner_finds_the_fastest_and_writes_it_down(tmp_path: Path) -> None:
     assert after == {key: row for key, row in launch.table().items() if key != won.key}
 
 
-def test_what_is_fast_and_wrong_or_does_not_run_never_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_that_gives_wrong_results_or_fails_is_never_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "silu_mul")
 
@@ -158,7 +161,7 @@ def test_what_is_fast_and_wrong_or_does_not_run_never_wins(monkeypatch: pytest.M
     assert said == ["silu_mul interpreter any: block=32 warps=1 stages=1 -> stays"]
 
 
-def test_a_second_kernel_is_tuned_too_and_rows_say_by_what_they_were_launched() -> None:
+def test_a_second_kernel_of_an_operation_is_tuned_and_rows_name_both_launch_choices() -> None:
     said: list[str] = []
     specs = tuple(s for s in SMALL if s.op == "decode_attention")
     grids = {"merge_parts": Tunable(("decode_attention",), {"block": (2, 4)})}
@@ -169,12 +172,12 @@ def test_a_second_kernel_is_tuned_too_and_rows_say_by_what_they_were_launched() 
     assert first.launch.endswith("merge_parts: block=4 warps=1 stages=1")
 
 
-def test_a_trial_counts_while_it_lasts_and_hears_what_is_asked_for() -> None:
+def test_a_trial_overrides_launch_choices_while_it_is_active_and_records_lookups() -> None:
     before = launch.choose("silu_mul", CPU)
     outer, inner = replace(before, warps=2), replace(launch.choose("rotate", CPU), warps=3)
     with launch.trial([outer]) as first, launch.trial([inner]) as asked:
         assert launch.choose("silu_mul", CPU) == outer
-        assert launch.choose("rotate", CPU, "d64") != inner, "its row is for any shape"
+        assert launch.choose("rotate", CPU, "d64") != inner, "the row applies to keys without a head size only"
         assert launch.choose("rotate", CPU) == inner
         assert asked == {
             ("silu_mul", "interpreter", "any"), ("rotate", "interpreter", "d64"), ("rotate", "interpreter", "any")
@@ -188,7 +191,7 @@ def test_bounds_are_measured_by_a_copy_and_a_product() -> None:
     assert rates == Rates(2 * 1000 / 0.5 / 1e9, 2 * 10**3 / 0.25 / 1e12)
 
 
-def test_all_that_is_tunable_is_tuned_on_a_copy_of_the_table_and_then_measured(tmp_path: Path) -> None:
+def test_all_tunable_operations_are_tuned_on_a_copy_of_the_table_and_then_measured(tmp_path: Path) -> None:
     said: list[str] = []
     table = tmp_path / "launch.toml"
     table.write_bytes(launch.TABLE.read_bytes())
@@ -201,10 +204,10 @@ def test_all_that_is_tunable_is_tuned_on_a_copy_of_the_table_and_then_measured(t
         "log_probabilities interpreter any: block=128 warps=1 stages=1 -> stays",
         "0 rows of launch.toml are new",
     ]
-    assert launch.read(table) == launch.read(launch.TABLE), "nobody is faster"
+    assert launch.read(table) == launch.read(launch.TABLE), "no other choice is faster"
 
 
-def test_a_table_that_cannot_be_written_is_said_before_anything_is_tried(tmp_path: Path) -> None:
+def test_a_table_that_cannot_be_written_is_reported_before_a_trial_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--tune writes launch\.toml, which is read-only here"):
         kernels.run(session([]), (), print, tune=True, table=tmp_path / "missing" / "launch.toml")
 
@@ -213,7 +216,7 @@ def test_every_measured_operation_can_be_tuned() -> None:
     assert {op for tunable in TUNABLE.values() for op in tunable.ops} == set(OPERATIONS)
 
 
-def test_without_a_gpu_it_is_said() -> None:
+def test_the_command_reports_a_missing_gpu() -> None:
     with pytest.raises(UsageError, match="the speed of interpreted kernels is meaningless"):
         on_gpu(CPU, ManualClock(), say=lambda _: None)
     for flag in (("--tune",), ("--csv", "x.csv"), ("--op", "sample")):

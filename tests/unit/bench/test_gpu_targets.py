@@ -81,7 +81,8 @@ def test_what_was_not_measured_is_not_reached() -> None:
 def test_steps_of_an_engine_become_rows() -> None:
     one, two = decode_rows(SESSION, SystemClock(), model="tiny", batches=(1, 2), context=20, steps=3)
     assert (one.op, one.shape, one.n) == ("decode_step tiny", "batch=1 context=20", 3)
-    # 22 and 44 tokens of context in the middle of three steps; all weights once, whatever the batch.
+    # The middle one of three steps has 22 tokens of context per sequence: 22 or 44 in all. All weights are read once
+    # for any batch.
     assert two.bytes - one.bytes == 22 * (2 * 2 * 2 * 16 * 4)
     assert one.ms > 0
     with pytest.raises(UnknownModel):

@@ -31,7 +31,7 @@ def test_events_time_what_can_be_captured_and_what_cannot() -> None:
     assert rates.gbps > 10
     assert rates.tflops > 0.1
     values = torch.ones(1 << 20, device=device)
-    asks = timer(lambda: values * float(values.sum()))  # the host waits in it
+    asks = timer(lambda: values * float(values.sum()))  # the host waits for the sum
     assert 0 < asks.low <= asks.median <= asks.high
 
 

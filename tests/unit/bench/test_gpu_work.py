@@ -9,7 +9,7 @@ from kvferry.kernels.gpu import launch
 
 HEADS = {"heads": 8, "kv_heads": 2, "head_dim": 64, "block_tokens": 16}
 PAGES = {"blocks": 3, "layers": 5, "kv_heads": 2, "block_tokens": 16, "head_dim": 64}
-KV, Q = 2 * 2 * 64 * 2, 2 * 8 * 64 * 2  # bytes of a token's keys and values; of a row's queries and result
+KV, Q = 2 * 2 * 64 * 2, 2 * 8 * 64 * 2  # bytes: keys and values of a token; queries and result of a row
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_one_value_is_varied_at_a_time() -> None:
         (("block", 16), ("warps", 2), ("stages", 1)),
         (("block", 4), ("warps", 4), ("stages", 1)),
     }
-    assert tried[-1] == (("block", 16), ("warps", 2), ("stages", 1)), "the farthest last"
+    assert tried[-1] == (("block", 16), ("warps", 2), ("stages", 1)), "values far from the present one are tried last"
 
 
 def test_the_winner_is_clearly_faster_over_all_shapes() -> None:
     old, new, odd = (("warps", 1),), (("warps", 2),), (("warps", 4),)
     assert gain([1.0, 4.0], [2.0, 2.0]) == pytest.approx(1.0)
     assert winner(old, {old: [1.0, 1.0], new: [0.9, 0.9], odd: [0.5, 1.9]}) == new
-    assert winner(old, {old: [1.0, 1.0], new: [0.99, 0.99]}) == old, "that may be noise"
+    assert winner(old, {old: [1.0, 1.0], new: [0.99, 0.99]}) == old, "a difference of 1 % may be noise"
     assert winner(old, {old: [1.0]}) == old
 
 

@@ -28,7 +28,7 @@ def test_a_steps_bound_is_the_longer_of_bytes_and_operations() -> None:
 
 def test_a_steps_work_by_hand() -> None:
     config = tiny.config()
-    # A layer: q 64 x 48, k and v 32 x 48 each, o 48 x 64, three of 112 x 48; two layers. Head 259 x 48.
+    # Weights per layer: q 64 x 48, k and v 32 x 48 each, o 48 x 64, and three of 112 x 48. Two layers; head 259 x 48.
     linear, head = 2 * (64 * 48 + 2 * 32 * 48 + 48 * 64 + 3 * 112 * 48), 259 * 48
     work = step_work(config, weight_bytes=1000, kv_token_bytes=10, rows=3, seen=6, context=7, sampled=1)
     assert work.num_bytes == 1000 + 70
@@ -45,7 +45,7 @@ def test_rates_and_bounds_come_out_of_real_steps(kernels: str) -> None:
     bench = Bench(LLM("tiny", kv_bytes=8 << 20, kernels=kernels, threads=1), 1, SystemClock())
     seen: list[int] = []
     run = bench.latency(3, (20, 6), 1, lambda: seen.append(1))
-    assert len(seen) == 2, "one round does not count"
+    assert len(seen) == 2, "the callback runs for the warm-up and for the measured round"
     assert (run.batch, run.input_tokens, run.output_tokens) == (3, 20, 6)
     assert run.ttft_ms > 0
     assert run.least <= run.tokens_per_second <= run.most
@@ -56,7 +56,7 @@ def test_rates_and_bounds_come_out_of_real_steps(kernels: str) -> None:
     assert report["machine"]["read_gbps"] > 0
 
 
-def test_the_phases_of_a_step_are_said() -> None:
+def test_the_phases_of_a_step_are_reported() -> None:
     bench = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="compiled", threads=1), 1, SystemClock())
     phases = bench.phases((9, 6), 2)
     assert {"qkv", "attend", "gate_up", "down", "head"} <= phases.keys()
@@ -64,7 +64,7 @@ def test_the_phases_of_a_step_are_said() -> None:
     others |= {"latent_rows", "query_up", "split_queries", "absorb", "value_up", "attended_rows"}
     others |= {name for name in phases if name.startswith("shrink_")}
     assert all(ms > 0 for name, ms in phases.items() if name not in {"embed", *others})
-    assert all(phases[name] == 0 for name in others), "without adapters, experts or latent attention"
+    assert all(phases[name] == 0 for name in others), "the model has no adapters, experts or latent attention"
     slow = Bench(LLM("tiny", kv_bytes=8 << 20, kernels="torch", threads=1), 1, SystemClock())
     with pytest.raises(UsageError, match="only the compiled kernels report"):
         slow.phases((9, 6), 2)
@@ -90,7 +90,7 @@ def test_the_files_have_the_public_shape(tmp_path: Path) -> None:
 
 def test_every_form_and_number_of_rows_is_timed(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    # The model's inputs must divide into the blocks of codes, which the tiny one's do not.
+    # The inputs of the matrices must fill whole blocks of codes; those of the tiny model do not.
     done = CliRunner().invoke(main, ["bench", "kernels", "--threads", "1", "--rounds", "1", "--json", str(out)])
     assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())["rows"]

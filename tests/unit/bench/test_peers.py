@@ -43,7 +43,7 @@ REQUEST = Request((1, 2, 3), 3)
 
 
 @pytest.mark.parametrize("name", cells())
-def test_all_engines_are_asked_the_same_and_nothing_twice(name: str) -> None:
+def test_all_engines_get_the_same_requests_and_none_twice(name: str) -> None:
     cell = cells()[name]
     assert cell.trials(3) == cell.trials(3)
     seen: set[tuple[int, ...]] = set()
@@ -118,7 +118,7 @@ def test_requests_that_come_over_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (told["ttft"], told["tpot"]) == ([0.5, 1.0], [0.5])
 
 
-def test_an_engine_that_counts_otherwise_is_found_out() -> None:
+def test_an_engine_that_counts_tokens_differently_is_detected() -> None:
     trial = Trial((REQUEST, REQUEST))
     assert wrong_counts(trial, Outcome(1.0, 1.0, 6, 6)) == ""
     assert "6 tokens in and 5 out where 6 and 6" in wrong_counts(trial, Outcome(1.0, 1.0, 6, 5))
@@ -148,7 +148,7 @@ def test_rows_have_medians_ranges_and_ratios_within_rounds() -> None:
     assert ours.ours_against_it is None
     assert theirs.median == 20.0
     assert theirs.share_of_bound == 0.2
-    assert theirs.ours_against_it == 2.0  # of 3, 1 and 2: not 40 by 20 of the medians alone
+    assert theirs.ours_against_it == 2.0  # the median of 3, 1 and 2, not 40 / 20
 
 
 def test_ratios_need_weights_of_one_class_and_a_common_round() -> None:
@@ -243,12 +243,12 @@ def test_a_child_answers_and_ends(adapter: Path) -> None:
         child.ask([REQUEST], 1.0)
 
 
-def test_a_child_that_does_not_start_says_why(adapter: Path) -> None:
+def test_a_child_that_does_not_start_reports_the_cause(adapter: Path) -> None:
     with pytest.raises(EngineFailed, match="RuntimeError: no such model"):
         _child(adapter, "start")
 
 
-def test_a_child_that_dies_says_why(adapter: Path) -> None:
+def test_a_child_that_dies_reports_the_cause(adapter: Path) -> None:
     child = _child(adapter, "death")
     try:
         with pytest.raises(EngineFailed, match="it ended: out of memory"):
@@ -257,7 +257,7 @@ def test_a_child_that_dies_says_why(adapter: Path) -> None:
         child.close()
 
 
-def test_a_child_that_is_silent_is_given_up(adapter: Path) -> None:
+def test_a_child_without_output_is_killed_after_a_time_limit(adapter: Path) -> None:
     child = _child(adapter, "silence")
     try:
         with pytest.raises(EngineFailed, match="no answer within 0 s"):

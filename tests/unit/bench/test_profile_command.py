@@ -47,7 +47,7 @@ def test_the_log_is_replayed_by_simulator_and_engine(recorded: Path, tmp_path: P
     assert "10 steps have the same schedule, and 24 tokens are the same" in text
 
 
-def test_a_log_of_something_else_is_found_out(recorded: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_log_is_refused(recorded: Path, tmp_path: Path) -> None:
     lines = (recorded / "log").read_text().splitlines(keepends=True)
     changed = tmp_path / "log"
     changed.write_text("".join([lines[0], lines[1].replace("[[0,0,20,1]]", "[[0,0,19,0]]"), *lines[2:]]))

@@ -11,8 +11,8 @@ from kvferry.core.errors import InvalidRequest, KvferryError, Overloaded
 CLASSES = [
     c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, KvferryError) and c is not KvferryError
 ]
-# Codes that mean the same failure to a client of either protocol (google.rpc.Code's HTTP mapping, 412 for a
-# precondition that the caller may drop, 422 for one that must not be retried, 500 where the server is at fault).
+# HTTP codes that mean the same failure as a gRPC code: the mapping of google.rpc.Code, 412 for a precondition that the
+# caller may drop, 422 for a request that must not be retried, and 500 where the server is at fault.
 AGREE = {
     "INVALID_ARGUMENT": {400},
     "UNAUTHENTICATED": {401},
@@ -50,6 +50,6 @@ def test_an_error_carries_what_a_caller_needs_and_reads_as_its_message() -> None
     assert (error.reason, error.field, error.retry_after_seconds) == ("QUEUE_FULL", "prompt", 1.5)
 
 
-def test_a_reason_of_its_own_does_not_change_the_class() -> None:
+def test_a_reason_given_to_an_error_does_not_change_its_class() -> None:
     assert InvalidRequest("a", reason="PROMPT_EMPTY").reason == "PROMPT_EMPTY"
     assert InvalidRequest("a").reason == InvalidRequest.reason == "INVALID_REQUEST"

@@ -1,4 +1,4 @@
-"""Block names: a chain, keyed, exact in every input."""
+"""Block names: a keyed chain of hashes that depends on every input."""
 
 import pytest
 from hypothesis import given
@@ -33,7 +33,7 @@ def test_whatever_separates_kv_separates_names(change: dict[str, object]) -> Non
     assert namer(**change).chain([1, 2, 3, 4]) != namer().chain([1, 2, 3, 4])
 
 
-def test_tenant_and_fingerprint_do_not_run_into_each_other() -> None:
+def test_the_boundary_between_tenant_and_fingerprint_changes_the_name() -> None:
     assert namer(tenant=b"ab", fingerprint=b"c").chain([1] * 4) != namer(tenant=b"a", fingerprint=b"bc").chain([1] * 4)
 
 

@@ -1,7 +1,7 @@
 from kvferry.core.metrics import ALL, Kind
 
 
-def test_names_are_unique_and_say_their_unit():
+def test_names_are_unique_and_contain_their_unit():
     assert len({metric.name for metric in ALL}) == len(ALL) > 10
     for metric in ALL:
         if metric.name.startswith("vllm:"):

@@ -31,7 +31,7 @@ WHOLE = {
     "prompt_logprobs": (0, MAX_TOP_LOGPROBS),
 }
 OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
-REAL = {  # low, high, whether low itself is allowed
+REAL = {  # low, high, whether the lower bound itself is allowed
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),

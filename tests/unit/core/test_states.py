@@ -73,7 +73,9 @@ def test_our_machines_reach_every_state_and_always_an_end(machine: Machine[StrEn
             todo += fresh
         return seen
 
-    assert reachable(machine.initial) == set(after), "a state that nothing leads to"
+    assert reachable(machine.initial) == set(after), "a state has no transition into it"
     for state in after:
-        assert reachable(state) & machine.final, f"from {state} no end can be reached"
-        assert (after[state] == set()) == (state in machine.final), f"{state}: final means that nothing leaves it"
+        assert reachable(state) & machine.final, f"no final state can be reached from {state}"
+        assert (after[state] == set()) == (state in machine.final), (
+            f"{state}: exactly the final states have no transitions out of them"
+        )

@@ -1,4 +1,6 @@
-"""The asynchronous API: the outputs of the blocking one, concurrently; every way out ends in an idle engine."""
+"""The asynchronous API: outputs equal those of the blocking API, concurrent requests, and an idle engine after every
+exit.
+"""
 
 import asyncio
 from contextlib import aclosing
@@ -35,7 +37,7 @@ async def test_concurrent_requests_have_the_outputs_of_the_blocking_api(blocking
             *(parts_of(llm, prompt) for prompt in prompts), llm.encode("hello", pooling="mean")
         )
         for parts, expected in zip(made, whole, strict=True):
-            assert len(parts) > 1, "the outputs come as they are generated"
+            assert len(parts) > 1, "the outputs arrive while they are generated"
             assert "".join(part.text for part in parts) == expected.text
             assert tuple(token for part in parts for token in part.token_ids) == expected.token_ids
             assert parts[-1].completion is not None
@@ -62,7 +64,7 @@ async def test_cancellation_ends_in_an_idle_engine() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        # The aborted request does not take part in the steps of a later one.
+        # The aborted request takes no part in the steps of a later one.
         assert (await parts_of(llm, "later"))[-1].completion is not None
         assert llm.engine.scheduler.num_running == 0
     assert_idle(llm.engine)
@@ -138,7 +140,7 @@ async def test_a_bad_request_fails_alone() -> None:
 
 async def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async with await AsyncLLM.open("tiny", wait_seconds=0.05, **SETTINGS) as llm:
-        monkeypatch.setattr(llm._owner, "_hand_out", lambda _: None)  # an engine that never answers
+        monkeypatch.setattr(llm._owner, "_hand_out", lambda _: None)  # the engine never answers
         with pytest.raises(DeadlinePassed, match=r"0\.05 s"):
             await llm.encode("hello")
     assert_idle(llm.engine)

@@ -1,4 +1,4 @@
-"""Answers of conversations are split into text, reasoning and calls, in parts and as a whole."""
+"""Outputs of conversations are split into text, reasoning and calls, streamed or whole."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_without_functions_the_text_stays_as_it_is(llm: LLM) -> None:
     assert made.completion().tool_calls == ()
 
 
-def test_an_output_that_goes_on_is_not_whole(llm: LLM) -> None:
+def test_an_unfinished_output_is_not_whole(llm: LLM) -> None:
     made = llm._requests.start("hello", SamplingParams(seed=1))
     with pytest.raises(InvariantBroken, match="not ended"):
         made.completion()

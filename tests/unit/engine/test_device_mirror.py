@@ -1,4 +1,4 @@
-"""Order of the mirror's copies: a row has one writer at a time, and a reader never gets old content."""
+"""Order of the mirror's copies: a row has one writer at a time, and a reader never gets outdated content."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -62,20 +62,20 @@ def test_pages_whose_epoch_has_changed_are_not_copied(gated: Gated) -> None:
         first = callers.submit(mirror.to_device, [0])
         assert gated.begun.wait(20)
         second = callers.submit(mirror.to_host, [0, 1, 2], [5, 6, 7])
-        epochs[1] = 8  # allocated again while the copy waits
+        epochs[1] = 8  # the page is allocated again while the copy waits
         gated.gate.set()
         first.result(20)
         second.result(20)
     assert gated.log == [("device", [0]), ("host", [0, 2])]
     mirror.to_host([1], [6])
-    assert len(gated.log) == 2, "nothing is left to copy"
+    assert len(gated.log) == 2, "the page has a newer epoch"
     mirror.to_host([1], None)
-    assert gated.log[-1] == ("host", [1]), "held pages are copied whatever their epoch was"
+    assert gated.log[-1] == ("host", [1]), "pages that the caller holds are copied in any epoch"
     mirror.close()
 
 
 def test_a_full_page_is_copied_once_in_an_epoch(gated: Gated) -> None:
-    """A second copy would write to a row that a peer is reading."""
+    """A second copy would write to a row of the mirror while a peer reads it."""
     gated.gate.set()
     epochs = [5, 6, 7]
     mirror = DeviceMirror(gated, epochs)
@@ -91,7 +91,7 @@ def test_a_full_page_is_copied_once_in_an_epoch(gated: Gated) -> None:
         mirror.to_host([2], [7])
     gated.error = None
     mirror.to_host([2], [7])
-    assert gated.log[4:] == [("host", [2])], "a failed copy is made again"
+    assert gated.log[4:] == [("host", [2])], "a failed copy is repeated"
     mirror.close()
 
 

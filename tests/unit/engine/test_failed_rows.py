@@ -1,4 +1,4 @@
-"""A sequence whose row cannot be sampled ends alone: the others get their tokens, and nothing of it stays behind."""
+"""A sequence whose row cannot be sampled ends alone: the others get their tokens, and none of its state is left."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ BAD = RequestId("bad")
 
 
 def failing(run: Callable[[StepPlan], StepResult], error: Callable[[ScheduledSequence], KvferryError], *, at: int):
-    """`run`, but the row of request `bad` fails once it has `at` tokens."""
+    """Return `run` with failures: the row of request `bad` fails once the sequence has `at` tokens."""
 
     def wrapped(plan: StepPlan) -> StepResult:
         result = run(plan)
@@ -54,7 +54,7 @@ def test_a_failed_row_ends_its_sequence_alone(
 
 
 def test_blocks_of_a_failed_sequence_are_not_reused() -> None:
-    """One of them may be damaged; a later request with the same prompt would fail too."""
+    """A block of the failed sequence may be damaged, so a later request with the same prompt would fail too."""
     engine, runner = an_engine()
     whole = runner.run
     runner.run = failing(whole, not_finite, at=9)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory KV pages take."""
+"""Memory of a GPU that KV pages get."""
 
 import pytest
 from hypothesis import given

@@ -1,8 +1,8 @@
-"""Random interleavings of everything that an engine does at once: each request has the tokens of an isolated run.
+"""Random interleavings of all operations of an engine: each request has the tokens of an isolated run.
 
-Two engines, of which one hands prompts over to the other. Chunks, prefix hits, preemption, cancellation, several
-samples of a prompt, branches of an output as in beam search, constraints, drafts, steps ahead, loads from the other
-engine and from tiers, stores: with few pages, failures, and delays at any point.
+One of two engines hands prompts over to the other. The runs have chunks, prefix hits, preemption, cancellation, several
+samples of a prompt, branches of an output as in beam search, constraints, drafts, steps launched ahead, loads from the
+other engine and from tiers, and stores, with few pages, failures and random delays.
 """
 
 import random
@@ -29,11 +29,11 @@ from kvferry.engine.speculation.speculation import Speculation
 MAX_TOKENS = 48
 SHARED = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 LONG = [[20 + number, *range(30, 46 + number)] for number in range(4)]
-"""Prompts that come again, after others have taken their pages."""
+"""Prompts that are sent again after other sequences have taken their pages."""
 
 
 class Guesses:
-    """Proposes the tokens that follow, some of them wrong."""
+    """Proposes the tokens that follow, some of them wrong, with the probability `wrong`."""
 
     def __init__(self, chance: random.Random, wrong: float) -> None:
         self._chance, self._wrong = chance, wrong
@@ -48,7 +48,7 @@ class Guesses:
 
 
 class NoGuesses:
-    """Proposes nothing, so that a head does."""
+    """A proposer without proposals, so that the drafts come from a head."""
 
     def propose(self, tokens: Tokens, most: int) -> Draft:
         return NO_DRAFT
@@ -89,7 +89,7 @@ class Side:
         self.tiers = DelayedTiers(self.engine, self.runner, chance, failing) if chance.random() < 0.8 else None
 
     def work(self) -> None:
-        """Let everything outside of the engine's thread progress."""
+        """Advance the runner, the loader and the tiers."""
         self.runner.run_some()
         self.loader.work(counts_partly=False)
         if self.tiers is not None:
@@ -104,7 +104,7 @@ class Side:
 
 @dataclass
 class Asked:
-    """A request, and what became of it."""
+    """A request and its outcome."""
 
     request: EngineRequest
     side: Side
@@ -147,7 +147,7 @@ class Walk:
                 self.seen["accepted drafts of a head" if side.runner.has_head else "accepted drafts"] += accepted
 
     def arrive(self, name: str) -> None:
-        """Send one request, several samples of one prompt, or a prompt to be handed over."""
+        """Send one request, several samples of one prompt, or a prompt for a hand-off."""
         draw = self.chance.randrange
         if draw(2):
             prompt = [*SHARED[: draw(13)], *(draw(96) for _ in range(draw(1, 12)))]
@@ -180,7 +180,7 @@ class Walk:
             self.seen["aborted"] += 1
 
     def turn(self) -> None:
-        """Let both sides work and step, in any order."""
+        """Advance both sides in random order."""
         for side in self.chance.sample((self.prefill, self.decode), 2):
             side.work()
             if side.engine.has_work and self.chance.random() < 0.9:
@@ -206,7 +206,7 @@ class Walk:
                 self.branch(asked, side)
 
     def hand_over(self, asked: Asked, side: Side, blocks: tuple[int, ...], number: int) -> None:
-        """Continue a request on the other side, with the pages of this one or without."""
+        """Continue a request on the decode side, with or without the prefill side's pages."""
         offer = Offer(side.runner, blocks, lambda: side.engine.release_export(number))  # type: ignore[arg-type]
         num_tokens = len(asked.request.token_ids)
         if asked.tokens[-1] in (EOS, *asked.request.sampling.stop_token_ids) or asked.request.sampling.max_tokens == 1:
@@ -227,7 +227,7 @@ class Walk:
         self.decode.engine.add(asked.request)
 
     def prefetch(self, request: EngineRequest, offer: Offer) -> None:
-        """Let the decode side fetch full blocks of a prompt into its prefix cache, beside the request itself."""
+        """Prefetch full blocks of a prompt on the decode side, concurrently with the request."""
         engine = self.decode.engine
         size = engine.allocator.block_tokens
         names = engine.namer(request.tenant).chain(request.token_ids[: len(request.token_ids) - request.num_generated])
@@ -241,7 +241,7 @@ class Walk:
         engine.prefetch_kv(KvPrefetchRequest(name, source, first, tuple(names), tokens))
 
     def branch(self, asked: Asked, side: Side) -> None:
-        """Perhaps continue from the middle of an output with another token, as the beams of a search do."""
+        """Continue, with probability 0.3, an output from its middle with another token, as a beam search does."""
         generated = len(asked.tokens) - self.num_prompt(asked)
         if self.chance.random() < 0.3 and generated > 2 and len(self.asked) < 20:
             kept = self.chance.randrange(1, generated)

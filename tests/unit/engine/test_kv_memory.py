@@ -1,4 +1,4 @@
-"""How many tokens the memory for KV holds, and what is refused."""
+"""Number of tokens that the KV memory holds, and refused sizes."""
 
 import pytest
 
@@ -32,6 +32,6 @@ def test_memory_for_fewer_than_1024_tokens_is_refused_unless_the_context_is_shor
         num_blocks(32 * PAGE, max_model_tokens=513)
 
 
-def test_an_engine_of_its_own_may_have_less() -> None:
+def test_an_offline_engine_may_have_less() -> None:
     settings = EngineSettings(model="tiny", dtype="float32", kv_bytes=2 * PAGE, threads=1)
     assert load_model(settings).num_blocks == 2

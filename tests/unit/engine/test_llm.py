@@ -1,4 +1,4 @@
-"""The offline API: parameters for each prompt, conversations, progress; nothing is left in the engine."""
+"""The offline API: parameters for each prompt, conversations, progress; the engine is idle afterwards."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Pooled vectors are those of transformers' hidden states, alone and in any batch, in chunks, after preemption."""
+"""Pooled vectors equal those from transformers' hidden states, alone and in any batch, in chunks, after preemption."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ RAW = PoolingParams(normalize=False)
 
 
 def states(prompt: Sequence[int]) -> np.ndarray:
-    """Hidden states after the final norm of transformers' model, [tokens, hidden] float32."""
+    """Return the hidden states after the final norm of transformers' model, [tokens, hidden] float64."""
     with torch.inference_mode():
         found: torch.Tensor = TWIN.model(torch.tensor([list(prompt)])).last_hidden_state[0]
     return found.numpy().astype(np.float64)
@@ -115,7 +115,7 @@ def near(found: np.ndarray, wanted: np.ndarray) -> None:
 def test_vectors_are_those_of_transformers_beside_generating_sequences(kernels: str, pooling: Pooling) -> None:
     runner = COMPILED if kernels == "auto" else runner_for(kernels)
     engine = engine_on(runner, small_limits(max_chunk_tokens=7))
-    prompts = PROMPTS if kernels != "triton" else PROMPTS[:3]  # the interpreter is slow
+    prompts = PROMPTS if kernels != "triton" else PROMPTS[:3]  # the Triton interpreter is slow
     engine.add(a_request("generating", [3, 1, 4, 1, 5], max_tokens=3))
     for i, prompt in enumerate(prompts):
         ask(engine, str(i), prompt, replace(RAW, pooling=pooling))

@@ -43,7 +43,7 @@ def run(engine: Engine) -> dict[str, list[tuple[ScoredToken, ...]]]:
 
 
 def positions(runner: ArithmeticRunner, name: str) -> list[int]:
-    """Positions of the scored rows of a request, in the order of steps."""
+    """Return the positions of the scored rows of a request, in the order of steps."""
     return [p for plan in runner.steps for s in plan.scheduled if s.request_id == name for p in s.scored_positions]
 
 
@@ -92,10 +92,10 @@ def test_a_preempted_prompt_keeps_its_scores_and_scores_the_rest() -> None:
     assert engine.scheduler.num_preemptions > 0
     assert positions(runner, "scored") == list(range(20))
     starts = [s.num_computed for plan in runner.steps for s in plan.scheduled if s.request_id == "scored"]
-    assert starts != sorted(starts), "it was preempted while it was scored"
+    assert starts != sorted(starts), "it was preempted before all of its rows were scored"
 
 
-def test_a_sequence_preempted_after_its_first_token_tells_nothing_twice() -> None:
+def test_a_sequence_preempted_after_its_first_token_reports_no_score_twice() -> None:
     engine, runner = an_engine(num_blocks=8)
     engine.add(a_request("older", [1, 2, 3], max_tokens=24))
     engine.add(scored_request("scored", PROMPT[:6], max_tokens=20))
@@ -104,7 +104,7 @@ def test_a_sequence_preempted_after_its_first_token_tells_nothing_twice() -> Non
     assert positions(runner, "scored") == list(range(5))
 
 
-def test_a_prefill_worker_tells_the_scores_with_the_first_token() -> None:
+def test_a_prefill_worker_reports_the_scores_with_the_first_token() -> None:
     engine, _ = an_engine()
     engine.add(scored_request("p", PROMPT, exports=True))
     assert run(engine) == {"p": [expected(PROMPT)]}

@@ -74,7 +74,7 @@ def test_projections_keep_the_size_of_what_they_are_given() -> None:
         assert float(out.std()) == pytest.approx(1.0, rel=0.1)
 
 
-def test_bytes_and_numbers_are_what_was_drawn() -> None:
+def test_bytes_and_numbers_are_those_drawn() -> None:
     tensors = RandomTensors(tiny.config(), dtype=torch.bfloat16)
     drawn = tensors.draw(HEAD)
     assert np.array_equal(tensors.read(HEAD), drawn.float().numpy())

@@ -1,4 +1,4 @@
-"""Numbers of engine settings, checked for programs as for the command line."""
+"""Ranges of numeric engine settings, equal in the Python API and on the command line."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""Reset of the prefix cache: nothing cached before is used after, and running requests are not affected."""
+"""Reset of the prefix cache: blocks cached before it are not used after it, and running requests are not affected."""
 
 from harness.fakes.engines import a_request, an_engine, expected_tokens, run_until_idle, shares
 

@@ -1,4 +1,4 @@
-"""Each sampling parameter has an effect on real tokens, alone and in any company.
+"""Each sampling parameter has an effect on real tokens, alone and in any batch.
 
 `EFFECTS` has one check for each field of `SamplingParams`, which fails if the field is ignored; a field without a check
 fails the comparison with the fields of the gRPC message and of the HTTP requests.
@@ -49,7 +49,7 @@ def first_tokens(llm: LLM, count: int = 400, **wishes: Any) -> Counter[int]:
 
 
 def distribution(llm: LLM, temperature: float = 1.0, prompt: Sequence[int] = PROMPT) -> np.ndarray[Any, Any]:
-    """Return the model's distribution after the prompt, from logits that no parameter changes."""
+    """Return the model's next-token distribution at a temperature, without any other parameter."""
     shares = np.zeros(259)
     for token in range(259):
         # A bias of 100 selects the token; log-probabilities are of the unmodified logits.
@@ -63,7 +63,7 @@ def distribution(llm: LLM, temperature: float = 1.0, prompt: Sequence[int] = PRO
 
 
 def check_frequencies(found: Counter[int], expected: np.ndarray[Any, Any]) -> None:
-    """Check draws by chi-square; tokens that are expected fewer than five times are one class."""
+    """Check draws by chi-square; tokens with an expected count below five form one class."""
     count, expected = sum(found.values()), expected / expected.sum()
     assert all(expected[token] > 0 for token in found), "a token of probability 0 was drawn"
     large = [token for token in np.argsort(-expected) if expected[token] * count >= 5]
@@ -73,11 +73,11 @@ def check_frequencies(found: Counter[int], expected: np.ndarray[Any, Any]) -> No
         classes.append(rest)
     statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in classes)
     degrees = len(classes) - 1
-    assert statistic < degrees + 3.1 * np.sqrt(2 * max(degrees, 1)) + 4  # above the quantile of 0.999
+    assert statistic < degrees + 3.1 * np.sqrt(2 * max(degrees, 1)) + 4  # above the 0.999 quantile
 
 
 def kept_by(shares: np.ndarray[Any, Any], keeps: Callable[[list[int]], list[int]]) -> np.ndarray[Any, Any]:
-    """The distribution cut to the tokens that `keeps` returns for the ids in order of probability."""
+    """Return the distribution restricted to the tokens that `keeps` returns, given the ids in order of probability."""
     made = np.zeros_like(shares)
     ids = keeps(np.argsort(-shares, kind="stable").tolist())
     made[ids] = shares[ids]
@@ -112,7 +112,7 @@ def check_typical_p(llm: LLM) -> None:
     count = int((np.cumsum(shares[order]) < 0.4).sum()) + 1
     typical = kept_by(shares, lambda _: order[:count].tolist())
     assert 2 < count < 200
-    assert typical[shares.argmax()] == 0, "the most likely token says too little here"
+    assert typical[shares.argmax()] == 0, "the most likely token is not typical here"
     check_frequencies(first_tokens(llm, typical_p=0.4), typical)
 
 
@@ -137,7 +137,7 @@ def check_bad_words(llm: LLM) -> None:
     word = ascii_only.text[4:7]
     made = one(llm, allowed_token_ids=tuple(range(97, 123)), bad_words=(word,))
     assert word not in made.text
-    assert made.text[:6] == ascii_only.text[:6], "only the last token of the word is banned"
+    assert made.text[:6] == ascii_only.text[:6], "the other tokens of the word stay allowed"
 
 
 def check_bad_word_token_ids(llm: LLM) -> None:
@@ -171,7 +171,7 @@ def check_min_tokens(llm: LLM) -> None:
 
 
 def check_presence_penalty(llm: LLM) -> None:
-    # Without a penalty, 65 precedes `other` by 1 nat at the second token, and by more at the first one.
+    # At the second token, 65 leads `other` by 1 nat without a penalty; at the first token, by more.
     now, then = np.log(distribution(llm)), np.log(distribution(llm, prompt=[*PROMPT, 65]))
     ahead = (now[65] - now) - (then[65] - then)
     other = int(ahead.argmax())
@@ -241,7 +241,7 @@ def check_logprobs(llm: LLM) -> None:
 
 
 def check_prompt_logprobs(llm: LLM) -> None:
-    """The probabilities of an output are those of the same tokens as a prompt."""
+    """The log-probabilities of an output equal those of the same tokens in a prompt."""
     made = one(llm, logprobs=3)
     whole = [*PROMPT, *made.token_ids]
     scored = one(llm, prompt=whole, max_tokens=1, prompt_logprobs=3).prompt_logprobs
@@ -296,10 +296,11 @@ def test_a_field_has_its_effect(llm: LLM, field: str) -> None:
 
 
 NOT_SAMPLING = {"model", "prompt", "stream", "stream_options", "n", "user", "priority", "cache_salt", "echo", "best_of"}
-"""Fields of completions that are no field of `SamplingParams`; `test_openai_choices` has tests of those that change the
-choices."""
+"""Fields of a completion request that are not in `SamplingParams`; `test_openai_choices` tests those that change the
+choices.
+"""
 ENGINE_ONLY = {"bad_word_token_ids"}
-"""Fields that the text edge fills."""
+"""Fields that the conversion of text requests to tokens fills."""
 
 
 def test_every_field_has_a_check_and_is_in_every_interface() -> None:
@@ -372,7 +373,7 @@ def test_results_do_not_depend_on_chunks_and_preemption(llm: LLM, alone: dict[st
 def test_results_do_not_depend_on_the_worker_that_goes_on(
     llm: LLM, alone: dict[str, tuple[Any, ...]], name: str
 ) -> None:
-    """A prefill worker samples the first token, another worker the rest, a third one the end."""
+    """A prefill worker samples the first token, a second worker the next ones, and a third worker the last ones."""
     (request,) = requests_of([name])
     tokens, scores = alone[name]
     first, first_scores = results(llm, [replace(request, exports=True)])[name]

@@ -1,4 +1,4 @@
-"""Stores of an engine to its tiers: the content of a page is that of its name until the store has ended."""
+"""Stores of an engine to its tiers: a page keeps the content of its name until the store has ended."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from kvferry.kv.interface.tiering import ObjectKey, StoreDone, TierAnswer, TierS
 
 
 class HeldTiers:
-    """Tiers that have nothing, want everything and read no page before the test looks."""
+    """Tiers that hold no object, accept every store, and end no store by themselves."""
 
     object_blocks = 2
     held_share = 1.0
@@ -47,7 +47,7 @@ class HeldTiers:
 
 
 class ManualLoader:
-    """A peer whose pages come when the test says so."""
+    """A loader whose loads end on request of the test."""
 
     num_active = 0
 
@@ -77,7 +77,7 @@ def test_a_hand_off_that_is_preempted_in_the_step_it_arrives_in_is_stored_as_it_
     arriving = list(range(3, 24))
     tokens = [*arriving, next_token(arriving)]
     engine.add(a_request("new", tokens, num_generated=1, remote=RemoteKv(len(arriving), object())))
-    engine.step()  # the old ones fill four pages each and need a fifth next; the new one has the other six
+    engine.step()  # each old sequence has four pages and needs a fifth; the new one has the other six
     assert engine.allocator.pool.num_free == 0
     ((job, request_id, targets),) = loader.started
     for position, token in enumerate(arriving):
@@ -101,7 +101,7 @@ def test_a_hand_off_that_is_preempted_in_the_step_it_arrives_in_is_stored_as_it_
 def look(
     namer: BlockNamer, runner: ArithmeticRunner, tiers: HeldTiers, start: int, beginnings: Sequence[Sequence[int]]
 ) -> int:
-    """Check that what was given, from `start` on, still holds tokens of its name; how many were given."""
+    """Check that the pages given to tiers, from `start` on, have the tokens of their names; return the number given."""
     known: dict[BlockHash, list[int]] = {}
     for tokens in beginnings:
         whole = list(tokens)

@@ -26,7 +26,7 @@ async def test_the_fleet_is_there_for_an_operator():
     assert "kvferry_gateway_wakes_total 0.0" in page
 
 
-async def test_while_it_lingers_it_serves_and_says_that_it_is_not_ready():
+async def test_a_lingering_gateway_serves_and_is_not_ready():
     async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
         assert (await client.get("/ready")).status_code == 200
         lingering = asyncio.create_task(gateway.gateway.linger(30))

@@ -1,4 +1,4 @@
-"""Large and hostile bodies over real sockets: refused by name, without a delay of the event loop."""
+"""Large and hostile bodies over real sockets: refused by name, without blocking the event loop."""
 
 import gc
 import json
@@ -19,18 +19,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
 _GOOD = {"prompt": "hi", "max_tokens": 2}
 _MAX_LAG_SECONDS = 0.25
-"""Far above what a loaded machine causes, far below the seconds that each of these bodies took on the event loop."""
+"""Far above the lag of a loaded machine, and far below the seconds that each of these bodies took on the event loop."""
 
 _MAX_BUSY_SECONDS = 0.45
-"""Three times what the largest answer takes at once, with the client and the workers on the same loop; encoded in one
-piece it takes 0.66 s."""
+"""Three times the lag of the largest answer, with the client and the workers on the same loop; encoded in one piece,
+the answer takes 0.66 s.
+"""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def gateway() -> AsyncIterator[ScriptedGateway]:
     process = TextProcess(byte_model, TextLimits(job_seconds=20.0))
     async with scripted_gateway(text_process=process) as opened:
-        await process.run(len_of, b"")  # started, so that its start is not what is measured
+        await process.run(len_of, b"")  # The checking process is started first, so its start is not measured.
         yield opened
 
 
@@ -77,7 +78,7 @@ async def test_a_hostile_body_is_refused_and_stops_no_other_request(gateway, pat
 
 
 async def test_a_large_request_that_is_valid_is_served(gateway):
-    """Whatever reads it, a request gives the same tokens."""
+    """A large request gives the same tokens whether the event loop or another process reads it."""
     padding = {"metadata": None, "user": "u" * 20_000}
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
         small, large = [await client.post(_TEXT, json={**_GOOD, "seed": 1, **extra}) for extra in ({}, padding)]
@@ -95,7 +96,7 @@ async def test_samples_of_one_request_are_bounded(gateway):
 
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
-    """Leave out collections, which take half a second after thousands of other tests in this process."""
+    """Disable garbage collection: after thousands of other tests in this process, a collection takes half a second."""
     gc.collect()
     gc.disable()
     yield
@@ -105,7 +106,7 @@ def no_garbage_collection() -> Iterator[None]:
 @pytest.mark.usefixtures("no_garbage_collection")
 @pytest.mark.parametrize("path", [_TEXT, _CHAT])
 async def test_a_large_answer_stops_no_other_request(gateway, path):
-    """128 samples with 20 log-probabilities for each token: up to 6 MB of JSON."""
+    """The answer has 128 samples with 20 log-probabilities for each token: up to 6 MB of JSON."""
     asked = {"max_tokens": 100, "n": 64}
     if path == _TEXT:
         asked |= {"prompt": ["a"] * 2, "logprobs": 5}

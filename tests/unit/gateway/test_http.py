@@ -77,7 +77,7 @@ async def test_metrics_count_what_happened(gateway, client):
     assert 'vllm:num_requests_running{model_name="bytes"} 0.0' in text
 
 
-async def test_keys_open_the_door_to_their_tenant(tmp_path: Path, caplog):
+async def test_each_key_selects_its_tenant(tmp_path: Path, caplog):
     keys = tmp_path / "keys"
     keys.write_text("# who may come\nsk-one acme\n\nsk-two  beta\n")
     http = HttpConfig(address="127.0.0.1:0", api_keys_file=keys)

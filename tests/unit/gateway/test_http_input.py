@@ -158,8 +158,8 @@ async def test_a_prompt_never_appears_in_an_error(client):
         {"content-encoding": "gzip"},
     ],
 )
-async def test_what_does_not_say_that_it_is_json_is_refused(client, headers):
-    # What a page of another site may send without asking must not reach the model.
+async def test_a_body_without_the_content_type_of_json_is_refused(client, headers):
+    # A browser sends other content types across origins without a preflight request; these requests must be refused.
     response = await client.post(_CHAT, content=json.dumps(_GOOD).encode(), headers=headers)
     assert check_error(response, 415, None, "application/json")["code"] == "unsupported_media_type"
 
@@ -219,7 +219,7 @@ async def test_large_bodies_are_refused(client, declared):
 )
 async def test_bad_completions_are_refused_by_name(client, change, param, words):
     response = await client.post("/v1/completions", json={"model": "bytes", "max_tokens": 3, **change})
-    if param is None:  # an empty text still has its begin-of-sequence token
+    if param is None:  # an empty text has the begin-of-sequence token
         assert response.status_code == 200
     else:
         check_error(response, 400, param, words)

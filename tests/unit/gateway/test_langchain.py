@@ -42,7 +42,7 @@ async def api() -> AsyncIterator[AnsweringApi]:
 
 @pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    """Connections that are closed, unlike those of LangChain's own client."""
+    """HTTP clients that are closed after the test; LangChain's own client is not."""
     async with httpx.AsyncClient(timeout=60) as client:
         yield client
 

@@ -1,4 +1,4 @@
-"""The official client against the real server."""
+"""OpenAI's Python client against the real server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -241,7 +241,9 @@ async def test_a_constraint_reaches_the_workers(client, gateway):
     workers = gateway.workers
     calls = [*workers.prefill[0].prefills, *workers.decode[0].decodes]
     seen = [call.sampling.constraint.json_schema for call in calls]
-    assert seen == ['{"type": "object", "properties": {"a": {"type": "integer"}}}'] * 2, "prefill and decode"
+    assert seen == ['{"type": "object", "properties": {"a": {"type": "integer"}}}'] * 2, (
+        "the prefill and the decode worker"
+    )
 
 
 async def test_a_constraint_that_cannot_be_compiled_is_named_by_its_field(client):

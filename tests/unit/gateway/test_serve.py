@@ -100,7 +100,7 @@ async def test_a_stream_that_outlives_the_grace_is_cut_and_owes_nothing():
         await gateway.idle()
 
 
-async def test_health_over_grpc_says_what_ready_says():
+async def test_health_over_grpc_agrees_with_ready():
     async with scripted_gateway() as gateway, open_channel(gateway.gateway.listening.grpc) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="kvferry.v1.Inference"))
         async with asyncio.timeout(10):
@@ -139,7 +139,7 @@ async def test_reflection_is_there_for_grpcurl():
         call.cancel()
 
 
-async def test_clients_that_leave_make_no_noise(caplog):
+async def test_clients_that_leave_cause_no_log_lines(caplog):
     async with scripted_gateway():
         logging.getLogger("asyncio").warning("socket.send() raised exception.")
         logging.getLogger("asyncio").warning("something else")

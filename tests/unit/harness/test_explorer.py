@@ -1,4 +1,4 @@
-"""The explorer: the production machines hold in every small world, and every mutation is detected."""
+"""The explorer: the production state machines hold in every small scenario, and every mutation is detected."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ from kvferry.kv.handoff.transfers import TRANSFER_MACHINE, TransferEvent, Transf
 
 MAX_STATES = 200_000
 LARGE = {"reuse", "tight", "prefix"}
-"""Whole only in `make explore`; here as far as a few seconds go, and by random walks."""
+"""Scenarios explored completely by `make explore` only; here up to a number of states, and by random walks."""
 
 
 SMALL = [s for s in SCENARIOS if not s.is_large]
@@ -49,7 +49,7 @@ def test_a_broken_rule_is_noticed(mutation: Mutation) -> None:
     assert found.violation is not None
     labels = [label(action) for action in found.trace]
     again = replay(scenario(mutation.scenario), mutation.parts, labels)
-    assert again.violation == found.violation, "the printed trace leads there again"
+    assert again.violation == found.violation, "a replay of the printed trace has the same violation"
 
 
 def test_there_are_many_mutations_and_each_has_its_own_name() -> None:
@@ -71,11 +71,13 @@ def test_the_worlds_go_through_the_machines_tables(monkeypatch: pytest.MonkeyPat
     for world in SCENARIOS:
         walk(dataclasses.replace(world, faults=4), PRODUCTION, seed=7, walks=100)
     not_reached = {
-        "offer": {OfferEvent.SPENT},  # needs one fault for each failure: tests/unit/kv/handoff/test_offers.py
-        "transfer": {(TransferState.QUEUED, TransferEvent.GIVE_UP)},  # these workers have no queue
+        "offer": {
+            OfferEvent.SPENT
+        },  # happens after one fault for each kind of failure: tests/unit/kv/handoff/test_offers.py
+        "transfer": {(TransferState.QUEUED, TransferEvent.GIVE_UP)},  # the workers of the scenarios have no queue
         "sample": {
-            "fail",  # needs all workers to be gone for good
-            # This gateway passes through these two without a pause, and always gets the outcome of a hand-off.
+            "fail",  # happens when no worker is left
+            # The gateway of the scenarios leaves these states at once, and always gets the outcome of a hand-off.
             *((state, event) for state in ("queued", "offered") for event in ("finish", "cancel")),
             ("fetching", "finish"),
         },
@@ -122,7 +124,7 @@ def test_equal_seeds_walk_equal_ways() -> None:
 
 
 def test_a_copy_of_a_world_shares_nothing_with_it() -> None:
-    """Also detects a field of a machine that `copies` does not copy: it would be shared, or lost."""
+    """Also detects a field of a machine that `copies` does not copy, because the field would be shared or missing."""
     world = World(scenario("everything"), PRODUCTION)
     for step in range(15):
         action = choices(world)[0]
@@ -136,7 +138,7 @@ def test_a_copy_of_a_world_shares_nothing_with_it() -> None:
         world.apply(action)
 
 
-def test_the_copies_know_every_field_of_the_machines() -> None:
+def test_the_copies_cover_every_field_of_the_machines() -> None:
     world = World(scenario("everything"), PRODUCTION)
     while not any(load.attempt for load in world.actors["D0"].loads.values()):
         world.apply(choices(world)[0])
@@ -161,7 +163,7 @@ def test_the_copies_know_every_field_of_the_machines() -> None:
         ),
     }
     for name, (fields, found) in known.items():
-        assert set(found) == fields, f"{name} has changed; teach {copies.__name__} and then this test"
+        assert set(found) == fields, f"the fields of {name} have changed: update {copies.__name__}, then this test"
 
 
 def test_the_command_line(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +175,6 @@ def test_the_command_line(tmp_path: object, capsys: pytest.CaptureFixture[str]) 
     trace = tmp_path / "trace.txt"  # type: ignore[operator]
     trace.write_text(told.partition("  after\n")[2])
     assert main(["--mutation", "no lease timer", "--replay", str(trace)]) == 1
-    assert main(["--scenario", "messages", "--replay", str(trace)]) == 0, "the machine as it is passes"
+    assert main(["--scenario", "messages", "--replay", str(trace)]) == 0, "the unchanged machine passes"
     assert main(["--mutation", "no such"]) == 2
     assert main(["--scenario", "messages", "--walks", "3", "--faults", "1"]) == 0

@@ -39,7 +39,7 @@ def test_a_request_that_hangs_fails() -> None:
         check(STRICT, [Ended(0, 61)], [Ended(0, 61)])
 
 
-def test_it_is_normal_when_the_last_missing_worker_took_part() -> None:
+def test_unavailability_is_expected_when_the_missing_worker_was_the_last() -> None:
     since = [fetched("p", "d0", 0), fetched("p", "d0", 1), fetched("p", "d1", 2), fetched("p", "d1", 3)]
     assert first_normal(lambda ended: workers_used(ended) == {"p", "d0", "d1"}, since) == 3
     assert workers_used([Ended(0, 1, error="UNAVAILABLE: x", timing=since[0].timing)]) == set()

@@ -1,4 +1,4 @@
-"""The load of tests/cluster/test_zero_loss.py: what counts as lost, and its table."""
+"""The load of tests/cluster/test_zero_loss.py: the requests that it counts as lost, and its table."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ ASKED = [Question("What is a ferry?", 16, "A boat.")]
 
 @contextmanager
 def gateway(*answers: bytes) -> Iterator[str]:
-    """One answer for each connection, the last one for all that follow; each is the last of its connection."""
+    """Serve one answer per connection, then repeat the last one; close each connection after its answer."""
     left = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
@@ -78,10 +78,10 @@ def first_of(answers: list[bytes]) -> Ended:
 
 
 def test_the_page_has_a_row_for_every_event() -> None:
-    """Else: `make zero-loss`, as root."""
+    """A failure means that `make zero-loss`, run as root, must update the page."""
     rows = table.rows_of(table.PAGE.read_text("utf-8"))
     assert [row[0] for row in rows] == list(table.EVENTS)
-    assert all(row[3:5] == ["0", "0"] for row in rows), "wrong and lost"
+    assert all(row[3:5] == ["0", "0"] for row in rows), "wrong and lost requests"
 
 
 def test_a_row_counts_what_ended() -> None:

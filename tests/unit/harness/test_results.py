@@ -1,4 +1,4 @@
-"""The recorded results are those of the table, and the fast ones are computed again."""
+"""The recorded results are those of the table, and the quick rows are computed again."""
 
 import pytest
 from harness.results.__main__ import PAGE, chosen, recorded
@@ -20,7 +20,7 @@ def test_every_row_is_recorded_as_it_stands_in_the_table() -> None:
         assert kept["command"] == row.command
 
 
-def test_a_miss_says_why() -> None:
+def test_a_missed_target_has_a_reason() -> None:
     assert all(row["why"] for row in recorded().values() if not row["passed"])
 
 

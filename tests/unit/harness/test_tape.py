@@ -1,4 +1,4 @@
-"""The emulation of captured graphs has their limits: no host access, no leftover tensors, no reads of results."""
+"""The emulation of captured graphs has their limits: no host access, no temporary tensors, no reads of results."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_what_was_never_written_is_spoiled() -> None:
     ],
     ids=["item", "tolist", "cpu", "bool", "nonzero", "mask", "masked_select"],
 )
-def test_questions_are_refused(ask: object) -> None:
+def test_reads_of_results_are_refused(ask: object) -> None:
     x = torch.ones(3)
     with pytest.raises(Asked), NothingAsked():
         ask(x)  # type: ignore[operator]

@@ -10,11 +10,11 @@ INTERPRETED = os.environ["TRITON_INTERPRET"] != "0"
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each test of the family runs on both, in processes of their own."""
+    """The device of a test: CPU and GPU runs are separate processes, and each skips the tests of the other."""
     if request.param == "cpu" and not INTERPRETED:
-        pytest.skip("Triton compiles in this process; without TRITON_INTERPRET=0 it interprets")
+        pytest.skip("this process runs tests on a GPU; with TRITON_INTERPRET=1 tests run on the CPU")
     if request.param == "cuda" and INTERPRETED:
-        pytest.skip("Triton interprets in this process; make test-gpu runs this on a GPU")
+        pytest.skip("this process interprets Triton kernels; `make test-gpu` runs this test on a GPU")
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("torch detects no GPU")
     return torch.device(request.param)

@@ -45,7 +45,7 @@ LIMITS = SchedulerLimits(token_budget=64, max_chunk_tokens=16, max_sequences=PLA
 
 @contextmanager
 def nothing_asked(device: torch.device) -> Iterator[None]:
-    """While this lasts, waiting for the device is an error."""
+    """Raise an error for each synchronization with the device within the `with` block."""
     if device.type != "cuda":
         with NothingAsked():
             yield
@@ -58,7 +58,7 @@ def nothing_asked(device: torch.device) -> Iterator[None]:
 
 
 class Quiet(DeviceRunner):
-    """Refuses steps of one token each that ask the device for something."""
+    """Raises an error for a step of one token per sequence that synchronizes with the device."""
 
     num_quiet = 0
 
@@ -113,7 +113,7 @@ def tokens_of(made: Sequence[Generation]) -> list[list[int]]:
 
 
 def generated(runner: Runner, params: SamplingParams | Sequence[SamplingParams], count: int = 6) -> list[list[int]]:
-    """Prompts that end their prefill at different steps, so that batches of many sizes decode."""
+    """Generate from prompts whose prefill ends at different steps, so that batches of many sizes decode."""
     turn = iter([11, 5, 4, 20, 20, 20, *[10_000] * 1000])
     return tokens_of(generate(runner, PROMPTS, count, params=params, chunk=lambda _: next(turn)))
 
@@ -148,8 +148,8 @@ def test_padding_touches_no_page_and_rows_read_only_their_own_pages(device: torc
     runner = runner_on(device)
     runner.kv.pages.fill_(torch.nan)
     runner.capture_all()
-    assert runner.kv.pages.isnan().all(), "warming up writes to no page"
-    made = generate(runner, PROMPTS[:3], 6)  # batches of three in steps of four
+    assert runner.kv.pages.isnan().all(), "the warm-up writes to no page"
+    made = generate(runner, PROMPTS[:3], 6)  # steps of three sequences, padded to four
     assert tokens_of(made) == tokens_of(generate(plain_runner(), PROMPTS[:3], 6))
     theirs = torch.zeros(64, 4, dtype=torch.bool)
     for g in made:
@@ -159,12 +159,14 @@ def test_padding_touches_no_page_and_rows_read_only_their_own_pages(device: torc
     assert torch.equal(written, theirs[:, None, None, None, :, None].expand_as(written))
 
 
-def test_steps_with_prompts_by_pieces_give_the_same_and_write_nothing_more(device: torch.device) -> None:
+def test_steps_with_prompts_in_captured_pieces_give_the_same_tokens_and_write_no_other_page(
+    device: torch.device,
+) -> None:
     config = tiny.config(qk_norm=True)
     runner = runner_on(device, config, piece_rows=(8, 16))
     runner.kv.pages.fill_(torch.nan)
     runner.capture_all()
-    assert runner.kv.pages.isnan().all(), "warming up writes to no page"
+    assert runner.kv.pages.isnan().all(), "the warm-up writes to no page"
     pieces = runner._pieces
     assert pieces is not None
     assert pieces.ready == (8, 16)
@@ -172,7 +174,9 @@ def test_steps_with_prompts_by_pieces_give_the_same_and_write_nothing_more(devic
     with pytest.MonkeyPatch.context() as patch:
         fit = pieces.size_for
         patch.setattr(pieces, "size_for", lambda rows: sizes.append(fit(rows)) or sizes[-1])
-        turn = iter([1, 2, 2, 2, 1, 5, 5, 5, *[10_000] * 1000])  # 7, 16 and 23 rows, then one of each
+        turn = iter(
+            [1, 2, 2, 2, 1, 5, 5, 5, *[10_000] * 1000]
+        )  # steps of 7, 16 and 23 rows, then of one row per sequence
         made = generate(runner, PROMPTS, 4, chunk=lambda _: next(turn))
     assert tokens_of(made) == generated(plain_runner(config), GREEDY, 4)
     assert sizes == [8, 16, None]
@@ -182,7 +186,7 @@ def test_steps_with_prompts_by_pieces_give_the_same_and_write_nothing_more(devic
 
 @pytest.mark.parametrize("is_captured", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_siblings_of_a_fork_stay_apart_and_the_copies_ask_for_nothing(device: torch.device, is_captured: bool) -> None:
-    """A step's block copies run before its graph is replayed, because they are not part of the graph."""
+    """Block copies of a step are not part of its graph, so they run before the graph is replayed."""
     runner = runner_on(device, is_captured=is_captured)
     runner.capture_all()
     check_forks(runner, PROMPTS[1][:6], num_more=3)
@@ -229,7 +233,7 @@ def test_a_host_read_during_a_capture_is_an_error(device: torch.device) -> None:
 
 @pytest.mark.long
 def test_a_prompt_computed_elsewhere_goes_on_here(device: torch.device) -> None:
-    """The decode side of a hand-off: pages come from another runner, the first token with them."""
+    """The decode side of a hand-off: another runner computed the pages and the first token."""
     prefill, decode = plain_runner(), runner_on(device)
     moved = []
     for index, prompt in enumerate(PROMPTS):
@@ -261,8 +265,9 @@ def an_engine(runner: Runner) -> Engine:
 
 
 def served(engine: Engine, names: Sequence[str]) -> tuple[dict[str, list[int]], int]:
-    """Requests that come one after the other, of which one is ended early and its name used again: tokens by name, and
-    how many steps were launched before the last one was read."""
+    """Serve requests that arrive one after the other, one of which is aborted and its id reused; return the tokens by
+    request id, and the number of steps launched before the previous one was read.
+    """
     tokens: dict[str, list[int]] = {}
     waiting, steps, num_ahead = [*enumerate(names)], 0, 0
     while waiting or engine.has_work:
@@ -313,7 +318,7 @@ def test_the_largest_is_ready_at_once_and_the_others_follow(
 
 
 class Failing(TapeGraphs):
-    """Has memory for one recording."""
+    """Graphs with memory for one capture."""
 
     def capture(self, launch: Launch) -> Launch:
         if self.captured:
@@ -321,7 +326,7 @@ class Failing(TapeGraphs):
         return super().capture(launch)
 
 
-def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_cannot_be_captured_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
     model = model_on(torch.device("cpu"))
     ops = device_ops_for("cpu", "triton")
     runner = DeviceRunner(model, pages_for(model), ops, max_sequences=PLACES, graphs=Failing())
@@ -329,8 +334,8 @@ def test_what_cannot_be_captured_runs_as_it_is(caplog: pytest.LogCaptureFixture)
     assert "cannot capture decode steps of 4 rows or fewer, they run eagerly: out of memory" in caplog.text
 
 
-def test_contexts_beyond_the_captured_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_sizes, "_ROW_TOKENS", 40)  # twenty tokens for each of two rows, forty for one
+def test_contexts_longer_than_the_captured_ones_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_sizes, "_ROW_TOKENS", 40)  # 20 tokens for each of two rows, 40 tokens for one row
     long = list(range(100, 117))
     runner = runner_on(torch.device("cpu"))
     runner.capture_all()
@@ -344,7 +349,7 @@ def test_contexts_beyond_the_captured_run_as_they_are(monkeypatch: pytest.Monkey
 
 
 def one_token(number: int, banned: Sequence[int] = ()) -> StepPlan:
-    """A plan of a single sequence whose prompt is one token."""
+    """Return a plan of one sequence whose prompt is one token."""
     return StepPlan(
         (
             ScheduledSequence(
@@ -381,7 +386,7 @@ def test_damaged_weights_and_a_ban_on_everything_fail_the_row_by_name(device: to
 def test_a_step_that_fails_leaves_no_token_that_is_not_so(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the time that one row's draw fails, the replay has put every other row's next token where its last one was."""
+    """When sampling one row fails, the replay has already stored the next tokens of all other rows."""
     runner = runner_on(device)
     first = Generation(PROMPTS[1], 8, [*range(16)])  # type: ignore[list-item]
     other = Generation(PROMPTS[3], 8, [*range(16, 32)])  # type: ignore[list-item]
@@ -401,7 +406,7 @@ def test_a_step_that_fails_leaves_no_token_that_is_not_so(
 
 
 def test_steps_whose_results_are_not_awaited_are_not_replayed() -> None:
-    """They would come faster than their inputs' buffers are copied."""
+    """Without the wait, a replay could overwrite the input buffers before they are copied."""
     runner = runner_on(torch.device("cpu"))
     runner.capture_all()
     made = generate(runner, [PROMPTS[1]], 4, chunk=lambda _: 1)
@@ -420,7 +425,7 @@ def test_an_empty_step_and_a_step_without_sampled_rows(device: torch.device) -> 
     assert runner.run(StepPlan(())).outputs == {}
     long = Generation(PROMPTS[3], 3, [*range(16)])  # type: ignore[list-item]
     for _ in range(3):
-        step(runner, [long], lambda _: 1)  # of a prompt, one token at a time
+        step(runner, [long], lambda _: 1)  # one prompt token per step
     assert long.sampled == []
     step(runner, [long])
     assert long.tokens[-1] == tokens_of(generate(plain_runner(), [PROMPTS[3]], 1))[0][0]

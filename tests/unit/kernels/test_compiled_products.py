@@ -1,4 +1,6 @@
-"""Packed matrices times rows: every form of weights, every level, odd sizes, against arithmetic in float64."""
+"""Packed matrices times rows: every form of weights, every instruction level, odd sizes, against arithmetic in
+float64.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,7 @@ assert extension is not None, "the compiled kernels were not built; the tests ne
 POOL = compiled.make_pool(3)
 LEVELS = compiled.levels()
 ROUNDING = LEVELS[2:]
-"""Those that round inputs to bfloat16 where weights have 16 bits, or codes."""
+"""Levels that round inputs to bfloat16 for weights of 16 bits and for codes."""
 FORMS = [("f32", "F32"), ("bf16", "F32"), ("f16", "F32"), ("shipped", "F32"), ("shipped", "F16"), ("shipped", "BF16")]
 CODED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"]
 FORMS += [("shipped", name) for name in CODED] + [("bf16", "Q4_1"), ("f32", "Q6_K")]
@@ -30,7 +32,7 @@ def to_bf16(x: npt.NDArray[np.floating]) -> Floats:
 
 
 def random_rows(name: str, rows: int, cols: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Random blocks with tame scales; every other bit may be anything."""
+    """Return random blocks with scales of moderate size; all other bits are arbitrary."""
     if name in ("F32", "F16", "BF16"):
         values = rng.standard_normal((rows, cols), dtype=np.float32)
         if name == "F32":
@@ -77,7 +79,7 @@ def run(level: str, matrix: object, x: Floats, *, bits: int = 16) -> Floats:
 
 
 def to_whole(x: Floats, most: int) -> npt.NDArray[np.float64]:
-    """Each 32 inputs rounded to so many steps either way of their largest."""
+    """Return the inputs with each group of 32 rounded to `most` steps between zero and its largest magnitude."""
     groups = x.reshape(len(x), -1, 32)
     top = np.abs(groups).max(axis=-1, keepdims=True)
     inverse = np.where(top > 1e-30, np.float32(most) / np.maximum(top, np.float32(1e-30)), np.float32(0))
@@ -97,7 +99,7 @@ def test_a_product_is_right_and_the_same_in_any_batch(bits: int, form: str, name
         rounds = level in ROUNDING and matrix.format not in ("f32", "f16")  # type: ignore[attr-defined]
         seen = (to_bf16(x) if rounds else x).astype(np.float64)
         weights = values_of(form, name, raw)
-        # Sums of n float32 terms err by at most n half units of the sum of magnitudes; codes add the minimum's term.
+        # A float32 sum of n terms errs by at most n half units of the sum of magnitudes; codes add the minimum's term.
         bound = (cols + 64) * 2.0**-24 * (np.abs(seen) @ (np.abs(weights).T + np.abs(weights).max())) + 1e-30
         whole = run(level, matrix, x, bits=bits)
         assert (np.abs(whole - seen @ weights.T) <= bound).all()
@@ -111,7 +113,7 @@ def test_a_product_is_right_and_the_same_in_any_batch(bits: int, form: str, name
 @pytest.mark.parametrize("bits", [8, 16])
 def test_codes_times_whole_numbers_are_right_and_the_same_in_any_batch(name: str, level: str, bits: int) -> None:
     if bits == 16 and level in ROUNDING:
-        pytest.skip("this level multiplies pairs of bfloat16 instead of words")
+        pytest.skip("this level multiplies bfloat16 pairs, not 16-bit integers")
     rng = np.random.default_rng(7)
     for rows, cols in ((93, 512), (16, 256), (5, 768)):
         raw = random_rows(name, rows, cols, rng)
@@ -121,7 +123,7 @@ def test_codes_times_whole_numbers_are_right_and_the_same_in_any_batch(name: str
         x[1, :32] = 1e-35
         x[2] *= np.float32(1e20)
         seen, weights = to_whole(x, 127 if bits == 8 else 32767), values_of("shipped", name, raw)
-        # Sums of codes are exact; what is rounded is one product and two additions a block.
+        # Sums of codes are exact; one product and two additions per block are rounded.
         bound = (cols / 16 + 64) * 2.0**-24 * (np.abs(seen) @ (np.abs(weights).T + np.abs(weights).max())) + 1e-30
         whole = run(level, matrix, x, bits=bits)
         assert (np.abs(whole - seen @ weights.T) <= bound).all()
@@ -133,7 +135,9 @@ def test_codes_times_whole_numbers_are_right_and_the_same_in_any_batch(name: str
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_outputs_with_one_scale_are_right_and_the_same_in_any_batch(level: str) -> None:
-    """As int8 checkpoints with a scale per output have; the last output has two scales in the other matrix."""
+    """All blocks of an output share a scale, as in int8 checkpoints; in the second matrix, the last output has two
+    scales.
+    """
     rng = np.random.default_rng(5)
     blocks = rng.integers(0, 256, (37, 9, 34), dtype=np.uint8)
     blocks[..., :2] = rng.uniform(0.01, 0.1, (37, 1, 1)).astype(np.float16).view(np.uint8)
@@ -175,7 +179,7 @@ def test_an_input_that_is_no_number_is_not_rounded_to_one(poison: float, level: 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("bits", [8, 16, 32])
 def test_extreme_codes_and_inputs_do_not_overflow(level: str, bits: int) -> None:
-    """All codes and all inputs at their largest magnitudes, either sign."""
+    """All codes and all inputs have their largest magnitude, with either sign."""
     for code in (-128, 127):
         blocks = np.zeros((16, 2, 34), np.uint8)
         blocks[..., :2] = np.array([1.0], np.float16).view(np.uint8)
@@ -191,7 +195,7 @@ def test_extreme_codes_and_inputs_do_not_overflow(level: str, bits: int) -> None
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level not in ROUNDING])
 def test_small_inputs_beside_a_large_one_are_kept_in_32_bits(level: str) -> None:
-    """The large one meets a weight of zero, so what is left are the small ones."""
+    """The weight of the large input is zero, so the result is the sum of the small inputs."""
     blocks = np.zeros((16, 1, 34), np.uint8)
     blocks[..., :2] = np.array([1.0], np.float16).view(np.uint8)
     blocks[..., 3:] = 1

@@ -1,4 +1,4 @@
-"""A whole step in one call: equal to the definition, and the same bits in any batch, chunking and placement."""
+"""A whole step in one call: equal to the reference, and the same bits in any batch, chunking and placement."""
 
 import itertools
 import threading
@@ -28,7 +28,7 @@ from kvferry.model.tensors import HEAD, Stored
 LEVELS = compiled.levels()
 DTYPES = ["float32", "bfloat16", "int8"]
 ROUNDING = LEVELS[2:]
-"""Those that round inputs of products to bfloat16."""
+"""Levels that round inputs of products to bfloat16."""
 CLAMPED = "sinks, biases, clamped gates"
 LATENT = replace(tiny.config(), num_heads=5, num_kv_heads=1, head_dim=96, latent=Latent(96, 32, 64, 16, 48))
 GROUPED = Experts(
@@ -50,14 +50,14 @@ VARIANTS = [
     replace(LATENT, experts=replace(GROUPED, scoring=Scoring.SOFTMAX, renormalizes=False, dense_layers=(0,))),
 ]
 OF_HEADS = [config for config in VARIANTS if config.latent is None]
-"""Those with keys and values, which can be int8."""
+"""Configurations with keys and values, which can be int8."""
 BLOCK = 16
 Piece = tuple[int, int, int]
 """Sequence, first position, rows."""
 
 
 class Coded(tiny.TinyTensors):
-    """Matrices of 4- and 8-bit codes, wherever their inputs fill whole blocks."""
+    """Weights in 4- and 8-bit codes where the inputs of a matrix fill whole blocks."""
 
     def stored(self, name: str) -> Stored:
         values = self.read(name)
@@ -83,7 +83,7 @@ def model_of(config: ModelConfig, level: str, dtype: str = "float32", threads: i
 
 
 class World:
-    """Sequences of random tokens, each with pages of its own, scattered."""
+    """Sequences of random tokens, each with its own scattered pages."""
 
     def __init__(self, config: ModelConfig, lengths: list[int], dtype: str, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -98,26 +98,26 @@ class World:
         """Arrays over the memory of pages, by address."""
 
     def pages(self, byte: int = 0xFF) -> PagedKv:
-        """Never written: NaN everywhere, and in int8 scales that are NaN."""
+        """Return pages filled with a byte; 0xFF is NaN in float types and in the scales of int8."""
         memory = np.full(self.num_blocks * self.shape.block_bytes, byte, np.uint8)
         kv = PagedKv.over(self.shape, memory)
         self.memory[kv.address] = memory
         return kv
 
     def begin_alike(self, first: int, others: Iterable[int], blocks: int) -> None:
-        """The others' first tokens and pages become those of `first`, as a prefix cache makes them."""
+        """Give `others` the first tokens and pages of `first`, as a prefix cache does."""
         for other in others:
             self.tokens[other][: blocks * BLOCK] = self.tokens[first][: blocks * BLOCK]
             self.tables[other][:blocks] = self.tables[first][:blocks]
 
     def copy(self, kv: PagedKv) -> PagedKv:
-        """The same in other memory."""
+        """Return a copy of the pages in other memory."""
         copied = self.pages()
         self.memory[copied.address][:] = self.memory[kv.address]
         return copied
 
     def batch(self, pieces: list[Piece]) -> StepBatch:
-        """One step over these pieces; the logits of all rows."""
+        """Return the batch of one step over these pieces, with the logits of all rows."""
         queries = np.array([n for _, _, n in pieces])
         contexts = np.array([first + n for _, first, n in pieces])
         width = max(-(-int(c) // BLOCK) for c in contexts)
@@ -134,7 +134,7 @@ class World:
         return StepBatch(ids, at, to, queries, contexts, table, np.arange(len(ids)))
 
     def alone(self, model: Model) -> list[npt.NDArray[np.float32]]:
-        """Logits of every position, each sequence by itself in one piece."""
+        """Return the logits of every position, with each sequence computed alone in one piece."""
         pages = self.pages()
         return [model.compute(self.batch([(s, 0, len(t))]), pages).values.copy() for s, t in enumerate(self.tokens)]
 
@@ -155,7 +155,9 @@ def test_float_levels_equal_the_definition_in_float64(config: ModelConfig, level
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("config", VARIANTS, ids=range(len(VARIANTS)))
 def test_bfloat16_errs_no_more_than_the_definition_in_bfloat16(config: ModelConfig, level: str) -> None:
-    """Weights and sums are wider here than in the definition, so twice its error is generous."""
+    """Compiled kernels have wider weights and sums than the reference, so twice the reference's error is a generous
+    bound.
+    """
     tensors = tiny.TinyTensors(config)
     exact = build_model(config, tensors, dtype="float64", kernels="reference")
     rough = build_model(config, tensors, dtype="bfloat16", kernels="reference")
@@ -171,7 +173,7 @@ def layout_of(world: World) -> KvLayout:
 
 
 def converted(world: World, pages: PagedKv, to: World) -> PagedKv:
-    """The pages of one world in another's type; both have them at the same places."""
+    """Return the pages of one world converted to another's type, in the same places."""
     made, blocks = to.pages(), range(world.num_blocks)
     memory = to.memory[made.address].reshape(world.num_blocks, -1)
     tokens = world.num_blocks * BLOCK
@@ -189,22 +191,22 @@ def test_codes_are_what_a_conversion_makes_and_count_as_much(config: ModelConfig
     pages, codes = wide.pages(0), coded.pages(0)
     exact.compute(batches[0], pages)
     rough.compute(batches[0], codes)
-    # The first layer's keys and values depend on no codes: the same bytes.
+    # Keys and values of the first layer are computed without codes, so their bytes are equal.
     first = coded.shape.block_bytes // config.num_layers
     both = [coded.memory[kv.address] for kv in (codes, converted(wide, pages, coded))]
     ours, theirs = (memory.reshape(coded.num_blocks, -1)[:, :first] for memory in both)
     assert np.array_equal(ours, theirs)
-    # One more token sees all others as codes, or as what these stand for: only its own key and value differ.
+    # The next token attends to codes, or to their values; only its own key and value differ.
     expected = exact.compute(batches[1], converted(coded, codes, wide)).values.copy()
     unrounded = exact.compute(batches[1], pages).values.copy()
     error = np.abs(rough.compute(batches[1], codes).values - expected).mean()
-    # Queries and weights are rounded too at some levels; in a short window the token itself counts for more.
+    # Some levels also round queries and weights, and in a short window the token's own key and value count more.
     share = 0.5 if level in ROUNDING or config.window_of(0) else 0.2
     assert error < share * np.abs(unrounded - expected).mean()
 
 
 class Attentive(tiny.TinyTensors):
-    """Queries are the keys of their token, and what attention finds drowns everything else."""
+    """Queries equal the keys of their token, and the output of attention dominates everything else."""
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         if name.endswith("q_proj.weight"):
@@ -218,7 +220,7 @@ class Attentive(tiny.TinyTensors):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_token_that_draws_all_attention_and_says_nothing_leaves_the_others_precise(level: str) -> None:
-    """As the first of a text often does: what remains is the others', however little they weigh."""
+    """The first token of a text often gets nearly all attention; the small remainder comes from the other tokens."""
     config = replace(tiny.config(qk_norm=True), num_layers=1)
     both = ("float32", "int8")
     exact, rough = (build_model(config, Attentive(config), dtype=t, kernels=f"compiled-{level}") for t in both)
@@ -227,7 +229,7 @@ def test_a_token_that_draws_all_attention_and_says_nothing_leaves_the_others_pre
     exact.compute(wide.batch([(0, 0, 300)]), pages)
     values = wide.memory[pages.address].view(np.float32).reshape(wide.num_blocks, *wide.shape.dims)
     table = wide.tables[0]
-    values[table[0], :, 0, :, 0] = 3 * values[table[18], :, 0, :, 11]  # three times the key, and query, of position 299
+    values[table[0], :, 0, :, 0] = 3 * values[table[18], :, 0, :, 11]  # three times the key (and query) of position 299
     values[table[0], :, 1, :, 0] = 0.0
     codes, step = converted(wide, pages, coded), wide.batch([(0, 299, 1)])
     expected = exact.compute(step, converted(coded, codes, wide)).values.copy()
@@ -244,7 +246,7 @@ def test_the_picked_token_is_the_first_of_the_highest(level: str) -> None:
 
 
 def random_steps(lengths: list[int], rng: np.random.Generator) -> list[list[Piece]]:
-    """Steps in which every sequence gets some of its rows, until all are done."""
+    """Return steps in which random sequences get some of their rows, until all rows are computed."""
     done = [0] * len(lengths)
     steps = []
     while any(d < n for d, n in zip(done, lengths, strict=True)):
@@ -263,7 +265,7 @@ def random_steps(lengths: list[int], rng: np.random.Generator) -> list[list[Piec
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: str) -> None:
-    """Each level and type in 90 random walks: together more than 500 ways through the same tokens."""
+    """Each instruction level and type runs 90 random chunkings; all together are more than 500."""
     for number in range(90):
         rng = np.random.default_rng(number)
         config = variants_of(dtype)[number % len(variants_of(dtype))]
@@ -272,7 +274,7 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: s
         world = World(config, lengths, dtype, seed=number)
         expected, pages = world.alone(model), world.pages()
         for pieces in random_steps(lengths, rng):
-            if rng.random() < 0.2:  # the pages move to another engine, as from prefill to decode
+            if rng.random() < 0.2:  # the pages are moved to another engine, as from prefill to decode
                 pages, model = world.copy(pages), model_of(config, level, dtype, threads=2)
             got = model.compute(world.batch(pieces), pages).values.copy()
             at = 0
@@ -290,8 +292,9 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: s
     ],
 )
 def test_sequences_that_begin_alike_get_the_bits_that_each_gets_alone(level: str, dtype: str) -> None:
-    """Decoding rows over the same pages are computed together: 67 over two partitions of 256 tokens, three more over
-    the first of them alone, two over none; beside a prompt, and beside one that is too short to be cut."""
+    """Decoding rows over the same pages are computed together. 67 rows share two partitions of 256 tokens, three more
+    share the first one, and two share none; the batch also has a long prompt, and one too short to be cut.
+    """
     configs = OF_HEADS if level == "portable" else variants_of(dtype)  # the portable level is slow
     for number, config in enumerate(configs):
         lengths = [*(530 + n % 40 for n in range(70)), 600, 600, 300, 20]
@@ -363,10 +366,10 @@ def test_engines_in_one_process_may_share_a_model() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_poisoned_key_is_noticed(level: str, dtype: str) -> None:
-    """NaN within the context must come out as not finite, not as a token."""
+    """NaN within the context must be reported as not finite, and give no token."""
     model, world = model_of(VARIANTS[0], level, dtype), World(VARIANTS[0], [20], dtype)
     pages = world.pages()
-    logits = model.compute(world.batch([(0, 3, 2)]), pages)  # positions 0 to 2 were never written
+    logits = model.compute(world.batch([(0, 3, 2)]), pages)  # positions 0 to 2 have no KV
     assert logits.finite == [False, False]
 
 
@@ -450,7 +453,7 @@ def test_without_the_compiled_module_torch_computes(monkeypatch: pytest.MonkeyPa
 
 
 class Scaled(tiny.TinyTensors):
-    """Gates so large that their exponentials have no float."""
+    """Gates so large that their exponentials overflow float32."""
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         return super().read(name) * np.float32(100 if name.endswith("gate_proj.weight") else 1)
@@ -462,14 +465,16 @@ def test_gates_of_any_size(level: str) -> None:
     exact = build_model(config, Scaled(config), dtype="float64", kernels="reference")
     (expected,) = World(config, [40], "float64").alone(exact)
     (got,) = world.alone(build_model(config, Scaled(config), dtype="float32", kernels=f"compiled-{level}"))
-    tolerance = 0.5 if level in ROUNDING else 3e-3  # rounded to bfloat16, as forced
+    tolerance = 0.5 if level in ROUNDING else 3e-3  # this level rounds to bfloat16
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_another_batch_left_behind_changes_nothing(level: str, dtype: str) -> None:
-    """112 inputs of the last product are no whole group: what fills it must not be an earlier batch's, nor NaN."""
+    """The 112 inputs of the last product fill no whole group; the rest of the group must not contain values of an
+    earlier batch.
+    """
     config = tiny.config()
     for weights in ("shipped", "bfloat16"):
         tensors = tiny.TinyTensors(config)
@@ -488,7 +493,7 @@ def test_what_another_batch_left_behind_changes_nothing(level: str, dtype: str) 
 
 
 class Broken(tiny.TinyTensors):
-    """One weight of one matrix is not a number."""
+    """A model with one NaN in one matrix."""
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         values = super().read(name)

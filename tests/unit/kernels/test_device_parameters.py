@@ -1,4 +1,4 @@
-"""Sampling parameters give on the device's runner what they give on the host's, in one batch."""
+"""Sampling parameters give the same tokens with the device's sampler as with the host's, in one batch."""
 
 from dataclasses import replace
 from typing import Any

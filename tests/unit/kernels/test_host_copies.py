@@ -1,4 +1,4 @@
-"""Copies between pages and their mirror: one call for each run, after the steps, and complete on return."""
+"""Copies between pages and their mirror: one call for each run of pages, after the steps, and complete on return."""
 
 import pytest
 import torch
@@ -81,6 +81,6 @@ def test_copies_of_a_gpu_are_ordered_after_its_steps() -> None:
     for turn in range(1, 4):
         for _ in range(8):
             busy = torch.tanh(busy @ busy)
-        pages.fill_(turn)  # launched after the products, so that it is late
+        pages.fill_(turn)  # launched after the products, so it runs late
         copies.to_host(list(range(64)))
         assert float(torch.frombuffer(host, dtype=torch.float32).min()) == turn

@@ -45,7 +45,7 @@ class TestRowOps:
 
         def run(ops: Ops, cast: Cast) -> torch.Tensor:
             wider = torch.cat((cast(x), cast(x)), dim=1)
-            ops.rotate(wider[:, :5], cos, sin)  # a view, as the model passes one
+            ops.rotate(wider[:, :5], cos, sin)  # a view, as the model's code passes
             return wider
 
         assert_as_good_as_reference(run, dtype)
@@ -104,7 +104,7 @@ def test_unused_slots_full_of_nan_change_nothing(shapes: list[tuple[int, int]], 
     ops = ops_for("cpu", family)
     clean = attend(case, ops, torch.clone)
     poisoned = case.poisoned()
-    assert torch.isnan(poisoned.pages).any()  # at least the spare pages
+    assert torch.isnan(poisoned.pages).any()  # includes the spare pages
     assert torch.equal(attend(poisoned, ops, torch.clone), clean)
 
 
@@ -155,7 +155,7 @@ def test_latent_attention_absorbed_and_expanded(
     seed: int,
     dtype: torch.dtype,
 ) -> None:
-    """Decode rows and chunks of all lengths; unused slots are NaN."""
+    """Decode rows and chunks of all lengths; unused slots contain NaN."""
     plain, turned, value, rank = sizes
     case = make_case(shapes, kv_heads=1, group=heads, head_dim=rank + turned, block_tokens=block_tokens, seed=seed)
     case = case.poisoned()

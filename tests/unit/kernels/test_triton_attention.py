@@ -22,7 +22,7 @@ DECODING = st.tuples(st.just(1), st.integers(0, 70))
 PREFILLING = st.tuples(st.integers(1, 20), st.integers(0, 40))
 SHAPES = st.lists(st.one_of(DECODING, PREFILLING), min_size=1, max_size=4)
 OUT_OF_RANGE = 1 << 30
-"""A page of no sequence; reading it ends the process."""
+"""Number of a page that does not exist; reading it ends the process."""
 
 
 @settings(max_examples=30, deadline=None)
@@ -98,7 +98,7 @@ def run_on(case: Case, device: torch.device, ops: Ops = OPS) -> torch.Tensor:
 def test_nothing_beyond_a_context_is_read(
     device: torch.device, shapes: list[tuple[int, int]], block_tokens: int, group: int
 ) -> None:
-    """NaN in every unused slot of every page, and pages that are not there in every unused place of every table."""
+    """Every unused slot contains NaN, and unused entries of the tables refer to pages that do not exist."""
 
     def make(unused: int) -> Case:
         return make_case(
@@ -149,7 +149,7 @@ def test_pages_beyond_31_bits_are_read(device: torch.device) -> None:
     few = case.pages.half().to(device)
     assert (
         int(case.batch.block_tables.max()) >= 2
-    )  # times the stride below: more than 31 bits, of two numbers that have less
+    )  # the product with the stride below exceeds 31 bits, and the factors do not
     wide = torch.empty_strided((len(few), *few.shape[1:]), (1 << 30, *few.stride()[1:]), dtype=few.dtype, device=device)
     wide.copy_(few)
     q, batch = case.q.half().to(device), case.to(device)

@@ -1,4 +1,4 @@
-"""Whole blocks: copied, staged, converted and digested as defined; nothing beside them is touched."""
+"""Whole blocks: copied, gathered, converted and digested as defined; no byte outside of them is changed."""
 
 import itertools
 
@@ -89,7 +89,7 @@ def test_relayout_is_what_the_planned_copy_does(
         got = blank.to(at, copy=True)
         lost = ops.relayout_blocks(staged.to(at), got, torch.tensor(order, device=at), overlay)
         assert int(lost) == 0
-        # The interpreter cuts what is rounded to bfloat16, so a unit in the last place; the rest is exact.
+        # The interpreter truncates to bfloat16 instead of rounding, so the last place may differ; all else is exact.
         is_cut = target is torch.bfloat16 and source is not torch.bfloat16
         torch.testing.assert_close(got.cpu(), expected, rtol=2**-7 if is_cut else 0, atol=0)
 
@@ -114,7 +114,7 @@ def test_digests_are_the_definition_s(device: torch.device, blocks: list[int], d
 
 
 def test_a_digest_by_its_words() -> None:
-    """The definition once more in Python's own numbers."""
+    """Compare with the definition of the digest in Python integers."""
     pages = torch.arange(16.0).view(1, 1, 2, 1, 4, 2)
     words = np.arange(16, dtype=np.float32).view(np.uint32).tolist()
 

@@ -1,4 +1,6 @@
-"""Unsupported inputs of a kernel are refused by name before a launch; launch choices survive their file."""
+"""Unsupported inputs of a kernel are refused by name before a launch; the table of launch choices can be written and
+read.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -209,7 +211,7 @@ def test_what_is_no_table_is_said(tmp_path: Path, text: str) -> None:
 
 
 def test_partitions_are_whole_tiles_of_keys() -> None:
-    """Otherwise a tile of keys would lie in two partitions."""
+    """A tile of keys in two partitions would be computed twice or not at all."""
     for row in launch.read(launch.TABLE):
         if row.op == "attend_small":
             assert row.sizes["partition"] % row.sizes["keys"] == 0, row

@@ -1,4 +1,6 @@
-"""Every kernel compiles to GPU machine code on a machine without a GPU; the interpreter accepts more."""
+"""Every kernel compiles to GPU machine code on a machine without a GPU; the interpreter accepts more than the
+compiler.
+"""
 
 import json
 import os
@@ -12,7 +14,7 @@ PARTS = ["rows", "heads", "attention 64 bfloat16", "attention 128 bfloat16", "ex
 
 
 def compiled(folder: Path, *words: str) -> list[dict[str, int]]:
-    """In a process of its own, because Triton interprets in this one."""
+    """Compile in a process of its own, because this process interprets Triton."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "harness.kernels.gpu_compiler", *words],
         capture_output=True,

@@ -27,7 +27,7 @@ VARIANTS = {
     **FEATURED,
 }
 QUICK = ("window, caps, norms around", "multipliers, part rotated, part not")
-"""Variants of which every change is tested; the others have no feature that these lack."""
+"""Variants for which every kind of change is tested. They have all features of the others."""
 
 
 def tokens(config: ModelConfig, kernels: str, device: torch.device | str, chunks: Sequence[int]) -> list[list[int]]:
@@ -67,7 +67,7 @@ def test_the_family_is_taken_for_gpus_alone() -> None:
 @pytest.mark.parametrize(
     "code", ["ops_for('cpu', 'triton')", "resolve_kernels('auto', tiny.config(), 'bfloat16', 'cuda')"]
 )
-def test_without_interpreter_or_gpu_it_is_said_and_nothing_else_imports_triton(code: str) -> None:
+def test_without_interpreter_or_gpu_the_error_says_so_and_no_other_module_imports_triton(code: str) -> None:
     program = f"""
 import sys
 from kvferry.engine.models.build import resolve_kernels

@@ -150,7 +150,7 @@ def test_write_kv_touches_its_slots_in_its_layer_alone(device: torch.device) -> 
 
 
 def test_pages_beyond_31_bits_are_written(device: torch.device) -> None:
-    """Only the pages that are written take memory: a page is 2^30 values from the next, the third one 2^31."""
+    """Only written pages take memory: pages are 2^30 values apart, so the third one is at 2^31."""
     pages = torch.empty_strided((3, 1, 2, 1, 4, 8), (1 << 30, 64, 32, 32, 8, 1), dtype=torch.float16, device=device)
     kv = torch.randn(2, 2, 1, 8, dtype=torch.float16, device=device)
     OPS.write_kv(kv, pages, 0, torch.tensor([9, 6], device=device))

@@ -1,4 +1,4 @@
-"""Plans with lengths in device memory: the results of the host's plan, and padding without effect."""
+"""Plans with lengths in device memory: results equal those of the host's plan, and padding has no effect."""
 
 import numpy as np
 import pytest
@@ -17,11 +17,13 @@ from kvferry.kernels.reference import forward as reference
 
 CONTEXTS = st.lists(st.integers(1, 90), min_size=1, max_size=4)
 NOBODY_S = 1 << 30
-"""A page that is not there."""
+"""Number of a page that does not exist."""
 
 
 def described(case: Case, order: list[int], padding: int, device: torch.device | str) -> SingleRows:
-    """The case's sequences in some order of places, with rows of padding at the end, whose table is the last."""
+    """Return the case with its sequences in the order of places given and padding rows at the end, which have the last
+    table.
+    """
     tables = np.full((len(order) + 1, case.batch.block_tables.shape[1]), NOBODY_S, np.int32)
     tables[order] = case.batch.block_tables
     places = [*order, *[len(order)] * padding]

@@ -56,7 +56,7 @@ def drawn_by_the_host(logits: torch.Tensor, params: list[SamplingParams], positi
 
 @pytest.mark.long
 def test_every_cut_counts(device: torch.device) -> None:
-    """Rows in which each of the cuts changes what is drawn, alone and with the others."""
+    """Each cut changes the drawn token of some rows, alone and together with the others."""
     cuts: list[dict[str, float]] = [{"top_k": 6}, {"top_p": 0.4}, {"min_p": 0.15}]
     wishes = [*cuts, cuts[0] | cuts[1], cuts[0] | cuts[2], cuts[1] | cuts[2], cuts[0] | cuts[1] | cuts[2], {}]
     params = [SamplingParams(temperature=2.0, seed=i, **w) for i, w in enumerate(wishes * 5)]  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def test_draws_are_the_sampler_s(
 ) -> None:
     logits = torch.randn(len(wishes), vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
     if levels:
-        logits = torch.round(logits * levels) / levels  # many equals
+        logits = torch.round(logits * levels) / levels  # many equal logits
     if vocabulary > 2:
         logits[0, 1] = -torch.inf
     params = [SamplingParams(**w) for w in wishes]  # type: ignore[arg-type]

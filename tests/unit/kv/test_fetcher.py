@@ -27,7 +27,7 @@ def a_ticket(connector: str = "scripted") -> Ticket:
 
 
 class Script:
-    """A transport, its reads and the peer in one; each step can be made to fail."""
+    """Stands in for a transport, its reads and the peer; each step can be made to fail."""
 
     name = "scripted"
 
@@ -50,7 +50,7 @@ class Script:
         if name in self.fail:
             raise self.fail[name]
 
-    # the peer
+    # methods of the peer
     def describe(self, peer: Peer, connector: str, layout: KvLayout, timeout: float) -> bytes:
         self.described += 1
         self._step("describe")
@@ -70,7 +70,7 @@ class Script:
         self.finished.append(done)
         self._step("finish")
 
-    # the transport
+    # methods of the transport
     def connect(self, peer: Peer, address: bytes) -> None:
         self._step("connect")
 
@@ -86,7 +86,7 @@ class Script:
     def forget(self, peer: Peer) -> None:
         self.forgotten += 1
 
-    # the read
+    # methods of a read
     def poll(self) -> bool:
         self._step("poll")
         self.clock.advance(self.seconds_per_poll)
@@ -99,7 +99,7 @@ class Script:
     def is_quiet(self) -> bool:
         return self.quiet.is_set()
 
-    # the engine
+    # helpers for an engine
     def hear(self, message: LoadOutcome | PagesQuiet) -> None:
         with self.heard:
             self.messages.append(message)
@@ -119,7 +119,7 @@ def start(script: Script, *, ticket: Ticket | None = None, first_block: int = 0,
 
 
 class Pages(Script):
-    """A transport over real bytes, which may flip one on the way."""
+    """A transport over real bytes, which can flip one of them in transit."""
 
     def __init__(self, flipped: int | None = None) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_a_byte_that_changed_on_the_way_is_found_by_the_digests(flipped: int) ->
     script = Pages(flipped)
     assert "corrupted" in (script.fetch(has_digests=True).failure or "")
     assert script.finished == [False]
-    assert Pages(flipped).fetch(has_digests=False).failure is None, "without digests nothing looks at the bytes"
+    assert Pages(flipped).fetch(has_digests=False).failure is None, "without digests no byte is checked"
 
 
 @pytest.mark.parametrize("requires", [False, True])
@@ -272,7 +272,7 @@ def test_a_read_that_comes_no_further_is_given_up_long_before_its_deadline() -> 
     fetcher._pool.shutdown()
 
 
-def test_a_ticket_that_nothing_holds_is_read_without_a_claim_and_without_a_word_afterwards() -> None:
+def test_a_ticket_without_held_pages_is_read_without_a_claim_and_without_a_finish() -> None:
     script = Script()
     script.fail["claim"] = AssertionError("nothing is held")
     fetcher = start(script, ticket=msgspec.structs.replace(a_ticket(), held=False))
@@ -281,7 +281,7 @@ def test_a_ticket_that_nothing_holds_is_read_without_a_claim_and_without_a_word_
     assert script.finished == []
 
 
-def test_a_cancelled_fetch_ends_and_says_so() -> None:
+def test_a_cancelled_fetch_ends_and_reports_it() -> None:
     script = Script()
     script.polls_until_done = 1 << 30
     fetcher = start(script)
@@ -292,7 +292,7 @@ def test_a_cancelled_fetch_ends_and_says_so() -> None:
     assert script.finished == [False]
 
 
-def test_another_connector_is_refused_before_anything_is_asked() -> None:
+def test_another_connector_is_refused_before_any_message() -> None:
     script = Script()
     fetcher = start(script, ticket=a_ticket("nixl"))
     assert "reads over 'scripted'" in str(outcome(script).failure)
@@ -329,7 +329,7 @@ def test_closing_ends_even_a_stalled_drain() -> None:
     assert drainer is not None
     drainer.join(DEADLINE)
     assert not drainer.is_alive()
-    assert len(script.messages) == 1, "the pages were never quiet, and nobody said so"
+    assert len(script.messages) == 1, "the pages were never quiet, so no such message was sent"
 
 
 def test_stalled_reads_do_not_keep_healthy_peers_waiting() -> None:
@@ -363,7 +363,7 @@ def test_a_job_that_waited_too_long_for_its_turn_is_given_up() -> None:
     fetcher._pool.shutdown()
 
 
-def test_a_restarted_peers_former_life_is_forgotten() -> None:
+def test_the_state_of_a_restarted_peers_earlier_incarnation_is_dropped() -> None:
     script = Script()
     fetcher = start(script)
     outcome(script)
@@ -372,7 +372,7 @@ def test_a_restarted_peers_former_life_is_forgotten() -> None:
     again = msgspec.structs.replace(a_ticket(), incarnation="j")
     fetcher.start(1, RequestId("r"), FetchSource(again, 1), 0, [BlockId(1), BlockId(2), BlockId(3)])
     assert outcome(script).failure is None
-    assert script.forgotten == 1, "what the transport kept of incarnation i"
+    assert script.forgotten == 1, "the transport's state for incarnation i"
     fetcher._pool.shutdown()
 
 
@@ -389,14 +389,14 @@ def test_a_peer_that_is_gone_is_forgotten_one_that_refuses_is_not(error: Excepti
     fetcher._pool.shutdown()
 
 
-def test_pages_leave_the_writers_hands_only_in_ready_and_failed() -> None:
+def test_pages_are_handed_over_only_in_ready_and_failed() -> None:
     assert TRANSFER_MACHINE.final == {TransferState.READY, TransferState.FAILED}
     into_failed = {state for (state, _), to in TRANSFER_MACHINE.table.items() if to is TransferState.FAILED}
     nothing_in_flight = {TransferState.QUEUED, TransferState.CONNECTING, TransferState.CLAIMING}
-    assert into_failed == {*nothing_in_flight, TransferState.DRAINING}, "never straight from a running read"
+    assert into_failed == {*nothing_in_flight, TransferState.DRAINING}, "a running read must drain before it fails"
 
 
-def test_the_deadline_follows_the_bytes() -> None:
+def test_the_deadline_depends_on_the_number_of_bytes() -> None:
     times = TransferTimes(least_seconds=0.25, slack=4, assumed_bytes_per_second=1e6)
     assert times.deadline_seconds(10) == 0.25
     assert times.deadline_seconds(1_000_000) == 4.0
@@ -411,7 +411,7 @@ OTHER = KvLayout("digest", "float32", 1, 1, 4, 6)
 
 
 class Raw(Script):
-    """Whose peer has pages of another size."""
+    """A script whose peer has pages of another size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,7 +499,7 @@ def test_a_stalled_read_keeps_its_place_in_staging_until_it_is_quiet() -> None:
     _, other, quiet = script.wait_for(3)
     assert isinstance(other, LoadOutcome)
     assert (other.failure, quiet) == (None, PagesQuiet(2))
-    assert len(script.places) == 2, "the stalled one's place may still be written"
+    assert len(script.places) == 2, "the transport may still write to the place of the stalled read"
     script.quiet.set()
     assert script.wait_for(4)[-1] == PagesQuiet(1)
     assert fetcher._staging.num_lent == 0

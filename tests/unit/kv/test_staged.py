@@ -20,7 +20,7 @@ PEER = Peer(WorkerId("w"), Incarnation("i"), "peer:1")
 
 
 class Slow:
-    """A peer whose block i holds i+1 in every element; a read of it lands at its second poll."""
+    """A peer whose block i has the value i + 1 in every element; a read of a block ends at its second poll."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -53,7 +53,9 @@ class SlowRead(CompletedRead):
 def a_read(
     transport: Slow, *, place: int, pages: memoryview, ours: KvLayout = OURS, digests: Sequence[bytes] = ()
 ) -> StagedRead:
-    """Our blocks 1 and 2 of a prompt of 8 tokens into pages 3 and 0: tokens 3 to 7, in the peer's blocks 1 to 3."""
+    """Return a read of our blocks 1 and 2 of a prompt of 8 tokens into pages 3 and 0: tokens 3 to 7, in the peer's
+    blocks 1 to 3.
+    """
     relayout = plan(THEIRS, ours)
     blocks = relayout.source_blocks(1, 2, 8)
     assert blocks == range(1, 4)
@@ -91,7 +93,7 @@ def test_a_prompt_comes_in_pieces_that_fit_its_place(place: int, asked: list[lis
     assert (read.progress(), read.is_quiet()) == (len(asked), True)
     found = np.frombuffer(pages, np.float32).reshape(4, 2, 3, 2)  # pages, K and V, tokens, dim
     assert found[3, :, :, 0].tolist() == [[12, 13, 13]] * 2
-    assert found[0, :, :, 1].tolist() == [[14, 14, 0]] * 2, "the prompt ends with its 8th token"
+    assert found[0, :, :, 1].tolist() == [[14, 14, 0]] * 2, "the prompt ends after its 8th token"
     assert not found[1:3].any()
 
 

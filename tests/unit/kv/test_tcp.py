@@ -55,7 +55,7 @@ def is_cut(link: socket.socket) -> bool:
         return True
 
 
-def test_a_worker_of_another_pool_reads_nothing() -> None:
+def test_a_worker_of_another_pool_cannot_read() -> None:
     others = TransportSetup(secrets=(b"x" * 32,))
     with (
         a_transport() as (owner, peer),
@@ -76,7 +76,7 @@ def test_without_a_secret_there_is_no_transport() -> None:
         TcpTransport(new_incarnation(), TransportSetup(), SystemClock())
 
 
-def test_a_mac_of_another_life_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mac_of_another_incarnation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with a_transport() as (owner, _), dial(owner) as link:
         with pytest.raises((wire.WireError, ConnectionResetError)):
             wire.greet_as_reader(link, wire.connection_key(POOL.secrets[0], Incarnation("0" * 16)))
@@ -84,7 +84,7 @@ def test_a_mac_of_another_life_does_not_open(monkeypatch: pytest.MonkeyPatch) ->
             wire.greet_as_reader(second, wire.connection_key(POOL.secrets[0], owner._incarnation))
 
 
-def test_an_impostor_learns_nothing_and_is_not_believed() -> None:
+def test_an_impostor_gets_no_secret_and_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, a_transport() as (reader, _):
 
         def impostor() -> None:
@@ -206,14 +206,14 @@ def wait(holds: Callable[[], bool]) -> None:
         if holds():
             return
         pause.wait(0.001)
-    raise AssertionError("not within 5 s")
+    raise AssertionError("the condition was not met within 5 s")
 
 
 def test_a_connection_that_sends_slowly_is_closed_at_a_deadline() -> None:
     ours, theirs = socket.socketpair()
 
     class Trickle(ManualClock):
-        """Each look at the clock takes a second, in which one more byte comes."""
+        """A clock that advances by a second at each reading, in which the peer sends one more byte."""
 
         def monotonic(self) -> float:
             self.advance(1.0)
@@ -224,11 +224,11 @@ def test_a_connection_that_sends_slowly_is_closed_at_a_deadline() -> None:
         wire.greet_as_owner(ours, [b"k" * 32], Trickle(), 2.0)
 
 
-def test_a_failing_accept_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_continues_after_a_failing_accept(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
 
     class Listener:
-        """Out of files at first."""
+        """A listener whose first two accepts fail because no file descriptor is free."""
 
         def __init__(self, inner: socket.socket) -> None:
             self.inner, self.failures = inner, 2

@@ -17,7 +17,7 @@ REQUEST = struct.pack("<BIII", 1, 2, 5, 7)
 
 
 class Connections:
-    """Connections to a peer that this test plays."""
+    """Connections to a peer whose side the test plays."""
 
     def __init__(self, count: int) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
@@ -109,7 +109,7 @@ def test_a_read_that_trickles_fails_at_its_deadline() -> None:
 
 
 def assert_ended(scene: Scene, read: TcpRead) -> None:
-    """Assert that nothing can arrive any more: the connection is closed."""
+    """Check that no data can arrive any more, because the connection is closed."""
     assert read.is_quiet()
     peer = scene.links.peers[0]
     assert peer.recv(100) == REQUEST

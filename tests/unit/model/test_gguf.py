@@ -30,7 +30,7 @@ from kvferry.model.text.tokenizer_files import tokenizer_from_gguf
 
 CONFIG = tiny.config()
 PLAIN_KINDS = ("F16", "BF16", "Q5_1")
-"""Types that the library's quantizer writes."""
+"""Types that the library's quantizer can write."""
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -54,7 +54,7 @@ def stored_name(name: str) -> str:
 
 
 def stored_order(weights: np.ndarray, heads: int) -> np.ndarray:
-    """How llama.cpp's converter reorders query and key rows of Llama checkpoints."""
+    """Return query or key rows in the order of llama.cpp's converter for Llama checkpoints."""
     return weights.reshape(heads, 2, weights.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(weights.shape)
 
 
@@ -65,8 +65,9 @@ def write_tiny(
     c: ModelConfig = CONFIG,
     coded: Mapping[str, GGMLQuantizationType] | None = None,
 ) -> Path:
-    """The tiny model as a GGUF file, by the reference library's writer. `pairs` of `None` leave a key out. Tensors
-    whose names end as in `coded` have random codes of that type."""
+    """Write the tiny model as a GGUF file with the reference library. A value of `None` in `pairs` leaves the key out.
+    Tensors whose names end with a key of `coded` get random codes of its type.
+    """
     source, rng = tiny.TinyTensors(c), np.random.default_rng(0)
     values: dict[str, object] = {
         "llama.block_count": c.num_layers,
@@ -123,7 +124,7 @@ def write_tiny(
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # "a b" is no token, so this file's merges are only for the header's tests.
+    # "a b" is no token, so only tests of the header may use this file's merges.
     return write_tiny(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
@@ -162,7 +163,7 @@ MIXTURE = {
     "embed_tokens.weight": GGMLQuantizationType.Q6_K,
     "lm_head.weight": GGMLQuantizationType.F16,
 }
-"""Mixtures as in files of Q4_K_M and others, and more types."""
+"""Types as in files of Q4_K_M and similar mixtures, and more."""
 
 
 def test_a_mixture_of_types_is_read_as_the_library_reads_it_and_computed_alike(tmp_path: Path) -> None:
@@ -249,7 +250,7 @@ def test_any_bytes_after_the_magic_are_refused(noise: bytes) -> None:
 
 
 def parse(data: bytes) -> None:
-    """Parse, and ask for what every model has."""
+    """Parse the header and require the key that every model has."""
     header = read_header(data, Path("noise.gguf"))
     if "general.architecture" not in header.pairs:
         raise ModelFileError("no architecture")
@@ -302,7 +303,7 @@ U32 = struct.pack("<I", 4)
         (header([], [tensor("t", [4], offset=1 << 62)]), "cut short"),
     ],
 )
-def test_what_is_wrong_is_said(data: bytes, message: str) -> None:
+def test_the_error_describes_what_is_wrong(data: bytes, message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
         read_header(data, Path("x.gguf"))
 

@@ -1,4 +1,4 @@
-"""The custom resource definitions as data, for tests that hold the code to them."""
+"""The custom resource definitions as data, for tests that compare the code with them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +12,13 @@ SCALER = yaml.safe_load((FOLDER / "poolrolescalers.kvferry.dev.yaml").read_text(
 
 
 def schema(definition: dict[str, Any] = POOL) -> dict[str, Any]:
-    """The OpenAPI schema of the only version."""
+    """Return the OpenAPI schema of the definition's only version."""
     (version,) = definition["spec"]["versions"]
     return version["schema"]["openAPIV3Schema"]
 
 
 def leaves(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every field without fields of its own, as (path, schema); a list's entries are `name[]`."""
+    """Yield each field without subfields as (path, schema); the entries of a list are `name[]`."""
     if node.get("type") == "array" and "properties" in node["items"]:
         yield from leaves(node["items"], f"{path}[]")
     elif "properties" in node and not node.get("x-kubernetes-preserve-unknown-fields"):
@@ -29,7 +29,7 @@ def leaves(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str
 
 
 def with_defaults(value: Any, node: dict[str, Any]) -> Any:
-    """`value` as the API server would store it."""
+    """Return `value` with the defaults that the API server would add."""
     if isinstance(value, dict) and "properties" in node:
         filled = dict(value)
         for name, part in node["properties"].items():

@@ -22,7 +22,9 @@ Place = tuple[str, str, str]
 
 
 class FakeApi:
-    """Objects by place. Server-side apply is a deep merge; only `spec.replicas` and owner references have owners."""
+    """An API server with one namespace. Server-side apply is a deep merge; field owners exist for `spec.replicas` and
+    owner references only.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[Place, dict[str, Any]] = {}
@@ -81,7 +83,7 @@ class FakeApi:
             owners = self.metadata_owners.setdefault(place, set())
             if "ownerReferences" in manifest["metadata"]:
                 owners.add(manager)
-            elif owners == {manager}:  # The last manager gives the fields up.
+            elif owners == {manager}:  # The fields are removed when their last manager no longer applies them.
                 owners.clear()
                 del stored["metadata"]["ownerReferences"], stored["metadata"]["labels"]
         self.objects[place] = stored
@@ -124,7 +126,7 @@ class FakeApi:
             del self.objects[place]
 
     def add(self, manifest: Mapping[str, Any]) -> None:
-        """Another writer creates an object."""
+        """Create an object as another writer."""
         self.objects[_place(manifest)] = _merge(self._new(manifest), copy.deepcopy(dict(manifest)))
 
     def _new(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +157,7 @@ class FakeClock:
 
 
 class RecordingExecutor(Executor):
-    """Keeps the actions that it was given."""
+    """An executor that records its actions."""
 
     actions: list[tuple[Action, ...]]
 
@@ -176,7 +178,7 @@ class Cluster:
         self.api.objects[_place(self.body)] = self.body
 
     def restart(self) -> None:
-        """Another operator takes over, without the memory of the one before."""
+        """Replace the operator by a new one without the memory of the first."""
         self.reconciler = Reconciler(
             self.api, self.clock, identity="op", default_image=IMAGE, installed=lambda: self.installed
         )
@@ -189,7 +191,7 @@ class Cluster:
         self.body["metadata"]["generation"] += 1
 
     def reconcile(self) -> list[str]:
-        """One pass over what the watches show; the writes made."""
+        """Run one pass over the present state of the watches; return the writes."""
         before = len(self.api.writes)
         store = Store()
         for held in list(self.api.objects.values()):
@@ -205,7 +207,7 @@ class Cluster:
         return self.api.writes[before:]
 
     def become_ready(self) -> None:
-        """Every Deployment gets its pods."""
+        """Make the pods of every Deployment ready."""
         for (_, kind, _), held in self.api.objects.items():
             if kind == "Deployment":
                 n = held["spec"].get("replicas", 1)
@@ -214,12 +216,12 @@ class Cluster:
                 )
 
     def settle(self, passes: int = 60) -> None:
-        """Reconcile until nothing is written any more."""
+        """Reconcile until a pass writes nothing."""
         for _ in range(passes):
             if not self.reconcile():
                 return
             self.become_ready()
-        raise AssertionError(f"never quiet: {self.api.writes[-20:]}")
+        raise AssertionError(f"passes do not stop writing: {self.api.writes[-20:]}")
 
     def condition(self, type_: str) -> tuple[str, str, str]:
         found = {c["type"]: c for c in self.body["status"]["conditions"]}[type_]

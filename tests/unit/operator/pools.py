@@ -11,7 +11,7 @@ IMAGE = "kvferry:test"
 
 
 def body(**spec: Any) -> dict[str, Any]:
-    """An InferencePool with the fewest words, and those of `spec`."""
+    """Return a minimal InferencePool with the given fields of `spec`."""
     return {
         "apiVersion": "kvferry.dev/v1alpha1",
         "kind": "InferencePool",
@@ -25,7 +25,7 @@ def pool(**spec: Any) -> Pool:
 
 
 def made_of(pool: Pool) -> dict[str, dict[str, Any]]:
-    """Every object of a pool by `Kind/name`, where all optional kinds are installed; the revision is called REV."""
+    """Return all objects of a pool by `Kind/name`, including those of all optional kinds; the revision is REV."""
     revision = revision_of(pool, IMAGE)
     found = [
         *surroundings(pool, frozenset({POD_MONITOR, EXTENSION_POOL})),

@@ -1,4 +1,4 @@
-"""The chart's values, their schema and their comments are one set."""
+"""The chart's values, their schema and their comments have the same names."""
 
 import json
 import re
@@ -25,7 +25,7 @@ FREE = {
     "valkey.resources": "as in a container",
     "examplePool.spec": "as in a pool",
 }
-"""Maps whose entries are not values of the chart."""
+"""Maps whose entries are not values of the chart, with the reason."""
 
 
 def of_values(found: Any, path: str = "") -> Iterator[str]:
@@ -38,7 +38,7 @@ def of_values(found: Any, path: str = "") -> Iterator[str]:
 
 def of_schema(node: dict[str, Any], path: str = "") -> Iterator[str]:
     if "properties" in node:
-        assert node["additionalProperties"] is False, f"{path or 'the top'} takes names that nobody reads"
+        assert node["additionalProperties"] is False, f"{path or 'the top'} accepts names that no template reads"
         for name, part in node["properties"].items():
             yield from of_schema(part, f"{path}.{name}".strip("."))
     else:

@@ -21,7 +21,7 @@ GATEWAY = "Deployment/chat-gateway"
 
 
 def dig(found: Any, path: str) -> Any:
-    """`a.b.0.c` in nested maps and lists."""
+    """Return the value at a path such as `a.b.0.c` in nested maps and lists."""
     for part in path.split("."):
         found = found[int(part)] if isinstance(found, list) else found.get(part)
         if found is None:
@@ -34,7 +34,7 @@ def container(pool: Pool, of: str = WORKER) -> dict[str, Any]:
 
 
 def projected(pool: Pool, of: str) -> dict[str, list[list[str]]]:
-    """The entries and paths of the files of pool TLS, by the Secret or ConfigMap that they come from."""
+    """Return the keys and paths of the files of pool TLS, by the Secret or ConfigMap that contains them."""
     volumes = made_of(pool)[of]["spec"]["template"]["spec"]["volumes"]
     found: dict[str, list[list[str]]] = {}
     for volume in volumes:
@@ -45,7 +45,7 @@ def projected(pool: Pool, of: str) -> dict[str, list[list[str]]]:
 
 
 def flag(name: str, of: str = WORKER):
-    """The value of a flag of a container."""
+    """Return the value of a flag of a container."""
 
     def probe(pool: Pool) -> str:
         found = [a.partition("=")[2] for a in container(pool, of)["args"] if a.startswith(f"--{name}=")]
@@ -70,8 +70,9 @@ def auto(**scaling: Any) -> dict[str, Any]:
 def decided(
     current: int, *, busy: bool = True, watched: float = 10_000.0, recommendations: tuple[tuple[float, int], ...] = ()
 ):
-    """Replicas that the autoscaler writes for the role prefill, with ten requests and 45 of 100 blocks in each pod, or
-    without data."""
+    """Return the replicas that the autoscaler writes for the role prefill, with ten requests and 45 of 100 blocks in
+    use in each pod, or without data.
+    """
 
     def probe(pool: Pool) -> int:
         now = 20_000.0
@@ -113,7 +114,7 @@ def told(pool: Pool) -> str:
 
 
 def text(what: str):
-    """A field of the spec that the reconcile itself reads; the tests on the API server show its effect."""
+    """Return a field of the spec that is read by the reconcile itself; tests with an API server show its effect."""
     return lambda pool: dig(msgspec.to_builtins(pool.spec), what)
 
 
@@ -122,7 +123,7 @@ ADAPTER = {"name": "support", "source": "/models/s", "digest": "ab" * 8}
 
 
 def listed(part: str):
-    """A part of the only adapter in the list of the pool's workers."""
+    """Return a field of the only adapter in the adapter list of the pool's workers."""
 
     def probe(pool: Pool) -> str:
         text = made_of(pool)["ConfigMap/chat-adapters"]["data"]["adapters.toml"]
@@ -132,7 +133,7 @@ def listed(part: str):
 
 
 EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
-    # path: (a spec that sets it, where its effect is seen, what is seen then)
+    # path: (a spec that sets the field, a function that reads its effect, the effect expected)
     "model.name": ({"model": {"name": "other"}}, flag("served-name", GATEWAY), "other"),
     "model.source": ({"model": {"name": "m", "source": "/models/x"}}, flag("model"), "/models/x"),
     "model.digest": ({"model": {"name": "m", "digest": "cd" * 16}}, told, "DigestMismatch"),
@@ -256,7 +257,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "rollout.maxSkew": (
         {"rollout": {"maxSkew": 1, "maxSurge": "8"}},
         lambda pool: planned(pool)["prefill", "new"],
-        2,  # no further ahead of decode; 3 with the default
+        2,  # at most 1 % further than decode; with the default, 3 pods
     ),
     "rollout.paused": (
         {"rollout": {"paused": True}},
@@ -415,7 +416,7 @@ OTHERWISE = {
     "observability.traceSamplePercent": {"observability": {"otlp": "http://c:4318"}},
     "roles[].scaling.upSeconds": auto(requestsTarget=5),
 }
-"""The spec without the field, where a pool of defaults would not show it."""
+"""Specs without the field, for fields whose absence has no effect in a pool of defaults."""
 
 CHANGES_WORKERS = {
     "model.name", "model.source", "model.digest", "model.dtype", "model.maxTokens", "connector.type",
@@ -432,14 +433,14 @@ def test_the_table_has_every_field_and_no_other():
 
 
 @pytest.mark.parametrize("path", EFFECTS)
-def test_a_field_changes_what_it_says(path):
+def test_each_field_has_its_effect(path):
     spec, probe, seen = EFFECTS[path]
     assert probe(pool(**spec)) == seen
     assert probe(pool(**OTHERWISE.get(path, {}))) != seen
 
 
 @pytest.mark.parametrize("path", EFFECTS)
-def test_only_what_workers_are_made_from_makes_a_new_revision(path):
+def test_only_fields_of_worker_pods_make_a_new_revision(path):
     spec, *_ = EFFECTS[path]
     changed = made_of(pool(**spec))["revision"] != made_of(pool())["revision"]
     assert changed == (path in CHANGES_WORKERS or path.startswith(CHANGES_WORKERS_UNDER))
@@ -447,7 +448,7 @@ def test_only_what_workers_are_made_from_makes_a_new_revision(path):
 
 @pytest.mark.parametrize("spec", [{}, *(spec for spec, *_ in EFFECTS.values())], ids=["nothing", *EFFECTS])
 def test_a_file_reads_as_the_api_server_stores_it(spec):
-    """The defaults of the code are those of the definition."""
+    """The defaults in the code equal those of the definition."""
     plain = body(**spec)
     assert parse_pool(plain) == parse_pool({**plain, "spec": with_defaults(plain["spec"], SPEC)})
 
@@ -463,4 +464,6 @@ def test_every_field_is_described():
 
     undescribed = [path.removeprefix(".gateway").removeprefix(".roles[]") for path in bare(SPEC, "")]
     of_a_pod = [".metadata", ".metadata.labels", ".metadata.annotations", ".spec", ".spec.restartPolicy"]
-    assert sorted(undescribed) == sorted(2 * [f".template{path}" for path in of_a_pod])  # described in a Pod
+    assert sorted(undescribed) == sorted(
+        2 * [f".template{path}" for path in of_a_pod]
+    )  # described in Kubernetes' API of pods

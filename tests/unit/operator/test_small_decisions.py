@@ -1,4 +1,4 @@
-"""Leases, heartbeats, victims, overlays, records and previews: small pure decisions, each with its edge."""
+"""Leases, heartbeats, victims, overlays, records and previews: small pure decisions with their edge cases."""
 
 import json
 from typing import Any
@@ -52,7 +52,7 @@ def test_a_change_of_holder_is_counted_and_dated():
     assert may_take(released(other, "4"), "c", None, 0)
 
 
-def test_a_mark_that_does_not_come_back_makes_a_watch_late():
+def test_a_missing_heartbeat_makes_a_watch_late():
     beat = Heartbeat(10.0)
     assert beat.is_due(0.0)
     beat.marked("m", 0.0)
@@ -70,7 +70,7 @@ def test_a_mark_that_does_not_come_back_makes_a_watch_late():
     assert beat.late_seconds(99.0) == 0
 
 
-def test_the_cheapest_to_lose_is_who_holds_least():
+def test_the_first_pod_to_remove_is_the_one_with_the_least_load():
     report = (
         WorkerReport("busy", "decode", takes_work=True, load=WorkerLoad(running=2, blocks_total=10, blocks_free=5)),
         WorkerReport("warm", "decode", takes_work=True, load=WorkerLoad(blocks_total=10, blocks_free=2)),
@@ -113,7 +113,7 @@ def test_an_overlay_merges_by_name_and_replaces_the_rest():
     assert base["hostNetwork"] is True
 
 
-def test_our_labels_win_over_a_template_and_the_rest_is_laid_over():
+def test_the_pools_labels_override_a_template_and_other_fields_are_merged():
     made = deployments(
         pool(roles=[{"name": "both", "template": {"metadata": {"labels": {"a": "b", names.LABEL_ROLE: "x"}}}}]),
         "r",
@@ -123,7 +123,7 @@ def test_our_labels_win_over_a_template_and_the_rest_is_laid_over():
     assert (labels["a"], labels[names.LABEL_ROLE]) == ("b", "both")
 
 
-def test_a_record_gives_back_what_was_recorded_owned_by_the_pool_of_now():
+def test_a_record_restores_its_pods_with_the_pools_present_owner():
     before = pool()
     made = deployments(before, "r", IMAGE)
     kept = json.loads(json.dumps(record(before, "r", 3, made)))
@@ -133,7 +133,7 @@ def test_a_record_gives_back_what_was_recorded_owned_by_the_pool_of_now():
     assert again["prefill"]["metadata"]["ownerReferences"][0]["uid"] == "u-2"
 
 
-def test_a_record_says_what_pods_are_and_not_what_they_are_called():
+def test_a_record_contains_the_pods_and_not_their_names():
     forged = {
         "data": {
             "deployments": {"prefill": {"kind": "Role", "metadata": {"name": "x"}, "spec": {}}, "root": {"spec": {}}}
@@ -143,7 +143,7 @@ def test_a_record_says_what_pods_are_and_not_what_they_are_called():
     assert (made["kind"], made["metadata"]["name"]) == ("Deployment", "chat-prefill-cafebabe")
 
 
-def test_records_are_numbered_and_the_oldest_spare_ones_go():
+def test_records_are_numbered_and_the_oldest_unused_ones_are_deleted():
     found = [
         {"metadata": {"name": f"chat-{n}", "labels": {names.LABEL_REVISION: str(n)}}, "revision": n}
         for n in (3, 1, 2, 4)
@@ -167,7 +167,7 @@ def test_a_spec_that_does_not_fit_names_the_field():
         parse_pool(body(roles=[{"name": "prefill", "replicas": "two"}]))
 
 
-def test_what_pods_say_is_gathered_by_kind():
+def test_reports_of_pods_are_gathered_by_kind():
     def pod(name: str, **status) -> dict:
         return {"metadata": {"name": name}, "status": status}
 
@@ -217,7 +217,7 @@ def test_a_volume_that_cannot_be_mounted_is_reported_from_the_event_of_the_kubel
     assert troubles([starting]) == []
 
 
-def test_a_preview_tells_the_steps_and_what_is_left():
+def test_a_preview_lists_the_steps_and_what_remains():
     found = preview(pool(), pool(model={"name": "m", "maxTokens": 9}), IMAGE)
     assert found.restarts
     assert [step.pods for step in found.steps][-1] == {"prefill": {found.new: 1}, "decode": {found.new: 1}}
@@ -281,7 +281,7 @@ def service(version: str = "1") -> dict:
 KEY = Key("team", "chat")
 
 
-def test_a_store_tells_news_from_repetition():
+def test_a_store_distinguishes_changes_from_repetitions():
     store = Store()
     for kind, thing in (
         ("InferencePool", body()),
@@ -302,7 +302,7 @@ def at(order: int, thing: dict) -> dict:
     return {**thing, "metadata": {**thing["metadata"], "resourceVersion": str(order)}}
 
 
-def test_an_older_word_does_not_undo_a_newer_one():
+def test_an_older_event_does_not_undo_a_newer_one():
     store = Store()
     store.take("Deployment", at(2, deployment()), gone=False)
     assert store.take("Deployment", at(1, deployment()), gone=False) == (KEY, False)
@@ -337,7 +337,7 @@ def test_the_version_of_an_object_is_that_of_the_fields_that_the_operator_applie
     assert version_of({"metadata": {"resourceVersion": "7"}}) == "7"
 
 
-def test_what_lost_its_owner_reference_is_still_of_the_pool():
+def test_an_object_that_lost_its_owner_reference_still_belongs_to_the_pool():
     store = Store()
     store.take("InferencePool", body(), gone=False)
     lost = deployment()
@@ -375,7 +375,7 @@ def test_what_an_earlier_pool_of_the_name_left_is_not_counted():
     assert not store.facts(KEY).owned_by("u-2").deployments
 
 
-def test_a_deployment_says_what_stands_in_its_way():
+def test_a_deployment_reports_its_obstacles():
     conditions = [{"type": "ReplicaFailure", "status": "True", "message": "quota"}]
     store = Store()
     store.take("Deployment", deployment(status={"conditions": conditions}), gone=False)
@@ -451,14 +451,14 @@ def test_nodes_are_counted_with_their_devices():
         ([("Ready", "True"), ("CertificatesValid", "Unknown")], "ok"),
     ],
 )
-def test_a_pool_is_as_well_as_it_says(conditions, verdict):
+def test_doctor_reports_the_conditions_of_a_pool(conditions, verdict):
     told = [{"type": t, "status": s, "reason": "R", "message": "m"} for t, s in conditions]
     seen = {**body(), "status": {"observedGeneration": 1, "conditions": told}}
     assert judge_pool(seen).verdict == verdict
     assert judge_pool({**seen, "status": {**seen["status"], "observedGeneration": 0}}).verdict == "bad"
 
 
-def test_doctor_says_whether_the_pods_use_tls():
+def test_doctor_reports_whether_the_pods_use_tls():
     def told(*conditions: tuple[str, str, str]) -> str:
         listed = [{"type": t, "status": s, "reason": "R", "message": m} for t, s, m in conditions]
         return judge_pool({**body(), "status": {"observedGeneration": 1, "conditions": listed}}).told

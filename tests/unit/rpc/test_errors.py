@@ -26,7 +26,7 @@ def test_a_reason_of_its_own_survives():
     assert over_the_wire(errors.Unavailable("x", reason="NO_DECODE_REPLICA")).reason == "NO_DECODE_REPLICA"
 
 
-def test_nothing_is_invented_where_nothing_was_said():
+def test_a_status_without_details_gets_no_invented_fields():
     received = over_the_wire(errors.Unavailable("x"))
     assert (received.field, received.retry_after_seconds) == (None, None)
 

@@ -19,7 +19,7 @@ _NAME = "kvferry.v1.Inference"
 
 
 class Panic(BaseException):
-    """Like the panics of extensions: not an Exception."""
+    """An error like the panics of extension modules, which is not an Exception."""
 
 
 class Servicer(inference_pb2_grpc.InferenceServicer):
@@ -97,14 +97,14 @@ async def test_an_error_arrives_with_its_class_field_and_reason(stub):
     assert "at least one character" in error.message
 
 
-async def test_an_error_in_the_middle_of_a_stream_says_when_to_come_back(stub):
+async def test_an_error_in_the_middle_of_a_stream_has_its_retry_time(stub):
     error = await failure(stub.Generate(GenerateRequest(model="busy")))
     assert isinstance(error, Overloaded)
     assert error.retry_after_seconds == 1.5
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-async def test_an_unexpected_exception_is_internal_and_tells_the_client_nothing(stub, caplog, streaming):
+async def test_an_unexpected_exception_is_internal_and_hides_its_details(stub, caplog, streaming):
     call = (
         stub.Generate(GenerateRequest(model="crash", request_id="req-7"))
         if streaming
@@ -141,7 +141,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_request(server, channel,
     assert "not a valid message of this method" in await call.details()
     ours = [record for record in caplog.records if record.name.startswith("kvferry")]
     assert [(record.levelname, record.exc_info) for record in ours] == [("INFO", None)]
-    async with asyncio.timeout(10):  # the answer may be here a moment before the call is over there
+    async with asyncio.timeout(10):  # the answer may arrive before the server has ended the call
         while server.calls.count:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -239,7 +239,7 @@ async def test_connections_above_the_limit_are_closed(servicer):
     server = await start_server("127.0.0.1:0", [Service(_NAME, lambda s: add(servicer, s))], max_connections=4)
     kept = [await opened(server.address) for _ in range(4)]
     for reader, _ in kept:
-        assert await asyncio.wait_for(reader.read(9), 10)  # the server's settings
+        assert await asyncio.wait_for(reader.read(9), 10)  # the server's settings frame
     for _ in range(20):
         reader, writer = await opened(server.address)
         assert await asyncio.wait_for(reader.read(9), 10) == b""
@@ -249,7 +249,7 @@ async def test_connections_above_the_limit_are_closed(servicer):
 
     async with open_channel(server.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        # The server notices closed connections a moment later; meanwhile the channel connects again.
+        # The server notices closed connections with a delay; meanwhile the channel reconnects.
         await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[1]), timeout=20, wait_for_ready=True)
     await server.stop(0)
 
@@ -258,7 +258,7 @@ async def test_a_connection_without_calls_is_closed(servicer):
     add = inference_pb2_grpc.add_InferenceServicer_to_server
     server = await start_server("127.0.0.1:0", [Service(_NAME, lambda s: add(servicer, s))], idle_seconds=0.2)
     reader, writer = await opened(server.address)
-    assert await asyncio.wait_for(reader.read(), 20) != b""  # settings and goodbye, then the end
+    assert await asyncio.wait_for(reader.read(), 20) != b""  # settings and GOAWAY, then the end of file
     writer.close()
     await server.stop(0)
 
@@ -281,7 +281,7 @@ async def test_a_method_that_is_not_utf8_does_not_end_the_server(server, path):
         await asyncio.wait_for(reader.read(9), 10)
         writer.write(headers_frame(path))
         await writer.drain()
-        await asyncio.wait_for(reader.read(), 10)  # gRPC ends, and closes its connections
+        await asyncio.wait_for(reader.read(), 10)  # gRPC's server ends and closes its connections
         writer.close()
         async with open_channel(server.address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)

@@ -42,7 +42,7 @@ def a_pool(
 
 
 def seen(pool: Pool) -> dict[str, object]:
-    """Everything that a client of the pool measured, to the last digit of its histograms."""
+    """Return all measures of the pool's clients, including every bucket of the histograms."""
     result = pool.run()
     m = result.measures
     return {
@@ -53,7 +53,7 @@ def seen(pool: Pool) -> dict[str, object]:
 
 
 def check_idle(pool: Pool) -> None:
-    """Run what is left, and check that no worker holds a page."""
+    """Run the remaining events; check that no worker holds a page."""
     pool.clock.run()
     for member in pool.gateway.members:
         member.replica.allocator.check_integrity()

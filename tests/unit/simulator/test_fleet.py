@@ -1,4 +1,4 @@
-"""A simulated pool serves every request, deterministically, and frees everything."""
+"""A simulated pool serves every request, deterministically, and releases all pages."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_the_same_seed_gives_the_same_times_and_another_seed_others(roles: dict[
 @pytest.mark.parametrize("roles", ROLES)
 @pytest.mark.parametrize("blocks", [2048, 60])
 def test_runs_of_decode_steps_give_the_times_of_single_steps(roles: dict[str, int], blocks: int) -> None:
-    """With 60 blocks, pages are short and sequences are preempted."""
+    """With 60 blocks, pages run short and sequences are preempted."""
     demand = a_demand(count=80, num_prefix=32, num_prefixes=2, num_turns=2, turn_seconds=1.0)
     engine = replace(ENGINE, num_blocks=blocks)
     runs = seen(a_pool(demand, roles, engine=engine))
@@ -70,7 +70,7 @@ def test_workers_that_share_cores_are_slower_together_and_jitter_makes_tails(rol
     assert jittered == results(jitter=(0.5, 1.0, 1.0, 1.0, 4.0))
 
 
-def test_runs_are_taken_at_all() -> None:
+def test_runs_of_decode_steps_occur() -> None:
     demand = a_demand(count=40, rate=2.0)
     fast, slow = a_pool(demand, {"both": 1}), a_pool(demand, {"both": 1}, engine=replace(ENGINE, takes_runs=False))
     assert fast.run().events < 0.5 * slow.run().events
@@ -109,7 +109,7 @@ def test_the_requests_of_a_lost_worker_continue_on_others(roles: dict[str, int])
     m = result.measures
     assert m.completed == 120
     assert m.resumed > 0
-    assert m.ttft.count == 120  # no first token is counted twice
+    assert m.ttft.count == 120  # a first token is counted once
     assert m.output_tokens == a_pool(demand, roles).run().measures.output_tokens
     check_idle(pool)
     assert {name: totals.replicas for name, totals in pool.result().roles.items()} == roles

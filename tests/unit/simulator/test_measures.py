@@ -1,4 +1,4 @@
-"""Histograms of simulations: percentiles to half a percent, merged like one."""
+"""Histograms of simulations: percentiles to half a percent; merged histograms equal one of all values."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Sizes of a fleet by load: enough for the targets, and no worker too many."""
+"""Sizes of a fleet by load: the targets are met, and one worker less would not do."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ PRICED = SPLIT.replace('role = "decode"', 'role = "decode"\nprice_per_hour = 2.0
 
 
 def capacity(spec: FleetSpec) -> float:
-    """A fleet whose prefill workers serve 4 requests/s each, and whose decode workers serve 3."""
+    """Return the share of the load that a fleet serves, at 4 requests/s per prefill worker and 3 per decode worker."""
     assert spec.demand is not None
     prefill, decode = (role.replicas for role in spec.pool.roles)
     return min(1.0, 4.0 * prefill / spec.demand.arrivals.rate, 3.0 * decode / spec.demand.arrivals.rate)

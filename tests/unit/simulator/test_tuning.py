@@ -1,4 +1,4 @@
-"""The search for better settings: it finds a known optimum, says what each change gained, and stops."""
+"""The search for better settings finds a known optimum, reports the gain of each change, and ends."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def a_spec(text: str = SPLIT) -> FleetSpec:
 
 
 def goodness(spec: FleetSpec) -> Score:
-    """A smooth function of two settings, with its best at 4 prefill workers and 128 mixed tokens."""
+    """Return a smooth function of two settings with its maximum at 4 prefill workers and 128 mixed tokens."""
     prefill, mixed = spec.pool.roles[0].replicas, spec.pool.roles[1].engine.limits.max_mixed_tokens
     return Score(100.0 - 10.0 * abs(prefill - 4) - 0.05 * abs(mixed - 128), 1.0)
 

@@ -1,4 +1,4 @@
-"""A folder for private keys is removed with its process, however that ends."""
+"""A folder for private keys is removed at the end of its process, even after a kill."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ def test_only_this_user_reads_it_until_it_is_removed(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_running_one_is_not(tmp_path: Path) -> None:
-    unlocked = tmp_path / "keys-new"  # of a process that has not made its lock yet
+    unlocked = tmp_path / "keys-new"  # a process has made this folder and not yet its lock
     unlocked.mkdir()
     (tmp_path / "keys-link").symlink_to(tmp_path)
     (tmp_path / "keys-file").write_text("")

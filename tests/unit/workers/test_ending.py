@@ -13,7 +13,9 @@ from kvferry.workers.unit import UnitEndpoint
 
 
 def test_no_signal_is_written_to_a_loop_that_is_being_closed() -> None:
-    """It would be: asyncio closes the loop's own end of the pipe before it forgets the signals' handlers."""
+    """asyncio closes the loop's end of the wakeup pipe before it removes the signal handlers, so a signal in between
+    would fail.
+    """
 
     async def written_to() -> int:
         place = UnitEndpoint("prefill", "127.0.0.1:0", "127.0.0.1:0")

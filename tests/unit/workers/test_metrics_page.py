@@ -1,4 +1,4 @@
-"""The metrics of engines as Prometheus reads them: by worker, and summed under vLLM's names."""
+"""The metrics of engines in Prometheus' format: by worker, and summed under vLLM's names."""
 
 from harness.fakes.engines import a_request, an_engine, run_until_idle
 from prometheus_client import CollectorRegistry, generate_latest

@@ -38,7 +38,7 @@ async def answer(body: Body, writer: asyncio.StreamWriter) -> None:
 
 @asynccontextmanager
 async def serving(respond: Respond, first: Respond = answer) -> AsyncIterator[Target]:
-    """Serve `/v1/models` with one model, and completions by `respond` after the first one."""
+    """Serve `/v1/models` with one model; answer the first completion with `first` and the later ones with `respond`."""
     count = 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

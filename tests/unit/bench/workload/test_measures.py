@@ -1,4 +1,4 @@
-"""Statistics of answers, from times that are easy to check by hand."""
+"""Statistics of responses, checked against values computed by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Traces in Mooncake's and Azure's formats, and what is wrong in them by line."""
+"""Traces in Mooncake's and Azure's formats; errors in a trace name the line."""
 
 import json
 
@@ -81,7 +81,7 @@ def test_a_trace_is_replayed_faster_and_only_its_begin() -> None:
         (["{" * 100_000], "line 1 of the trace is invalid"),
     ],
 )
-def test_what_is_wrong_in_a_trace_is_named_by_line(text: list[str], message: str) -> None:
+def test_errors_in_a_trace_name_the_line(text: list[str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_trace(text)
     assert message in str(caught.value)

@@ -93,5 +93,5 @@ def test_the_files_fleet_is_kept_unless_another_one_is_surely_better() -> None:
     base = LiveScore((1.0, 1.0, 1.0))
     assert choose([base, LiveScore((1.2, 1.1, 1.3)), LiveScore((1.1, 1.1, 1.1))], 0.01) == 1
     assert choose([base, LiveScore((1.005, 1.005, 1.005))], 0.01) == 0
-    assert choose([base, LiveScore((1.5, 1.4, 0.9))], 0.01) == 0, "one round was worse than the file's fleet"
+    assert choose([base, LiveScore((1.5, 1.4, 0.9))], 0.01) == 0, "in one round it was worse than the fleet of the file"
     assert choose([LiveScore((0.0,)), LiveScore((0.0,))], 0.01) == 0

@@ -1,4 +1,4 @@
-"""Memory that a process may have: the machine's, limited by its control group."""
+"""Memory limit of a process: the machine's memory or the limit of the control group, whichever is lower."""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.core.process.parent import die_with_parent
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a process to its parent")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can send a signal at the exit of a parent")
 
 CHILD = """
 import sys
@@ -19,7 +19,8 @@ die_with_parent(int(sys.argv[1]))
 print("tied", flush=True)
 sys.stdin.read()
 """
-# Holds the grandchild's standard input open, so that only its own end can close the pipe that the test reads.
+# The parent holds the child's standard input open. The pipe that the test reads is therefore closed by the child's exit
+# only.
 PARENT = f"""
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(os.getpid())], stdin=subprocess.PIPE)
@@ -41,12 +42,12 @@ def test_a_child_is_ended_when_its_parent_is_killed() -> None:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"tied\n"
         parent.kill()
-        # The grandchild holds the other end of this pipe: its end of file is the grandchild's end.
+        # The child holds the write end of this pipe, so the end of file shows that the child has ended.
         assert parent.stdout.read() == b""
 
 
 class AskedKernel:
-    """The C library, which only notes what it is asked."""
+    """Stands in for the C library: records the calls of `prctl`."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []
@@ -60,7 +61,7 @@ class AskedKernel:
     ("platform", "parent_is_there", "asked"),
     [("linux", True, True), ("linux", False, True), ("darwin", True, False), ("darwin", False, False)],
 )
-def test_the_kernel_is_asked_before_the_parent_is_looked_for(
+def test_prctl_is_called_before_the_parent_is_checked(
     platform: str, parent_is_there: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # If the parent were checked first, one that exits before prctl is called would be missed.

@@ -33,8 +33,10 @@ def test_the_least_recently_used_idle_adapter_is_replaced() -> None:
     slots.give_back(adapter(1))
     slots.give_back(adapter(0))
     assert slots.take(adapter(2)) == 1
-    assert slots.take(adapter(0)) == 0, "it kept its slot"
-    assert slots.take_activations() == [(0, adapter(0)), (1, adapter(2))], "the replaced one needs no weights"
+    assert slots.take(adapter(0)) == 0, "adapter 0 kept its slot while it was idle"
+    assert slots.take_activations() == [(0, adapter(0)), (1, adapter(2))], (
+        "adapter 1 was replaced before a step, so its weights are not copied"
+    )
     assert (slots.num_activations, slots.num_evictions, slots.num_users) == (3, 1, 2)
 
 
@@ -121,7 +123,7 @@ def test_a_stream_of_requests_for_active_adapters_starves_none() -> None:
         if "rare" in run_step(scheduler):
             break
     else:
-        pytest.fail("the rare adapter never got the slot")
+        pytest.fail("the requests of the rare adapter starved")
     assert number < 100
 
 
@@ -135,7 +137,7 @@ def test_rows_of_one_adapter_are_adjacent() -> None:
     assert len(set(slots)) == 3
 
 
-def test_aborted_and_preempted_sequences_give_their_slots_back() -> None:
+def test_aborted_and_preempted_sequences_release_their_slots() -> None:
     scheduler = a_scheduler(2)
     for index in range(2):
         scheduler.add(a_sequence(f"r{index}", index, outputs=9))

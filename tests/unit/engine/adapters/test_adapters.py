@@ -73,7 +73,7 @@ def an_llm(folders: Mapping[str, str], kernels: str = "compiled", **settings: An
 
 
 def merged_tokens(kernels: str, path: str, config: ModelConfig, prompts: list[list[int]]) -> list[list[int]]:
-    """The tokens of a model with the weights of an adapter merged into its own."""
+    """Return the tokens of a model whose weights have an adapter merged into them."""
     adapter = read_adapter(Path(path), config, max_rank=64)
     tensors: Any = Merged(open_model("tiny").tensors, adapter)
     model = build_model(config, tensors, dtype="float32", kernels=kernels)
@@ -87,7 +87,9 @@ def test_eight_adapters_in_a_batch_of_sixteen_are_merged_weights(folders: dict[s
     names = [f"a{row % NUM_ADAPTERS}" for row in range(NUM_ROWS)]
     mixed = [out.token_ids for out in llm.generate(PROMPTS, GREEDY, model=names)]
     plain = [out.token_ids for out in llm.generate(PROMPTS, GREEDY)]
-    assert sum(a != b for a, b in zip(mixed, plain, strict=True)) >= NUM_ROWS - 2, "adapters change the tokens"
+    assert sum(a != b for a, b in zip(mixed, plain, strict=True)) >= NUM_ROWS - 2, (
+        "with an adapter, nearly all outputs differ from those of the base model"
+    )
     for name, path in folders.items():
         rows = [row for row in range(NUM_ROWS) if names[row] == name]
         expected = merged_tokens(kernels, path, llm.config, [PROMPTS[row] for row in rows])
@@ -120,7 +122,7 @@ def test_chunks_preemption_and_cached_prefixes_change_nothing(folders: dict[str,
 
 
 def test_a_row_does_not_depend_on_its_neighbours(folders: dict[str, str]) -> None:
-    """Bit for bit, with the compiled kernels."""
+    """The compiled kernels give the same bits with any other rows in the batch."""
     llm = an_llm(folders, "compiled")
     drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=12, logprobs=2, ignore_eos=True)
     alone = llm.generate([PROMPTS[5]], drawn, model="a3")[0]
@@ -160,7 +162,9 @@ def test_kv_of_one_version_is_used_by_no_other(folders: dict[str, str], tmp_path
     prompt = [list(range(100))]
     first = llm.generate(prompt, GREEDY, model="x")[0]
     assert llm.generate(prompt, GREEDY)[0].num_cached_tokens == 0
-    assert llm.generate(prompt, GREEDY, model="same-content")[0].num_cached_tokens == 0, "the name is part of the scope"
+    assert llm.generate(prompt, GREEDY, model="same-content")[0].num_cached_tokens == 0, (
+        "the cache scope includes the adapter's name"
+    )
     assert llm.generate(prompt, GREEDY, model="x")[0].num_cached_tokens == 96
     shutil.copytree(folders["a4"], folder, dirs_exist_ok=True)
     llm.load_adapter("x", str(folder))
@@ -171,7 +175,7 @@ def test_kv_of_one_version_is_used_by_no_other(folders: dict[str, str], tmp_path
     llm.load_adapter("x", folders["a1"])
     back = llm.generate(prompt, GREEDY, model="x")[0]
     assert back.token_ids == first.token_ids
-    assert back.num_cached_tokens == 96, "the content is what counts"
+    assert back.num_cached_tokens == 96, "the cache scope depends on the adapter's content, not on the time of loading"
 
 
 def test_running_requests_keep_the_version_they_began_with(folders: dict[str, str]) -> None:
@@ -192,7 +196,7 @@ def test_running_requests_keep_the_version_they_began_with(folders: dict[str, st
             break
     assert found == list(expected)
     late = EngineRequest(RequestId("s"), PROMPTS[0], GREEDY, tenant=cache_scope("", "", old), adapter=old)
-    llm.engine.add(late)  # it may have begun on another worker
+    llm.engine.add(late)  # a request may have begun on another worker before the adapter was unloaded
     while llm.engine.has_work:
         llm.engine.step()
     llm.engine.adapters.trim((), llm.engine.scheduler.slots.holds, now=math.inf)
@@ -213,7 +217,7 @@ def test_two_hundred_adapters_share_eight_slots(folders: dict[str, str]) -> None
     slots = llm.engine.scheduler.slots
     assert (slots.num_activations, slots.num_evictions, slots.num_users) == (200, 192, 0)
     assert llm.engine.adapters is not None
-    assert llm.engine.adapters.num_loads > 100, "copies beyond the memory are loaded again"
+    assert llm.engine.adapters.num_loads > 100, "adapters beyond the memory limit are evicted and loaded again"
     assert llm.engine.adapters.num_bytes <= (1 << 20) + 8 * (1 << 18)
     assert llm.engine.is_idle
 

@@ -1,4 +1,4 @@
-"""Beam search: against transformers on the same weights, against a search of all outputs, and its rules one by one."""
+"""Beam search: against transformers on the same weights, against an exhaustive search, and each rule separately."""
 
 import itertools
 from typing import Any
@@ -64,7 +64,7 @@ def test_outputs_and_scores_are_those_of_transformers(
             cut = [row[: len(beam.tokens)] for row, beam in zip(found, own, strict=True)]
             assert [beam.tokens for beam in own] == cut
             assert all(set(row[len(beam.tokens) :]) <= {258} for row, beam in zip(found, own, strict=True))
-            if width > 1:  # with one beam, transformers searches greedily and has no scores
+            if width > 1:  # with one beam, transformers decodes greedily and returns no scores
                 scores = [beam.score(penalty) for beam in own]
                 assert scores == pytest.approx(theirs.sequences_scores.tolist(), abs=1e-4)
     assert llm.engine.is_idle
@@ -119,7 +119,7 @@ def test_parameters_out_of_range_are_refused_by_name(changes: dict[str, Any], fi
 
 @given(st.lists(st.lists(st.floats(-5, -0.1), min_size=3, max_size=3), min_size=13, max_size=13), st.integers(1, 3))
 def test_a_wide_search_finds_the_most_probable_output(rows: list[list[float]], depth: int) -> None:
-    """With as many beams as partial outputs, nothing is pruned: the best of all outputs is found."""
+    """With as many beams as partial outputs no beam is pruned, so the search finds the most probable of all outputs."""
 
     def logprobs(tokens: tuple[int, ...]) -> list[float]:
         return rows[sum((token + 1) * 3**i for i, token in enumerate(tokens)) % len(rows)]

@@ -17,7 +17,7 @@ def allocator(num_blocks: int, block_tokens: int, free_order: list[int] | None =
 
 
 def filled(table: BlockTable, num_tokens: int, block_tokens: int) -> list[tuple[int, int]]:
-    """(physical block, filled slots), as the paper draws tables."""
+    """Return (physical block, filled slots) for each block of a table, as in the figures of the paper."""
     return [(b, min(block_tokens, num_tokens - i * block_tokens)) for i, b in enumerate(table.blocks)]
 
 
@@ -95,7 +95,7 @@ def test_a_full_prompt_hit_leaves_at_least_one_token_to_compute() -> None:
     assert alloc.peek(namer.chain(tokens), tokens, max_tokens=8) == table.blocks
 
 
-def test_a_name_that_lies_about_its_tokens_is_no_hit() -> None:
+def test_a_block_name_with_other_tokens_is_no_hit() -> None:
     alloc = allocator(8, 4)
     namer = BlockNamer(tenant=b"t", fingerprint=b"f", block_tokens=4)
     table = BlockTable()
@@ -118,7 +118,7 @@ def test_a_page_is_named_once_in_each_life() -> None:
     namer = BlockNamer(tenant=b"t", fingerprint=b"f", block_tokens=2)
     one, two = namer.name(None, [1, 2]), namer.name(None, [3, 4])
     assert index.add(one, [1, 2], BlockId(0))
-    assert not index.add(one, [1, 2], BlockId(1)), "the first page of a name stays"
+    assert not index.add(one, [1, 2], BlockId(1)), "a name keeps its first page"
     with pytest.raises(InvariantBroken, match="already has a name"):
         index.add(two, [3, 4], BlockId(0))
     index.forget(BlockId(0))

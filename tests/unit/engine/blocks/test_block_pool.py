@@ -1,4 +1,4 @@
-"""The pool: order, counts, two lifetimes, epochs."""
+"""The block pool: order of allocation, reference counts, content after release, epochs."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from kvferry.core.ids import BlockId
 from kvferry.engine.blocks.block_pool import BlockPool
 
 
-def test_blocks_are_taken_least_recently_freed_first_and_a_sequences_last_block_before_its_head() -> None:
+def test_blocks_are_taken_least_recently_freed_first_and_a_sequences_last_block_before_its_first() -> None:
     pool = BlockPool(6)
     first = pool.allocate(3)
     second = pool.allocate(3)
@@ -30,7 +30,7 @@ def test_a_wanted_block_leaves_the_middle_of_the_free_list_with_its_content() ->
     epoch = pool.epochs[1]
     pool.hold([BlockId(1)])
     assert pool.free_list() == [3, 2, 0]
-    assert pool.epochs[1] == epoch, "held as it is: the content, and so the epoch, stays"
+    assert pool.epochs[1] == epoch, "hold keeps the content, so the epoch does not change"
 
 
 def test_an_epoch_rises_when_a_block_is_taken_for_new_content() -> None:
@@ -40,7 +40,7 @@ def test_an_epoch_rises_when_a_block_is_taken_for_new_content() -> None:
     assert taken == [0]
     before = pool.epochs[0]
     pool.release(taken)
-    assert pool.epochs[0] == before, "free, but still readable"
+    assert pool.epochs[0] == before, "a free block keeps its content until it is allocated"
     assert pool.allocate(2) == [1, 0]
     assert pool.epochs[0] == before + 1
     assert reused == [0, 1, 0]
@@ -53,7 +53,7 @@ def test_a_block_that_a_transport_may_still_write_is_in_quarantine_until_the_wri
     pool.begin_write(taken)
     pool.release(taken)
     assert pool.num_quarantined == 1
-    assert pool.allocate(2) is None, "a quarantined block is never handed out"
+    assert pool.allocate(2) is None, "a quarantined block is not allocated"
     with pytest.raises(InvariantBroken, match="quarantine"):
         pool.hold(taken)
     pool.check_integrity()
@@ -108,7 +108,7 @@ def test_a_pool_is_refused_that_would_not_cover_its_pages() -> None:
     ],
     ids=["free count", "quarantine count", "a held page in the list", "negative"],
 )
-def test_the_integrity_check_notices_books_that_are_wrong(spoil: Callable[[BlockPool], object], says: str) -> None:
+def test_the_integrity_check_detects_wrong_counts(spoil: Callable[[BlockPool], object], says: str) -> None:
     pool = BlockPool(2)
     pool.check_integrity()
     spoil(pool)
@@ -117,7 +117,7 @@ def test_the_integrity_check_notices_books_that_are_wrong(spoil: Callable[[Block
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of calls keeps I1 and never hands out a block twice."""
+    """Any order of calls keeps invariant I1, and no block is allocated twice."""
 
     def __init__(self) -> None:
         super().__init__()

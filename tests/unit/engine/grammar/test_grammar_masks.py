@@ -18,7 +18,7 @@ SECONDS = 30.0
 
 
 class HeldVocabulary(GrammarVocabulary):
-    """A vocabulary whose compilations wait until they are let go, or fail."""
+    """A vocabulary whose compilations wait until the test releases them, or fail."""
 
     def __init__(self) -> None:
         super().__init__(tiny.tokenizer(tiny.config()))

@@ -1,4 +1,4 @@
-"""KV prefetches in the engine: blocks that no sequence waits for, and how they are reported."""
+"""KV prefetches in the engine: loads of blocks for later requests, and their outcomes."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.loads.kv_prefetch import KvPrefetchRequest
 from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 
-PROMPT = [(3 * i + 1) % (VOCAB - 1) for i in range(18)]  # four full blocks of four and two tokens
+PROMPT = [(3 * i + 1) % (VOCAB - 1) for i in range(18)]  # four full blocks of four tokens, and two tokens
 
 
 class Loader:
-    """Keeps what was started; `land` copies tokens into the pages as a transport would."""
+    """A loader that records the loads; `land` copies tokens into the pages as a transport would."""
 
     def __init__(self, runner: ArithmeticRunner) -> None:
         self.runner = runner
@@ -74,7 +74,9 @@ def test_blocks_fetched_ahead_are_a_local_hit(engine_and_loader: tuple[Engine, L
     assert loader.runner.steps[0].scheduled[0].num_computed == 16
 
 
-def test_a_failed_one_lists_nothing_and_its_pages_stay_until_quiet(engine_and_loader: tuple[Engine, Loader]) -> None:
+def test_a_failed_prefetch_lists_no_block_and_its_pages_stay_in_quarantine_until_quiet(
+    engine_and_loader: tuple[Engine, Loader],
+) -> None:
     engine, loader = engine_and_loader
     engine.prefetch_kv(ahead(engine, 0, 3))
     job, request_id, targets = loader.started[0]
@@ -90,18 +92,18 @@ def test_a_failed_one_lists_nothing_and_its_pages_stay_until_quiet(engine_and_lo
     assert len(engine.allocator.index) == 0
 
 
-def test_no_page_is_taken_that_is_likely_to_be_wanted(engine_and_loader: tuple[Engine, Loader]) -> None:
+def test_a_prefetch_takes_no_page_below_the_reserve(engine_and_loader: tuple[Engine, Loader]) -> None:
     engine, loader = engine_and_loader
     held = engine.allocator.pool.allocate(10)
     assert held is not None
-    engine.prefetch_kv(ahead(engine, 0, 3))  # would leave 3 of 16 free
+    engine.prefetch_kv(ahead(engine, 0, 3))  # 3 of 16 pages would stay free
     assert loader.started == []
     assert "too few free pages" in str(engine.step().loads[0].failure)
     engine.allocator.pool.release(held)
     assert_idle(engine)
 
 
-def test_what_is_here_already_is_not_fetched(engine_and_loader: tuple[Engine, Loader]) -> None:
+def test_cached_blocks_are_not_fetched(engine_and_loader: tuple[Engine, Loader]) -> None:
     engine, loader = engine_and_loader
     engine.add(a_request("r", PROMPT, max_tokens=1))
     run_until_idle(engine)
@@ -118,7 +120,7 @@ def test_without_a_loader_there_is_no_prefetch() -> None:
     assert_idle(engine)
 
 
-def test_an_exporting_prompt_tells_of_its_blocks_chunk_by_chunk() -> None:
+def test_an_exporting_prompt_reports_its_blocks_chunk_by_chunk() -> None:
     engine, runner = an_engine(num_blocks=16)
     engine.scheduler.limits = type(engine.scheduler.limits)(
         token_budget=8, max_chunk_tokens=8, max_sequences=4, reserve_share=0.0
@@ -139,7 +141,7 @@ def test_an_exporting_prompt_tells_of_its_blocks_chunk_by_chunk() -> None:
     assert runner.steps
 
 
-def test_a_sequence_that_keeps_says_where_its_full_blocks_are() -> None:
+def test_a_sequence_that_keeps_its_blocks_reports_them() -> None:
     engine, _ = an_engine(num_blocks=16)
     request = a_request("r", PROMPT, max_tokens=5)
     engine.add(type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"keeps": True}))
@@ -148,15 +150,19 @@ def test_a_sequence_that_keeps_says_where_its_full_blocks_are() -> None:
         updates += engine.step().updates
     kept = updates[-1].kept
     assert kept is not None
-    assert (kept.num_tokens, len(kept.blocks)) == (20, 5), "18 prompted and 5 drawn: the last one is not computed"
+    assert (kept.num_tokens, len(kept.blocks)) == (20, 5), (
+        "KV of 18 prompt tokens and 4 of 5 sampled ones: the KV of the last token is not computed"
+    )
     assert_idle(engine)
     pool = engine.allocator.pool
-    assert [pool.epochs[b] for b in kept.blocks] == list(kept.epochs), "nothing holds them, nothing has changed them"
+    assert [pool.epochs[b] for b in kept.blocks] == list(kept.epochs), (
+        "the blocks are free and their content is unchanged"
+    )
     pool.release(pool.allocate(16) or [])
     assert all(pool.epochs[b] != e for b, e in zip(kept.blocks, kept.epochs, strict=True))
 
 
-def test_one_too_short_for_a_block_keeps_nothing() -> None:
+def test_a_sequence_shorter_than_a_block_keeps_no_block() -> None:
     engine, _ = an_engine(num_blocks=16)
     request = a_request("r", [1], max_tokens=1)
     engine.add(type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"keeps": True}))

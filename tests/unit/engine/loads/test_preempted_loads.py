@@ -21,7 +21,7 @@ OLD_TOKENS, YOUNG_TOKENS = 28, 8
 
 
 class DictTiers:
-    """Keeps "KV" of the arithmetic runner by name; answers and loads at once, or when the test says so."""
+    """Tiers that hold "KV" of the arithmetic runner by name, and answer and load at once or on request of the test."""
 
     object_blocks = 2
     held_share = 1.0
@@ -31,7 +31,7 @@ class DictTiers:
         self.engine, self.runner = engine, runner
         self.kept: dict[bytes, list[list[int | None]]] = {}
         self.is_late = False
-        """Answers of `ask` do not come before `answer`."""
+        """If true, `ask` returns no answer; the test sends it with `answer`."""
         self.fails = False
         self.asked: list[tuple[RequestId, list[ObjectKey]]] = []
         self.started: list[tuple[RequestId, TierSource, int, int]] = []
@@ -79,7 +79,9 @@ class DictTiers:
 
 
 def a_case(policy: LoadPolicy = LoadPolicy.ALWAYS) -> tuple[Engine, ArithmeticRunner, DictTiers]:
-    """Twelve pages, and two sequences of which the older grows over all of them."""
+    """Return an engine of twelve pages, its runner and tiers, with two sequences; the older one grows until it takes
+    all pages.
+    """
     engine, runner = an_engine(num_blocks=12, limits=small_limits())
     engine._prices = PriceBook(policy)
     tiers = DictTiers(engine, runner)
@@ -109,7 +111,7 @@ def finish(engine: Engine, tokens: dict[str, list[int]]) -> None:
 
 
 def recomputed(runner: ArithmeticRunner) -> int:
-    """Tokens of the young sequence that were computed more than once."""
+    """Return the number of tokens of the young sequence that were computed more than once."""
     spans = [s for plan in runner.steps for s in plan.scheduled if s.request_id == "young"]
     return sum(s.num_scheduled for s in spans) - (len(YOUNG) + YOUNG_TOKENS - 1)
 
@@ -122,7 +124,7 @@ def test_a_preempted_sequence_loads_the_full_objects_of_prompt_and_answer() -> N
     tiers.asked.clear()
     finish(engine, tokens)
     assert engine.scheduler.num_preemptions == 1
-    assert lost > 24, "a whole object holds tokens of the answer too"
+    assert lost > 24, "the objects include output tokens"
     assert [(name, first, count) for name, _, first, count in tiers.started] == [("young", 0, 6)]
     assert recomputed(runner) == lost - 1 - 24
 
@@ -134,7 +136,7 @@ def test_blocks_that_are_still_cached_are_not_loaded() -> None:
     engine.abort(RequestId("old"))
     tokens["old"] = expected_tokens(OLD, OLD_TOKENS)
     finish(engine, tokens)
-    assert sum(count for _, _, _, count in tiers.started) <= 1, "the page that the older one took"
+    assert sum(count for _, _, _, count in tiers.started) <= 1, "only the page that the older sequence overwrote"
     assert recomputed(runner) < 4
 
 
@@ -149,7 +151,7 @@ def test_it_does_not_wait_for_tiers_that_have_not_answered() -> None:
     while engine.scheduler.num_waiting:
         step(engine, tokens)
     assert engine.load().loading == 0
-    tiers.answer()  # too late: the sequence runs, and goes on as if nothing had come
+    tiers.answer()  # too late: the sequence runs already and ignores the answer
     finish(engine, tokens)
     assert tiers.started == []
     assert recomputed(runner) > 20
@@ -194,7 +196,7 @@ def test_a_load_that_fails_costs_time_only() -> None:
     assert recomputed(runner) > 20
 
 
-def test_an_abort_of_a_preempted_sequence_forgets_its_question() -> None:
+def test_an_abort_of_a_preempted_sequence_drops_its_lookup() -> None:
     engine, _, tiers = a_case()
     tokens: dict[str, list[int]] = {}
     while "young" not in tokens:
@@ -230,7 +232,7 @@ def test_any_mix_of_preemptions_and_answers_gives_each_its_own_tokens(
         tiers.fails = fails[turn % len(fails)]
         tiers.is_late = late[turn % len(late)] and bool(tokens)
         if tiers.asked and late[turn % len(late) - 1]:
-            tiers.answer()  # to whatever was asked last, perhaps again
+            tiers.answer()  # answers the latest lookup, perhaps a second time
         step(engine, tokens)
     assert engine.is_idle
     for (name, prompt), (_, most) in zip(prompts.items(), requests, strict=True):

@@ -22,7 +22,7 @@ SECONDS = 30.0
 
 
 class HeldRunner:
-    """Holds every step from the `first`-th on until let go, so that a test can act while a step runs."""
+    """Blocks every step from the `first`-th on until `go` is set, so that a test can act while a step runs."""
 
     def __init__(self, runner: ArithmeticRunner, *, first: int = 1) -> None:
         self._run: Callable[[StepPlan], StepResult] = runner.run
@@ -43,7 +43,9 @@ class HeldRunner:
 
 @asynccontextmanager
 async def running(engine: Engine) -> AsyncIterator[tuple[EngineLoop, list[BaseException]]]:
-    """The engine on its thread, and what it reported as failure; idle when it has stopped."""
+    """Run the engine on its thread; yield the loop and its failures. Without a failure, the engine must be idle after
+    the stop.
+    """
     failures: list[BaseException] = []
     loop = EngineLoop(engine, CommandQueue(), name="engine under test", on_failure=failures.append)
     loop.start()
@@ -63,7 +65,7 @@ async def tokens_of(stream: EngineStream) -> list[int]:
     return [t.token_id for item in await everything(stream) if item.update is not None for t in item.update.tokens]
 
 
-async def test_each_stream_hears_its_own_tokens_in_order_and_then_ends() -> None:
+async def test_each_stream_gets_its_own_tokens_in_order_and_then_ends() -> None:
     engine, _ = an_engine()
     async with running(engine) as (loop, failures):
         prompts = {f"r{i}": [i, i + 1] for i in range(6)}
@@ -148,13 +150,13 @@ async def test_a_full_line_is_an_error_of_one_stream() -> None:
                 assert await tokens_of(second) == expected_tokens([2], 4)
 
 
-async def test_a_stream_closed_while_its_export_is_under_way_gives_the_pages_back() -> None:
+async def test_a_stream_closed_during_the_step_of_its_export_releases_the_pages() -> None:
     engine, runner = an_engine()
     held = runner.run = HeldRunner(runner)  # type: ignore[method-assign, assignment]
     async with running(engine) as (loop, _):
         with loop.submit(a_request("leaves", [1] * 10, exports=True)):
             await held.wait_reached()
-        held.go.set()  # the step ends, and with it an export that will not be offered
+        held.go.set()  # the step ends; its export has no reader
         with loop.submit(a_request("after", [2])) as after:
             await everything(after)  # results are delivered in step order, so the exporting step has ended
     assert engine.load().exports == 0
@@ -166,7 +168,7 @@ async def test_a_stream_closed_with_an_untaken_export_releases_its_pages() -> No
         with loop.submit(a_request("leaves", [1] * 10, exports=True)) as stream:
             with loop.submit(a_request("beside", [2], max_tokens=9)) as beside:
                 await everything(beside)
-            assert stream.finished, "the export lies in the stream, unread"
+            assert stream.finished, "the export is in the stream and has not been read"
     assert engine.load().exports == 0
 
 
@@ -195,7 +197,7 @@ async def test_a_closed_stream_aborts_its_request() -> None:
         held.go.set()
         with loop.submit(a_request("after", [2], max_tokens=2)) as after:
             await everything(after)
-    assert held.steps <= 6, "the other 97 tokens were not computed"
+    assert held.steps <= 6, "the remaining tokens were not computed"
 
 
 async def test_what_is_ready_is_taken_without_waiting_and_an_error_stays_for_the_next_read() -> None:
@@ -227,7 +229,7 @@ async def test_an_engine_failure_reaches_every_stream_and_the_failure_callback()
         await held.wait_reached()
         streams.append(loop.submit(a_request("meanwhile", [3])))
         held.go.set()
-        for stream in streams[:2]:  # the step that failed computed these, so one of them may be the cause
+        for stream in streams[:2]:  # these requests were in the failed step, so either may be the cause
             with stream, pytest.raises(InvariantBroken) as caught:
                 await everything(stream)
             assert caught.value.reason == STEP_FAILED
@@ -259,7 +261,7 @@ async def test_stop_ends_open_streams_after_the_step_in_progress() -> None:
     stream = loop.submit(a_request("open", [1], max_tokens=100))
     await held.wait_reached()
     stopping = asyncio.create_task(loop.stop())
-    await asyncio.sleep(0)  # let it ask
+    await asyncio.sleep(0)  # lets `stop` post its command
     held.go.set()
     await stopping
     assert len([item for item in stream.take_ready() if item.update is not None]) <= 2
@@ -273,6 +275,6 @@ async def test_nothing_is_taken_after_stop() -> None:
     engine, _ = an_engine()
     async with running(engine) as (loop, _):
         pass
-    with pytest.raises(Unavailable):  # rather than a stream without a writer
+    with pytest.raises(Unavailable):  # the stream would never end
         loop.submit(a_request("late", [1]))
     await loop.stop()

@@ -1,4 +1,4 @@
-"""Kernels that lack a feature are not chosen, and are refused by name when they are asked for."""
+"""Kernel families that lack a feature of the model are not chosen by `auto`, and are refused by name when selected."""
 
 from dataclasses import replace
 

@@ -17,7 +17,7 @@ from kvferry.model.families.rope_fields import read_rope
 
 HEAD_DIM, MOST = 32, 4096
 EXACT = 6e-7
-"""Relative error of float32 operations: transformers also rounds the exponents."""
+"""Tolerance of the relative error of float32 operations, because transformers also rounds the exponents."""
 FACTORS = [1.0 + 0.25 * i for i in range(HEAD_DIM // 2)]
 SCALINGS: dict[str, dict[str, object]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -44,7 +44,7 @@ SCALINGS: dict[str, dict[str, object]] = {
 
 
 def config_of(scaling: dict[str, object], share: float = 1.0) -> tuple[ModelConfig, LlamaConfig]:
-    """Our configuration, as read from a file, and that of transformers."""
+    """Return our configuration, read from a file, and that of transformers."""
     count = int(HEAD_DIM * share) // 2
     factors = {key: value[:count] for key, value in scaling.items() if isinstance(value, list)}
     parameters = {"rope_theta": 50000.0, "partial_rotary_factor": share, **scaling, **factors}

@@ -1,4 +1,4 @@
-"""Admission leaves admitted prompts the pages they still lack: long prompts do not preempt each other."""
+"""Admission reserves the pages that admitted prompts still need, so long prompts do not preempt each other."""
 
 from harness.fakes.engines import (
     ArithmeticRunner,
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from kvferry.engine.engine import Engine
 
 
-def test_a_second_long_prompt_waits_for_the_pages_that_the_first_still_lacks() -> None:
-    # Ten pages of 4. Each prompt needs 6; after its first chunk each holds 2, so both look as if they fit.
+def test_a_second_long_prompt_waits_for_the_pages_reserved_for_the_first() -> None:
+    # Ten pages of 4 tokens. Each prompt needs 6 pages; after the first chunk each has 2, so 6 pages would be free for
+    # both.
     engine, runner = an_engine(num_blocks=10, limits=small_limits(token_budget=16, max_chunk_tokens=8))
     one, two = list(range(24)), list(range(40, 64))
     engine.add(a_request("one", one, max_tokens=1))
@@ -27,7 +28,7 @@ def test_a_second_long_prompt_waits_for_the_pages_that_the_first_still_lacks() -
     assert shares(runner) == [*[[("one", 8)]] * 3, *[[("two", 8)]] * 3]
 
 
-def test_a_prompt_that_fits_beside_what_is_owed_is_admitted_at_once() -> None:
+def test_a_prompt_that_fits_beside_the_reserved_pages_is_admitted_at_once() -> None:
     engine, runner = an_engine(num_blocks=12, limits=small_limits(token_budget=16, max_chunk_tokens=8))
     engine.add(a_request("one", list(range(24)), max_tokens=1))
     engine.add(a_request("two", list(range(40, 64)), max_tokens=1))
@@ -35,13 +36,13 @@ def test_a_prompt_that_fits_beside_what_is_owed_is_admitted_at_once() -> None:
     assert shares(runner) == [[("one", 8), ("two", 8)]] * 3
 
 
-def test_pages_that_a_cached_prefix_shares_are_not_owed_twice() -> None:
+def test_shared_pages_of_a_cached_prefix_are_reserved_once() -> None:
     engine, runner = an_engine(num_blocks=12, limits=small_limits(token_budget=24, max_chunk_tokens=8))
     prefix = list(range(16))
     engine.add(a_request("warm", [*prefix, 1], max_tokens=1))
     run_until_idle(engine)
     steps = len(runner.steps)
-    for name in ("one", "two"):  # four pages shared, four of their own each
+    for name in ("one", "two"):  # four pages are shared, and each prompt has four more
         engine.add(a_request(name, [*prefix, *[ord(name[0]) % 90] * 16], max_tokens=1))
     run_until_idle(engine)
     assert shares(runner)[steps:] == [[("one", 8), ("two", 8)]] * 2

@@ -107,9 +107,11 @@ def test_a_token_on_the_device_is_that_of_the_same_sequence_at_the_same_position
     places.drew(prompt, on_device=True)
     assert places.is_drawn_here(scheduled("a", [1], 3, computed=4))
     assert not places.is_drawn_here(scheduled("a", [1], 3, computed=3))
-    assert not places.is_drawn_here(scheduled("a", [1], 4, computed=4)), "the same name with another table"
+    assert not places.is_drawn_here(scheduled("a", [1], 4, computed=4)), "the same request id with another block table"
     places.drew(prompt, on_device=False)
     assert not places.is_drawn_here(scheduled("a", [1], 3, computed=4))
     unknown = scheduled("a", [1], 0, computed=0, count=4)
     places.drew(unknown, on_device=True)
-    assert not places.is_drawn_here(scheduled("a", [1], 0, computed=4)), "nobody knows whose table it is"
+    assert not places.is_drawn_here(scheduled("a", [1], 0, computed=4)), (
+        "without a table version, the sequence cannot be identified"
+    )

@@ -1,4 +1,6 @@
-"""Constrained sequences in the scheduler: the masked tokens, in any order of late masks, chunks and preemptions."""
+"""Constrained sequences in the scheduler: the tokens are those of a masked run in any order of late masks, chunks and
+preemptions.
+"""
 
 from dataclasses import replace
 
@@ -52,7 +54,7 @@ def test_an_engine_whose_only_sequence_waits_for_its_mask_runs_no_step() -> None
     engine.add(with_constraint(a_request("c", [1, 2, 3], max_tokens=1)))
     masks.made[0].late = 5
     assert engine.step().ran
-    assert not engine.step().ran, "the owner waits for a message instead of spinning"
+    assert not engine.step().ran, "without runnable sequences the engine runs no step"
     assert run_until_idle(engine)["c"] == masked_tokens([1, 2, 3], 1)
 
 

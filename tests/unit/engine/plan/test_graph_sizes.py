@@ -1,4 +1,4 @@
-"""Sizes of captured steps: every batch has one with little padding, and their memory is known before they are made."""
+"""Sizes of captured steps: each batch has a size with little padding; their memory is computed before the capture."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,6 @@
-"""Steps launched before the previous one is read: the same tokens, no leftovers, and never where results differ."""
+"""Steps launched before the previous result is read: the same tokens, and no state left; not where a step depends on
+sampled tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +22,7 @@ from kvferry.engine.plan.step_budget import SchedulerLimits
 
 
 class Late:
-    """A step whose tokens are computed when it begins and known when it is read."""
+    """A step whose tokens are computed at its launch and returned when its result is read."""
 
     def __init__(self, result: StepResult, runner: "AheadArithmetic") -> None:
         self._result, self._runner = result, runner
@@ -33,7 +35,7 @@ class Late:
 
 
 class AheadArithmetic(ArithmeticRunner):
-    """Knows the tokens that it drew last, as a device does; the host's lists may be a token short."""
+    """Keeps the tokens that it sampled last, as a device does, because the host's lists may lack the last token."""
 
     def __init__(self, num_blocks: int, block_tokens: int, stops: Sequence[int] = ()) -> None:
         super().__init__(num_blocks, block_tokens)
@@ -104,7 +106,7 @@ def test_tokens_are_the_same_and_most_steps_are_ahead() -> None:
     assert run(engine) == {name: expected_tokens(prompt, 12) for name, prompt in prompts.items()}
     assert runner.most_unread == 2
     assert runner.unread == 0
-    assert len(runner.steps) == 12, "length is known before, so no step is for nothing"
+    assert len(runner.steps) == 12, "the number of tokens is known in advance, so no superfluous step runs"
     assert engine.is_idle
 
 
@@ -138,13 +140,13 @@ def test_an_abort_between_two_steps_and_its_name_used_again(reused: bool) -> Non
     assert (engine.is_idle, runner.unread) == (True, 0)
 
 
-def test_an_abort_of_everybody_waits_for_the_step_and_forgets_it() -> None:
+def test_an_abort_of_all_requests_waits_for_the_running_step() -> None:
     engine, runner = ahead_engine()
     engine.add(asked("a", [1, 2, 3]))
     for _ in range(3):
         engine.step()
     engine.abort(RequestId("a"))
-    assert engine.load().blocks_quarantined == 1, "the step under way writes to its last page"
+    assert engine.load().blocks_quarantined == 1, "the running step writes to the sequence's last page"
     assert run(engine) == {}
     assert engine.is_idle
     engine.add(asked("b", [1, 2, 3, 4, 5, 6], max_tokens=3))
@@ -152,7 +154,7 @@ def test_an_abort_of_everybody_waits_for_the_step_and_forgets_it() -> None:
     assert runner.unread == 0
 
 
-def test_short_of_pages_it_goes_on_one_by_one() -> None:
+def test_without_free_pages_steps_are_not_launched_ahead() -> None:
     limits = SchedulerLimits(token_budget=64, max_chunk_tokens=64, max_sequences=8, reserve_share=0.0)
     engine, runner = ahead_engine(num_blocks=9, limits=limits)
     prompts = {"a": [1, 2, 3], "b": [4, 5, 6, 7], "c": [8, 9]}
@@ -193,7 +195,7 @@ def test_while_a_request_waits_for_a_place_steps_run_ahead_with_an_attempt_to_ad
     engine.scheduler.schedule = counted  # type: ignore[method-assign]
     assert run(engine) == {"a": expected_tokens([1], 25), "b": expected_tokens([2], 4)}
     assert [len(p.scheduled) for p in runner.steps] == [1] * 29
-    assert attempts == 4, "the first step, steps 10 and 19, and the first step of b"
+    assert attempts == 4, "scheduled for the first step, at steps 10 and 19, and for the first step of b"
 
 
 def test_an_arrival_ends_the_steps_ahead() -> None:
@@ -204,7 +206,9 @@ def test_an_arrival_ends_the_steps_ahead() -> None:
     engine.add(asked("b", [2], max_tokens=3))
     engine.step()
     engine.step()
-    assert [len(p.scheduled) for p in runner.steps] == [1, 1, 1, 1, 2, 2], "the step under way, then both"
+    assert [len(p.scheduled) for p in runner.steps] == [1, 1, 1, 1, 2, 2], (
+        "the step that was launched ahead has one sequence, the next steps have both"
+    )
     assert run(engine)["b"] == expected_tokens([2], 3)[1:]
 
 

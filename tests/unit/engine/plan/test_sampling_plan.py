@@ -53,11 +53,11 @@ def wishing(**wishes: object) -> ScheduledSequence:
         (wishing(temperature=1.0, seed=1, logprobs=3), SamplingPath.HOST),
     ],
 )
-def test_who_draws(sequence: ScheduledSequence, way: SamplingPath) -> None:
+def test_which_rows_are_sampled_on_the_device(sequence: ScheduledSequence, way: SamplingPath) -> None:
     assert sampling_path(sequence) is way
 
 
-def test_only_penalties_and_bad_words_of_several_tokens_must_know_the_tokens_before() -> None:
+def test_only_penalties_and_bad_words_of_several_tokens_depend_on_earlier_tokens() -> None:
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     assert all(reads_tokens(wishing(**{name: 0.5})) for name in penalties)
     assert not reads_tokens(wishing(temperature=1.0, seed=1, logit_bias={1: 1.0}))

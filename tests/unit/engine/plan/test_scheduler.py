@@ -25,7 +25,7 @@ from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_draws_only_after_the_last() -> None:
-    # Chunked prefill as worked out in "Inside vLLM": threshold 8, B = 4, a prompt of 18.
+    # Chunked prefill as worked out in "Inside vLLM": threshold 8, block size 4, a prompt of 18 tokens.
     engine, runner = an_engine(limits=small_limits(max_chunk_tokens=8))
     engine.add(a_request("a", list(range(18)), max_tokens=1))
     counters: list[tuple[int, int, bool]] = []
@@ -41,12 +41,12 @@ def test_a_long_prompt_is_computed_in_chunks_and_draws_only_after_the_last() -> 
         )
         blocks.append(engine.load().blocks_total - engine.load().blocks_free)
     assert counters == [(0, 8, False), (8, 8, False), (16, 2, True)]
-    assert blocks == [2, 4, 0], "two blocks, four, and all back at the end"
+    assert blocks == [2, 4, 0], "two blocks, then four, and all are free at the end"
     assert engine.is_idle
 
 
 def test_two_counters_move_as_the_unified_table_says() -> None:
-    # Prompt 10 under a budget of 4: (C, N) = (0,10) (4,10) (8,10) (10,10) -> (10,11), then decode.
+    # Prompt of 10 tokens, budget 4: (computed, known) = (0,10) (4,10) (8,10) (10,10) -> (10,11), then decode.
     engine, runner = an_engine(limits=small_limits(token_budget=4))
     engine.add(a_request("a", list(range(10)), max_tokens=3))
     run_until_idle(engine)
@@ -64,12 +64,13 @@ def test_a_preempted_sequence_keeps_its_tokens_and_computes_them_in_one_go() -> 
     assert tokens["old"] == expected_tokens(old, 9)
     assert tokens["young"] == expected_tokens(young, 9)
     resumed = [s for p in runner.steps for s in p.scheduled if s.request_id == "young" and s.num_scheduled > 1]
-    assert len(resumed) >= 2, "computed once as a prompt, once again after the preemption"
+    assert len(resumed) >= 2, "computed once as a prompt, and once more after the preemption"
     assert engine.is_idle
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
-    # "Inside vLLM": B = 4, prefix 1..8; the second request computes 3 tokens and takes one new block.
+    # "Inside vLLM": block size 4, common prefix of 8 tokens; the second request computes 3 tokens and takes one new
+    # block.
     engine, runner = an_engine()
     prefix = [1, 2, 3, 4, 5, 6, 7, 8]
     engine.add(a_request("one", [*prefix, 9, 10, 2], max_tokens=9))
@@ -82,11 +83,15 @@ def test_a_shared_prefix_is_computed_once() -> None:
     shared = second.block_ids or runner.steps[0].scheduled[0].block_ids
     assert shared is not None
     first = next(s for s in runner.steps[-1].scheduled if s.request_id == "one")
-    assert [engine.allocator.pool.refs(b) for b in first.block_ids[:2]] == [1, 1], "two is done, one still holds them"
+    assert [engine.allocator.pool.refs(b) for b in first.block_ids[:2]] == [1, 1], (
+        "request two has ended; the other request still holds the shared blocks"
+    )
     run_until_idle(engine)
     engine.add(a_request("three", [*prefix, 40], max_tokens=1))
     engine.step()
-    assert runner.steps[-1].scheduled[0].num_computed == 8, "freed blocks are still a hit until they are taken"
+    assert runner.steps[-1].scheduled[0].num_computed == 8, (
+        "freed blocks stay in the prefix index until they are allocated again"
+    )
 
 
 def test_tenants_do_not_share_blocks() -> None:
@@ -110,7 +115,7 @@ def test_a_prompt_waits_for_its_turn_at_the_allowance_and_a_fetch_does_not() -> 
     engine.add(a_request("second", list(range(20, 26)), max_tokens=1))
     engine.step()
     assert shares(runner)[2] == [("short", 1), ("first", 1)]
-    assert engine.scheduler.num_waiting == 1, "first has used the allowance up"
+    assert engine.scheduler.num_waiting == 1, "the first prompt has used the whole allowance"
     engine.abort(RequestId("second"))
     HeldLoader(engine)
     engine.add(remote_request([1, *range(30, 40)]))
@@ -124,7 +129,7 @@ def test_the_first_that_does_not_fit_ends_admission() -> None:
     engine.add(a_request("huge", list(range(30, 54)), max_tokens=4))
     engine.add(a_request("small", [1, 2], max_tokens=1))
     engine.step()
-    assert shares(runner)[0] == [("big", 20)], "small would fit, but must not overtake huge for ever"
+    assert shares(runner)[0] == [("big", 20)], "the small request would fit, but must not overtake the huge one"
     assert set(run_until_idle(engine)) == {"big", "huge", "small"}
 
 
@@ -165,7 +170,7 @@ def test_the_decode_side_starts_at_prompt_computed_and_one_more_to_go() -> None:
     engine.add(remote_request(tokens))
     assert engine.step().ran is False
     assert [(s[2], len(s[3])) for s in loader.started] == [(0, 3)]
-    for i, block in enumerate(loader.started[0][3]):  # what the transport does
+    for i, block in enumerate(loader.started[0][3]):  # copies the pages as the transport does
         runner.pages[block][:] = [*tokens[i * 4 : i * 4 + 4], None, None, None, None][:4]
         if i == 2:
             runner.pages[block][2:] = [None, None]
@@ -183,7 +188,7 @@ def test_only_the_blocks_that_are_lacking_are_fetched() -> None:
     run_until_idle(engine)
     engine.add(remote_request([*prompt, 5]))
     engine.step()
-    assert [(s[2], len(s[3])) for s in loader.started] == [(2, 1)], "blocks 0 and 1 were cached here"
+    assert [(s[2], len(s[3])) for s in loader.started] == [(2, 1)], "blocks 0 and 1 were in the local prefix cache"
 
 
 def test_a_failed_load_is_computed_instead_and_its_pages_wait_for_the_transport() -> None:
@@ -214,7 +219,7 @@ def test_when_quarantine_is_full_the_next_request_is_computed_at_once() -> None:
     tokens = [*prompt, expected_tokens(prompt, 1)[0]]
     engine.add(remote_request(tokens))
     engine.step()
-    assert len(loader.started) == 1, "one stalled request's worth of pages is stuck already"
+    assert len(loader.started) == 1, "the pages of the stalled request fill the quarantine"
     output = engine.step()
     assert "quarantine is full: 3 of" in str(output.loads[0].failure)
     engine.post(PagesQuiet(loader.started[0][0]))
@@ -332,7 +337,7 @@ def test_invalid_results_of_a_runner_stop_the_engine() -> None:
 
 def test_the_scheduler_refuses_what_the_pool_can_never_hold() -> None:
     engine, _ = an_engine(num_blocks=4, block_tokens=4, max_model_tokens=1000)
-    assert engine.max_model_tokens == 16, "the engine promises no more than its pages"
+    assert engine.max_model_tokens == 16, "the engine does not admit more tokens than its pages hold"
     sequence = Sequence(RequestId("a"), [1], 1, SamplingParams(), engine.namer(""), 17, frozenset())
     with pytest.raises(InvariantBroken, match="more blocks than the pool has"):
         engine.scheduler.add(sequence)
@@ -340,7 +345,7 @@ def test_the_scheduler_refuses_what_the_pool_can_never_hold() -> None:
 
 
 def test_a_spent_budget_leaves_running_sequences_for_the_next_step() -> None:
-    # Loads do not count against the budget, so three may come to run at once where two fit a step.
+    # Loads do not count against the budget, so three sequences may run at once where two fit in a step.
     engine, runner = an_engine(limits=small_limits(token_budget=2))
     loader = HeldLoader(engine)
     prompts = {name: [10 * i, 1, 2, 3] for i, name in enumerate("abc")}
@@ -391,10 +396,10 @@ def workloads(draw: st.DrawFn) -> tuple[int, SchedulerLimits, list[tuple[list[in
     requests = draw(
         st.lists(
             st.tuples(
-                st.lists(st.integers(0, 9), min_size=1, max_size=12),  # tail of the prompt
+                st.lists(st.integers(0, 9), min_size=1, max_size=12),  # number of prompt tokens after the common prefix
                 st.integers(1, 8),  # max_tokens
-                st.integers(0, 30),  # step at which it is aborted, if below 20
-                st.booleans(),  # exports
+                st.integers(0, 30),  # step at which the request is aborted, if below 20
+                st.booleans(),  # whether the request exports its pages
             ),
             min_size=1,
             max_size=8,

@@ -67,7 +67,7 @@ def a_device_runner() -> Runner:
 
 
 def continued(runner: Runner, sampling: SamplingParams, count: int) -> list[SampledToken]:
-    """Sample `count` tokens after four tokens, one in each step."""
+    """Sample `count` tokens after four tokens, one per step."""
     tokens, sampled = TOKENS[:4], []
     for _ in range(count):
         item = share("x", 12, computed=0, end=len(tokens), sampled=1, sampling=sampling, tokens=tokens)
@@ -126,7 +126,7 @@ def test_sampled_rows_are_the_last_of_each_sequence() -> None:
     )
     assert build_batch(plan, block_tokens=4).sample_rows.tolist() == [3, 6, 7, 8]
     rows = drawn_rows(plan.scheduled)
-    assert rows[0] is plan.scheduled[1], "nothing is made for a sequence of one row"
+    assert rows[0] is plan.scheduled[1], "one sampled row per sequence needs no extra array"
     assert [(s.request_id, list(s.token_ids), s.num_computed + s.num_scheduled) for s in rows[1:]] == [
         ("three", TOKENS[:end], end) for end in (5, 6, 7)
     ]
@@ -138,7 +138,7 @@ def test_more_sampled_rows_than_scheduled_are_refused() -> None:
 
 
 class Guessing:
-    """Guesses the next tokens of each decoding sequence, some of them wrongly, as speculative decoding does."""
+    """Proposes the next tokens of each decoding sequence, some of them wrong, as speculative decoding does."""
 
     def __init__(self, runner: ArithmeticRunner, right: list[int]) -> None:
         self.runner, self.right, self.turn = runner, right, 0
@@ -152,7 +152,7 @@ class Guessing:
         return StepResult(outputs)
 
     def guess(self, item: ScheduledSequence, first: SequenceOutput) -> SequenceOutput:
-        """Return the output of a step of 1 + k tokens, of which the first 1 + `right` are accepted and written."""
+        """Return a step's output of 1 + k tokens, of which the first 1 + `right` are accepted and written."""
         self.turn += 1
         room = len(item.block_ids) * self.runner.block_tokens - len(item.token_ids)
         right = min(self.right[self.turn % len(self.right)], room)
@@ -178,7 +178,8 @@ def test_several_tokens_a_step_give_the_tokens_of_one_a_step(right: list[int], m
         if scheduler.is_idle:
             break
         plan = scheduler.schedule()
-        # This scheduler plans one token a sequence; the test adds the guesses to the plan that it books.
+        # This scheduler plans one token per sequence; the test adds the proposed tokens to the plan before it applies
+        # the results.
         result = guessing.run(plan)
         wide = StepPlan(tuple(_widened(s, result) for s in plan.scheduled), plan.copies)
         for update in scheduler.update(wide, result):

@@ -57,7 +57,9 @@ def test_when_the_computing_sequence_is_aborted_the_next_one_computes_the_rest()
     engine.step()
     engine.abort(RequestId("a"))
     engine.step()
-    assert shares(runner) == [[("a", 8)], [("b", 8)]], "from the cached first blocks of the aborted sequence"
+    assert shares(runner) == [[("a", 8)], [("b", 8)]], (
+        "it reuses the first blocks of the aborted sequence from the prefix cache"
+    )
     tokens = run_until_idle(engine)
     assert tokens == {"b": expected_tokens(_PROMPT, 1), "c": expected_tokens(_PROMPT, 1)}
     assert engine.is_idle
@@ -72,11 +74,13 @@ def test_samples_of_one_prompt_fetch_its_full_blocks_once() -> None:
         engine.add(a_request(name, tokens, max_tokens=3, num_generated=1, remote=remote))
     engine.step()
     assert [(s[1], s[2], len(s[3])) for s in loader.started] == [("a", 0, 5)]
-    for i, block in enumerate(loader.started[0][3]):  # the transport's writes
+    for i, block in enumerate(loader.started[0][3]):  # copies the pages as the transport does
         runner.pages[block][:] = [*_PROMPT[i * 4 : i * 4 + 4], None, None, None][:4]
     loader.end(None)
     engine.step()
-    assert [(s[1], s[2], len(s[3])) for s in loader.started[1:]] == [("b", 4, 1)], "only its partly filled block"
+    assert [(s[1], s[2], len(s[3])) for s in loader.started[1:]] == [("b", 4, 1)], (
+        "each further sample computes only the partly filled block"
+    )
     runner.pages[loader.started[1][3][0]][:] = [*_PROMPT[16:], None, None]
     loader.end(None)
     tokens_of = run_until_idle(engine)

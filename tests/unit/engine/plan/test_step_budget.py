@@ -14,7 +14,7 @@ def test_decodes_go_on_beside_a_long_prompt() -> None:
 
 
 def test_many_prompts_beside_a_decode_share_one_allowance() -> None:
-    """A chunk for each of them would keep the decode waiting for all of these chunks."""
+    """With a chunk for each prompt, the step would take as long as all of these chunks and delay the decode."""
     engine, runner = an_engine(limits=small_limits(max_chunk_tokens=8, max_mixed_tokens=12))
     engine.add(a_request("short", [1, 2, 3], max_tokens=6))
     engine.step()
@@ -38,7 +38,7 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     engine.step()
     engine.add(a_request("long", list(range(90)), max_tokens=1))
     engine.step()
-    assert shares(runner)[-1] == [("decodes", 1), ("long", 8)], "alone, it has all of the allowance"
+    assert shares(runner)[-1] == [("decodes", 1), ("long", 8)], "a prompt alone may use the whole allowance"
     engine.add(a_request("short", [7, 8, 9], max_tokens=1))
     engine.step()
     assert shares(runner)[-1] == [("decodes", 1), ("long", 4), ("short", 3)]

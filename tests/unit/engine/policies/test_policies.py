@@ -1,4 +1,4 @@
-"""Policies by worked examples, and equal tokens under all of them."""
+"""Scheduling policies by worked examples; tokens are equal under all of them."""
 
 import random
 
@@ -149,7 +149,7 @@ def test_tokens_do_not_depend_on_the_policy(
     aborted: set[str] = set()
     for number in range(12):
         name = f"r{number}"
-        start = [draw.randrange(3)] * 8 if draw.random() < 0.5 else []  # shared prefixes
+        start = [draw.randrange(3)] * 8 if draw.random() < 0.5 else []  # prompts share prefixes
         prompts[name] = [*start, *(draw.randrange(VOCAB - 1) for _ in range(draw.randrange(1, 20)))]
         engine.add(with_priority(a_request(name, prompts[name], max_tokens=8), draw.randrange(3)))
         for _ in range(draw.randrange(3)):
@@ -164,7 +164,7 @@ def test_tokens_do_not_depend_on_the_policy(
         if name not in aborted:
             assert tokens[name] == expected_tokens(prompt, 8)
     assert engine.is_idle
-    assert engine.statistics.num_open == 0, "the times of ended requests are dropped"
+    assert engine.statistics.num_open == 0, "times of ended requests are deleted"
     assert len(prompts) - len(aborted) <= engine.statistics.num_finished <= len(prompts)
 
 

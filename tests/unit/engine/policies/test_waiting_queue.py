@@ -1,4 +1,6 @@
-"""Queues by their definition: the sequence of the lowest rank, after any additions, removals and changes of rank."""
+"""Queues against their definition: the sequence with the lowest rank, after any additions, removals and changes of
+rank.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +60,7 @@ def test_shortest_first_ranks_anew_what_comes_first(entries: list[tuple[int, int
     for number in lengths:
         queue.add(a_sequence(number))
     for number, (before, more) in enumerate(entries):
-        lengths[number] = before + more  # evicted since: the earlier rank is too low
+        lengths[number] = before + more  # the cached blocks were evicted since, so the earlier rank is too low
     order = drain(queue)
     assert order == sorted(lengths, key=lambda number: (lengths[number], number))
 

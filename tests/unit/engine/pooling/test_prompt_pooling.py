@@ -1,4 +1,6 @@
-"""A pooled vector needs each of its rows once, in any chunks, and reuses no token before a row that it still needs."""
+"""Pooling takes each row that it needs once, for any chunks, and reuses no cached token before a row that it still
+needs.
+"""
 
 import numpy as np
 import pytest

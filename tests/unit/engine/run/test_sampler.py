@@ -48,7 +48,7 @@ def sequence(
 
 
 def definition(logits: Floats, p: SamplingParams, u: float) -> int:
-    """The draw by its words: sort everything, cut, walk."""
+    """Return the token by the definition: sort all tokens, apply the cuts, walk to the target."""
     weights = np.exp((logits - logits.max()) / p.temperature)
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     kept = order[: p.top_k] if p.top_k else order
@@ -68,7 +68,7 @@ def definition(logits: Floats, p: SamplingParams, u: float) -> int:
 
 
 def typical(kept: list[int], weights: Floats, mass: float) -> list[int]:
-    """The locally typical tokens among `kept`, in the order of `kept`."""
+    """Return the locally typical tokens among `kept`, in the order of `kept`."""
     positive = [i for i in kept if weights[i] > 0]
     total = weights[positive].sum()
     information = {i: -np.log(weights[i] / total) for i in positive}
@@ -108,20 +108,19 @@ def test_a_draw_is_what_the_definition_says(
     typical_p: float,
 ) -> None:
     logits = np.random.default_rng(seed).standard_normal(size) * spread
-    if levels:  # many equals
+    if levels:  # many equal logits
         logits = np.round(logits * levels) / levels
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p)
     drawn, expected = draw(logits, params, u), definition(logits, params, u)
     if drawn != expected:
-        # Sums in another order: only a target within rounding of a boundary may fall to the other side.
+        # The sums have another order, so a target within rounding error of a boundary may fall to either side.
         nudged = {definition(logits, params, min(max(u + d, 0), 1 - 2**-53)) for d in (-1e-12, 1e-12)}
         near = {definition(logits, replace(params, top_p=min(1.0, top_p * (1 + d))), u) for d in (-1e-12, 1e-12)}
         assert drawn in nudged | near or (typical_p < 1 and is_near_tie(logits, params))
 
 
 def is_near_tie(logits: Floats, p: SamplingParams) -> bool:
-    """Whether two tokens are so close to equally typical that rounding orders them, or a sum is so close to the
-    mass."""
+    """Return whether rounding may decide: two tokens are almost equally typical, or a sum almost equals the mass."""
     weights = np.exp((logits - logits.max()) / p.temperature)
     shares = weights[weights > 0] / weights.sum()
     information = -np.log(shares)
@@ -156,8 +155,8 @@ def test_typical_draws_follow_the_distribution_over_the_typical_tokens() -> None
     assert chi_square(frequencies(logits, SamplingParams()), shares) < 13.8
 
 
-def test_typical_sampling_drops_the_most_likely_token_where_it_says_too_little() -> None:
-    # The entropy is 2.164 nats: 0.4 has 0.916, the other tokens 2.996, which is nearer.
+def test_typical_sampling_drops_the_most_likely_token_where_its_information_is_far_from_the_entropy() -> None:
+    # The entropy is 2.164 nats. The token of probability 0.4 has 0.916 nats; the others have 2.996, which is nearer.
     logits = np.log(np.array([0.4, *[0.05] * 12]))
     counts = frequencies(logits, SamplingParams(typical_p=0.48))
     assert chi_square(counts, np.array([0.0, *[0.05] * 10, 0.0, 0.0])) < 27.9  # p = 0.001, nine degrees
@@ -167,7 +166,7 @@ def test_typical_sampling_drops_the_most_likely_token_where_it_says_too_little()
 def test_typical_sampling_refers_to_what_the_other_cuts_keep() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
     both = SamplingParams(top_k=2, typical_p=0.5)
-    # Of 4/7 and 3/7 the entropy is 0.683 nats: 4/7 is nearer (0.560 against 0.847), and enough for the mass.
+    # The entropy of (4/7, 3/7) is 0.683 nats. 4/7 is nearer (0.560 against 0.847) and reaches the mass alone.
     assert frequencies(logits, both, 200).tolist() == [200, 0, 0, 0]
 
 
@@ -191,9 +190,9 @@ def test_the_last_token_of_a_bad_word_is_banned_after_the_other_ones() -> None:
     def drawn(tokens: list[int], num_prompt: int) -> int:
         return sample(logits_of(logits), [sequence(params, tokens, num_prompt=num_prompt)])[0].token_id
 
-    assert drawn([7, 7, 8], 1) == 3, "both words are completed by the best tokens"
+    assert drawn([7, 7, 8], 1) == 3, "the best two tokens would complete both words"
     assert drawn([7, 8, 8], 1) == 1
-    assert drawn([7, 8], 1) == 1, "a word that begins in the prompt is not in the output"
+    assert drawn([7, 8], 1) == 1, "a bad word does not match a beginning in the prompt"
     assert drawn([7, 8], 0) == 3
     free = sample(logits_of(logits), [sequence(replace(params, bad_word_token_ids=((7, 8, 1),)), [9], num_prompt=1)])
     assert free[0].token_id == 1
@@ -298,7 +297,7 @@ def test_a_row_with_a_logit_that_is_not_finite_fails_alone(bad: float, params: S
     assert "is not finite" in failed.message
 
 
-def test_a_random_request_without_a_seed_breaks_the_invariant() -> None:
+def test_a_random_request_without_a_seed_breaks_an_invariant() -> None:
     with pytest.raises(InvariantBroken, match="has no seed"):
         sample(logits_of(torch.zeros(1, 4)), [sequence(SamplingParams())])
 

@@ -32,7 +32,7 @@ STEP = (PROMPT, OTHER, LAST)
 
 def test_scores_are_log_softmax_with_rank_and_alternatives() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(5)) * 3
-    logits[0, 4] = logits[0, 2]  # the token ties with a lower id
+    logits[0, 4] = logits[0, 2]  # equal to the logit of a lower id
     scores = score(logits_of(logits), STEP)
     assert scores.keys() == {"a", "c"}
     for request, rows in (("a", [(0, 4), (1, 1), (2, 5)]), ("c", [(5, 1)])):

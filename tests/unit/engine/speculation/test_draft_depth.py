@@ -1,4 +1,4 @@
-"""How many tokens a draft model proposes: as many as pay, and a few now and then to measure again."""
+"""Number of tokens that a draft model proposes: the most profitable number, and occasional probes for measurements."""
 
 import pytest
 
@@ -6,18 +6,18 @@ from kvferry.engine.speculation.draft_depth import DraftDepth
 
 
 def flat(price: float):
-    """Steps that cost the same for any number of rows."""
+    """Return a price that is the same for any number of rows."""
     return lambda rows: price
 
 
 def linear(price: float):
-    """Steps whose price is proportional to the rows."""
+    """Return a price that is proportional to the number of rows."""
     return lambda rows: price * rows
 
 
 def test_the_depth_maximizes_the_tokens_per_second() -> None:
     depth = DraftDepth(8)
-    # 1 + p + .. + p^m tokens in 1 + m / 10 seconds: the best m is 5 for p = 0.8.
+    # 1 + p + .. + p^m tokens in 1 + m / 10 seconds: for p = 0.8 the best m is 5.
     rates = {m: sum(0.8**i for i in range(m + 1)) / (1 + m / 10) for m in range(9)}
     assert depth.choose(1, 1, 0.8, flat(1.0), flat(0.1)) == max(rates, key=lambda m: rates[m])
     assert depth.choose(1, 1, 0.95, flat(1.0), flat(0.1)) == 8
@@ -31,11 +31,11 @@ def test_without_a_gain_nothing_is_proposed_but_a_probe_after_a_pause(probabilit
         chosen.append(depth.choose(2, 2, probability, verify, flat(draft)))
         depth.advance(chosen[-1])
     probes = [i for i, count in enumerate(chosen) if count]
-    assert probes == [64, 193], "the pause doubles"
+    assert probes == [64, 193], "the pause between probes doubles"
     assert {chosen[i] for i in probes} == {2}
 
 
-def test_a_question_alone_changes_nothing() -> None:
+def test_choose_alone_changes_no_state() -> None:
     depth = DraftDepth(8)
     for _ in range(100):
         assert depth.choose(1, 1, 0.0, flat(1.0), flat(0.1)) == 0

@@ -1,4 +1,4 @@
-"""Draft lengths against a search of all lengths, prices and probabilities that are learned, and the setting."""
+"""Draft lengths against an exhaustive search, learned prices and probabilities, and the setting."""
 
 import itertools
 import re
@@ -61,7 +61,7 @@ def test_prices_follow_the_measured_line() -> None:
             prices.observe(rows, 0.010 + 0.004 * rows)
     for rows in (1, 2, 4, 6, 9, 12):
         assert prices.seconds(rows) == pytest.approx(0.010 + 0.004 * rows, rel=0.02)
-    for _ in range(200):  # the machine became twice as fast
+    for _ in range(200):  # the steps became twice as fast
         for rows in (1, 4, 9):
             prices.observe(rows, 0.005 + 0.002 * rows)
     assert prices.seconds(6) == pytest.approx(0.017, rel=0.02)
@@ -77,7 +77,7 @@ def test_a_number_of_rows_may_depart_from_the_line() -> None:
     assert prices.seconds(5) == pytest.approx(20.0, rel=0.08)
 
 
-def test_a_delayed_step_does_not_condemn_its_number_of_rows() -> None:
+def test_one_delayed_step_does_not_raise_the_price_of_its_number_of_rows_for_ever() -> None:
     prices = RowPrices()
     for _ in range(30):
         prices.observe(1, 0.010)
@@ -85,11 +85,11 @@ def test_a_delayed_step_does_not_condemn_its_number_of_rows() -> None:
     assert prices.seconds(8) > 0.020
     for _ in range(300):
         prices.observe(1, 0.010)
-    assert prices.seconds(8) < 0.022, "as assumed before it was measured"
+    assert prices.seconds(8) < 0.022, "back to the assumed price"
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(0, 1.0), (5000, 1.0), (1, 0.0), (1, -1.0)])
-def test_a_measurement_without_meaning_is_dropped(rows: int, seconds: float) -> None:
+def test_an_invalid_measurement_is_dropped(rows: int, seconds: float) -> None:
     prices = RowPrices()
     prices.observe(rows, seconds)
     assert prices.seconds(1) == 1.0
@@ -119,7 +119,7 @@ def test_a_sequence_whose_drafts_fail_is_not_like_the_others() -> None:
     assert good.probability(support_of_match(5)) > 0.8
     assert bad.probability(support_of_match(5)) < 0.2
     assert 0.3 < SequenceAcceptance(common).probability(support_of_match(5)) < 0.7, (
-        "a new one starts from all sequences"
+        "the probability of a new sequence comes from all sequences"
     )
 
 

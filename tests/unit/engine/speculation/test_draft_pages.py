@@ -1,4 +1,4 @@
-"""Pages of a draft model: which KV stays valid, and which sequence gives its pages up."""
+"""Pages of a draft model: valid KV after a step, and the choice of the sequence that loses its pages."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ def test_kv_stays_valid_up_to_the_first_token_that_differs() -> None:
     assert (sequence.tokens, sequence.num_computed) == ([1, 2, 3, 7, 9, 4], 4)
     sequence.num_computed = 6
     sequence.follow([1, 2, 3, 7, 9, 4])
-    assert sequence.num_computed == 5, "the last row is computed again, for its token"
+    assert sequence.num_computed == 5, "the last token is computed again for its logits"
 
 
 @given(
@@ -33,7 +33,7 @@ def test_what_is_computed_is_a_prefix_of_the_tokens(tokens: list[int], draft: li
     assert sequence.num_computed == min(expected, len(actual) - 1)
 
 
-def test_the_sequence_that_has_waited_longest_gives_its_pages_up() -> None:
+def test_the_least_recently_used_sequence_loses_its_pages() -> None:
     pages = DraftPages(4, 4)
     old, new, next_one = (RequestId(name) for name in "abc")
     assert pages.grow(pages.sequence(old), 8, {old})
@@ -41,7 +41,7 @@ def test_the_sequence_that_has_waited_longest_gives_its_pages_up() -> None:
     assert pages.grow(pages.sequence(next_one), 5, {new, next_one})
     assert pages.sequence(old).blocks == []
     assert len(pages.sequence(new).blocks) == len(pages.sequence(next_one).blocks) == 2
-    assert not pages.grow(pages.sequence(new), 9, {new, next_one}), "sequences of the step keep their pages"
+    assert not pages.grow(pages.sequence(new), 9, {new, next_one}), "sequences of the current step keep their pages"
     for name in (old, new, next_one, next_one):
         pages.forget(name)
     assert pages.is_idle

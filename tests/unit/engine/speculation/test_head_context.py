@@ -1,5 +1,6 @@
-"""Which hidden states a head reads: those of consecutive tokens up to the last one, whatever the engine computes again,
-cuts or skips."""
+"""Hidden states that a head reads: consecutive tokens up to the last one, whether the engine recomputes, drops or skips
+rows.
+"""
 
 import numpy as np
 from hypothesis import given

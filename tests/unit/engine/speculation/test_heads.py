@@ -1,5 +1,6 @@
-"""Drafts of EAGLE and Medusa heads are those of a direct computation from the papers, in float32; tokens are those of a
-run without heads."""
+"""Drafts of EAGLE and Medusa heads equal a direct float32 computation from the papers; outputs equal those of a run
+without heads.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,7 @@ Draft = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Silent:
-    """Proposes nothing."""
+    """A proposer without proposals."""
 
     def propose(self, tokens: Tokens, most: int) -> TextDraft:
         return NO_DRAFT
@@ -48,7 +49,7 @@ def a_model(speculation: str = "off", *, dtype: str = "float32", chunk: int = 64
 
 
 def drafts_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tuple[list[Draft], list[list[int]]]:
-    """Return all drafts of a run without those of the text, and its outputs."""
+    """Return the drafts of the head, without those from the text, and the outputs of a run."""
     seen: list[Draft] = []
     assert llm.engine.speculation is not None
     llm.engine.speculation._proposer = Silent()
@@ -63,7 +64,7 @@ def drafts_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> tup
     return seen, [list(c.token_ids) for c in llm.generate(prompts, params)]
 
 
-# ---------------------------------------------------------------------- the papers, directly
+# ---------------------------------------------------------------------- direct computation from the papers
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -167,7 +168,7 @@ def medusa_chain(folder: Path, tokens: list[int], count: int) -> list[int]:
 
 
 def sharper(model: ModelConfig, *, is_fused: bool, **changes: int) -> dict[str, np.ndarray]:
-    """Return an output head, or fc, whose logits differ enough that most tokens are proposed with confidence."""
+    """Return the tensor of an output head or `fc`, scaled so that most tokens are proposed with high confidence."""
     found = eagle_tensors(model, is_fused=is_fused, **changes)  # type: ignore[arg-type]
     name = "lm_head.weight" if is_fused else "fc.weight"
     return {name: 6.0 * found[name]}
@@ -216,7 +217,7 @@ def test_seeded_outputs_are_those_without_heads(method: str, dtype: str, kernels
         folder = write_medusa(tmp_path, CONFIG)
     else:
         folder = write_eagle(tmp_path, CONFIG, is_fused=is_fused, tensors=sharper(CONFIG, is_fused=is_fused))
-    chosen = {} if kernels == "compiled" else KERNELS[kernels]  # compiled: weights of the head in 8 bits
+    chosen = {} if kernels == "compiled" else KERNELS[kernels]  # with compiled kernels, the head has 8-bit weights
     params = [SamplingParams(temperature=0.7, seed=i, max_tokens=20, ignore_eos=True) for i in range(4)]
     prompts = [p * 3 for p in PROMPTS]
     expected = [c.token_ids for c in a_model(dtype=dtype, chunk=16, **chosen).generate(prompts, params)]
@@ -227,7 +228,7 @@ def test_seeded_outputs_are_those_without_heads(method: str, dtype: str, kernels
     assert llm.engine.speculation.counts.num_draft_tokens > 10
     assert llm.engine.is_idle
     assert llm.engine.speculation.is_idle
-    again = [c.token_ids for c in llm.generate(prompts, params)]  # with cached prefixes, whose states are not known
+    again = [c.token_ids for c in llm.generate(prompts, params)]  # the hidden states of cached prefixes are missing
     assert again == expected
     assert llm.engine.speculation.is_idle
 
@@ -294,8 +295,8 @@ def test_models_without_heads_are_refused_by_name(kernels: str, scale: float, me
 
 
 def test_a_draft_is_as_long_as_it_pays(tmp_path: Path) -> None:
-    """Steps of any number of rows take equally long, but the tokens of a random head are never right."""
+    """Steps of any number of rows take equally long, and no token of a random head is accepted."""
     llm = a_model(f"eagle={write_eagle(tmp_path, CONFIG, is_fused=False, tensors=sharper(CONFIG, is_fused=False))}")
     seen, _ = drafts_of(llm, [PROMPTS[0]], SamplingParams(temperature=1.0, seed=1, max_tokens=300, ignore_eos=True))
-    assert seen, "a few drafts, to measure"
+    assert seen, "some drafts are needed for measurements"
     assert sum(len(tokens) > 200 for tokens, _ in seen) < 20

@@ -13,7 +13,7 @@ def array(tokens: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def searched(tokens: list[int], most: int) -> tuple[int, list[int]]:
-    """Return the length of the longest suffix with an earlier occurrence, and where each ends."""
+    """Return the length of the longest suffix with an earlier occurrence, and the end of each occurrence."""
     for length in range(min(most, len(tokens) - 1), 0, -1):
         suffix = tokens[-length:]
         ends = [end for end in range(length - 1, len(tokens) - 1) if tokens[end - length + 1 : end + 1] == suffix]
@@ -51,7 +51,7 @@ def test_an_array_of_tokens_holds_all_that_was_appended(parts: list[list[int]]) 
 def test_the_first_of_equally_long_matches_is_continued() -> None:
     text = array([1, 2, 3, 4, 9, 1, 2, 5, 6, 9, 1, 2])
     assert NgramProposer(least=2, most=2).propose(text, 3) == ((3, 4, 9), 2)
-    assert NgramProposer(least=3, most=5).propose(text, 3) == ((5, 6, 9), 3), "9 1 2 is longer than 1 2"
+    assert NgramProposer(least=3, most=5).propose(text, 3) == ((5, 6, 9), 3), "the suffix 9 1 2 is longer than 1 2"
     assert NgramProposer(least=4, most=5).propose(text, 3) == NO_DRAFT
 
 
@@ -63,9 +63,13 @@ def test_a_continuation_beyond_the_text_is_periodic() -> None:
 
 def test_the_most_frequent_continuation_wins_then_the_latest() -> None:
     text = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 6, 3, 1, 2]
-    assert SuffixProposer(least=2).propose(array(text), 1).tokens == (6,), "6 followed twice, 5 once"
-    assert SuffixProposer(least=2).propose(array([*text[4:]]), 2).tokens == (6, 3), "0 and 3 followed once, 3 later"
-    assert SuffixProposer(least=2, factor=0.5).propose(array(text), 9).tokens == (6,), "as long as half of the match"
+    assert SuffixProposer(least=2).propose(array(text), 1).tokens == (6,), "1 2 precedes 6 twice and 5 once"
+    assert SuffixProposer(least=2).propose(array([*text[4:]]), 2).tokens == (6, 3), (
+        "after 2 6, tokens 0 and 3 occur once each, token 3 later"
+    )
+    assert SuffixProposer(least=2, factor=0.5).propose(array(text), 9).tokens == (6,), (
+        "at most half as many tokens as the match has"
+    )
 
 
 def test_a_draft_ends_where_continuations_differ_too_much() -> None:

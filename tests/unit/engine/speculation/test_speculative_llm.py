@@ -1,5 +1,6 @@
 """Drafts change no token of a real model: every kind of sampling, alone and in a batch, with constraints and on a
-compute thread."""
+compute thread.
+"""
 
 from collections.abc import Sequence
 
@@ -38,7 +39,7 @@ PROMPTS = [[*b"abcabcabc abc", 40 + i, *range(40, 40 + 5 * i)] for i in range(le
 
 
 class Known:
-    """Proposes what follows in one of the known outputs, with a wrong token here and there."""
+    """Proposes the continuation from the known outputs, with occasional wrong tokens."""
 
     def __init__(self, known: Sequence[Sequence[int]]) -> None:
         self._known = [np.array(tokens, np.int32) for tokens in known]
@@ -85,8 +86,8 @@ def test_every_kind_of_sampling_gives_the_tokens_of_a_run_without_drafts(async_s
     assert [c.logprobs for c in found] == [c.logprobs for c in expected]
     assert [c.prompt_logprobs for c in found] == [c.prompt_logprobs for c in expected]
     assert speculation.counts.num_accepted_tokens > 40
-    num_constrained = sum(params.constraint is not None for params in PARAMETERS)  # their masks may be late
-    assert len(drafted) >= len(PROMPTS) - num_constrained, "each kind had drafts"
+    num_constrained = sum(params.constraint is not None for params in PARAMETERS)  # a late mask may prevent drafts
+    assert len(drafted) >= len(PROMPTS) - num_constrained, "each kind of sampling had drafts"
     assert llm.engine.is_idle
     assert speculation.is_idle
 
@@ -106,7 +107,7 @@ def test_a_forced_text_is_drafted() -> None:
     constraint = Constraint(ConstraintKind.REGEX, "the quick brown fox jumps over the lazy dog[.]")
     params = SamplingParams(temperature=0, max_tokens=60, constraint=constraint)
     expected = a_model().generate([PROMPTS[0]], params)
-    llm = a_model("suffix")  # verifies whole drafts, whatever the durations of steps are
+    llm = a_model("suffix")  # whole drafts are verified, so the durations of steps have no effect
     steps: list[int] = []
     llm.runner.watch = lambda plan: steps.append(plan.num_tokens)
     assert llm.generate([PROMPTS[0]], params)[0].token_ids == expected[0].token_ids
@@ -116,8 +117,7 @@ def test_a_forced_text_is_drafted() -> None:
 @pytest.mark.parametrize("async_steps", ["on", "off"])
 @pytest.mark.parametrize("speculation", ["draft=tiny?k=4&fixed=1", "draft=tiny?k=8"])
 def test_a_draft_model_gives_the_tokens_of_a_run_without(speculation: str, async_steps: str) -> None:
-    """The model drafts for itself, so that greedy drafts are right, and prompts are longer than the draft model takes
-    in at once."""
+    """The model is its own draft model, so greedy drafts are right. Prompts exceed the chunk of the draft model."""
     free = [p for p in PARAMETERS if p.constraint is None]
     prompts = [p * 3 for p in PROMPTS[: len(free)]]
     expected = a_model().generate(prompts, free)
@@ -143,7 +143,7 @@ def test_greedy_drafts_of_the_model_itself_are_all_accepted() -> None:
     assert llm.generate([PROMPTS[0]], params)[0].token_ids == expected[0].token_ids
     assert llm.engine.speculation is not None
     counts = llm.engine.speculation.counts
-    assert counts.num_accepted_tokens > 0.7 * counts.num_draft_tokens, "but those of too little confidence"
+    assert counts.num_accepted_tokens > 0.7 * counts.num_draft_tokens, "only drafts of low confidence are rejected"
     assert len(steps) < 20
 
 

@@ -1,6 +1,6 @@
-"""Steps with drafts give the tokens of steps without: any proposer, any interleaving of what a scheduler does.
+"""Steps with drafts give the tokens of steps without drafts, for any proposer and any interleaving in the scheduler.
 
-The runner derives tokens from the KV that it reads, so a rejected draft token that stays visible changes them.
+The runner derives tokens from the KV that it reads, so a rejected draft token that stays in the KV changes the output.
 """
 
 import random
@@ -36,7 +36,7 @@ from kvferry.engine.speculation.speculation import Speculation, speculation_of
 
 
 class Oracle:
-    """Proposes the right continuation, and wrong tokens as often as a pattern says."""
+    """Proposes the right continuation; `wrong` decides which tokens are replaced by wrong ones."""
 
     def __init__(self, wrong: Callable[[], bool]) -> None:
         self._wrong = wrong
@@ -62,7 +62,7 @@ class TickingClock(SystemClock):
 
 
 class Silent:
-    """Proposes nothing."""
+    """A proposer without proposals."""
 
     def propose(self, tokens: Tokens, most: int) -> Draft:
         return NO_DRAFT
@@ -106,7 +106,9 @@ def test_rejected_drafts_are_in_no_named_block() -> None:
         for sequence in sequences:
             assert sequence.num_listed <= sequence.num_computed // 4
             assert sequence.num_computed <= sequence.num_tokens - 1
-    engine.add(a_request("b", [1, 2, 3, *expected_tokens([1, 2, 3], 10)], max_tokens=6))  # hits the blocks of a
+    engine.add(
+        a_request("b", [1, 2, 3, *expected_tokens([1, 2, 3], 10)], max_tokens=6)
+    )  # a prefix hit on the blocks of a
     prompt = [1, 2, 3, *expected_tokens([1, 2, 3], 10)]
     assert run_until_idle(engine)["b"] == expected_tokens(prompt, 6)
 
@@ -171,7 +173,7 @@ def test_a_prefill_worker_drafts_nothing() -> None:
     assert is_idle(engine)
 
 
-def test_lengths_fall_to_zero_where_drafts_fail_and_rise_again_where_they_would_be_right() -> None:
+def test_lengths_fall_to_zero_while_drafts_are_wrong_and_rise_again_when_they_are_right() -> None:
     lies = True
     speculation = speculating(lambda: lies, PayingDrafts())
     engine, runner = an_engine(num_blocks=128, max_model_tokens=400, speculation=speculation, clock=TickingClock())
@@ -179,7 +181,7 @@ def test_lengths_fall_to_zero_where_drafts_fail_and_rise_again_where_they_would_
     for _ in range(60):
         engine.step()
     assert all(s.num_drafts == 0 for plan in runner.steps[-20:] for s in plan.scheduled)
-    lies = False  # proposals that are not verified are compared with the sampled tokens
+    lies = False  # unverified proposals are compared with the sampled tokens
     for _ in range(60):
         engine.step()
     assert any(s.num_drafts > 0 for plan in runner.steps[-20:] for s in plan.scheduled)
@@ -187,17 +189,19 @@ def test_lengths_fall_to_zero_where_drafts_fail_and_rise_again_where_they_would_
     assert is_idle(engine)
 
 
-def test_the_text_is_drafted_from_where_a_head_does_not_pay() -> None:
+def test_drafts_come_from_the_text_where_a_head_does_not_pay() -> None:
     head = eagle_drafts(lambda: True, 40)
     head.is_measured = True
     for rows in range(1, 9):
-        head.prices.observe(rows, 1.0)  # seconds: far more than a step takes
+        head.prices.observe(rows, 1.0)  # seconds per step of the head, far more than a step of the engine takes
     speculation = Speculation(Oracle(lambda: False), PayingDrafts(), num_drafts=4, draft_model=head)
     engine, runner = an_engine(speculation=speculation, clock=TickingClock())
     runner.has_head = True
     engine.add(a_request("a", [1, 2, 3], max_tokens=40))
     engine.step()
-    assert speculation.may_draft(engine.scheduler._running, 1), "a step launched ahead would have no draft"
+    assert speculation.may_draft(engine.scheduler._running, 1), (
+        "the next step is not launched ahead, so that it can have a draft"
+    )
     assert run_until_idle(engine)["a"] == expected_tokens([1, 2, 3], 40)[1:]
     assert speculation.counts.num_accepted_tokens > 20
 
@@ -268,7 +272,7 @@ class Walk:
         self.exported: set[str] = set()
 
     def head(self, pick: Callable[[Any], Any], chance: float) -> EagleDrafts | None:
-        """Return a head with few or many pages, or none; a silent proposer lets it draft."""
+        """Return a head with few or many pages, or `None`. With a silent proposer, the drafts come from the head."""
         num_blocks = pick((0, 0, 4, 12, 60))
         return eagle_drafts(lambda: self.random.random() < chance, num_blocks) if num_blocks else None
 

@@ -57,7 +57,7 @@ def test_only_sequences_that_sample_give_a_row() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=6))
-def test_a_step_of_single_rows_is_what_any_other_step_says_of_them(sequences: list[tuple[int, bool]]) -> None:
+def test_a_step_of_single_rows_has_the_arrays_of_the_general_case(sequences: list[tuple[int, bool]]) -> None:
     ones = [
         sequence(list(range(100 * i, 100 * i + computed + 1 + more)), computed, 1, list(range(10 * i, 10 * i + 10)))
         for i, (computed, more) in enumerate(sequences)

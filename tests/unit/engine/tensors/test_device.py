@@ -42,11 +42,11 @@ def test_the_choice(monkeypatch: pytest.MonkeyPatch, wanted: str, kernels: str, 
     assert choose_device(wanted, kernels=kernels) == chosen
 
 
-def test_torch_is_not_asked_for_a_gpu_where_no_driver_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_not_called_where_no_driver_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(device, "_DRIVERS", ())
     assert choose_device("auto") == "cpu"
-    assert choose_device("cuda") == "cuda", "who names it gets torch's own word"
+    assert choose_device("cuda") == "cuda", "a named device is not checked here, so that torch reports the error"
 
 
 def test_an_absent_gpu_and_an_unknown_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

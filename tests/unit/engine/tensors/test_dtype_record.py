@@ -35,7 +35,7 @@ def test_it_is_measured_once(cache: Path) -> None:
     assert MEASURED == ["auto", "bfloat16", "bfloat16"]
 
 
-def test_a_cache_that_cannot_be_written_is_no_hindrance(cache: Path) -> None:
+def test_without_a_writable_cache_the_type_is_measured(cache: Path) -> None:
     cache.write_text("not a folder")
     assert load() == "bfloat16"
     assert MEASURED == ["auto"]
@@ -46,5 +46,5 @@ def test_a_recorded_choice_of_a_user_is_used(cache: Path) -> None:
     record = cache / "dtype.json"
     record.write_text(json.dumps(dict.fromkeys(json.loads(record.read_text()), "float16")))
     (cache / "dtype.lock").unlink()
-    (cache / "dtype.lock").mkdir()  # root may write whatever its mode says
+    (cache / "dtype.lock").mkdir()  # root could write to a file of any mode
     assert load() == "float16"

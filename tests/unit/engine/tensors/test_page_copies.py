@@ -43,7 +43,7 @@ def test_siblings_stay_apart_on_torch(kernels: str) -> None:
 
 
 def test_siblings_stay_apart_in_pages_that_are_a_tensor() -> None:
-    """As on a device whose memory the host cannot address."""
+    """The pages are a tensor, as on a device whose memory the host cannot address."""
     model = build_model(CONFIG, tiny.TinyTensors(CONFIG), dtype="float32", kernels="torch")
     shape = KvLayout.of(CONFIG, block_tokens=4, dtype="float32")
     check_forks(Runner(model, PagedKv(shape, 32, pages=torch.zeros(32, *shape.dims))), PROMPT)
@@ -60,8 +60,8 @@ def test_a_sibling_s_write_leaves_the_shared_page_as_it_was() -> None:
     forking.step([child])
     assert torch.equal(runner.kv.pages[shared], before)
     copied = runner.kv.pages[child.table.blocks[1]]
-    assert torch.equal(copied[..., :2, :], before[..., :2, :]), "two tokens of the prompt"
-    assert not torch.equal(copied[..., 2, :], before[..., 2, :]), "and the child's own"
+    assert torch.equal(copied[..., :2, :], before[..., :2, :]), "the two prompt tokens in the page"
+    assert not torch.equal(copied[..., 2, :], before[..., 2, :]), "the token of the child"
 
 
 copies_of_eight = st.lists(
@@ -151,14 +151,14 @@ def test_a_sequence_forked_mid_block_is_planned_with_its_copy_and_both_go_on_as_
 
 
 def test_a_step_ahead_is_not_planned_over_a_shared_page() -> None:
-    """Its copy would be lost: the plan after one under way carries none."""
+    """A step ahead would lose the copy, because a plan that follows a running step has no copies."""
     engine, runner = an_engine()
     engine.add(a_request("a", [1, 2, 3, 4, 5], max_tokens=6))
     plan = engine.scheduler.schedule()
     (sequence,) = engine.scheduler._running
     held = engine.allocator.fork(sequence.table)
     assert engine.scheduler.follow(plan) is None
-    assert sequence.table.blocks == held.blocks, "nothing was changed for a step that is not planned"
+    assert sequence.table.blocks == held.blocks, "no block was copied for a step that is not planned"
     engine.scheduler.update(plan, runner.run(plan))
     second = engine.scheduler.schedule()
     assert [c.source for c in second.copies] == [held.blocks[1]]

@@ -51,7 +51,7 @@ class Edge:
         return await self.http.post(path, json=fields or body(), headers=headers)
 
     async def occupied(self, key: str = "") -> "asyncio.Task[httpx.Response]":
-        """Send a request that takes the room of the fleet until `go` is set."""
+        """Send a request that takes the fleet's room until `go` is set; return its task."""
         task = asyncio.create_task(self.post(key=key))
         await eventually(lambda: self.controller.num_dispatched == 1)
         return task
@@ -103,7 +103,7 @@ async def test_a_request_waits_for_room_and_reports_how_long():
         assert "kvferry_gateway_dispatched_requests 1.0" in text
         edge.go.set()
         waits = [(await one).json()["kvferry"]["queue_seconds"] for one in (first, second)]
-        assert waits[0] == pytest.approx(0.25, abs=0.02), "the worker reports a quarter of a second"
+        assert waits[0] == pytest.approx(0.25, abs=0.02), "the worker reports 0.25 s"
         assert waits[1] > waits[0]
         text = await edge.metrics()
         assert 'kvferry_gateway_queue_seconds_count{band="normal"} 2.0' in text
@@ -132,7 +132,7 @@ async def test_a_full_queue_is_429_with_a_time_to_retry_on_both_protocols():
 
 
 async def test_the_message_of_a_grpc_call_counts_as_memory_of_the_queue():
-    """gRPC keeps it until the call ends, unlike the body of an HTTP request."""
+    """gRPC keeps the message in memory until the call ends, unlike the body of an HTTP request."""
     async with an_edge(max_queued_bytes=10_000) as edge:
         first = await edge.occupied()
         stop = tuple("x" * 200 + str(number) for number in range(16))
@@ -293,7 +293,7 @@ async def test_a_used_up_quota_is_named_on_both_protocols(tenants, quota, words)
         with pytest.raises(Overloaded, match=words) as over:
             await edge.grpc.complete("hi", _SHORT)
         assert over.value.retry_after_seconds
-        assert (await edge.post(key="key-of-b")).status_code == 200, "another tenant has its own"
+        assert (await edge.post(key="key-of-b")).status_code == 200, "each tenant has its own quota"
         name = words.split()[0]
         assert f'kvferry_gateway_refusals_total{{reason="{name}"}} 2.0' in await edge.metrics()
 
@@ -352,7 +352,7 @@ async def test_an_adapter_is_a_model_of_its_own_for_the_access_of_tenants(tenant
         async def names() -> list[str]:
             return [model["id"] for model in (await edge.http.get("/v1/models", headers=listed)).json()["data"]]
 
-        while await names() != ["poems"]:  # the adapter is known with the next status of the workers
+        while await names() != ["poems"]:  # the gateway learns of the adapter from the next status of the workers
             await edge.scripted.gateway.fleet.next_change()
         for key, model, status in (
             ("key-of-a", "poems", 200), ("key-of-a", "bytes", 404),
@@ -374,11 +374,15 @@ async def test_a_priority_outside_of_the_range_is_403_and_the_default_is_moved_i
         with pytest.raises(Forbidden, match="range 2 to 10"):
             await edge.grpc.complete("hi", _SHORT, priority=11)
         assert (await edge.post(key="key-of-a")).status_code == 200
-        assert [call.priority for call in edge.scripted.workers.prefill[0].prefills] == [2], "workers schedule by it"
+        assert [call.priority for call in edge.scripted.workers.prefill[0].prefills] == [2], (
+            "the workers get the priority that was moved into the range"
+        )
 
 
 async def test_two_tenants_share_the_room_by_weight(tenants):
-    """Both have eight requests in the queue; the heavier one's leave three times as fast."""
+    """Both tenants have eight requests in the queue; those of the tenant with three times the weight leave three times
+    as fast.
+    """
     path = tenants(tenant("a", "weight = 3") + tenant("b"))
     async with an_edge(tenants_file=path) as edge:
         first = await edge.occupied("key-of-a")
@@ -420,7 +424,7 @@ async def test_a_stream_that_is_abandoned_is_charged_what_it_used(tenants):
         account = edge.scripted.gateway.gate.quotas.accounts["a"]
         assert account.tokens is not None
         used = 100_000 - account.tokens.level
-        assert 0 < used < 5 + 400, "not the expected 256 output tokens, nor nothing"
+        assert 0 < used < 5 + 400, "charged for the tokens generated, not for 256 expected ones"
 
 
 async def test_failed_requests_are_not_charged(tenants):

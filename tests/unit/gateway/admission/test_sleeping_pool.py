@@ -1,4 +1,4 @@
-"""Requests held for a pool's first worker: a reason to stay in the queue of flow control."""
+"""Requests held until a pool has its first worker; meanwhile they stay in the queue of flow control."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ CLOCK = SystemClock()
 
 @dataclass
 class Pool:
-    """A gateway's insides over a pool that is empty so far."""
+    """The parts of a gateway, over a pool without workers."""
 
     workers: ScriptedWorkers
     fleet: Fleet
@@ -102,7 +102,7 @@ async def test_requests_wait_for_the_first_worker_and_are_served_in_order(monkey
             await pool.holds(i + 1)
         pool.arrive()
         assert await asyncio.gather(*asked) == [4] * 6
-    assert sent == ["r1", "r2", "r3", "r4", "r5", "r0"], "in order of arrival, the lower class last"
+    assert sent == ["r1", "r2", "r3", "r4", "r5", "r0"], "by class, and in order of arrival within a class"
 
 
 async def test_all_samples_of_a_request_count_as_held():
@@ -157,7 +157,7 @@ async def test_a_pool_that_falls_asleep_holds_what_was_queued():
         await eventually(lambda: pool.gate.controller.num_sequences == 1)
         second = asyncio.create_task(pool.ask("second"))
         await eventually(lambda: pool.gate.controller.num_queued == 1)
-        assert pool.holding.num_held == 0, "it waits for room, not for a worker"
+        assert pool.holding.num_held == 0, "the request waits for room, not for a worker"
         pool.workers.decode[0].draining = True
         await pool.holds(1)
         pool.workers.decode[0].draining = False
@@ -166,7 +166,7 @@ async def test_a_pool_that_falls_asleep_holds_what_was_queued():
 
 
 async def test_an_admitted_sample_whose_pool_is_empty_is_held_too():
-    """The last worker may leave between a request's admission and its dispatch."""
+    """The last worker may leave after the admission of a request and before its dispatch."""
     async with a_pool() as pool:
         sampling = SamplingParams(max_tokens=2, ignore_eos=True, seed=1)
         request = TokenRequest(RequestId("r"), (1, 2), sampling, arrived=CLOCK.monotonic())

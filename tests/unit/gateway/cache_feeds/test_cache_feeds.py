@@ -32,7 +32,7 @@ KEY = b"the pool's tenant key"
 
 
 class Events(kv_events_pb2_grpc.KvEventsServicer):
-    """A worker's feed, and what happens to its events on their way."""
+    """A worker's feed. `mangle` replaces each event on its way by a list of events."""
 
     def __init__(self) -> None:
         self.restart(Incarnation("first"))
@@ -184,7 +184,7 @@ def _other_incarnation(event: kv_events_pb2.KvEvent) -> list[kv_events_pb2.KvEve
     ids=["lost", "repeated", "sequence", "digest", "unknown", "short", "incarnation"],
 )
 async def test_an_inconsistent_event_blinds_the_map_until_the_next_snapshot(monkeypatch, mangle, loss):
-    monkeypatch.setattr(replica_feed, "_PERSISTENT", frozenset())  # do not wait 30 s
+    monkeypatch.setattr(replica_feed, "_PERSISTENT", frozenset())  # skip the wait of 30 s
     async with a_rig() as rig:
         rig.events.store(0)
         await rig.exact(1)
@@ -197,7 +197,7 @@ async def test_an_inconsistent_event_blinds_the_map_until_the_next_snapshot(monk
         await rig.exact(3)
 
 
-async def test_a_worker_that_always_lies_stays_blind_and_is_not_asked_all_the_time():
+async def test_a_worker_with_wrong_digests_stays_blind_and_subscriptions_are_rare():
     async with a_rig() as rig:
         rig.events.store(0)
         rig.events.mangle = _flip_xor
@@ -205,7 +205,9 @@ async def test_a_worker_that_always_lies_stays_blind_and_is_not_asked_all_the_ti
         assert rig.state is not MapState.EXACT
         lookup = rig.map.look_up(NAMES[:2])
         lookup.chose(rig.worker.address)
-        assert rig.map.look_up(NAMES[:2]).of(rig.worker.address).num_blocks == 2, "its history serves instead"
+        assert rig.map.look_up(NAMES[:2]).of(rig.worker.address).num_blocks == 2, (
+            "without a map, the history of dispatched requests is used"
+        )
 
 
 async def test_a_restarted_worker_has_an_empty_map():
@@ -219,7 +221,7 @@ async def test_a_restarted_worker_has_an_empty_map():
         await rig.worker.start()
         rig.events.store(5)
         await rig.exact(0)
-        assert rig.map.look_up(NAMES[:2]).of(rig.worker.address).num_blocks == 0, "nor a history"
+        assert rig.map.look_up(NAMES[:2]).of(rig.worker.address).num_blocks == 0, "the history was dropped too"
         assert rig.map.replicas[rig.worker.address].num_indexed == 1
 
 

@@ -75,8 +75,8 @@ def test_the_folded_xor_is_the_xor(number: int) -> None:
 
 def test_one_lookup_answers_for_all_replicas(cache_map: CacheMap) -> None:
     with_snapshot(cache_map, "a", NAMES[:5])
-    with_snapshot(cache_map, "b", [*NAMES[:2], *NAMES[3:5]])  # its third block was evicted
-    with_snapshot(cache_map, "c", NAMES[1:5])  # its first
+    with_snapshot(cache_map, "b", [*NAMES[:2], *NAMES[3:5]])  # the third block is missing
+    with_snapshot(cache_map, "c", NAMES[1:5])  # the first block is missing
     cache_map.join("d")
     assert confirmed(cache_map, NAMES[:5], "a", "b", "c", "d", "unknown") == [5, 2, 0, 0, 0]
     assert confirmed(cache_map, NAMES[:9], "a", "b", "c") == [5, 2, 0]
@@ -106,12 +106,14 @@ def test_blocks_are_present_while_they_are_pending_and_then_only_if_reported(
     applied(cache_map, "a", Delta("i", 1, (), NAMES[2:4], digest(NAMES[:4])))
     applied(cache_map, "a", Delta("i", 2, NAMES[3:4], (), digest(NAMES[:3])))
     found = cache_map.look_up(NAMES[:6]).of("a")
-    assert (found.num_blocks, found.num_confirmed) == (3, 3), "the fourth block was reported, and evicted since"
+    assert (found.num_blocks, found.num_confirmed) == (3, 3), "the fourth block was reported and later evicted"
     clock.advance(PENDING_SECONDS + 1)
     cache_map.look_up(NAMES[4:6]).chose("b")
     clock.advance(PENDING_SECONDS + 1)
     found = cache_map.look_up(NAMES[4:6]).of("b")
-    assert (found.num_blocks, found.basis) == (0, Basis.EXACT), "it was computed elsewhere, or not at all"
+    assert (found.num_blocks, found.basis) == (0, Basis.EXACT), (
+        "the worker did not report the dispatched blocks in time"
+    )
 
 
 def test_history_serves_a_blind_replica_for_a_time(cache_map: CacheMap, clock: ManualClock) -> None:
@@ -120,7 +122,7 @@ def test_history_serves_a_blind_replica_for_a_time(cache_map: CacheMap, clock: M
     applied(cache_map, "a", Delta("i", 1, NAMES[:1], NAMES[1:4], digest(NAMES[1:4])))
     cache_map.lost("a", MapEvent.FEED_LOST, "cut")
     found = cache_map.look_up(NAMES[:4]).of("a")
-    assert (found.num_blocks, found.state) == (0, MapState.BLIND), "the first block was reported as evicted"
+    assert (found.num_blocks, found.state) == (0, MapState.BLIND), "the report of the eviction outlasts the map"
     cache_map.look_up(NAMES[:4]).chose("a")
     found = cache_map.look_up(NAMES[:6]).of("a")
     assert (found.num_blocks, found.num_confirmed, found.basis) == (4, 0, Basis.HISTORY)
@@ -257,7 +259,7 @@ def test_a_map_dropped_between_two_slices_stays_dropped(cache_map: CacheMap, mon
     cache_map.subscribed("a")
     with pytest.raises(FeedBroken):
         next(steps)
-    assert cache_map.state("a") is MapState.CATCHING_UP, "the new subscription is not harmed"
+    assert cache_map.state("a") is MapState.CATCHING_UP, "the new subscription is not affected"
     applied(cache_map, "a", snapshot(NAMES[50:60]))
     swept(cache_map)
     assert cache_map.index.num_entries == 10
@@ -306,7 +308,7 @@ def test_an_audit_leaves_out_what_changes_meanwhile(cache_map: CacheMap) -> None
     cache_map.look_up(NAMES[:4]).chose("a")
     audit = cache_map.begin_audit("a")
     assert audit is not None
-    answer = an_answer(cache_map, NAMES[:4])  # of the moment before these changes
+    answer = an_answer(cache_map, NAMES[:4])  # taken before the next change
     applied(cache_map, "a", Delta("i", 1, NAMES[2:4], NAMES[6:7], digest([*NAMES[:2], NAMES[6]])))
     assert cache_map.end_audit("a", audit, answer) is AuditOutcome.MATCH
     assert cache_map.begin_audit("unknown") is None
@@ -316,7 +318,7 @@ def test_an_audit_leaves_out_what_changes_meanwhile(cache_map: CacheMap) -> None
 
 def test_sets_of_many_replicas_are_found(clock: ManualClock) -> None:
     cache_map = CacheMap(clock, max_blocks=10_000)
-    for number in range(70):  # more than fit one machine word
+    for number in range(70):  # more replicas than a machine word has bits
         with_snapshot(cache_map, f"w{number}", NAMES[: 1 + number])
     lookup = cache_map.look_up(NAMES)
     assert [lookup.of(f"w{number}").num_confirmed for number in range(70)] == list(range(1, 71))

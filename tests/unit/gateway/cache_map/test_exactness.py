@@ -27,7 +27,7 @@ ACTIONS = ("step", "step", "deliver", "deliver", "drop", "repeat", "swap", "subs
 
 
 class Rig:
-    """A worker's feed, a gateway's map, and a line between them that misbehaves."""
+    """A worker's feed, a gateway's map, and a connection that loses, repeats and reorders events."""
 
     def __init__(self) -> None:
         self.num_incarnations = 0
@@ -39,17 +39,17 @@ class Rig:
         self.gateway()
 
     def worker(self) -> None:
-        """Start the worker, or restart it: the stream breaks."""
+        """Start or restart the worker; a restart breaks the stream."""
         self.num_incarnations += 1
         self.incarnation = f"i{self.num_incarnations}"
         self.feed = CacheFeed(Incarnation(self.incarnation))
         self.held: set[BlockHash] = set()
         self.sequence = 0
         self.truth[self.incarnation, 0] = frozenset()
-        self.line = None  # the gateway has not noticed; events on their way still arrive
+        self.line = None  # the gateway still gets the events that are on their way
 
     def gateway(self) -> None:
-        """Start the gateway, or restart it."""
+        """Start or restart the gateway."""
         self.map = CacheMap(ManualClock(), max_blocks=1000)
         self.map.join(ADDRESS)
         self.subscribe()
@@ -57,12 +57,12 @@ class Rig:
     def subscribe(self) -> None:
         self.waiting.clear()
         subscription = self.feed.subscription()
-        self.subscriptions.append(subscription)  # closed with the rig
+        self.subscriptions.append(subscription)  # keeps the subscription open as long as the rig
         self.line = subscription.__enter__()
         self.map.subscribed(ADDRESS)
 
     def step(self, chosen: list[int]) -> None:
-        """A step of the engine: each of the blocks changes from present to absent or back."""
+        """Run an engine step that changes each of the blocks from present to absent or back."""
         changes = []
         for number in chosen:
             name = POOL[number]
@@ -113,12 +113,12 @@ class Rig:
             assert self.map.index.exact == 0
             assert self.map.index.num_blocks == replica.num_indexed
             lookup = self.map.look_up(POOL[:1])
-            assert lookup.of(ADDRESS).num_blocks == 0, "nothing is predicted from a map that is not exact"
+            assert lookup.of(ADDRESS).num_blocks == 0, "a map that is not exact predicts no hits"
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_the_map_equals_the_cache_or_says_that_it_does_not(data: st.DataObject) -> None:
+def test_the_map_equals_the_cache_or_is_blind(data: st.DataObject) -> None:
     rig = Rig()
     for _ in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(ACTIONS))
@@ -149,7 +149,7 @@ def test_the_map_equals_the_cache_or_says_that_it_does_not(data: st.DataObject) 
                 rig.waiting[:2] = reversed(rig.waiting[:2])
             else:
                 rig.deliver(rig.waiting.pop(0))
-    # And it recovers as soon as it subscribes again.
+    # The map recovers at the next subscription.
     rig.subscribe()
     rig.fetch()
     while rig.waiting:
@@ -158,7 +158,7 @@ def test_the_map_equals_the_cache_or_says_that_it_does_not(data: st.DataObject) 
     assert rig.present() == frozenset(rig.held)
     for _ in rig.map.sweep():
         pass
-    assert rig.map.index.num_entries == len(rig.held), "nothing of lost maps remains"
+    assert rig.map.index.num_entries == len(rig.held), "the index has entries of maps that were dropped"
 
 
 @settings(max_examples=50, deadline=None)

@@ -15,7 +15,7 @@ from kvferry.rpc.text.token_source import KvReport, Timing
 
 
 def totals(fast: int = 0, slow: int = 0, tokens: int = 0) -> Totals:
-    """Return a reading after `fast` observations below 1 s and `slow` ones below 2 s, in both histograms."""
+    """Return a reading with `fast` observations below 1 s and `slow` ones below 2 s in both histograms."""
     buckets = Buckets((1.0, 2.0, math.inf), (fast, fast + slow, fast + slow))
     return Totals(buckets, buckets, tokens, {"done": fast}, {"computed": 1, "cached": 0, "peer": 0, "tier": 0}, 0)
 
@@ -28,12 +28,12 @@ def test_the_first_reading_makes_no_point() -> None:
 
 def test_a_point_covers_the_window_before_it() -> None:
     history = History()
-    for number in range(40):  # until reading 20 fast requests, then slow ones; 5 tokens per second
+    for number in range(40):  # fast requests up to reading 20, slow ones later; 5 tokens per second
         history.add(number * INTERVAL_SECONDS, totals(min(number, 20) * 4, max(0, number - 20) * 4, number * 10))
     series = history.overview(80.0, totals())["series"]
     assert series["output_tokens_per_second"] == [pytest.approx(5.0)] * 39
     assert series["first_token_p50"][10] == pytest.approx(0.5)
-    assert series["first_token_p50"][-1] == pytest.approx(1.5), "the fast ones are older than the window"
+    assert series["first_token_p50"][-1] == pytest.approx(1.5), "the window contains no fast request"
     assert series["first_token_p95"][-1] == pytest.approx(1.95)
     assert series["token_gap_p50"] == series["first_token_p50"]
     assert series["seconds_ago"][-1] == pytest.approx(2.0)

@@ -55,7 +55,7 @@ def check(events: list[TokenEvent], request: TokenRequest) -> None:
 
 
 def whoever_is_first(workers: list[ScriptedWorker], method: str, fault: Fault) -> None:
-    """One fault for a group: the first of them that is called has it."""
+    """Give a group of workers one fault, which affects the first of them that is called."""
     shared: deque[Fault | None] = deque([fault])
     for worker in workers:
         worker.faults[method] = shared
@@ -168,7 +168,7 @@ async def test_unlike_layouts_of_one_model_are_paired_when_there_are_no_like_one
         check(await collect(fleet, ask()), ask())
         assert (len(prefill.prefills), len(unlike.decodes)) == (4, 1)
         assert unlike.decodes[0].ticket
-        assert unlike.prepared == [], "a KV prefetch needs equal layouts"
+        assert unlike.prepared == [], "KV prefetches need equal layouts"
 
 
 async def test_a_ticket_whose_reader_is_lost_is_converted_by_another():
@@ -184,7 +184,7 @@ async def test_a_ticket_whose_reader_is_lost_is_converted_by_another():
         assert (len(prefill.prefills), len(like.decodes), len(unlike.decodes)) == (1, 1, 1)
 
 
-# -- who is lost -------------------------------------------------------------------------------------------------------
+# -- lost workers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("act", [Act.FAIL, Act.DIE])
@@ -380,7 +380,9 @@ async def test_a_request_that_goes_on_between_failed_steps_is_not_refused():
 
 
 async def test_a_request_that_was_not_started_is_no_suspect():
-    """It waits in the queue while another request's step fails; however often, it is not the cause."""
+    """A request that waits in the queue while another request's step fails is not the cause, however often this
+    happens.
+    """
     async with scripted_fleet(prefill=4, decode=1) as fleet:
         for worker in fleet.workers.prefill:
             worker.faults["prefill"].append(Fault(Act.FAIL, error=Unavailable("the engine has stopped")))
@@ -484,7 +486,7 @@ async def test_streams_are_bounded():
         check(await collect(fleet, ask()), ask())
 
 
-# -- who leaves --------------------------------------------------------------------------------------------------------
+# -- clients that leave ------------------------------------------------------------------------------------------------
 
 
 async def leave_when(fleet: ScriptedFleet, reached: asyncio.Event) -> None:
@@ -543,7 +545,7 @@ async def test_leaving_in_the_middle_of_decode_cancels_it(pair):
         count = 0
         async for event in pair.dispatcher.stream(ask()):
             count += len(event.tokens)
-            if count >= 5:  # the first token, and all that the worker sends: the hand-off is settled
+            if count >= 5:  # the first token and the four of the decode worker: the hand-off is complete
                 arrived.set()
 
     task = asyncio.create_task(read())
@@ -612,7 +614,7 @@ async def test_log_probabilities_of_the_prompt_come_once(two_pairs, method, faul
     assert [event.prompt_logprobs for event in events] == [expected, *[None] * (len(events) - 1)]
     decodes = [call for worker in two_pairs.workers.decode for call in worker.decodes]
     assert decodes
-    assert not any(call.sampling.HasField("prompt_logprobs") for call in decodes), "they were with the first token"
+    assert not any(call.sampling.HasField("prompt_logprobs") for call in decodes), "they came with the first token"
 
 
 async def test_a_decode_worker_that_computes_the_prompt_gives_its_log_probabilities():

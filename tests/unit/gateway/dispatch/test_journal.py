@@ -1,4 +1,4 @@
-"""Which requests the journal holds, for which tenant, and for how long."""
+"""Requests that the journal keeps: for which tenant and for how long."""
 
 from kvferry.cli.commands.explain import report_lines
 from kvferry.core.ids import RequestId, WorkerId
@@ -60,7 +60,7 @@ def test_nothing_of_the_prompt_is_kept() -> None:
     assert "token_ids" not in str(journal.find("a", RequestId("r")))
 
 
-def test_the_story_names_who_why_and_how_long() -> None:
+def test_the_record_names_workers_reasons_and_durations() -> None:
     journal = Journal()
     journal.add(a_run("r"))
     (sample,) = journal.find("a", RequestId("r")) or []

@@ -1,4 +1,4 @@
-"""Dispatched work: counted while it is not in a status, in order, and gone without a trace afterwards."""
+"""Commitments: dispatched work is counted until a status includes it, and leaves no state afterwards."""
 
 import pytest
 from hypothesis import given
@@ -45,7 +45,9 @@ def test_the_oldest_prompt_progresses_with_time_and_the_others_wait():
     commitments.add(second)
     assert commitments.prompt_tokens("p", 0.01) == pytest.approx(100)
     clock.advance(10.0)
-    assert commitments.prompt_tokens("p", 0.01) == pytest.approx(50), "the first is computed, the second not begun"
+    assert commitments.prompt_tokens("p", 0.01) == pytest.approx(50), (
+        "the first prompt is half computed, the second has not begun"
+    )
     commitments.release(first)
     assert commitments.prompt_tokens("p", 0.01) == pytest.approx(50)
     clock.advance(0.2)

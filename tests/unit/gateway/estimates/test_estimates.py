@@ -1,4 +1,4 @@
-"""Fitted durations: what they converge to, whose observations they use, and what they ignore."""
+"""Fitted durations: convergence, the observations that they use, and the observations that they ignore."""
 
 import pytest
 from hypothesis import given
@@ -90,7 +90,7 @@ def test_the_first_observation_of_a_process_is_dropped():
     assert estimates.prefill_line(A)[1] == pytest.approx(1e-3)
 
 
-def test_a_worker_without_observations_is_taken_for_one_of_the_fleet():
+def test_a_worker_without_observations_gets_the_estimates_of_the_fleet():
     estimates = Estimates()
     for _ in range(5):
         estimates.observe_prefill(P, 100, 0.1)
@@ -102,7 +102,7 @@ def test_a_worker_without_observations_is_taken_for_one_of_the_fleet():
     assert estimates.prefill_line(B)[1] == pytest.approx(4 * estimates.prefill_line(A)[1])
 
 
-def test_a_pair_without_observations_is_taken_for_one_at_its_distance():
+def test_a_pair_without_observations_gets_the_estimates_of_its_distance():
     estimates = Estimates()
     for _ in range(5):
         estimates.observe_transfer(P, Q, "remote", 100, 1.0)

@@ -20,7 +20,7 @@ async def until(fleet: ScriptedFleet, why: str) -> None:
         await fleet.fleet.wait_until(lambda f: why in f.views()[1].why_not if why else f.views()[1].takes_work)
 
 
-async def test_a_view_is_what_the_worker_says_of_itself(pair):
+async def test_a_view_has_the_values_of_the_workers_status(pair):
     view = pair.fleet.views()[1]
     assert (view.worker_id, view.role, view.fingerprint, view.connector) == ("d0", "decode", b"layout", "scripted")
     assert (view.max_model_tokens, view.block_tokens) == (512, 16)

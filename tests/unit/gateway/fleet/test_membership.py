@@ -1,4 +1,4 @@
-"""A fleet whose members come and go, and a source of them that fails."""
+"""A fleet whose members change, and a source of members that fails."""
 
 import asyncio
 import gc
@@ -47,7 +47,7 @@ async def pair() -> AsyncIterator[ScriptedFleet]:
 
 @pytest.fixture
 async def three() -> AsyncIterator[tuple[ScriptedWorkers, Fleet]]:
-    """Workers p0, d0, d1 and a fleet without members."""
+    """Workers p0, d0 and d1, and a fleet without members."""
     async with ScriptedWorkers(prefill=1, decode=2) as workers:
         empty = replace(fleet_config(workers), prefill=(), decode=(), both=())
         fleet = Fleet(empty, NAME)
@@ -57,14 +57,14 @@ async def three() -> AsyncIterator[tuple[ScriptedWorkers, Fleet]]:
         assert watch_tasks() == []
 
 
-async def test_who_joins_is_watched_and_who_leaves_is_forgotten(three):
+async def test_a_worker_that_joins_is_watched_and_one_that_leaves_is_forgotten(three):
     workers, fleet = three
     listings = [listing(worker) for worker in workers.all]
     fleet.follow(listings)
     await until(fleet, lambda f: sum(view.takes_work for view in f.views()) == 3)
     assert len(watch_tasks()) == 3
     fleet.follow(listings[:2])
-    assert [r.worker_id for r in fleet.candidates().decode] == ["d0"], "at once"
+    assert [r.worker_id for r in fleet.candidates().decode] == ["d0"], "a worker that left gets no new calls"
     await until(fleet, lambda f: len(f.views()) == 2)
     fleet.follow([])
     await until(fleet, lambda f: f.views() == ())
@@ -75,7 +75,7 @@ async def test_who_joins_is_watched_and_who_leaves_is_forgotten(three):
     fleet.suspect(workers.prefill[0].address, "a late failure is no failure")
 
 
-async def test_who_stays_keeps_what_is_known_of_it(three):
+async def test_a_worker_that_stays_keeps_its_status(three):
     workers, fleet = three
     fleet.follow([listing(workers.decode[0])])
     await until(fleet, lambda f: f.views()[0].takes_work)
@@ -84,7 +84,7 @@ async def test_who_stays_keeps_what_is_known_of_it(three):
     assert not fleet.views()[1].takes_work
 
 
-async def test_running_calls_of_one_that_leaves_go_on_to_their_end(three):
+async def test_running_calls_of_a_worker_that_leaves_continue_to_their_end(three):
     workers, fleet = three
     worker = workers.decode[0]
     gate = asyncio.Event()
@@ -108,7 +108,7 @@ async def test_running_calls_of_one_that_leaves_go_on_to_their_end(three):
     await until(fleet, lambda f: f.views() == ())
 
 
-async def test_one_that_left_and_is_silent_is_given_up(three):
+async def test_a_silent_worker_that_left_is_given_up(three):
     workers, fleet = three
     worker = workers.decode[0]
     worker.step = asyncio.Event().wait
@@ -126,7 +126,7 @@ async def test_one_that_left_and_is_silent_is_given_up(three):
     await until(fleet, lambda f: f.views() == ())
 
 
-async def test_one_that_is_being_stopped_gets_nothing_new_and_keeps_what_runs(three):
+async def test_a_stopping_worker_gets_no_new_calls_and_keeps_the_running_ones(three):
     workers, fleet = three
     worker = workers.decode[0]
     fleet.follow([listing(worker)])
@@ -163,7 +163,7 @@ async def test_another_pod_at_an_old_address_inherits_nothing(three):
     await until(fleet, lambda f: [v.name for v in f.views()] == ["new"] and f.views()[0].takes_work)
 
 
-async def test_one_that_comes_back_before_it_is_forgotten_is_the_same(three):
+async def test_a_worker_that_returns_before_it_is_forgotten_is_the_same_member(three):
     workers, fleet = three
     worker = workers.decode[0]
     fleet.follow([listing(worker)])
@@ -184,10 +184,10 @@ async def test_nothing_stays_open_after_many_have_come_and_gone(three):
     await soon(lambda: len(watch_tasks()) <= 3)
     gc.collect()
     channels = [found for found in gc.get_objects() if issubclass(type(found), grpc.aio.Channel)]
-    assert len(channels) <= 6, "two for each of three"
+    assert len(channels) <= 6, "two channels for each of three workers"
 
 
-async def test_before_the_start_members_are_only_noted():
+async def test_before_the_start_members_are_only_recorded():
     async with ScriptedWorkers(decode=1) as workers:
         fleet = Fleet(fleet_config(workers), NAME)
         fleet.follow([])
@@ -195,7 +195,7 @@ async def test_before_the_start_members_are_only_noted():
 
 
 class ScriptedSource:
-    """Says what the test puts in; an exception in its place is raised."""
+    """A source whose updates come from the test; it raises an update that is an exception."""
 
     def __init__(self) -> None:
         self.lines: asyncio.Queue[Update | Exception | None] = asyncio.Queue()
@@ -216,7 +216,7 @@ class ScriptedSource:
             self.num_closed += 1
 
 
-async def test_a_source_that_fails_changes_nothing_and_says_so(three):
+async def test_a_source_that_fails_changes_nothing_and_reports_the_error(three):
     workers, fleet = three
     source = ScriptedSource()
     membership = Membership(fleet, source)
@@ -239,7 +239,7 @@ async def test_a_source_that_fails_changes_nothing_and_says_so(three):
 
 
 @pytest.mark.parametrize("line", [None, RuntimeError("a bug")])
-async def test_a_source_that_ends_or_breaks_is_asked_again(three, line):
+async def test_a_source_that_ends_or_breaks_is_opened_again(three, line):
     workers, fleet = three
     source = ScriptedSource()
     membership = Membership(fleet, source)
@@ -261,7 +261,7 @@ async def test_a_listed_fleet_has_nothing_to_follow(pair):
     assert membership.notes() == []
 
 
-async def test_the_report_tells_an_operator_what_each_worker_is_and_holds(pair):
+async def test_the_report_has_state_and_load_of_each_worker(pair):
     worker = pair.workers.decode[0]
     report = fleet_report(
         pair.fleet.views(),

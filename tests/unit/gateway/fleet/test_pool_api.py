@@ -15,7 +15,7 @@ from kvferry.gateway.fleet.pool_api import ApiError, PoolApi, Watch
 
 
 class Response:
-    """A body in parts; an error in a part's place is raised."""
+    """A body in parts. A part that is an exception is raised."""
 
     def __init__(self, *parts: bytes | Exception) -> None:
         self.parts = parts
@@ -35,7 +35,7 @@ def test_events_are_lines_however_they_are_cut():
     response = Response(b'{"type":', b'"ADDED"}\n{"type":"BOOK', b'MARK"}\n\n', b'{"type":"cut off"')
     with Watch(response) as watch:
         assert [event["type"] for event in watch] == ["ADDED", "BOOKMARK"]
-        watch.stop()  # it has ended by itself: nothing to do
+        watch.stop()  # has no effect after the end of the watch
     assert response.is_closed
 
 
@@ -58,7 +58,7 @@ def test_an_event_without_an_end_is_given_up(monkeypatch):
         list(watch)
 
 
-def test_without_credentials_it_says_what_to_do(monkeypatch, tmp_path):
+def test_without_credentials_the_error_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(UsageError, match="KUBECONFIG"):
@@ -77,14 +77,14 @@ def test_a_gateway_without_a_pool_does_not_load_the_clusters_client():
         (["--pool", "p"], "'p' is not a pool; write NAMESPACE/NAME"),
     ],
 )
-def test_the_command_refuses_what_contradicts_itself(flags, why, monkeypatch):
+def test_the_command_refuses_contradicting_options(flags, why, monkeypatch):
     monkeypatch.setattr("kvferry.cli.commands.gateway.leave_on_signals", lambda: None)
     done = CliRunner().invoke(command, flags)
     assert done.exit_code == 2
     assert why in done.output
 
 
-def test_help_teaches_pools():
+def test_help_documents_pools():
     shown = CliRunner().invoke(command, ["--help"]).output
     for flag in ("--pool", "--max-held", "--hold-seconds", "--linger-seconds"):
         assert flag in shown

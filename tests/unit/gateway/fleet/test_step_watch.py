@@ -1,4 +1,4 @@
-"""When a worker that answers counts as stalled."""
+"""Detection of workers that answer but compute no steps."""
 
 from kvferry.gateway.fleet.step_watch import StepWatch
 

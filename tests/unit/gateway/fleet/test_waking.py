@@ -1,4 +1,4 @@
-"""The pool that held requests wake."""
+"""Held requests scale up the roles of a sleeping pool."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ CLOCK = SystemClock()
 
 
 class ScriptedApi:
-    """Scalers by role; an error in a scaler's place is raised."""
+    """An API with a scaler for each role. A scaler that is an exception is raised."""
 
     pool = PoolName("ns", "p")
 
@@ -64,7 +64,7 @@ async def test_an_error_is_logged_once_and_reported_until_it_ends(caplog):
         await waker.check()
         await waker.check()
         assert waker.failure == "refused with 403"
-        assert api.wakes == [("decode", "1")], "one role's failure is not another's"
+        assert api.wakes == [("decode", "1")], "a failure of one role does not affect the other"
         api.scalers["prefill"] = None
         await waker.check()
         assert waker.failure == ""

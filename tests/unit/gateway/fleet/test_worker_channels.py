@@ -29,7 +29,7 @@ async def test_a_replaced_channel_is_closed_after_its_calls(tmp_path: Path, monk
     watching = health_pb2_grpc.HealthStub(first).Watch(ASKED)
     assert (await watching.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     held = object()
-    assert not channels.renew({held}), "nothing was renewed"
+    assert not channels.renew({held}), "the certificate is unchanged"
     pool.issue("gateway", authority, days=20)
     assert gateway.renew()
     assert channels.renew({held})
@@ -39,7 +39,9 @@ async def test_a_replaced_channel_is_closed_after_its_calls(tmp_path: Path, monk
     for _ in range(5):
         await channels.close_replaced({held})
     await server.set_ready(True)
-    assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING, "a call in flight goes on"
+    assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVING, (
+        "a call in flight continues on the old channel"
+    )
     watching.cancel()
     await channels.close_replaced(set())
     with pytest.raises(grpc.aio.UsageError, match="closed"):
@@ -68,7 +70,7 @@ async def test_replaced_channels_are_kept_for_calls_that_are_not_counted(tmp_pat
 
 async def test_channels_without_tls_are_never_replaced() -> None:
     channels = WorkerChannels(Endpoint.parse("127.0.0.1:1"), None)
-    await channels.close(politely=False)  # before `open`
+    await channels.close(politely=False)  # before the channel is opened
     channels.open()
     assert not channels.renew(())
     await channels.close(politely=False)

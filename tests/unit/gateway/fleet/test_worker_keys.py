@@ -1,4 +1,4 @@
-"""Keys of a gateway: the newest is tried first, earlier ones stay for workers that still have them."""
+"""Keys of a gateway: the newest is tried first; earlier keys are kept for workers that still use them."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_earlier_keys_are_kept_behind_the_newest():
     assert keys.signers[1].metadata(*audience) == first.metadata(*audience)
     lines[0] = b"cut"
     keys.renew()
-    assert len(keys.signers) == 2, "a file that is being written is no reason to forget a key"
+    assert len(keys.signers) == 2, "an unreadable key file does not remove the key that is in use"
     for number in range(10):
         lines[0] = gateway_key(b"further secret %016d" % number)
         keys.renew()

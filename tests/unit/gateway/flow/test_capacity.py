@@ -1,4 +1,4 @@
-"""The fleet's room, from what its workers report."""
+"""The fleet's room for sequences, computed from the workers' reports."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_a_worker_whose_blocks_are_in_use_gets_no_more(usage, expected):
 
 
 def test_blocks_without_sequences_do_not_close_a_worker():
-    """Pages of offers are freed by leases; a worker without sequences would otherwise stay closed for ever."""
+    """Leases free the pages of offers. If they closed a worker without sequences, it could stay closed for ever."""
     assert worker(usage=1.0).sequences == 8
 
 

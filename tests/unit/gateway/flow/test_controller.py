@@ -58,7 +58,9 @@ class Traffic(RuleBasedStateMachine):
         try:
             victims = self.controller.make_room(one, OWN, self.now)
         except Overloaded:
-            assert {id(other) for other in self.of(EntryState.QUEUED)} == before, "a refusal displaces none"
+            assert {id(other) for other in self.of(EntryState.QUEUED)} == before, (
+                "a refused request displaces no other request"
+            )
             return
         assert all(victim.priority > priority for victim in victims)
         assert len({victim.number for victim in victims}) == len(victims)
@@ -73,7 +75,7 @@ class Traffic(RuleBasedStateMachine):
         assert all(one.state is EntryState.EXPIRED for one in decided if one.deadline <= self.now)
         if gone:
             most = before + sum(one.num_sequences for one in gone)
-            assert most - gone[-1].num_sequences < sequences, "each left while there was room"
+            assert most - gone[-1].num_sequences < sequences, "each request was dispatched while there was room"
             assert most <= streams or (before == 0 and len(gone) == 1)
 
     @precondition(lambda self: self.of(EntryState.DISPATCHED))
@@ -113,10 +115,10 @@ class Traffic(RuleBasedStateMachine):
         assert controller.num_dispatched == len(running)
         assert controller.num_sequences == sum(one.num_sequences for one in running)
         assert controller.prefill_tokens == sum(one.open_prefill_tokens for one in running) >= 0
-        assert not self.of(EntryState.NEW), "every request is queued or has ended in one way"
+        assert not self.of(EntryState.NEW), "a request is neither queued nor ended"
 
     def teardown(self):
-        """Every request comes to exactly one end, and the controller is idle then."""
+        """End all requests; check that each has one final state and that the controller is idle."""
         for one in self.of(EntryState.DISPATCHED):
             self.controller.finish(one, 1.0)
         while self.controller.num_queued:
@@ -181,7 +183,9 @@ def test_a_full_queue_refuses_its_own_class_and_says_when_to_retry():
     with pytest.raises(Overloaded, match="2 requests wait; at most 2 may") as full:
         queued(controller, entry(), now=2.0)
     assert full.value.reason == "RATE_LIMIT_EXCEEDED"
-    assert full.value.retry_after_seconds == 1.0, "10 requests a second leave, so that 3 leave within the minimum"
+    assert full.value.retry_after_seconds == 1.0, (
+        "10 requests leave per second, so the time for one is below the minimum of 1 s"
+    )
 
 
 def _passed(controller: FlowController, now: float) -> Entry:
@@ -238,7 +242,9 @@ def test_an_ended_request_cannot_end_again():
 
 
 def test_a_request_displaced_for_its_tenant_is_not_displaced_again_for_all():
-    """Both bounds are exceeded; the tenant's own victim comes first, and the bound of all needs one more."""
+    """Both bounds are exceeded. The victim for the tenant's bound is chosen first, and the bound of all tenants needs
+    one more.
+    """
     controller = FlowController(QueueBounds(10, 100))
     other = queued(controller, entry("b", priority=9, num_bytes=50))
     own = queued(controller, entry("a", priority=9, num_bytes=50))

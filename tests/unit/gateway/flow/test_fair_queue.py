@@ -1,4 +1,4 @@
-"""Fairness of the queue: shares by weight, no starvation in a band, virtual time."""
+"""Fairness of the queue: shares by weight, no starvation within a band, virtual time."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _MAX_COST = 100
 
 @dataclass
 class Numbered:
-    """A queue that numbers its entries."""
+    """A queue whose entries get consecutive numbers."""
 
     queue: FairQueue
     number: int = 0
@@ -72,8 +72,9 @@ def test_backlogged_tenants_get_tokens_by_weight_within_one_request(first, secon
 
 @given(st.lists(st.integers(1, _MAX_COST), min_size=10, max_size=40), st.integers(1, 50))
 def test_costs_that_were_too_low_are_made_up_for(costs, factor):
-    """Tenant `a` uses more tokens than it was charged; its share of real tokens stays one half, within the requests
-    whose end is not known yet."""
+    """Tenant `a` uses more tokens than its estimated cost. Its share of the tokens used stays one half, up to the
+    requests whose cost is not known yet.
+    """
     queue = Numbered(FairQueue())
     for cost in costs:
         queue.add("a", cost)
@@ -111,7 +112,9 @@ def test_virtual_time_never_falls_and_nothing_is_left_behind(moves):
             waiting.append(queue.add(tenant, cost, priority))
         elif move == "take" and waiting:
             entry = queue.take()
-            assert entry.priority == min(other.priority for other in waiting), "bands are strict"
+            assert entry.priority == min(other.priority for other in waiting), (
+                "a band is empty before the next one is served"
+            )
             waiting.remove(entry)
             running.append(entry)
         elif move == "finish" and running:
@@ -135,7 +138,7 @@ def test_virtual_time_never_falls_and_nothing_is_left_behind(moves):
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=60), st.integers(1, 20))
 def test_no_tenant_starves_in_a_band(arrivals, cost):
-    """A tenant's request leaves before the others together have had more than a request each of its size."""
+    """A tenant's request leaves before each other tenant has had more than one request."""
     queue = Numbered(FairQueue())
     late = queue.add("late", cost)
     for tenant in arrivals:
@@ -155,7 +158,9 @@ def test_idle_time_earns_no_credit(queue):
     for _ in range(20):
         queue.add("a", 10)
         queue.add("b", 10)
-    assert [queue.take().tenant for _ in range(20)].count("a") in (10, 11), "not 12: `a` was idle, not owed"
+    assert [queue.take().tenant for _ in range(20)].count("a") in (10, 11), (
+        "an idle tenant is not compensated later, so at most 11"
+    )
 
 
 def test_within_a_tenant_the_earliest_deadline_is_first(queue):
@@ -178,7 +183,7 @@ def test_the_newest_of_the_last_band_comes_first(queue):
 
 
 def test_memory_stays_bounded_while_entries_come_and_go(queue):
-    """The lists behind the queue are not larger than what is queued, times a constant."""
+    """The size of the internal lists is bounded by a constant times the number of queued entries."""
     kept = queue.add("a", priority=-1)
     for _ in range(2000):
         queue.drop(queue.add("b", priority=5, deadline=3.0))

@@ -1,4 +1,4 @@
-"""Quotas: buckets of requests and tokens, concurrent requests, corrections and the advice to retry."""
+"""Quotas: token buckets for requests and tokens, concurrent requests, corrections, and retry times."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ def test_requests_are_limited_by_the_minute_and_by_the_burst():
         "RATE_LIMIT_EXCEEDED",
     )
     assert over.value.retry_after_seconds == 1.0
-    assert accept(quotas, policy, 1, 1.0), "as promised"
+    assert accept(quotas, policy, 1, 1.0), "after the retry time of the refusal"
     assert not accept(quotas, policy, 1, 1.5)
 
 
@@ -44,7 +44,9 @@ def test_tokens_are_corrected_when_the_request_ends():
     quotas.end("t", expected=200, used=700)
     with pytest.raises(QuotaExceeded, match="tokens_per_minute = 600") as over:
         quotas.check("t", policy, 1, 0.0)
-    assert over.value.retry_after_seconds == pytest.approx(201 / 10), "200 in debt, 10 a second"
+    assert over.value.retry_after_seconds == pytest.approx(201 / 10), (
+        "the bucket is 200 tokens below zero and gains 10 per second"
+    )
 
 
 def test_a_request_above_the_burst_needs_a_full_bucket_instead_of_being_refused_for_ever():
@@ -106,7 +108,7 @@ def test_a_quota_that_was_removed_no_longer_counts():
     quotas = Quotas()
     assert accept(quotas, TenantPolicy(requests_per_minute=1), 1, 0.0)
     assert accept(quotas, TenantPolicy(), 1, 0.0)
-    assert accept(quotas, TenantPolicy(requests_per_minute=1), 1, 0.0), "the new quota starts full"
+    assert accept(quotas, TenantPolicy(requests_per_minute=1), 1, 0.0), "the new quota has a full bucket"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_models_and_bounds():
 
 def test_the_drain_rate_follows_what_leaves():
     rate = DrainRate()
-    assert rate.retry_after(1, 0.0) == MAX_RETRY_SECONDS, "nothing has left yet"
+    assert rate.retry_after(1, 0.0) == MAX_RETRY_SECONDS, "before any request has left"
     for number in range(1000):
         rate.note(number / 10)
     assert rate.per_second(100.0) == pytest.approx(10, rel=0.05)

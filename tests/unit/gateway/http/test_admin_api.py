@@ -1,4 +1,4 @@
-"""The admin API: its routes, which are on the admin port only."""
+"""The admin API: its routes are served on the admin port only."""
 
 from collections.abc import AsyncIterator
 

@@ -9,7 +9,7 @@ CLOCK = ManualClock()
 ADDRESS = "10.0.0.9"
 
 
-def test_without_keys_everybody_is_the_default_tenant():
+def test_without_keys_every_client_is_the_default_tenant():
     assert ApiKeys(None, CLOCK).tenant_of(None, ADDRESS) == ApiKeys(None, CLOCK).tenant_of("Bearer x", ADDRESS) == ""
 
 
@@ -51,7 +51,10 @@ def test_guesses_of_one_address_are_slowed_and_other_clients_are_not():
     for number in range(MAX_WRONG_KEYS):
         with pytest.raises(Unauthenticated):
             keys.tenant_of(f"Bearer guess {number}", ADDRESS)
-    for guess in ("Bearer guess", "Bearer two"):  # the second is a key, which the address has not used before
+    for guess in (
+        "Bearer guess",
+        "Bearer two",
+    ):  # the second token is a valid key that this address has not used before
         with pytest.raises(Overloaded) as caught:
             keys.tenant_of(guess, ADDRESS)
         assert caught.value.retry_after_seconds == WINDOW_SECONDS

@@ -1,4 +1,4 @@
-"""Hostile connections to a real server: each is bounded, and the others are served."""
+"""Hostile connections to a real server: their use of memory and time is bounded, and other connections are served."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +22,7 @@ def _none_seen() -> None:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers with the length of the body; `/large` with 32 MB; `/at-once` without reading the body."""
+    """Answer with the length of the body; at `/large` with 32 MiB; at `/at-once` without reading the body."""
     body = b""
     while scope["path"] != "/at-once":
         message = await receive()
@@ -44,18 +44,18 @@ class Connection:
         self.reader, self.writer = reader, writer
 
     async def ask(self, data: bytes) -> bytes:
-        """Send `data`; the head of the answer."""
+        """Send `data` and return the head of the answer."""
         self.writer.write(data)
         return await self.reader.readuntil(b"\r\n\r\n")
 
     async def is_served(self) -> bool:
-        """Ask, and read the whole answer."""
+        """Send a request, read the whole answer, and return whether its status is 200."""
         head = await self.ask(GET)
         await self.reader.readuntil(b"0\r\n\r\n")
         return head.startswith(b"HTTP/1.1 200")
 
     async def is_closed(self) -> bool:
-        """Return when the server has closed the connection."""
+        """Wait until the server closes the connection, and return true."""
         try:
             while await self.reader.read(1 << 16):
                 pass
@@ -204,7 +204,7 @@ async def test_a_body_that_nothing_reads_is_not_awaited_without_end() -> None:
         assert await connection.is_closed()
         connection = await connect()
         assert (await connection.ask(head + b"a")).startswith(b"HTTP/1.1 200")
-        connection.writer.write(b"bcd")  # the end of the body: the connection is kept
+        connection.writer.write(b"bcd")  # the rest of the body, so the connection is kept
         await connection.reader.readuntil(b"0\r\n\r\n")
         assert await connection.is_served()
 
@@ -214,7 +214,7 @@ async def test_a_new_connection_replaces_the_one_that_was_idle_longest() -> None
         kept = [await connect() for _ in range(3)]
         for connection in kept:
             assert await connection.is_served()
-        await kept[0].is_served()  # so that the second is idle longest
+        await kept[0].is_served()  # now the second connection is idle longest
         newest = await connect()
         assert await newest.is_served()
         assert await kept[1].is_closed()
@@ -228,7 +228,8 @@ async def test_busy_connections_are_not_replaced() -> None:
         for connection in busy:
             connection.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\na")
             await connection.writer.drain()
-        # A further connection is closed at once, or, if it came before the requests did, replaces one of them.
+        # A further connection is closed at once. If it was accepted before the requests, it replaces one of the
+        # connections.
         late = await connect()
         assert await late.is_closed()
         for connection in busy:
@@ -251,7 +252,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
         while (await (await connect()).ask(GET)) and len(seen) < 1:
             pass
         other = await connect()
-        await other.is_closed()  # after the idle timeout, the shorter stall timeout has passed too
+        await other.is_closed()  # the idle timeout is longer than the stall timeout, so the latter has passed too
         connection.reader._transport.resume_reading()  # type: ignore[attr-defined]
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
             await connection.reader.readexactly(32 << 20)

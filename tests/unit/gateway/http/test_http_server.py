@@ -13,12 +13,12 @@ from kvferry.gateway.http.http_server import HttpServer
 
 _ROUNDS = 60
 _MAX_SECONDS = 0.002
-"""Nagle's algorithm with delayed acknowledgements takes 40 ms an answer; without it an answer takes 0.1 ms."""
+"""Nagle's algorithm with delayed acknowledgements adds 40 ms to an answer, which takes 0.1 ms without it."""
 _TRIES = 3
 
 
 def median_seconds(address: str) -> float:
-    """The median of the seconds that `/health` takes on one kept connection."""
+    """Return the median duration in seconds of `/health` on one kept connection."""
     host, _, port = address.rpartition(":")
     request = f"GET /health HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
     clock, seconds = SystemClock(), []

@@ -1,4 +1,4 @@
-"""Choices of a response: which samples are returned, with which text before and after the output."""
+"""Choices of a response: which samples are returned, and the text before and after the output."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -20,7 +20,7 @@ CALLER = Caller(RequestId("r"), "", 0.0)
 
 
 class Rated:
-    """Sample i generates two tokens of the letter `a` + i; the log-probabilities of both are given."""
+    """A source whose sample i has two tokens, both the letter `a` + i, with the given log-probabilities."""
 
     def __init__(self, *logprobs: tuple[float, float]) -> None:
         self.logprobs = logprobs
@@ -57,7 +57,7 @@ FOUR = ((-1.0, -1.0), (-0.1, -3.0), (-0.5, -0.4), (-9.0, -0.0))
 async def test_the_best_samples_by_cumulative_log_probability_are_returned() -> None:
     made = await complete(Rated(*FOUR), best_of=4, n=2)
     assert [(c["index"], c["text"], c["logprobs"]) for c in made["choices"]] == [(0, "cc", None), (1, "aa", None)]
-    assert made["usage"]["completion_tokens"] == 8, "all generated tokens are counted"
+    assert made["usage"]["completion_tokens"] == 8, "usage includes the samples that are not returned"
     several = await complete(Rated(*FOUR), best_of=3, prompt=["x", "y"], logprobs=1)
     assert [c["text"] for c in several["choices"]] == ["cc", "cc"]
     assert several["choices"][1]["logprobs"]["token_logprobs"] == [-0.5, -0.4]
@@ -138,7 +138,7 @@ async def test_the_stop_string_is_included_and_min_tokens_hold_for_it() -> None:
 
 
 class Scored:
-    """Two tokens after a prompt whose tokens have a log-probability of minus their position."""
+    """A source with two tokens after the prompt; the log-probability of a prompt token is minus its position."""
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[TokenEvent, None]:
         asked = request.sampling

@@ -71,12 +71,15 @@ async def test_an_unchanged_file_is_not_sent_again(client: httpx.AsyncClient) ->
 async def test_nothing_beside_the_page_is_served(gateway: ScriptedGateway) -> None:
     for path in OUTSIDE:
         answer = await sent(gateway.gateway.listening.admin, path)
-        assert int(answer.split(b" ", 2)[1]) in (404, 307), (path, answer[:200])  # 307: to the path without its slash
+        assert int(answer.split(b" ", 2)[1]) in (404, 307), (
+            path,
+            answer[:200],
+        )  # 307: redirect to the path without its final slash
         assert len(answer) < 2000, path
 
 
 async def sent(address: str, path: str) -> bytes:
-    """Send a path as it is, which a client library would clean, and return the whole answer."""
+    """Send a path unchanged, which client libraries would normalize, and return the whole answer."""
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(20):
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -1,4 +1,4 @@
-"""The comparison of JSON values with those at which a field has no effect."""
+"""Comparison of JSON values with the values at which a field has no effect."""
 
 import pytest
 

@@ -38,7 +38,7 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class Scenario:
-    """An answer with calls, their results, and the answer after them."""
+    """An answer with calls, the results of the calls, and the next answer."""
 
     calls: Calls
     results: list[str]
@@ -87,7 +87,7 @@ async def whole(client: openai.AsyncOpenAI, **wishes: Any) -> Any:
 
 
 async def streamed(client: openai.AsyncOpenAI, **wishes: Any) -> Any:
-    """Assemble a stream as OpenAI's documentation does."""
+    """Assemble the deltas of a stream as OpenAI's documentation does."""
     stream = await client.chat.completions.create(model="bytes", stream=True, **wishes)
     content, calls, finish, role = "", [], None, None
     async for chunk in stream:
@@ -191,7 +191,7 @@ async def test_one_call_if_calls_are_not_parallel(hermes):
     answer = await client.chat.completions.create(model="bytes", messages=USER, tools=TOOLS, parallel_tool_calls=False)
     (choice,) = answer.choices
     assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
-    assert answer.usage.completion_tokens <= len(CALL), "the answer ends with the call"
+    assert answer.usage.completion_tokens <= len(CALL), "the answer ends at the end of the call"
     assert len((await streamed(client, messages=USER, tools=TOOLS, parallel_tool_calls=False))[2]) == 1
 
 

@@ -70,7 +70,7 @@ async def test_the_official_client_gets_a_vector_for_each_input(client, form):
     ],
 )
 async def test_each_form_of_input(client, given, expected):
-    answer = await client.embeddings.create(model="bytes", input=given)  # the client asks for base64 by itself
+    answer = await client.embeddings.create(model="bytes", input=given)  # OpenAI's client requests base64 by default
     assert len(answer.data) == len(expected)
     for item, tokens in zip(answer.data, expected, strict=True):
         assert np.array_equal(np.array(item.embedding, np.float32), vector_of(tokens, PLAIN))
@@ -171,7 +171,7 @@ async def test_documents_are_ranked_by_relevance(http):
     body: dict[str, Any] = {"query": "abc", "documents": documents}
     answer = (await http.post("/v1/rerank", json=body)).json()
     results = answer["results"]
-    assert [item["index"] for item in results[:2]] == [1, 3], "equally relevant documents keep their order"
+    assert [item["index"] for item in results[:2]] == [1, 3], "ties keep the order of the documents"
     assert results[0]["document"] == {"text": "abc"}
     assert [item["relevance_score"] for item in results] == sorted(
         (i["relevance_score"] for i in results), reverse=True

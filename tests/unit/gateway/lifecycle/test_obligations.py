@@ -9,7 +9,7 @@ _ENDS = (Event.FINISH, Event.FAIL, Event.CANCEL)
 
 
 def walk(events: list[Event]) -> tuple[State, bool, bool]:
-    """State, whether a ticket is out, whether a call is open, from the meaning of the events alone."""
+    """Return the state, whether a ticket is valid, and whether a call is open, computed from the events alone."""
     state, ticket, call = MACHINE.initial, False, False
     for event in events:
         if state in MACHINE.final or not MACHINE.allows(state, event) or event in _ENDS:
@@ -28,7 +28,7 @@ def walk(events: list[Event]) -> tuple[State, bool, bool]:
 
 
 @given(st.lists(st.sampled_from(list(Event)), max_size=30))
-def test_every_exit_pays_exactly_what_is_owed(events):
+def test_every_state_has_exactly_the_duties_for_its_open_resources(events):
     state, ticket, call = walk(events)
     duties = DUTIES[state]
     assert (Duty.RELEASE_TICKET in duties) == ticket
@@ -45,12 +45,12 @@ def test_every_live_state_can_fail_and_be_cancelled(state):
     assert MACHINE.next(state, Event.CANCEL) is State.CANCELLED
 
 
-def test_nothing_leaves_a_final_state_and_every_state_has_duties_written():
+def test_final_states_have_no_transitions_and_every_state_has_duties():
     assert not [key for key in MACHINE.table if key[0] in MACHINE.final]
     assert set(DUTIES) == set(State)
 
 
-def test_an_offer_cannot_just_be_forgotten():
+def test_an_offer_cannot_be_dropped_without_a_release():
     with pytest.raises(InvariantBroken):
         MACHINE.next(State.OFFERED, Event.FINISH)
     with pytest.raises(InvariantBroken):

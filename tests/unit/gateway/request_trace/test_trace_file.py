@@ -1,4 +1,4 @@
-"""The request trace: what its lines hold and hide, what a replay shares, and the bound of its files."""
+"""The request trace: fields of its lines, hidden data, shared prefixes of a replay, and the size limit of its files."""
 
 import json
 import stat

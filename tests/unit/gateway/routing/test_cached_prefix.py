@@ -1,4 +1,4 @@
-"""The choice of replicas by what they have cached."""
+"""Choice of replicas by cached prefixes."""
 
 import random
 
@@ -68,7 +68,7 @@ def test_a_short_prefix_does_not_decide(cache_map: CacheMap) -> None:
     snapshot(cache_map, a, PROMPT, 3)
     assert not caches(cache_map, least=4)(a).decides
     assert caches(cache_map, least=3)(a).decides
-    assert caches(cache_map, PROMPT[:40], least=4)(a).decides, "all two blocks of a short prompt"
+    assert caches(cache_map, PROMPT[:40], least=4)(a).decides, "a prompt of two blocks is cached whole"
     assert not caches(cache_map, PROMPT[:10])(a).decides
     others = [replica(f"w{n}") for n in range(8)]
     chosen = PrefixHash(1.25).one(RouteRequest(lambda _: b"k", caches(cache_map, least=4)), [a, *others])
@@ -131,7 +131,7 @@ def test_a_burst_with_a_new_prefix_goes_to_one_replica_within_the_bound(cache_ma
         found.chose(best)
         loads[best.replica.worker_id] += 1
         chosen.append(best)
-    # Unequal keys would scatter the requests; only the blocks just dispatched hold them together.
+    # Unequal keys would spread the requests over replicas; the prediction for dispatched blocks keeps them on one.
     assert {one.replica.worker_id for one in chosen} == {chosen[0].replica.worker_id}
     assert chosen[1].cached.tokens == 96
     assert chosen[1].cached.confirmed_tokens == 0
@@ -158,10 +158,10 @@ def test_a_warm_decode_worker_computes_a_short_tail(cache_map: CacheMap) -> None
     longer = caches(cache_map, [*PROMPT, *PROMPT])
     again = choose(RouteRequest(lambda _: b"k", longer), candidates, PrefixHash(1.25), enough_tokens=150)
     assert again is not None
-    assert again.reason is RouteReason.PAIR, "blocks that the worker has not reported are no reason to skip prefill"
+    assert again.reason is RouteReason.PAIR, "only blocks that the worker has reported may make prefill unnecessary"
 
 
-def test_notes_tell_the_terms_of_every_candidate(cache_map: CacheMap) -> None:
+def test_route_notes_have_the_terms_of_every_candidate(cache_map: CacheMap) -> None:
     a, b = replica("a", load=1), replica("b")
     snapshot(cache_map, b, PROMPT, 5)
     route = choose(RouteRequest(lambda _: b"k", caches(cache_map)), Candidates(both=(a, b)), PrefixHash(1.25))

@@ -49,7 +49,7 @@ def test_combined_is_what_the_gateway_calls_both():
 
 
 @pytest.mark.parametrize("role", ["", "router", "mixed", "Prefill"])
-def test_a_role_that_we_do_not_know_is_left_out(role):
+def test_an_unknown_role_is_left_out(role):
     assert listings_of([a_slice(role, endpoint("10.0.0.1", "x"))]) == ()
 
 
@@ -84,7 +84,7 @@ def test_what_is_no_port_is_none(port):
     assert listings_of([a_slice("decode", endpoint("10.0.0.1", "d"), ports=[{"name": "grpc", "port": port}])]) == ()
 
 
-def test_only_a_terminating_endpoint_is_stopping_whatever_else_is_said():
+def test_only_a_terminating_endpoint_is_stopping():
     found = listings_of(
         [
             a_slice(
@@ -142,7 +142,7 @@ _JUNK = st.sampled_from([None, True, -1, 1e300, "", "x", "x" * 300, [], [None], 
 
 
 @given(st.lists(st.tuples(st.sampled_from(_PATHS), _JUNK), min_size=1, max_size=4))
-def test_whatever_is_said_of_one_worker_the_other_is_found(changes):
+def test_an_invalid_endpoint_of_one_worker_does_not_hide_the_other(changes):
     spoiled = a_slice("decode", endpoint("10.0.0.1", "d-0", terminating=False))
     for path, junk in changes:
         inside: Any = spoiled
@@ -151,7 +151,7 @@ def test_whatever_is_said_of_one_worker_the_other_is_found(changes):
                 inside = inside[step]
             inside[path[-1]] = junk
         except (TypeError, KeyError, IndexError):
-            continue  # an earlier change took it away
+            continue  # an earlier change removed the path
     found = listings_of([spoiled, a_slice("prefill", endpoint("10.0.0.9", "p-0"))])
     assert "p-0" in {listing.name for listing in found}
     assert len(found) <= 2

@@ -51,7 +51,7 @@ def test_a_scaler_is_read():
 
 
 @pytest.mark.parametrize("value", ["false", "True", "1", True, None])
-def test_only_the_exact_word_allows_to_wake(value):
+def test_only_the_exact_annotation_allows_to_wake(value):
     metadata = {"resourceVersion": "3", "annotations": {"kvferry.dev/wake": value}}
     read = Scaler.read("decode", scaler(metadata=metadata))
     assert read is not None
@@ -69,7 +69,7 @@ def test_only_the_exact_word_allows_to_wake(value):
         {"metadata": None},
     ],
 )
-def test_one_that_says_no_number_or_no_version_is_not_touched(fields):
+def test_a_scaler_without_number_or_version_is_not_changed(fields):
     assert Scaler.read("decode", scaler(**fields)) is None
 
 

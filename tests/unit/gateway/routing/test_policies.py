@@ -1,4 +1,4 @@
-"""The policies by name, and those that ignore caches."""
+"""Routing policies by name, and the policies that ignore caches."""
 
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def test_random_draws_each_and_repeats_with_a_seed():
     assert set(draws[0]) == {"a", "b", "c"}
 
 
-def test_the_other_policies_say_what_they_would_have_done():
+def test_notes_contain_the_choices_of_the_other_policies():
     policies = RoutingPolicies("seconds", Estimates(), Commitments(ManualClock()), load_factor=1.25)
     candidates = Candidates(tuple(THREE), (replica("d"),))
     others = policies.others(ASKED, lambda policy: choose(ASKED, candidates, policy))

@@ -1,4 +1,4 @@
-"""Block names in the gateway are those of the workers; requests are spread by their leading blocks."""
+"""Block names in the gateway equal those of the workers; requests are distributed by their leading blocks."""
 
 from harness.fakes.engines import an_engine
 

@@ -26,7 +26,7 @@ def replica(name: str, load: int = 0, **fields) -> Replica:
 
 
 def estimates_of(*names: str) -> Estimates:
-    """Return estimates with 1 ms per prompt token, 10 ms and 1 ms per sequence for a step, 10 us per token moved."""
+    """Return estimates: 1 ms per prompt token, 10 ms plus 1 ms per sequence for a step, 10 us per token transferred."""
     estimates = Estimates()
     for name in names:
         process = Process(WorkerId(name), "1")
@@ -66,7 +66,7 @@ def test_a_cached_prefix_decides_until_the_queue_takes_longer_than_computing_it(
     assert (chosen.replica, chosen.spilled) == (a, False)
     busy = policy("a", "b").one(asked(a=800), [replace(a, tokens_to_compute=700), b], Work.PROMPT)
     assert busy is not None
-    assert busy.replica.worker_id == "a", "700 ms of queue, 800 ms saved"
+    assert busy.replica.worker_id == "a", "700 ms of queue are less than the 800 ms saved"
     busier = policy("a", "b").one(asked(a=800), [replace(a, tokens_to_compute=900), b], Work.PROMPT)
     assert busier is not None
     assert (busier.replica, busier.preferred, busier.spilled) == (b, "a", True)
@@ -105,7 +105,7 @@ def test_a_slower_worker_gets_fewer_prompts():
         asked(), [replica("fast", tokens_to_compute=2000), replica("slow")], Work.PROMPT
     )
     assert chosen is not None
-    assert chosen.replica.worker_id == "fast", "3 s with the queue, against 4 s"
+    assert chosen.replica.worker_id == "fast", "3 s including the queue, against 4 s"
 
 
 def test_generation_avoids_long_batches_and_full_pools():

@@ -123,7 +123,7 @@ async def test_a_request_without_a_position_begins_a_trace_and_an_invalid_one_is
 
 async def test_a_lost_worker_is_an_event_and_the_stream_resumes(collector):
     async with traced(collector, decode=2) as gateway:
-        faults = deque([Fault(Act.DIE, after_tokens=3)])  # of the worker that is called first
+        faults = deque([Fault(Act.DIE, after_tokens=3)])  # the worker that is called first is stopped
         for worker in gateway.workers.decode:
             worker.faults["decode"] = faults
         answer = await ask(gateway, stream=True)

@@ -1,4 +1,4 @@
-"""Certificates, in a real handshake; and waiting for an API server."""
+"""The harness's certificates in a real handshake, and its waits for an API server."""
 
 import http.server
 import ssl
@@ -15,7 +15,7 @@ from kvferry.core.errors import Unavailable
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """403 twice, then what was asked for."""
+    """Answers 403 twice, then with the phase."""
 
     seen: list[str] = []
 
@@ -28,7 +28,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Write no log."""
 
 
 @pytest.fixture
@@ -47,12 +47,12 @@ def served(tmp_path: Path) -> Iterator[Api]:
         thread.join(10)
 
 
-def test_it_waits_for_the_answer_that_is_wanted(served: Api) -> None:
+def test_a_wait_ends_with_the_expected_answer(served: Api) -> None:
     served.wait("/x", lambda one: one["phase"] == "Ready", seconds=20, meanwhile=lambda: None)
     assert Answers.seen == ["Bearer word"] * 4
 
 
-def test_it_stops_when_waiting_is_pointless(served: Api) -> None:
+def test_a_wait_ends_with_the_error_of_meanwhile(served: Api) -> None:
     def over() -> None:
         raise Unavailable("it has ended")
 
@@ -60,7 +60,7 @@ def test_it_stops_when_waiting_is_pointless(served: Api) -> None:
         served.wait("/x", seconds=20, meanwhile=over)
 
 
-def test_it_says_what_came_last(served: Api) -> None:
+def test_a_wait_that_fails_reports_the_last_answer(served: Api) -> None:
     with pytest.raises(Unavailable, match="/x is not as expected after 0 s; last: 403"):
         served.wait("/x", seconds=0, meanwhile=lambda: None)
 

@@ -18,7 +18,7 @@ def children(tmp_path: Path) -> Children:
     return Children(tmp_path, State(), SystemClock())
 
 
-def test_a_process_is_recorded_before_it_is_awaited(children: Children) -> None:
+def test_a_process_is_recorded_in_the_state_file(children: Children) -> None:
     made = children.spawn("sleeper", ["sleep", "600"])
     try:
         assert State.read(children.folder).processes == {"sleeper": made}
@@ -31,7 +31,7 @@ def test_a_process_is_recorded_before_it_is_awaited(children: Children) -> None:
         children.check("sleeper")
 
 
-def test_one_that_ends_early_tells_its_last_words(children: Children) -> None:
+def test_the_error_for_an_ended_process_has_the_end_of_its_log(children: Children) -> None:
     made = children.spawn("talker", ["sh", "-c", "for i in $(seq 50); do echo line $i; done; exit 4"])
     children._ours["talker"].wait(10)
     assert not is_alive(made)
@@ -40,19 +40,19 @@ def test_one_that_ends_early_tells_its_last_words(children: Children) -> None:
     children.end_all()
 
 
-def test_a_number_that_is_anothers_now_is_left_alone() -> None:
+def test_a_process_with_a_reused_pid_is_not_killed() -> None:
     own = start_of(os.getpid())
     assert own is not None
     assert is_alive(Process(os.getpid(), own))
     earlier = Process(os.getpid(), own - 1)
     assert not is_alive(earlier)
-    kill(earlier)  # else this test ends here
+    kill(earlier)  # a kill would end this test
 
 
-def test_what_another_process_started_can_be_ended(children: Children) -> None:
+def test_processes_of_another_harness_process_can_be_ended(children: Children) -> None:
     made = children.spawn("sleeper", ["sleep", "600"])
     attached = Children(children.folder, State.read(children.folder), SystemClock(), lasting=True)
-    os.kill(made.pid, signal.SIGSTOP)  # a stopped process ends, too
+    os.kill(made.pid, signal.SIGSTOP)  # a stopped process can be killed too
     attached.end_all()
     assert not is_alive(made)
     children.end_all()

@@ -78,7 +78,7 @@ def test_loopback_ports_are_free_and_distinct() -> None:
 
 @pytest.fixture
 def hierarchies(tmp_path: Path) -> Path:
-    """Version 1 with the unified one beside, as files."""
+    """Files of cgroup version 1, with the unified hierarchy beside it."""
     for name in ("cpuset", "memory", "systemd", "unified"):
         (tmp_path / name).mkdir()
     (tmp_path / "cpuset" / "cpuset.cpus").write_text("0-1")

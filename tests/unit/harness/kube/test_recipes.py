@@ -25,7 +25,7 @@ for one in $made; do echo "$GOFLAGS" > "$one"; chmod +x "$one"; done
 
 @pytest.fixture
 def fake_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """File in which the script records its builds."""
+    """The file in which the `go` script records its builds."""
     (tmp_path / "tools").mkdir()
     go = tmp_path / "tools" / "go"
     go.write_text(FAKE_GO)
@@ -88,7 +88,7 @@ def test_what_is_missing_is_built_once(fake_go: Path) -> None:
         found.path("helm")
 
 
-def test_a_build_that_fails_says_why_and_leaves_nothing_half(
+def test_a_build_that_fails_reports_why_and_leaves_no_partial_result(
     fake_go: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAIL", "etcd")

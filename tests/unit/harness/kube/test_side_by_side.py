@@ -33,7 +33,7 @@ def test_runs_do_not_share_what_failed_last() -> None:
 
 @pytest.mark.parametrize(("status", "again"), [(0, False), (5, False), (1, True), (2, True), (4, True)])
 def test_only_what_did_not_end_well_begins_again(status: int, again: bool, tmp_path: Path) -> None:
-    assert runs_again("node", ["--last-failed"], tmp_path), "nothing is known of it"
+    assert runs_again("node", ["--last-failed"], tmp_path), "without a recorded status every run begins"
     note_status("node", status, tmp_path)
     assert runs_again("node", ["--last-failed"], tmp_path) is again
-    assert runs_again("node", ["-x"], tmp_path), "without the option every run begins"
+    assert runs_again("node", ["-x"], tmp_path), "without --last-failed every run begins"

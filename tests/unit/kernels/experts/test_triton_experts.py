@@ -1,4 +1,6 @@
-"""Experts of the Triton family: products as the reference defines them, tokens of the torch family, nothing asked."""
+"""Experts of the Triton family: products equal the reference, tokens equal those of the torch family, no
+synchronization.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,7 +94,7 @@ def test_sums_of_experts_are_those_of_the_definition(
     torch.manual_seed(seed)
     active = min(active, experts)
     x, parts = torch.randn(rows, hidden), weights_of(experts, hidden, inner, has_biases=has_biases)
-    # Some experts get no row, and some nearly all.
+    # Some experts get no rows, and one gets nearly all.
     shares, chosen = choose_experts(torch.randn(rows, experts) * 3, Experts(experts, active, inner, renormalizes=False))
 
     def run(ops: Ops, cast: Cast) -> torch.Tensor:
@@ -118,7 +120,7 @@ def test_all_rows_of_one_expert_fill_several_tiles(device: torch.device) -> None
     assert_as_good_as_reference(run, torch.float32, OPS, device=device)
 
 
-def test_nothing_is_asked_of_the_device(device: torch.device) -> None:
+def test_experts_do_not_synchronize_with_the_device(device: torch.device) -> None:
     parts = packed(weights_of(5, 32, 16, has_biases=True), lambda t: t.to(device))
     x, chosen = torch.randn(9, 32, device=device), torch.randint(0, 5, (9, 1), device=device)
     shares = torch.ones(9, 1, device=device)

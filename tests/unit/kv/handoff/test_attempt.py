@@ -1,4 +1,4 @@
-"""One attempt without threads: its actions after each event, and a deadline for each wait."""
+"""The state machine of one attempt to fetch pages: its actions after each event, and a deadline for each wait."""
 
 import math
 
@@ -45,7 +45,7 @@ def reading(ticket: Ticket = TICKET) -> Attempt:
     return attempt
 
 
-def test_the_good_way() -> None:
+def test_a_fetch_without_faults() -> None:
     attempt = an_attempt(first_block=1, count=2)
     assert (attempt.remote, attempt.local) == ([6, 7], [20, 21])
     assert attempt.begin(0.0) == [Connect(2)]
@@ -57,7 +57,7 @@ def test_the_good_way() -> None:
     assert attempt.due == math.inf
 
 
-def test_a_ticket_that_nothing_holds_is_neither_claimed_nor_finished() -> None:
+def test_a_ticket_without_held_pages_is_neither_claimed_nor_finished() -> None:
     attempt = an_attempt(msgspec.structs.replace(TICKET, held=False))
     attempt.begin(0.0)
     assert attempt.connected(0.0) == [StartRead()]
@@ -73,7 +73,7 @@ def test_epochs_other_than_the_offered_ones_are_a_failure(found: list[int]) -> N
     (report,) = attempt.epochs(found)
     assert isinstance(report, Report)
     assert report.failure is not None
-    assert not attempt.is_over, "until the transport is quiet"
+    assert not attempt.is_over, "the attempt lasts until the transport is quiet"
     assert attempt.quiet() == [Quiet(), Finish(False, 2)]
 
 
@@ -90,7 +90,7 @@ def test_a_ticket_without_the_blocks_is_refused() -> None:
         (TicketRejected("taken", reason="TICKET_TAKEN"), False),
     ],
 )
-def test_a_refusal_ends_it_and_a_peer_that_is_gone_is_forgotten(error: Unavailable, forgets: bool) -> None:
+def test_a_refusal_ends_the_attempt_and_a_lost_peer_is_forgotten(error: Unavailable, forgets: bool) -> None:
     attempt = an_attempt()
     attempt.begin(0.0)
     effects = attempt.refused(error)
@@ -99,7 +99,7 @@ def test_a_refusal_ends_it_and_a_peer_that_is_gone_is_forgotten(error: Unavailab
     assert attempt.state is TransferState.FAILED
 
 
-def test_another_connector_or_too_long_a_wait_ends_it_before_anything_is_asked() -> None:
+def test_another_connector_or_a_long_wait_ends_the_attempt_before_any_message() -> None:
     other = an_attempt(msgspec.structs.replace(TICKET, connector="nixl"))
     assert "reads over 'memory'" in str(other.begin(0.0)[0])
     late = an_attempt()
@@ -117,7 +117,7 @@ def test_every_control_message_has_a_deadline() -> None:
     forget, report, *_ = attempt.tick(3.0)
     assert forget == Forget()
     assert "did not answer" in str(report)
-    assert attempt.claimed(LEASE, 3.1) == [], "an answer that comes too late finds nobody"
+    assert attempt.claimed(LEASE, 3.1) == [], "an answer after the deadline has no effect"
     verifying = reading()
     verifying.arrived(1.0)
     assert verifying.due == 3.0
@@ -130,12 +130,12 @@ def test_a_transfer_has_a_deadline_and_renews_until_then() -> None:
     renewals = 0
     while (effects := attempt.tick(attempt.due)) == [Renew(2)]:
         renewals += 1
-    assert renewals == 7, "every 5 s of a lease of 30, for 40 s"
+    assert renewals == 7, "a renewal every 5 s of a lease of 30 s, for 40 s"
     assert "longer than 40.00 s" in str(effects[0])
-    assert attempt.due == math.inf, "draining has no deadline: the transport says when"
+    assert attempt.due == math.inf, "draining ends when the transport reports it, without a deadline"
 
 
-def test_a_read_that_says_how_far_it_came_is_given_up_when_it_comes_no_further() -> None:
+def test_a_read_without_progress_is_given_up() -> None:
     attempt = reading()
     for now, count in ((0.0, 0), (2.0, 1), (4.0, 1), (4.5, 1)):
         assert attempt.progress(count, now) == []
@@ -143,7 +143,7 @@ def test_a_read_that_says_how_far_it_came_is_given_up_when_it_comes_no_further()
     assert "no progress for 3.00 s" in str(attempt.tick(5.0)[0])
 
 
-def test_a_read_that_does_not_say_has_its_deadline_only() -> None:
+def test_a_read_that_reports_no_progress_has_its_deadline_only() -> None:
     attempt = reading()
     assert attempt.tick(39.0) == [Renew(2)]
 

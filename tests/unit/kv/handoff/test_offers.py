@@ -27,7 +27,7 @@ def test_a_claimed_and_finished_offer_gives_its_pages_back_once() -> None:
     assert book.is_idle
 
 
-def test_an_unclaimed_offer_runs_out() -> None:
+def test_an_unclaimed_offer_expires() -> None:
     book = a_book()
     assert book.expire(9.99) == []
     assert book.expire(10.0) == ["pages"]
@@ -53,20 +53,20 @@ def test_a_failed_attempt_leaves_the_offer_for_the_next_one() -> None:
     assert book.finish(T, 1, 1.0, done=False) == []
     assert book.count(OfferState.OFFERED) == 1
     book.claim(T, 2, 2.0)
-    assert book.finish(T, 1, 3.0, done=True) == [], "a late word of the first attempt changes nothing"
+    assert book.finish(T, 1, 3.0, done=True) == [], "a late message of the first attempt has no effect"
     assert book.finish(T, 2, 3.0, done=True) == ["pages"]
 
 
-def test_a_later_attempt_takes_the_lease_over_and_an_earlier_one_never() -> None:
+def test_a_later_attempt_takes_over_the_lease_and_an_earlier_one_never_does() -> None:
     book = a_book()
     book.claim(T, 1, 0.0)
-    assert book.claim(T, 1, 1.0) == 30, "the same attempt may ask again"
-    assert book.claim(T, 2, 20.0) == 30, "the first reader was given up"
+    assert book.claim(T, 1, 1.0) == 30, "the same attempt may claim again"
+    assert book.claim(T, 2, 20.0) == 30, "a later attempt replaces the first one"
     for late in (lambda: book.claim(T, 1, 21.0), lambda: book.renew(T, 1, 21.0)):
         with pytest.raises(TicketRejected):
             late()
-    assert book.finish(T, 1, 22.0, done=True) == [], "a late word of the first reader frees nothing"
-    assert book.expire(49.0) == [], "the lease is the second one's"
+    assert book.finish(T, 1, 22.0, done=True) == [], "a late message of the first attempt releases nothing"
+    assert book.expire(49.0) == [], "the lease was renewed by the second attempt"
     assert book.finish(T, 2, 49.0, done=True) == ["pages"]
 
 
@@ -82,7 +82,7 @@ def test_a_release_during_a_read_waits_for_the_reader_or_a_moment() -> None:
     assert book.expire(7.0) == ["more"]
 
 
-def test_a_reader_that_needs_nothing_says_so_without_a_claim() -> None:
+def test_a_reader_that_needs_no_block_finishes_without_a_claim() -> None:
     book = a_book()
     assert book.finish(T, 1, 0.0, done=False) == []
     assert book.finish(T, 1, 0.0, done=True) == ["pages"]
@@ -103,11 +103,11 @@ def a_shared_book() -> OfferBook[str]:
     return book
 
 
-def test_several_readers_hold_their_places_at_the_same_time_and_the_last_one_frees() -> None:
+def test_several_readers_read_at_the_same_time_and_the_last_one_frees_the_pages() -> None:
     book = a_shared_book()
     assert book.claim(T, 1, 0.0, reader=0) == book.claim(T, 1, 0.0, reader=1) == 30
     assert book.finish(T, 1, 1.0, done=True, reader=1) == []
-    assert book.finish(T, 1, 1.0, done=True, reader=1) == [], "once is once"
+    assert book.finish(T, 1, 1.0, done=True, reader=1) == [], "a repeated message has no effect"
     with pytest.raises(TicketRejected, match="gone"):
         book.claim(T, 2, 1.0, reader=1)
     assert book.count(OfferState.CLAIMED) == 1
@@ -126,7 +126,7 @@ def test_a_failed_reader_gives_back_its_place_alone() -> None:
     assert book.expire(55.0) == ["pages"]
 
 
-def test_a_reader_that_was_not_meant_is_refused() -> None:
+def test_a_reader_without_a_place_is_refused() -> None:
     book = a_shared_book()
     for reader in (-1, 2):
         with pytest.raises(TicketRejected) as caught:
@@ -139,7 +139,7 @@ def test_a_release_frees_places_without_readers_and_waits_for_the_others() -> No
     book = a_shared_book()
     book.claim(T, 1, 0.0, reader=0)
     assert book.release(T, 1.0) == []
-    assert book.release(T, 2.0) == [], "idempotent, and no later"
+    assert book.release(T, 2.0) == [], "a second release does not extend the wait"
     assert book.due == 6.0
     with pytest.raises(TicketRejected):
         book.claim(T, 2, 2.0, reader=0)
@@ -163,7 +163,7 @@ def test_a_claim_that_arrives_after_its_attempt_has_ended_gets_no_lease() -> Non
     assert book.claim(T, 2, 1.0) == 30
 
 
-def test_a_claim_in_the_quiet_time_is_refused_even_to_the_one_that_held_it() -> None:
+def test_a_claim_in_the_quiet_time_is_refused_even_to_its_last_reader() -> None:
     book = a_book()
     book.claim(T, 1, 0.0)
     book.expire(30.0)
@@ -186,7 +186,7 @@ def test_a_release_that_overtakes_its_offer_is_remembered() -> None:
     assert book.release(T, 0.0) == []
     assert book.offer(T, "pages", 1.0) == ["pages"]
     assert book.is_idle
-    assert book.offer(T, "again", 1.0) == [], "it was meant for that one offer"
+    assert book.offer(T, "again", 1.0) == [], "an early release counts for one offer only"
 
 
 def test_early_releases_are_remembered_within_a_bound() -> None:
@@ -204,7 +204,7 @@ def test_an_offer_without_readers_or_with_a_used_name_is_a_programming_error() -
             book.offer(ticket_id, "pages", 0.0, readers=readers)
 
 
-def test_a_message_for_another_life_is_refused() -> None:
+def test_a_message_for_another_incarnation_is_refused() -> None:
     check_incarnation("a", "a")
     with pytest.raises(TicketRejected) as caught:
         check_incarnation("b", "a")
@@ -242,10 +242,10 @@ def test_in_any_order_of_events_pages_come_back_exactly_once(operations: list[tu
         except TicketRejected:
             pass
         assert book.is_idle == (freed == ["pages"])
-    for _ in range(2):  # a lease, then its quiet time
+    for _ in range(2):  # the remaining lease, then the quiet time
         now += 31
         freed += book.expire(now)
-    assert freed == ["pages"], "time alone brings every page back"
+    assert freed == ["pages"], "after this time all pages are released"
 
 
 def test_every_state_is_left_by_time_or_final() -> None:

@@ -1,4 +1,4 @@
-"""The bound on pages that wait for stalled transports."""
+"""Limit of the number of pages that wait for stalled transports."""
 
 import pytest
 
@@ -8,11 +8,11 @@ from kvferry.kv.handoff.quarantine import accepts_fetch
 @pytest.mark.parametrize(
     ("quarantined", "blocks", "wanted", "accepted"),
     [
-        (0, 10, 10, True),  # nothing is stuck: even a request as large as the pool may try
-        (3, 20, 4, True),  # less than one request's worth
+        (0, 10, 10, True),  # an empty quarantine accepts even a request as large as the pool
+        (3, 20, 4, True),  # fewer pages than one request
         (4, 20, 4, False),
         (5, 20, 4, False),
-        (49, 1000, 4, True),  # 5 % of a large pool
+        (49, 1000, 4, True),  # below 5 % of a large pool
         (50, 1000, 4, False),
     ],
 )

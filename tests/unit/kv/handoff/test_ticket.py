@@ -1,4 +1,4 @@
-"""Tickets: what is sealed opens unchanged; anything else is refused by its own name."""
+"""Tickets: a sealed ticket opens unchanged; everything else is refused with a reason of its own."""
 
 import msgspec
 import pytest
@@ -126,7 +126,7 @@ def test_a_ticket_for_something_else_is_refused_by_name(changes: dict[str, objec
 
 
 def test_a_layout_has_its_size_in_bytes() -> None:
-    # Llama-3.1-8B in bfloat16: 128 KiB a token, 2 MiB a block of 16.
+    # Llama-3.1-8B in bfloat16: 128 KiB per token, 2 MiB per block of 16.
     layout = KvLayout("d", "bfloat16", 32, 8, 128, 16)
     assert (layout.token_bytes, layout.block_bytes) == (128 << 10, 2 << 20)
 
@@ -159,7 +159,7 @@ OTHER = KvLayout("digest", "bfloat16", 2, 3, 4, 32)
 
 
 def other_ticket(**changes: object) -> Ticket:
-    """39 tokens in blocks of 32, as bfloat16."""
+    """Return a ticket for 39 tokens in blocks of 32, in bfloat16."""
     whole = {"fingerprint": OTHER.fingerprint, "layout": OTHER.description, "block_ids": (4, 7), "epochs": (1, 2)}
     return a_ticket(**{**whole, **changes})
 

@@ -28,7 +28,7 @@ def layouts() -> st.SearchStrategy[KvLayout]:
 
 
 def shares(whole: KvLayout) -> st.SearchStrategy[KvLayout]:
-    """The layout itself, or as a share of a model with more heads."""
+    """Return a strategy for the layout itself and for shares of models with more heads."""
     more = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(
         lambda m: replace(whole, first_kv_head=m[0], total_kv_heads=sum(m) + whole.num_kv_heads)
     )
@@ -60,9 +60,9 @@ def test_every_field_counts(field: str) -> None:
 
 
 @given(layouts())
-def test_a_description_tells_all(layout: KvLayout) -> None:
+def test_a_description_contains_every_field(layout: KvLayout) -> None:
     assert described(layout.description) == layout
-    assert described([*layout.description]) == layout, "as it comes out of a message"
+    assert described([*layout.description]) == layout, "a list, as in decoded messages"
 
 
 def test_all_heads_in_one_place_are_no_share() -> None:

@@ -20,7 +20,7 @@ STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "
 
 
 def bfloat16_bits(value: float) -> int:
-    """The nearest bfloat16 to a float32, found by comparing both neighbours."""
+    """Return the bits of the bfloat16 nearest to a float32, found by comparing both neighbours."""
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
     down = bits & 0xFFFF0000
     low, high = (struct.unpack("<f", struct.pack("<I", b))[0] for b in (down, down + 0x10000))
@@ -34,7 +34,7 @@ Place = tuple[int, int, int, int]
 
 
 def places(layout: KvLayout, at: Place) -> tuple[slice, slice]:
-    """Bytes of a page: a token's values of one head, and their scale if they have one."""
+    """Return the bytes of a page for a token's values of one head, and those of their scale, empty without one."""
     layer, kv, head, slot = at
     dim, tokens = layout.head_dim * STORED[layout.dtype]().itemsize, layout.block_tokens
     scale = 4 if layout.dtype == "int8" else 0
@@ -67,7 +67,7 @@ def write(page: bytearray, layout: KvLayout, at: Place, values: list[float]) -> 
 
 
 def slowly(source: KvLayout, target: KvLayout, theirs: list[bytes], ours: list[bytearray], span: range) -> None:
-    """Positions of `span`, one row at a time; blocks are those of the whole prompt."""
+    """Copy the positions of `span` one row at a time; the pages are those of the whole prompt."""
     for token in span:
         page, into = theirs[token // source.block_tokens], ours[token // target.block_tokens]
         for layer, kv, head in itertools.product(range(target.num_layers), range(target.planes), target.heads):
@@ -81,7 +81,7 @@ def slowly(source: KvLayout, target: KvLayout, theirs: list[bytes], ours: list[b
 
 
 def some_pages(layout: KvLayout, count: int, seed: int) -> list[bytes]:
-    """Pages of numbers that float16 can hold."""
+    """Return pages of random numbers within the range of float16."""
     rng = np.random.default_rng(seed)
     pages = [bytearray(layout.block_bytes) for _ in range(count)]
     every = itertools.product(range(layout.num_layers), range(layout.planes), layout.heads, range(layout.block_tokens))
@@ -92,7 +92,9 @@ def some_pages(layout: KvLayout, count: int, seed: int) -> list[bytes]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, int, int, int, int]:
-    """Two layouts, tokens of the prompt, the first target block wanted, how many, source pages a piece."""
+    """Draw two layouts, the tokens of the prompt, the first target block, the number of blocks, and source pages per
+    piece.
+    """
     total = draw(st.integers(1, 4))
     start = draw(st.integers(0, total - 1))
     stop = draw(st.integers(start + 1, total))
@@ -129,7 +131,7 @@ def test_a_planned_copy_is_the_copy_of_each_element(
     num_blocks = -(-num_tokens // target.block_tokens)
     expected = [bytearray(p) for p in some_pages(target, num_blocks, seed + 1)]
     pool = np.frombuffer(bytearray(b"".join(reversed(expected))), np.uint8).reshape(num_blocks, -1)
-    local = [num_blocks - 1 - b for b in range(first, first + count)]  # the pool has them in another order
+    local = [num_blocks - 1 - b for b in range(first, first + count)]  # the pool has the blocks in reverse order
     span = range(first * target.block_tokens, min((first + count) * target.block_tokens, num_tokens))
     slowly(source, target, theirs, expected, span)
     needed = made.source_blocks(first, count, num_tokens)
@@ -204,7 +206,7 @@ def test_what_no_copy_can_mend_is_refused_by_its_field(changes: dict[str, object
 
 
 def converted(values: list[float], source: str, target: str) -> list[float]:
-    """Through one page of one token."""
+    """Convert the values of one token through a page of each type."""
     layouts = [KvLayout("d", t, 1, 1, len(values), 1) for t in (source, target)]
     page, pool = bytearray(layouts[0].block_bytes), np.zeros((1, layouts[1].block_bytes), np.uint8)
     for kv in (0, 1):
@@ -235,7 +237,7 @@ BF16 = KvLayout("d", "bfloat16", 1, 1, 1, 1)
 def test_every_float_rounds_to_its_nearest_bfloat16(values: list[float]) -> None:
     got = converted(values, "float32", "bfloat16")
     assert got == [x for v in values for x in read(struct.pack("<H", bfloat16_bits(v)), BF16, FIRST)]
-    assert converted(got, "bfloat16", "float32") == got, "widening is exact"
+    assert converted(got, "bfloat16", "float32") == got, "widening to float32 is exact"
 
 
 def test_what_is_no_number_stays_none_and_infinity_stays() -> None:

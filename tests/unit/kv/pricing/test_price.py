@@ -14,7 +14,7 @@ OBJECT_TOKENS = 64
 
 @dataclass(frozen=True)
 class World:
-    """True durations, which the prices estimate."""
+    """True durations, which the price book estimates."""
 
     trip: float
     bytes_per_second: float
@@ -36,7 +36,7 @@ class World:
         return self.trip + num_tokens * TOKEN_BYTES / self.bytes_per_second
 
     def steps(self, first: int, count: int) -> float:
-        """Computing in steps of 512."""
+        """Return the time to compute `count` tokens after `first` ones, in steps of up to 512."""
         seconds = 0.0
         while count > 0:
             chunk = min(512, count)
@@ -45,7 +45,7 @@ class World:
         return seconds
 
     def compute(self, count: int) -> float:
-        """Return the time that computing these tokens adds; one step runs in any case."""
+        """Return the time that computing these tokens adds. One step runs in any case."""
         return self.steps(0, count + 1) - self.steps(count, 1)
 
 
@@ -100,7 +100,7 @@ def test_a_head_in_memory_is_loaded_and_a_dear_tail_computed() -> None:
     assert made.load_seconds < made.compute_seconds
 
 
-def test_a_way_that_loses_is_measured_again_now_and_then() -> None:
+def test_the_more_expensive_way_is_measured_again_occasionally() -> None:
     book = PriceBook()
     for _ in range(20):
         book.observe_compute(0, 256, 0.05)
@@ -111,7 +111,7 @@ def test_a_way_that_loses_is_measured_again_now_and_then() -> None:
     assert all((m.num_loaded > 0) == m.is_forced for m in made)
 
 
-def test_far_worse_ways_are_left_alone() -> None:
+def test_a_far_more_expensive_way_is_not_measured_again() -> None:
     book = PriceBook()
     for _ in range(20):
         book.observe_compute(0, 256, 0.001)
@@ -128,7 +128,9 @@ def test_each_peer_has_prices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         book.observe_load("peer", 10_000_000, 5.0, place="far")
     assert book.decide([Piece("peer", 256, 10_000_000, "near")], 0).num_loaded == 256
     assert book.decide([Piece("peer", 256, 10_000_000, "far")], 0).num_loaded == 0
-    assert book.decide([Piece("peer", 256, 10_000_000, "unknown")], 0).source == "peer", "the oldest made room"
+    assert book.decide([Piece("peer", 256, 10_000_000, "unknown")], 0).source == "peer", (
+        "the record of the oldest peer was dropped"
+    )
     assert len(book._loads) == 2
 
 
@@ -159,7 +161,7 @@ def test_a_fit_finds_both_coefficients_and_never_goes_negative() -> None:
     for x in (10, 500, 100, 1000, 50) * 4:
         fit.observe((1.0, x), 0.2 + 0.003 * x)
     assert fit.seconds((1.0, 2000)) == pytest.approx(6.2, rel=0.02)
-    for x in (10, 500, 100, 1000, 50) * 8:  # falling with x: no positive slope explains it
+    for x in (10, 500, 100, 1000, 50) * 8:  # the times fall with x, so no positive slope fits
         fit.observe((1.0, x), 5.0 - 0.001 * x)
     assert fit.seconds((1.0, 0)) >= 0.0
     assert fit.seconds((1.0, 1e6)) >= fit.seconds((1.0, 0))

@@ -39,7 +39,7 @@ def over(port: int, options: str = "", user: str = "") -> Iterator[redis_tier.Re
 
 
 def friendly(to: bytes, says: bytes) -> Callable[[bytes], bytes]:
-    """A server that answers as an empty one at the start, and afterwards `says` something to the command `to`."""
+    """Return a server script: an empty server at the start, and afterwards `says` in answer to the command `to`."""
     started = threading.Event()
 
     def answer(asked: bytes) -> bytes:
@@ -51,14 +51,14 @@ def friendly(to: bytes, says: bytes) -> Callable[[bytes], bytes]:
             return b"+OK\r\n"
         if b"STRLEN" in asked:
             return b":0\r\n" * asked.count(b"STRLEN")
-        started.set()  # the start's last question is a GET
+        started.set()  # the connection check at the start ends with a GET
         return b"$-1\r\n"
 
     return answer
 
 
 ODD = [
-    b"$4294967296\r\n",  # 4 GiB, of which nothing follows
+    b"$4294967296\r\n",  # announces 4 GiB, of which nothing follows
     b"$99999999999999999999999\r\n",
     b"$-7\r\nx",
     b"$1x\r\n",
@@ -73,14 +73,14 @@ ODD = [
     b"\0" * 100,
     b"-" + b"E" * 5000 + b"\r\n",
     b"-\xff\xfe\r\n",
-    b"$%d\r\n" % (OBJECT_BYTES + 128),  # and then silence
+    b"$%d\r\n" % (OBJECT_BYTES + 128),  # announces a value that never comes
     b"$%d\r\n" % (OBJECT_BYTES + 128) + bytes(OBJECT_BYTES + 128) + b"\r\n",
 ]
 
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """Nothing large is allocated meanwhile."""
+    """Check that the peak of memory allocated in the `with` block is below 2 MiB."""
     tracemalloc.start()
     try:
         yield
@@ -101,21 +101,21 @@ def test_odd_answers_to_get_are_errors_at_once(says: bytes) -> None:
 
 
 @pytest.mark.parametrize("says", ODD[:13], ids=lambda says: repr(says[:24]))
-def test_odd_answers_to_lookups_are_no(says: bytes) -> None:
+def test_odd_answers_to_lookups_are_misses(says: bytes) -> None:
     with scripted(friendly(b"STRLEN", says)) as port, over(port) as tier:
         assert tier.lookup([key(1), key(2)], 0.3) == [Presence.NO, Presence.NO]
 
 
 def test_odd_answers_to_stores_are_errors() -> None:
     with scripted(friendly(b"SET", b"*3\r\n:1\r\n:2\r\n:3\r\n")) as port, over(port) as tier:
-        assert not put(tier, 1), "not the word that says it was written"
+        assert not put(tier, 1), "an array is no success status"
     for says in (b"$4294967296\r\n", b"*1\r\n" * 2000, b"*9999999\r\n"):
         with scripted(friendly(b"SET", says)) as port, over(port) as tier, little_memory(), pytest.raises(TierError):
             tier.store(key(1), [memoryview(content(1))], 0.3)
 
 
 def test_after_a_timeout_a_connection_is_not_used_again() -> None:
-    """Its place in the stream is lost: the late reply would be taken for the next one."""
+    """The position in the reply stream is lost, so a late reply would be taken for the next one."""
     for patient in (False, True):
         near, far = socket.socketpair()
         with far:
@@ -129,14 +129,14 @@ def test_after_a_timeout_a_connection_is_not_used_again() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(says=st.binary(min_size=1, max_size=200))
-def test_noise_is_an_error_and_never_anything_else(says: bytes) -> None:
+def test_random_bytes_are_an_error_and_never_anything_else(says: bytes) -> None:
     with scripted(friendly(b"GET", says)) as port, over(port) as tier:
         for _ in range(2):
             with pytest.raises(TierError):
                 tier.load(key(1), [memoryview(bytearray(OBJECT_BYTES))], 0.05)
 
 
-def test_a_trickle_ends_with_the_deadline() -> None:
+def test_a_reply_that_arrives_byte_by_byte_ends_with_the_deadline() -> None:
     whole = b"$%d\r\n" % (OBJECT_BYTES + 128) + bytes(OBJECT_BYTES)
     with scripted(friendly(b"GET", whole), piece=1) as port, over(port) as tier:
         started = CLOCK.monotonic()
@@ -169,7 +169,7 @@ def test_a_password_is_in_no_error_and_no_log(says: bytes, caplog: pytest.LogCap
 
 
 def test_names_alone_travel(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither tenant nor content is in a key."""
+    """A key contains neither the tenant nor the content."""
     asked_for: list[bytes] = []
     answer = friendly(b"nothing", b"")
 
@@ -202,7 +202,7 @@ def test_what_is_left_after_some_bytes(pieces: Sequence[bytes], count: int) -> N
 # ---------------------------------------------------------------------- cluster
 
 
-def test_being_sent_around_ends() -> None:
+def test_the_number_of_redirections_is_bounded() -> None:
     ports: list[int] = []
 
     def answer(asked: bytes) -> bytes:
@@ -218,7 +218,7 @@ def test_being_sent_around_ends() -> None:
             assert tier.lookup([key(1)], SECONDS) == [Presence.NO]
 
 
-def test_without_cluster_a_redirection_says_what_to_set() -> None:
+def test_without_cluster_a_redirection_names_the_setting() -> None:
     moved = friendly(b"GET", b"-MOVED 1 127.0.0.1:1\r\n")
     with scripted(moved) as port, over(port) as tier, pytest.raises(TierError, match="cluster=on"):
         get(tier, 1)
@@ -265,7 +265,7 @@ def test_a_slot_that_moves_is_followed(two: tuple[RedisServer, RedisServer]) -> 
     with over(low.port, "&cluster=on") as tier:
         high.ask(b"CLUSTER", b"SETSLOT", slot, b"IMPORTING", low_id)
         low.ask(b"CLUSTER", b"SETSLOT", slot, b"MIGRATING", high_id)
-        assert put(tier, number), "ASK: the new owner takes it already"
+        assert put(tier, number), "ASK: the new owner accepts writes during the migration"
         assert get(tier, number) == content(number)
         assert not put(tier, number)
         for server in (high, low):

@@ -35,11 +35,11 @@ class ScriptedTier:
     objects: dict[bytes, bytes] = field(default_factory=dict)
     fail_loads: int = 0
     fail_from: int = 10**9
-    """Loads after this many fail."""
+    """The number of loads after which all loads fail."""
     hold: threading.Event | None = None
-    """Loads wait for it."""
+    """Loads wait for this event."""
     hang: threading.Event | None = None
-    """Lookups wait for it, however long."""
+    """Lookups wait for this event without regard to their timeout."""
     num_loads: int = 0
     broken: bool = False
 
@@ -47,7 +47,7 @@ class ScriptedTier:
         if self.hang is not None:
             self.hang.wait(SECONDS)
         if self.broken:
-            raise OSError("a tier must not raise this, but if it does")
+            raise OSError("an error that tiers must not raise")
         return [Presence.YES if k.name in self.objects else Presence.NO for k in keys]
 
     def load(self, key: ObjectKey, into: Sequence[memoryview], timeout: float) -> None:
@@ -80,7 +80,7 @@ class ScriptedTier:
 
 
 class BytesRunner:
-    """The runner of `harness.fakes.engines` over real bytes: a token plus one in eight bytes, zero for none."""
+    """Runs `harness.fakes.engines` over real bytes: 8 bytes per slot hold the token plus one, or zero if empty."""
 
     def __init__(self, inner: ArithmeticRunner, pages: memoryview) -> None:
         self.inner = inner
@@ -99,7 +99,7 @@ class BytesRunner:
 
 
 class Bench:
-    """An engine whose pages are real bytes, with tiers; messages come back through a queue as in a worker."""
+    """An engine whose pages are real bytes, with tiers; messages reach it through a queue, as in a worker."""
 
     def __init__(self, *tiers: Tier, num_blocks: int = 32) -> None:
         self.engine, self.runner = an_engine(num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
@@ -123,7 +123,7 @@ class Bench:
             self._arrived.notify_all()
 
     def run(self, name: str, prompt: list[int], count: int = 4) -> tuple[list[int], list[LoadOutcome]]:
-        """One request to its end, then until the tiers are at rest; its tokens and how its loads went."""
+        """Run one request, wait until the tiers are idle, and return its tokens and the outcomes of its loads."""
         self.engine.add(a_request(name, prompt, max_tokens=count))
         return self.until_idle(name)
 
@@ -144,7 +144,7 @@ class Bench:
         raise AssertionError(f"not idle: {self.engine.load()}")
 
     def _settle(self) -> None:
-        """Until what is written behind is written."""
+        """Wait until all stores have ended."""
         pause = threading.Event()
         for _ in range(int(SECONDS / 0.002)):
             if not self.stack.num_active:
@@ -154,7 +154,9 @@ class Bench:
 
     def _wait(self) -> None:
         with self._arrived:
-            assert self._arrived.wait_for(lambda: bool(self.heard), SECONDS), f"nothing came: {self.engine.load()}"
+            assert self._arrived.wait_for(lambda: bool(self.heard), SECONDS), (
+                f"no message arrived: {self.engine.load()}"
+            )
 
     def _post(self) -> None:
         with self._arrived:
@@ -163,7 +165,7 @@ class Bench:
             self.engine.post(message)
 
     def forget_pages(self) -> None:
-        """Everything in the engine's own cache is gone; the pages hold nonsense."""
+        """Evict all blocks from the engine's cache and overwrite the pages."""
         pool = self.engine.allocator.pool
         taken = pool.allocate(pool.num_blocks)
         assert taken is not None
@@ -175,7 +177,7 @@ class Bench:
         assert_idle(self.engine)
 
 
-PROMPT = list(range(3, 3 + 21))  # five full blocks and one token: two whole objects
+PROMPT = list(range(3, 3 + 21))  # five full blocks and one token; two objects of two blocks
 
 
 @pytest.fixture
@@ -195,7 +197,7 @@ def bench(request: pytest.FixtureRequest, slow: ScriptedTier) -> Iterator[Bench]
     made.close()
 
 
-def test_a_prefix_that_left_the_pages_comes_back(bench: Bench) -> None:
+def test_a_prefix_that_was_evicted_is_loaded_from_the_tiers(bench: Bench) -> None:
     tokens, loads = bench.run("first", PROMPT)
     assert tokens == expected_tokens(PROMPT, 4)
     assert loads == []
@@ -204,10 +206,10 @@ def test_a_prefix_that_left_the_pages_comes_back(bench: Bench) -> None:
     assert again == expected_tokens(PROMPT, 4)
     assert [(o.failure, o.num_blocks) for o in loads] == [(None, 4)]
     computed = [i.num_scheduled for step in bench.runner.steps[-4:] for i in step.scheduled]
-    assert computed == [21 - 16, 1, 1, 1], "only what the tiers lack is computed"
+    assert computed == [21 - 16, 1, 1, 1], "only tokens outside of the objects are computed"
 
 
-def test_a_preempted_sequence_comes_back_from_memory() -> None:
+def test_a_preempted_sequence_is_loaded_from_dram() -> None:
     bench = Bench(dram(), num_blocks=12)
     young = list(range(60, 80))
     bench.engine.add(a_request("old", PROMPT, max_tokens=27))
@@ -224,7 +226,7 @@ def test_a_preempted_sequence_comes_back_from_memory() -> None:
             break
         if not output.ran:
             bench._wait()
-        bench._settle()  # so that nothing depends on how fast the tier's threads are
+        bench._settle()  # the result must not depend on the speed of the tier's threads
         bench._post()
     assert tokens == {"old": expected_tokens(PROMPT, 27), "young": expected_tokens(young, 8)}
     assert bench.engine.scheduler.num_preemptions == 1
@@ -255,7 +257,7 @@ def test_an_object_is_stored_once(bench: Bench, slow: ScriptedTier) -> None:
 
 @pytest.mark.parametrize("how", ["a lookup", "a load", "a failed store"])
 def test_what_a_tier_lost_is_stored_again(how: str, slow: ScriptedTier) -> None:
-    """It may lose anything: a server that is restarted, what expires, what turns out damaged and is removed."""
+    """A tier may lose objects: the server restarts, objects expire, or damaged ones are removed."""
     bench = Bench(slow)
     slow.broken = how == "a failed store"
     bench.run("first", PROMPT)
@@ -280,7 +282,7 @@ def test_what_a_tier_lost_is_stored_again(how: str, slow: ScriptedTier) -> None:
 def test_a_local_hit_inside_an_object_is_kept(bench: Bench) -> None:
     bench.run("first", PROMPT)
     bench.forget_pages()
-    bench.run("short", PROMPT[:13])  # three blocks are here now, one and a half objects
+    bench.run("short", PROMPT[:13])  # three blocks are cached: one and a half objects
     again, loads = bench.run("again", PROMPT)
     assert again == expected_tokens(PROMPT, 4)
     assert [(o.failure, o.num_blocks) for o in loads] == [(None, 1)]
@@ -290,18 +292,18 @@ def test_a_local_hit_that_is_evicted_after_asking_is_not_mistaken_for_a_load(slo
     bench = Bench(slow)
     bench.run("first", PROMPT)
     bench.forget_pages()
-    bench.run("head", PROMPT[:9])  # the first object is here, the second is asked for
+    bench.run("head", PROMPT[:9])  # the first object is cached, and the second one is looked up
     bench.engine.add(a_request("again", PROMPT))
     bench._wait()
-    bench.forget_pages()  # and now it is not
+    bench.forget_pages()  # now the first object is not cached
     tokens, _ = bench.until_idle("again")
     assert tokens == expected_tokens(PROMPT, 4)
     bench.close()
 
 
-def test_a_tier_finds_an_object_as_it_read_it_whatever_is_here_already() -> None:
+def test_a_tier_gets_a_whole_object_whatever_part_of_it_is_cached() -> None:
     class Checking(ScriptedTier):
-        """Checks what it has read where it put it, as those that store frames do."""
+        """A tier that checks the content in its destination, as tiers that store frames do."""
 
         def load(self, key: ObjectKey, into: Sequence[memoryview], timeout: float) -> None:
             super().load(key, into, timeout)
@@ -339,7 +341,7 @@ def test_a_load_that_breaks_costs_time_only(with_memory: bool, slow: ScriptedTie
     bench = Bench(slow)
     bench.run("first", PROMPT)
     bench.close()
-    slow.fail_from = 1  # the second object is damaged
+    slow.fail_from = 1  # the load of the second object fails
     bench = Bench(dram(), slow) if with_memory else Bench(slow)
     bench.stack._loading._max_workers = 1
     tokens, loads = bench.run("again", PROMPT)
@@ -366,7 +368,7 @@ def test_a_tier_that_is_out_of_order_is_passed_over(slow: ScriptedTier) -> None:
 def test_lookups_that_hang_delay_no_request_beyond_the_bound(slow: ScriptedTier) -> None:
     bench = Bench(slow)
     slow.hang = threading.Event()
-    for name in ("a", "b", "c"):  # more than there are threads to ask
+    for name in ("a", "b", "c"):  # more requests than threads for lookups
         tokens, loads = bench.run(name, [ord(name) % 7, *PROMPT])
         assert tokens == expected_tokens([ord(name) % 7, *PROMPT], 4)
         assert loads == []
@@ -393,7 +395,7 @@ def test_an_aborted_request_leaves_nothing(slow: ScriptedTier) -> None:
     bench = Bench(dram(), slow)
     slow.hold = threading.Event()
     bench.engine.add(a_request("gone", PROMPT))
-    bench._wait()  # the answer
+    bench._wait()  # the answer to the lookup
     bench._post()
     bench.engine.step()
     bench.engine.abort(RequestId("gone"))
@@ -418,7 +420,7 @@ def test_two_requests_share_one_read(slow: ScriptedTier) -> None:
     bench.close()
 
 
-def test_a_stack_of_nothing_or_upside_down_is_refused(slow: ScriptedTier) -> None:
+def test_a_stack_without_tiers_or_in_the_wrong_order_is_refused(slow: ScriptedTier) -> None:
     for wrong in ((), (slow, dram())):
         with pytest.raises(InvariantBroken, match="DRAM tier must be the first"):
             Bench(*wrong)

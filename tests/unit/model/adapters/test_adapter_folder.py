@@ -69,7 +69,7 @@ def test_the_digest_is_one_of_the_content(folder: Path, tmp_path: Path) -> None:
     assert len(digest) == 32
     renamed = shutil.copytree(folder, tmp_path / "b")
     change_config(renamed, base_model_name_or_path="elsewhere", lora_dropout=0.5)
-    assert read(renamed).digest == digest, "fields without effect"
+    assert read(renamed).digest == digest, "only fields without an effect differ"
 
     def as_half(tensors: Tensors) -> None:
         for name in tensors:

@@ -1,4 +1,4 @@
-"""The digest of features separates models that compute differently, and is empty for those of Llama's computation."""
+"""The digest of features differs between models with different computations, and is empty for Llama's computation."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Classes for text and images: the text part is found in both generations of names, and nothing else is read."""
+"""Model classes for text and images: the text part is found in both generations of tensor names; no other part
+is read.
+"""
 
 import json
 from pathlib import Path

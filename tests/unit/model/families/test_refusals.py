@@ -1,4 +1,6 @@
-"""Unsupported features of a family are refused by file, field, value and remedy; absent fields have its defaults."""
+"""Unsupported features of a family are refused by file, field, value and remedy; absent fields have the family's
+defaults.
+"""
 
 import json
 import math

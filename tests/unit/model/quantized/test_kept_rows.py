@@ -14,7 +14,7 @@ POOL = compiled.make_pool(1)
 
 
 def decoded(matrix: IntegerMatrix | Float8Matrix, form: str = "shipped") -> np.ndarray:
-    """Values of the packed matrix, by multiplying it with unit vectors."""
+    """Return the values of the packed matrix, computed as its product with unit vectors."""
     stored, (rows, cols) = matrix.stored(), matrix.shape
     packed = compiled.make_matrix(form, [stored.type_id], rows, cols)
     out = np.empty(packed.num_bytes, np.uint8)

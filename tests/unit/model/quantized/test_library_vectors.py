@@ -48,7 +48,7 @@ def read(path: Path) -> tuple[QuantizedMatrix, npt.NDArray[np.float32]]:
 def test_weights_are_those_of_the_library(path: Path) -> None:
     matrix, expected = read(path)
     values = matrix.values()
-    if path.stem.startswith("gptq"):  # that library dequantizes in float16
+    if path.stem.startswith("gptq"):  # AutoAWQ dequantizes in float16
         values = values.astype(np.float16).astype(np.float32)
     np.testing.assert_array_equal(values, expected)
     np.testing.assert_array_equal(matrix.rows(5, 9).values(), matrix.values()[5:14])

@@ -22,7 +22,7 @@ EXPERTS, HIDDEN, INNER = 3, 64, 32
 
 
 def tensors_of(*, lowest: int = 110, highest: int = 130, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random blocks, with scales from `lowest` to `highest`."""
+    """Return tensors of random blocks with scales from `lowest` to `highest`."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, outputs, inputs in (("gate_up_proj", 2 * INNER, HIDDEN), ("down_proj", HIDDEN, INNER)):

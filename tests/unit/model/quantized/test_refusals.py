@@ -125,7 +125,7 @@ def test_a_missing_tensor_is_named(name: str, missing: str) -> None:
 
 
 def changed(tensor: StoredTensor, values: np.ndarray) -> StoredTensor:
-    """A tensor of the same type and shape with other values."""
+    """Return a tensor of the same type and shape with other values."""
     return StoredTensor(values.tobytes(), tensor.dtype, tensor.shape, 0)
 
 
@@ -251,4 +251,4 @@ def test_junk_in_any_field_or_tensor_raises_nothing_else(name: str, data: st.Dat
 
 def test_every_method_is_tested() -> None:
     in_this_module = {case(name)[0]["quant_method"] for name in NAMES} | {"fp8"}
-    assert in_this_module | {"mxfp4"} == set(METHODS)  # test_mxfp4.py
+    assert in_this_module | {"mxfp4"} == set(METHODS)  # tested in test_mxfp4.py

@@ -1,4 +1,4 @@
-"""The text of a sequence: where it ends, why, and with which tokens."""
+"""The text of a sequence: its end, the reason for it, and the tokens that it includes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ END_OF_TEXT = 256
 def written(
     ids: list[int], step: int, finish: FinishReason = FinishReason.LENGTH, **wishes: object
 ) -> tuple[str, int, FinishReason | None, StopReason]:
-    """Write tokens in steps of `step`; return the text, the number of tokens, and how it ended."""
+    """Add tokens in steps of `step`; return the text, the number of tokens, the finish reason and the stop reason."""
     sampling = SamplingParams(**wishes)  # type: ignore[arg-type]
     detokenizer = Detokenizer(TOKENIZER, shows_control=not sampling.skip_special_tokens)
     output = OutputText(sampling, detokenizer, StopMatcher(sampling.stop) if sampling.stop else None)

@@ -1,4 +1,4 @@
-"""The byte alphabet is the one that tokenizers use."""
+"""The byte alphabet equals that of the tokenizers library."""
 
 from tokenizers import pre_tokenizers
 

@@ -72,7 +72,7 @@ def test_a_real_tokenizer_keeps_the_plain_ids_on_both_paths(smollm: ModelSource,
     messages = [{"role": "user", "content": content}]
     plain = tokenizer.encode(template.render(messages), add_special=False)
     assert encode_chat(template, tokenizer, messages) == plain
-    # The same content beside a hostile one goes the guarded way; its ids stand unchanged after the hostile part.
+    # Beside a hostile message the same content is encoded piece by piece, which must give the same ids.
     both = encode_chat(template, tokenizer, [{"role": "system", "content": "<|im_end|>"}, *messages])
     alone = encode_chat(template, tokenizer, [{"role": "system", "content": "x"}, *messages])
     tail = len(alone) - alone.index(2)

@@ -147,7 +147,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_no_operation_evades_the_budget(source: str) -> None:
-    """Each is refused by the budget: in little memory, and after no more work than an ordinary template may do."""
+    """Each source is refused by the budget, in little memory and with no more work than an ordinary template may do."""
     template = ChatTemplate(source)
     tracemalloc.start()
     try:
@@ -269,12 +269,14 @@ def test_whatever_a_template_composes_stays_within_time_and_memory(body: str) ->
     finally:
         seconds, peak = time.process_time() - begun, tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert seconds < 3.0  # 20 ms without the tracing of memory and of coverage
+    assert seconds < 3.0  # takes 20 ms without tracing of memory and coverage
     assert peak < 32 << 20
 
 
 def test_the_budget_grows_with_the_messages() -> None:
-    """A template that works on each message is accepted for as many as there are; one that does it for pairs is not."""
+    """A template with work for each message is accepted for any number of messages; one with work for each pair is
+    refused.
+    """
     many = [{"role": "user", "content": "Hello, how are you?"}] * 4000
     each = "{% for m in messages %}{% if m.content.strip() | length > 3 %}{{ m.role ~ m.content | upper }}{% endif %}"
     assert len(ChatTemplate(each + "{% endfor %}").render(many)) == 4000 * 23

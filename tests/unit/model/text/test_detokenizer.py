@@ -48,7 +48,7 @@ def test_only_complete_characters_come_out(text: str) -> None:
 
 
 def sentence_piece() -> Tokenizer:
-    """A vocabulary of the SentencePiece kind: a mark for spaces, bytes as `<0xNN>`, a decoder with a state."""
+    """Return a tokenizer like SentencePiece's: a mark for spaces, bytes as `<0xNN>`, and a decoder with state."""
 
     def make() -> FastTokenizer:
         words = ["<s>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", "\u2581the", "\u2581cat", "s", "é"]
@@ -67,7 +67,7 @@ def sentence_piece() -> Tokenizer:
     return Tokenizer(make, vocab_size=262)
 
 
-def test_a_decoder_that_looks_at_neighbours_is_followed() -> None:
+def test_a_decoder_that_depends_on_neighbours_gives_the_same_text() -> None:
     tokenizer = sentence_piece()
     assert not tokenizer.is_byte_level
     spelled = [0, 258, 259, 260, *(1 + b for b in "🙂".encode()), 257, 261, 0, 258]
@@ -104,7 +104,8 @@ def test_shown_control_tokens_stand_between_the_texts_around_them(ids: list[int]
         own = ids if tokenizer is not BYTES else [256 if i == 0 else i % 256 for i in ids]
         shown = "".join(detokenizer.feed([token]) for token in own) + detokenizer.finish()
         assert shown.count(mark) == ids.count(0)
-        # A control token ends an incomplete character, so each run between control tokens must be whole by itself.
+        # A control token ends an incomplete character, so each run of tokens between control tokens must have whole
+        # characters.
         runs = [tokenizer.decode(run) for run in runs_between(own, 256 if tokenizer is BYTES else 0)]
         if not any("\ufffd" in run for run in runs):
             assert shown.replace(mark, "") == tokenizer.decode(own)

@@ -1,4 +1,6 @@
-"""A folder with a SentencePiece vocabulary, as Gemma's: begin token, end tokens, and a template without system role."""
+"""A folder with a SentencePiece vocabulary, like Gemma's: begin token, end tokens, and a template without a system
+role.
+"""
 
 import json
 from pathlib import Path

@@ -10,7 +10,7 @@ stops_strategy = st.lists(st.text(ALPHABET, min_size=1, max_size=5), max_size=4)
 
 
 def naive(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Cut before the occurrence that ends first; of those that end together, the longest."""
+    """Return the text before the occurrence that ends first (the longest of several), and whether there is one."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

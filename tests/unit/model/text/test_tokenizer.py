@@ -1,4 +1,4 @@
-"""Ids are those of the model's own tokenizer; control tokens are never written by plain text."""
+"""Ids equal those of the model's own tokenizer; plain text never gives control tokens."""
 
 import struct
 
@@ -33,7 +33,7 @@ TRICKY = [
 
 
 def test_ids_of_known_strings(smollm: ModelSource) -> None:
-    # As transformers gives them for the model's published tokenizer.json.
+    # Ids that transformers gives with the model's published tokenizer.json.
     encode = smollm.tokenizer.encode
     assert encode("The capital of France is", add_special=True) == [504, 3575, 282, 4649, 314]
     assert encode("2024", add_special=True) == [34, 32, 34, 36]
@@ -77,7 +77,7 @@ def test_an_id_that_no_token_has_is_nothing(smollm: ModelSource) -> None:
 def test_a_panic_of_the_library_is_an_error_of_the_request(
     smollm: ModelSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pyo3's PanicException is no Exception, so no handler would end the call."""
+    """pyo3's PanicException is not an Exception, so without a handler of its own it would end the process."""
     panic = type("PanicException", (BaseException,), {})
 
     class Panics:
@@ -108,7 +108,7 @@ def gguf_pairs(pre: str, specials: tuple[str, ...] = ("<|end|>",)) -> dict[str, 
 
 
 def read_gguf(pairs: dict[str, object], config: ModelConfig) -> Tokenizer:
-    """The tokenizer of a header with these values, whose lists are stored as a file stores them."""
+    """Return the tokenizer of a GGUF header with these values; lists are encoded as in a file."""
     return tokenizer_from_gguf({k: stored(v) if isinstance(v, list) else v for k, v in pairs.items()}, config, "x.gguf")  # type: ignore[misc]
 
 
@@ -126,7 +126,7 @@ def config_for(pairs: dict[str, object]) -> ModelConfig:
 
 
 def published(pre: str, pairs: dict[str, object]) -> tokenizers.Tokenizer:
-    """The same vocabulary under the pre-tokenizer of the published tokenizer.json of Llama 3 or Qwen 2."""
+    """Return the same vocabulary with the pre-tokenizer of the published tokenizer.json of Llama 3 or Qwen 2."""
     tokens: list[str] = pairs["tokenizer.ggml.tokens"]  # type: ignore[assignment]
     merges = [tuple(merge.split(" ")) for merge in pairs["tokenizer.ggml.merges"]]  # type: ignore[attr-defined]
     digits = r"\p{N}{1,3}" if pre == "llama-bpe" else r"\p{N}"

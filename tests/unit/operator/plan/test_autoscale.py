@@ -1,4 +1,4 @@
-"""The autoscaler's decisions: replica counts, delays, and missing data, which is not idleness."""
+"""The autoscaler's decisions: replica counts, delays, and missing data, which does not count as idleness."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def role(**scaling) -> Role:
 
 
 def pods(*loads: tuple[int, float], held: int = 0, at: float = NOW, takes_work: bool = True) -> FleetReport:
-    """A report of decode pods, each with (requests, KV use)."""
+    """Return a report of decode pods, each with (requests, share of KV in use)."""
     workers = tuple(
         WorkerReport(
             f"d{i}", "decode", takes_work, load=WorkerLoad(n, blocks_total=100, blocks_free=round(100 * (1 - use)))
@@ -32,7 +32,7 @@ def pods(*loads: tuple[int, float], held: int = 0, at: float = NOW, takes_work: 
 
 
 def watched(*recommendations: tuple[float, int], busy_at: float = NOW) -> History:
-    """A history that is long enough for every window."""
+    """Return a history long enough for every window."""
     return History(recommendations, busy_at=busy_at, began_at=0.0)
 
 
@@ -41,13 +41,13 @@ def test_more_requests_than_the_target_want_more_pods():
     assert (decision.replicas, decision.reason) == (4, "60 requests, target 16 per pod")
 
 
-def test_one_full_pod_among_idle_ones_counts():
+def test_one_full_pod_among_idle_ones_causes_growth():
     decision = decide(role(), 4, 4, pods((1, 0.1), (1, 0.1), (1, 0.1), (1, 0.98)), watched(), NOW)
     assert decision.replicas == 6
     assert "98%" in decision.reason
 
 
-def test_a_little_off_the_target_moves_nothing():
+def test_a_small_deviation_from_the_target_changes_nothing():
     decision = decide(role(down_seconds=0), 2, 2, pods((30, 0.75), (1, 0.1)), watched(), NOW)
     assert decision.replicas == 2
     assert decision.reason.endswith("unchanged")
@@ -60,13 +60,13 @@ def test_growth_is_by_steps_and_within_bounds():
     assert decide(role(min_replicas=2, down_seconds=0), 3, 3, pods(*[(1, 0.0)] * 3), watched(), NOW).replicas == 2
 
 
-def test_down_only_when_the_whole_window_agrees():
+def test_the_number_falls_only_when_the_whole_window_agrees():
     busy = watched((NOW - 200, 4))
     assert decide(role(), 4, 4, pods(*[(1, 0.0)] * 4), busy, NOW).replicas == 4
     assert decide(role(), 4, 4, pods(*[(1, 0.0)] * 4), watched((NOW - 301, 4)), NOW).replicas == 1
 
 
-def test_an_operator_that_has_just_begun_takes_nothing_away():
+def test_an_operator_that_has_just_started_removes_no_pod():
     first = decide(role(), 4, 4, pods(*[(1, 0.0)] * 4), None, NOW)
     assert first.replicas == 4
     again = decide(role(), 4, 4, pods(*[(1, 0.0)] * 4, at=NOW + 299), first.history, NOW + 299)
@@ -85,7 +85,7 @@ def test_an_operator_that_has_just_begun_takes_nothing_away():
     ],
     ids=["none", "stale", "one of two", "takes no work", "none ready"],
 )
-def test_without_word_of_every_ready_pod_nothing_changes(report, ready):
+def test_without_a_report_of_every_ready_pod_nothing_changes(report, ready):
     assert decide(role(), 2, ready, report, watched((NOW - 1, 9)), NOW).replicas == 2
 
 

@@ -1,4 +1,4 @@
-"""Hand-offs of the last minutes, read from whichever gateway answers."""
+"""Hand-offs of the last minutes, computed from the reports of gateways that answer in turn."""
 
 from kvferry.operator.plan.process.handoff_counts import WINDOW_SECONDS, RecentHandoffs
 
@@ -27,7 +27,7 @@ def test_a_gateway_that_is_gone_is_forgotten() -> None:
     assert recent.take("b", WINDOW_SECONDS + 2, {}) == {}
 
 
-def test_one_that_does_not_say_who_it_is_is_taken_for_another_when_its_counters_go_back() -> None:
+def test_a_gateway_without_an_identity_counts_as_another_one_when_its_counters_fall() -> None:
     recent = RecentHandoffs()
     recent.take("", 0, {"fetched": 5})
     recent.take("", 1, {"fetched": 9})

@@ -1,4 +1,4 @@
-"""A pool's plan and its execution: idempotent, in order, and never at the expense of objects of others."""
+"""A pool's plan and its execution: idempotent, in order, and without changes to objects of other owners."""
 
 import copy
 from typing import Any
@@ -71,14 +71,14 @@ def test_a_settled_pool_has_an_empty_plan_and_a_restarted_operator_changes_nothi
 
 
 def state_of(held: dict[str, Any]) -> Any:
-    """An object without what every write changes."""
+    """Return the part of an object that must not change: the spec of a pool, and all of other objects."""
     if held["kind"] == "InferencePool" and held["apiVersion"] == names.API_VERSION:
         return held["spec"]
     return copy.deepcopy(held)
 
 
 def foreign_objects() -> list[dict[str, Any]]:
-    """An object of another owner in the place of every object that a pool could have."""
+    """Return an object of another owner in the place of every object that a pool could have."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for spec in ({}, {"roles": [{"name": "both"}]}):
         made = pool(**spec, gateway={"inferenceExtension": "Auto"})
@@ -297,7 +297,9 @@ def test_every_object_that_is_deleted_is_written_again_at_the_next_pass():
     cluster.settle()
     children = [place for place in cluster.api.objects if place[:2] != (names.API_VERSION, "InferencePool")]
     assert len({kind for _, kind, _ in children}) == 13
-    for place in sorted(children, key=lambda place: place[1] == "Secret"):  # New keys replace the Deployments.
+    for place in sorted(
+        children, key=lambda place: place[1] == "Secret"
+    ):  # The keys are new, so the Deployments are replaced.
         del cluster.api.objects[place]
         cluster.reconcile()
         assert place in cluster.api.objects, place

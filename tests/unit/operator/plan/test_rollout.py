@@ -26,7 +26,7 @@ def world(**roles: tuple[int, Mapping[str, tuple[int, int]]]) -> list[RoleState]
 
 
 def apply(roles: list[RoleState], revision: str, rollout: Rollout, ready: Ready) -> list[RoleState]:
-    """The Deployments some time after the next step was applied."""
+    """Return the roles after the next step, with as many ready pods as `ready` returns."""
     step = next_step(roles, revision, rollout)
     after = []
     for role in roles:
@@ -47,7 +47,7 @@ def trajectory(roles: list[RoleState], revision: str, rollout: Rollout) -> list[
         seen.append({role.name: {rev: c.desired for rev, c in sorted(role.revisions.items())} for role in roles})
         if next_step(roles, revision, rollout).done:
             return seen
-    raise AssertionError(f"does not end: {seen[-3:]}")
+    raise AssertionError(f"the rollout does not end: {seen[-3:]}")
 
 
 def test_a_new_pool_starts_all_at_once():
@@ -118,7 +118,7 @@ def test_the_worse_of_two_old_revisions_goes_first():
 
 
 def test_a_change_that_overtakes_another_does_not_stand_still():
-    """Seen on a cluster: the odd pods of the overtaken revision had the whole surge."""
+    """The surplus pods of the overtaken revision had used up the whole surge on a cluster."""
     roles = world(
         prefill=(2, {"a": (2, 2), "b": (1, 1)}),
         decode=(4, {"a": (3, 3), "b": (1, 1), "c": (1, 1)}),
@@ -170,8 +170,9 @@ rollouts = st.builds(
     readiness=st.randoms(use_true_random=False),
 )
 def test_the_bounds_of_a_rollout_hold(wanted, rollout, targets, steps, readiness):
-    """Surge and availability hold in every step, whatever order pods get ready in and however often the target
-    changes; and it ends."""
+    """In every step surge and availability stay within their bounds, in any order of readiness and for any changes of
+    the target; the rollout ends.
+    """
     names = ("prefill", "decode", "both")
     roles = [RoleState(name, n, {"a": Count(n, n)}) for name, n in zip(names, wanted, strict=True)]
     bounds = {role.name: Bounds.of(rollout, role.wanted) for role in roles}
@@ -188,7 +189,7 @@ def test_the_bounds_of_a_rollout_hold(wanted, rollout, targets, steps, readiness
         paired = [role for role in roles if role.name in PAIRED]
         live.append(len({rev for role in paired for rev in role.pods}))
         if max(live) > 2:
-            return  # a change overtook another: then the roles' own bounds are what is promised
+            return  # a change overtook another, so only the bounds of each role are guaranteed
         floor = 1 - max(Fraction(bounds[role.name].unavailable, role.wanted) for role in paired)
         assert capacity(paired) >= floor
 

@@ -158,7 +158,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("condition", "fields", "said"), CASES)
-def test_a_condition_says(condition, fields, said):
+def test_each_condition_has_status_reason_and_message(condition, fields, said):
     spec = fields.get("spec")
     assert told(seen(spec, **{k: v for k, v in fields.items() if k != "spec"}), condition) == said
 
@@ -215,7 +215,7 @@ def test_the_first_word_is_unknown():
     assert {c["status"] for c in first_status(pool(), "now")["conditions"]} == {"Unknown"}
 
 
-def test_a_spec_that_is_not_understood_says_so_once():
+def test_a_spec_that_is_not_understood_is_reported_once():
     first = unreadable_status({"metadata": {"generation": 3}}, "spec.x: what", "1")
     again = unreadable_status({"metadata": {"generation": 4}, "status": first}, "spec.x: what", "2")
     assert first["conditions"][0]["reason"] == "InvalidSpec"

@@ -1,4 +1,4 @@
-"""Managed TLS of a pool: at every moment each pod trusts every other one, whatever of its files has arrived."""
+"""Managed TLS of a pool: at any time each pod trusts every other one, whichever of its files have arrived."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ def certificates(cluster: Cluster) -> dict[str, str]:
 
 
 def trusts(cas: tuple[str, ...], certificate: str, at: float) -> bool:
-    """Whether a CA of the bundle signed a certificate, and both are valid."""
+    """Return whether a CA of the bundle signed a certificate and both are valid."""
     leaf = x509.load_pem_x509_certificate(certificate.encode())
     for ca in cas:
         issuer = x509.load_pem_x509_certificate(ca.encode())
@@ -48,7 +48,7 @@ def trusts(cas: tuple[str, ...], certificate: str, at: float) -> bool:
 
 
 class Pods:
-    """Pods whose files arrive between at once and SPREAD_SECONDS late, each on its own."""
+    """Pods that get new files after a delay of 0 to SPREAD_SECONDS, each file on its own."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -56,7 +56,7 @@ class Pods:
 
     def look(self) -> None:
         now = self.cluster.clock.now
-        is_there = SECRET in self.cluster.api.objects  # kubelet keeps the files of a Secret that is deleted
+        is_there = SECRET in self.cluster.api.objects  # kubelet keeps the files of a deleted Secret
         certificate = certificates(self.cluster)["worker.crt"] if is_there else self.seen[-1][2]
         self.seen.append((now, bundle(self.cluster), certificate))
         latest_before = [entry for entry in self.seen if entry[0] <= now - SPREAD_SECONDS][-1:]
@@ -139,12 +139,12 @@ def test_an_operator_may_be_restarted_at_any_moment_of_a_renewal(again: int) -> 
     assert len(bundle(cluster)) == 1
     (facts,) = facts_of(certificates(cluster)["worker.crt"])
     assert facts.not_after - cluster.clock.now > RENEW_SECONDS
-    assert before  # whichever certificates were there, every pod trusted them
+    assert before  # in each state before the restart, every pod trusted the others
 
 
 @pytest.mark.parametrize("writes", range(6))
 def test_an_interrupted_renewal_is_continued(writes: int) -> None:
-    """The API server goes away after each write of the renewal, and another operator takes over."""
+    """The API server fails after each write of the renewal in turn, and another operator continues."""
     cluster = managed()
     cluster.settle()
     pods = Pods(cluster)

@@ -44,7 +44,7 @@ def test_failures_wait_longer_each_time_and_a_success_forgets_them():
     waits = []
     for _ in range(12):
         line.take(1e9)
-        line.add("a", 0.0)  # an event meanwhile does not jump the wait
+        line.add("a", 0.0)  # an event does not shorten the delay
         waits.append(line.failed("a", 0.0))
     assert waits[:4] == [0.5, 1.0, 2.0, 4.0]
     assert waits[-1] == 120.0
@@ -56,7 +56,7 @@ def test_failures_wait_longer_each_time_and_a_success_forgets_them():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "take", "done", "fail"])), max_size=60))
-def test_a_key_is_never_at_work_twice_and_never_lost(steps):
+def test_a_key_is_processed_once_at_a_time_and_never_lost(steps):
     line, at_work, wanted = queue(), set(), set()
     now = 0.0
     for key, what in steps:

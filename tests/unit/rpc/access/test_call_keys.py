@@ -1,4 +1,4 @@
-"""Tokens of calls: only the right role's key, method and address make a token that a server accepts."""
+"""Tokens of calls: a server accepts a token only with the right role's key, method and address."""
 
 import pytest
 from hypothesis import given
@@ -34,7 +34,7 @@ def verifier(address: str = ADDRESS, *hosts: str, secrets: tuple[bytes, ...] = (
 @pytest.mark.parametrize("role", CallerRole)
 def test_a_token_shows_the_role_of_its_key(role: CallerRole) -> None:
     checks = verifier()
-    for _ in range(2):  # made anew, and from the cache
+    for _ in range(2):  # computed first, and cached afterwards
         assert checks.verify(METHOD, token(signer(role))) is role
 
 

@@ -1,4 +1,4 @@
-"""The check of constraints in a real process, which alone is killed by a schema that never compiles."""
+"""Constraints are checked in another process; a schema that never compiles ends only that process."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from kvferry.rpc.text.model_text import open_text_model
 
 GOOD = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}')
 ENDLESS = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 99999999}')
-"""Its automaton has a state for each remainder."""
+"""The automaton of this schema has a state for each remainder."""
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ async def check() -> AsyncIterator[ConstraintCheck]:
 
 async def test_a_good_constraint_passes_and_a_bad_one_is_rejected(check: ConstraintCheck) -> None:
     await check.check(GOOD)
-    for _ in range(2):  # computed, then remembered
+    for _ in range(2):  # computed first, and cached afterwards
         with pytest.raises(InvalidRequest, match="frob") as caught:
             await check.check(Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "frob"}'))
         assert (caught.value.field, caught.value.reason) == ("constraint", "CONSTRAINT_INVALID")
@@ -40,11 +40,11 @@ async def test_a_constraint_that_never_compiles_is_rejected_in_time_and_remember
     with pytest.raises(InvalidRequest, match="simplify") as caught:
         await check.check(ENDLESS)
     assert (caught.value.field, caught.value.reason) == ("constraint", "CONSTRAINT_TOO_COSTLY")
-    assert time.monotonic() - begun >= CHECK_SECONDS / 2, "it was not compiled at all"
+    assert time.monotonic() - begun >= CHECK_SECONDS / 2, "the constraint was not compiled"
     begun = time.monotonic()
     with pytest.raises(InvalidRequest):
         await check.check(ENDLESS)
-    assert time.monotonic() - begun < CHECK_SECONDS / 2, "it was compiled again"
+    assert time.monotonic() - begun < CHECK_SECONDS / 2, "the constraint was compiled again"
     await check.check(Constraint(ConstraintKind.CHOICE, '["another"]'))
 
 

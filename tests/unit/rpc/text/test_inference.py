@@ -93,7 +93,7 @@ async def test_tokenize_and_detokenize_are_inverse(stub):
     assert (await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=ids))).text == "héllo"
 
 
-async def test_model_info_tells_the_limits(stub):
+async def test_model_info_has_the_limits(stub):
     info = await stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
     assert (info.model, info.max_model_tokens, info.vocab_size, list(info.eos_token_ids)) == ("bytes", 512, 258, [256])
 
@@ -149,7 +149,7 @@ async def test_a_caller_without_a_tenant_is_refused(source):
 
 
 @pytest.mark.parametrize(("workers", "served"), [(None, 512), (1024, 512), (176, 176)])
-def test_the_limit_of_a_request_is_what_the_workers_hold(workers, served):
+def test_the_limit_of_a_request_is_the_smallest_of_model_and_workers(workers, served):
     service = TextService(ScriptedSource(), byte_model(), context_tokens=lambda: workers)
     assert service.served_tokens == served
 

@@ -8,7 +8,7 @@ from kvferry.rpc.text.merging import merge
 
 
 class Source:
-    """Counts up; may fail or wait for ever at a number."""
+    """A source that counts up, and fails or waits for ever at a given number."""
 
     def __init__(self, *, limit: int = 100, fails_at: int = -1, hangs_at: int = -1) -> None:
         self.limit, self.fails_at, self.hangs_at = limit, fails_at, hangs_at
@@ -37,7 +37,7 @@ async def test_all_items_come_each_sources_in_order():
     assert all(source.closed for source in sources.values())
 
 
-async def test_one_failure_closes_all_and_is_raised():
+async def test_one_failure_closes_all_sources_and_is_raised():
     good, bad = Source(hangs_at=2), Source(fails_at=3)
     with pytest.raises(ValueError, match="bad"):
         _ = [item async for item in merge([good.items("good"), bad.items("bad")])]
@@ -45,7 +45,7 @@ async def test_one_failure_closes_all_and_is_raised():
     assert bad.closed
 
 
-async def test_leaving_closes_all():
+async def test_leaving_closes_all_sources():
     sources = [Source(hangs_at=1), Source(hangs_at=1)]
     async with aclosing(merge([s.items("x") for s in sources])) as items:
         await anext(items)

@@ -72,7 +72,7 @@ async def test_a_job_that_ends_the_process_fails_alone(process: TextProcess, job
     assert await process.run(pid) != before
 
 
-async def test_jobs_that_wait_are_bounded(process: TextProcess) -> None:
+async def test_waiting_jobs_are_bounded(process: TextProcess) -> None:
     results = await asyncio.gather(*(process.run(encode_text, "hi") for _ in range(5)), return_exceptions=True)
     assert [type(result) for result in results] == [list] * 3 + [Overloaded] * 2
 
@@ -110,7 +110,7 @@ async def test_a_caller_that_leaves_while_it_waits_leaves_no_job(process: TextPr
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert await process.run(pid) == await first, "the process has served no job that ended it"
+    assert await process.run(pid) == await first, "a cancelled job must not run, since it would end the process"
 
 
 async def test_stop_waits_for_no_job_and_leaves_no_process() -> None:

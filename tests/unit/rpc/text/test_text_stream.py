@@ -34,7 +34,7 @@ def text_of(chunks: list[TextChunk], index: int = 0) -> str:
 
 
 class StepSource:
-    """Gives the events it was given."""
+    """A source of given events."""
 
     def __init__(self, *events: TokenEvent) -> None:
         self.events = events
@@ -69,7 +69,7 @@ async def test_characters_are_never_split():
     assert "�" not in "".join(chunk.text for chunk in chunks)
 
 
-async def test_half_a_character_at_the_end_is_shown_as_such():
+async def test_half_a_character_at_the_end_is_a_replacement_character():
     chunks = await collect(ScriptedSource(text="ab🦀"), request(max_tokens=4))
     assert text_of(chunks) == "ab�"
 
@@ -78,7 +78,7 @@ async def test_half_a_character_at_the_end_is_shown_as_such():
 def test_text_is_cut_before_the_first_stop_string(text, stops):
     source = ScriptedSource(text=text)
     chunks = asyncio.run(collect(source, request(max_tokens=50, stop=tuple(stops))))
-    # The reference: the earliest moment at which the text so far holds a stop string.
+    # The reference is the earliest end at which the text so far contains a stop string.
     for end in range(1, len(text) + 1):
         starts = [at for stop in stops if (at := text[:end].find(stop)) >= 0]
         if starts:
@@ -133,6 +133,6 @@ async def test_one_failing_sample_stops_the_others():
     assert source.open_streams == 0
 
 
-async def test_a_stream_that_ends_without_a_reason_is_our_mistake():
+async def test_a_stream_that_ends_without_a_reason_is_an_internal_error():
     with pytest.raises(InvariantBroken, match="after 2 tokens"):
         await collect(StepSource(step("ab")), request())

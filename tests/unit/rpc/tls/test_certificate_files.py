@@ -1,4 +1,4 @@
-"""A process's certificate files at start: those that peers would refuse are refused with the cause."""
+"""Certificate files of a process at its start: files that peers would refuse are refused with the cause."""
 
 from pathlib import Path
 

@@ -40,7 +40,7 @@ async def check(channel: grpc.aio.Channel) -> Any:
 
 
 async def failure(address: str, tls: PoolTls | None) -> str:
-    """Call a server that refuses; return gRPC's text."""
+    """Call a server that refuses the connection; return the details of gRPC's error."""
     async with open_channel(address, tls) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await check(channel)
@@ -79,7 +79,7 @@ async def test_other_clients_are_refused_with_the_cause(tmp_path: Path) -> None:
         )
         assert may_be_tls(await failure(server.address, stranger))
         assert "not signed by a CA" in await asyncio.to_thread(refusal_cause, server.address, other.gateway)
-        # A caller that trusts the worker, but whose own certificate is of a foreign CA, or has expired.
+        # These callers trust the worker, and have a certificate of a foreign CA or an expired one.
         (other.folder / "ca.crt").write_text((pool.folder / "ca.crt").read_text())
         assert "it does not accept the certificate of this process" in await asyncio.to_thread(
             refusal_cause, server.address, other.gateway
@@ -124,7 +124,7 @@ async def test_a_plain_server_is_named(tmp_path: Path) -> None:
         assert may_be_tls(await failure(server.address, PoolTls(pool.gateway, is_worker=False)))
         assert "does not use TLS" in await asyncio.to_thread(refusal_cause, server.address, pool.gateway)
         assert await asyncio.to_thread(refusal_cause, server.address, None) == ""
-    assert await asyncio.to_thread(refusal_cause, server.address, pool.gateway) == ""  # nothing listens
+    assert await asyncio.to_thread(refusal_cause, server.address, pool.gateway) == ""  # no server listens
     assert not may_be_tls("failed to connect to all addresses; last error: Connection refused")
 
 
@@ -140,14 +140,14 @@ async def test_the_ca_is_rotated_in_stages_without_a_pause(tmp_path: Path) -> No
         stages = [lambda: pool.trust(old, new), lambda: (pool.issue("worker", new), pool.issue("gateway", new))]
         for change in (*stages, lambda: pool.trust(new)):
             change()
-            # Either process may see its files first.
+            # Each of the two processes may be the first to read its files.
             for renewed in (gateway, worker):
                 assert renewed.renew()
                 assert not renewed.renew()
                 async with open_channel(server.address, gateway) as channel:
                     assert await check(channel) == SERVING
         assert worker.generation == gateway.generation == 3
-        # A member with a certificate of the old CA is refused now, but an open connection goes on.
+        # New connections with a certificate of the old CA are refused, while open connections continue.
         assert await failure(server.address, PoolTls(before.gateway, is_worker=False))
         assert await check(first) == SERVING
         await server.set_ready(False)
@@ -189,7 +189,7 @@ async def test_health_is_served_without_tls_from_the_same_statuses(tmp_path: Pat
 
 
 async def test_a_server_that_grpc_has_ended_serves_tls_again(tmp_path: Path) -> None:
-    """gRPC ends a server at a method name that is not UTF-8; the next server needs credentials of its own."""
+    """gRPC ends a server at a method name that is not UTF-8; its replacement needs new credentials."""
     pool = pool_in(tmp_path, "pool")
     worker, gateway = PoolTls(pool.worker, is_worker=True), PoolTls(pool.gateway, is_worker=False)
     async with serving(worker) as server:

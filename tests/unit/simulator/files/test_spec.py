@@ -34,7 +34,7 @@ def no_files(name: str) -> str:
 
 
 def with_line(table: str, line: str) -> str:
-    """Return the small fleet with a line in one of its tables, instead of the line of the same field."""
+    """Return the small fleet file with a line added to one of its tables, or replaced if it has the same field."""
     field = line.split(" = ")[0]
     text = "\n".join(one for one in SMALL.splitlines() if not one.startswith(f"{field} ="))
     if not table or line.startswith("[["):
@@ -223,7 +223,7 @@ def test_errors_end_with_status_2_and_name_the_field(fleet: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fleet.toml", "fleet-split.toml", "fleet-thousand.toml"])
 def test_the_examples_of_the_docs_run(name: str, tmp_path: Path) -> None:
-    """With fewer requests than they have."""
+    """The examples run with fewer requests than documented."""
     text = (EXAMPLES / name).read_text()
     requests, pools = tomllib.loads(text)["workload"]["requests"], tomllib.loads(text).get("pools", 1)
     shown = f"{requests:_}" if f"{requests:_}" in text else str(requests)

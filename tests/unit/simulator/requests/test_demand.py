@@ -1,4 +1,4 @@
-"""Synthetic workloads: order, sharing, lengths, and draws one at a time."""
+"""Synthetic workloads: order, shared prefixes, lengths, and lazy generation."""
 
 import itertools
 import statistics

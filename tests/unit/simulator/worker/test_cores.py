@@ -1,4 +1,4 @@
-"""Shared cores: work is conserved, and slows down only while more is done at once than there are cores."""
+"""Shared cores: work is conserved, and slowed down only while there are more pieces than cores."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from kvferry.simulator.worker.cores import SharedCores
 
 
 def ends(cores: float, pieces: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Run (begin, seconds) pieces; return the end and the seconds of each."""
+    """Run pieces of (begin, seconds); return the end and the duration of each."""
     clock = VirtualClock()
     shared, found = SharedCores(clock, cores), {}
     for number, (at, seconds) in enumerate(pieces):

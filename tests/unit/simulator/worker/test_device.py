@@ -18,7 +18,7 @@ def scheduled(computed: int, count: int) -> ScheduledSequence:
 
 
 def test_work_counts_tokens_kv_tokens_and_pairs() -> None:
-    # a decode after 99 tokens; a chunk of 4 tokens after 10, whose tokens see 11, 12, 13 and 14 tokens
+    # one decode after 99 tokens, and one chunk of 4 tokens after 10: its tokens attend to 11, 12, 13 and 14 tokens
     assert work_of([scheduled(99, 1), scheduled(10, 4)]) == StepWork(5, 114, 11 + 12 + 13 + 14)
     assert work_of([]) == StepWork(0, 0, 0)
 

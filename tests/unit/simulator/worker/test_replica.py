@@ -1,4 +1,4 @@
-"""A simulated replica plans the steps of the engine, one by one, and keeps its pages in order."""
+"""A simulated replica plans the same steps as the engine, and its page accounts stay consistent."""
 
 from dataclasses import replace
 from random import Random
@@ -28,7 +28,7 @@ def step_of(plan: StepPlan) -> Step:
 
 
 def arrivals(seed: int) -> list[tuple[int, list[int], Output]]:
-    """Return the step before which each request arrives, its prompt and its output; some share prefixes."""
+    """Return, for each request, the step before which it arrives, its prompt and its output; some share prefixes."""
     draw, prefix = Random(seed), TAPE.unique(0, 40)
     made = []
     for number in range(25):
@@ -39,7 +39,7 @@ def arrivals(seed: int) -> list[tuple[int, list[int], Output]]:
 
 
 class Known:
-    """Runner of an engine that samples the known outputs, and records its plans."""
+    """A runner that samples known outputs and records its plans."""
 
     def __init__(self, outputs: dict[str, Output]) -> None:
         self.outputs, self.steps = outputs, []
@@ -55,7 +55,7 @@ class Known:
 
 
 class Silent:
-    """Listener that expects no hand-off."""
+    """A listener without hand-offs."""
 
     def first_token(self, job: Job, now: float) -> None: ...
     def answered(self, job: Job, now: float) -> None: ...
@@ -106,12 +106,13 @@ def simulated_steps(made: list, limits: SchedulerLimits, blocks: int) -> list[St
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("blocks", [400, 24])
 def test_the_engine_and_the_simulator_plan_the_same_steps(policy: str, blocks: int) -> None:
-    """Each step takes a second, so that a request that arrives before a step of the engine does so here too. With 24
-    blocks, sequences are preempted."""
+    """Each step takes one second, so a request that arrives before a step of the engine does so in the simulator too.
+    With 24 blocks, sequences are preempted.
+    """
     limits = SchedulerLimits(128, 48, 64, max_sequences=6, scheduling=policy)
     for seed in range(6):
         made = arrivals(seed)
-        made[0] = (0, *made[0][1:])  # the engine and the clock start with it
+        made[0] = (0, *made[0][1:])  # the engine and the clock start with the first arrival
         first = engine_steps(made, limits, blocks)
         assert simulated_steps(made, limits, blocks) == first
         assert len(first) > 30

@@ -1,4 +1,4 @@
-"""A recorded run of an engine, replayed by the simulator: the same schedule, step by step."""
+"""The simulator replays a recorded run of an engine with the same schedule, step by step."""
 
 import json
 from contextlib import suppress
@@ -50,8 +50,9 @@ def replayed(log: StepLog) -> None:
 )
 @settings(max_examples=60, deadline=None)
 def test_the_simulator_plans_the_logged_steps(arrivals, policy, blocks, ahead, has_tokens, aborted) -> None:
-    """With 26 blocks of 16 tokens sequences are preempted; some share prefixes, some export their pages, some end with
-    an end token or are aborted."""
+    """With 26 blocks of 16 tokens, sequences are preempted. Some share prefixes, some export their pages, and some end
+    with an end token or are aborted.
+    """
     requests = [
         (
             at,
@@ -93,7 +94,7 @@ ODD: list[object] = [
 
 
 def changed(value: object, at: int, odd: object) -> tuple[object, int]:
-    """Return a JSON value whose value number `at`, depth first, is replaced, and how many numbers are left."""
+    """Return a JSON value with its value number `at`, depth first, replaced, and the number left to count."""
     if at == 0:
         return odd, -1
     at -= 1

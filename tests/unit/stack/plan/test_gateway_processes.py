@@ -1,4 +1,4 @@
-"""Each process of a gateway has the settings of the group, its share of the limits, and its own admin port."""
+"""Each process of a gateway has the group's settings, a share of its limits, and its own admin port."""
 
 import pytest
 

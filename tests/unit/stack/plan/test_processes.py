@@ -1,4 +1,4 @@
-"""Which processes a stack has: counts, flags, addresses, and what is refused before anything starts."""
+"""Processes of a stack: counts, flags, addresses, and configurations that are refused before a start."""
 
 import pytest
 from hypothesis import given
@@ -27,13 +27,13 @@ def event(port: int) -> dict[str, object]:
 
 
 def endpoints(spec: ProcessSpec) -> list[tuple[str, str]]:
-    """Role and address of each worker in the gateway's flags."""
+    """Return role and address of each worker in the gateway's flags."""
     flags = [(a, b) for a, b in zip(spec.arguments, spec.arguments[1:], strict=False)]
     return [(a.removeprefix("--"), b) for a, b in flags if a in {"--prefill", "--decode", "--both"}]
 
 
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.sampled_from(["shm", "nixl", "memory"]))
-def test_every_worker_asked_for_is_started_once_and_known_to_the_gateway(
+def test_every_worker_is_started_once_and_is_in_the_gateways_flags(
     prefill: int, decode: int, both: int, connector: str
 ) -> None:
     try:
@@ -58,7 +58,7 @@ def test_separate_processes_get_model_connector_and_the_users_flags() -> None:
         assert spec.name == f"{role}-0"
         assert spec.arguments[:7] == ("worker", "--role", role, "--model", "tiny", "--connector", "nixl")
         assert spec.arguments[-2:] == ("--dtype", "float32")
-        assert "{grpc}" in spec.arguments, "the supervisor puts in what the first start bound"
+        assert "{grpc}" in spec.arguments, "the supervisor inserts the address that the first start bound"
 
 
 def test_the_gateway_is_given_each_workers_services_and_the_port_of_its_admin() -> None:

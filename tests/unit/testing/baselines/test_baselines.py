@@ -70,7 +70,9 @@ def test_a_chunk_beyond_the_largest_is_an_error() -> None:
      (1024, 200, {"Orca (Max)": 2048, "Orca (Pow2)": 2048, "Orca (Oracle)": 2048})],
 )  # fmt: skip
 def test_reservations_are_those_of_the_paper(num_prompt: int, num_output: int, expected: dict[str, int]) -> None:
-    """An output of 25 tokens reserves 32 with Pow2; a prompt of 1,024 tokens takes the context with each."""
+    """An output of 25 tokens reserves 32 with Pow2; a prompt of 1,024 tokens reserves the whole context with
+    each rule.
+    """
     memory = BuddyMemory(1 << 16, CONTEXT)
     sequence = a_sequence(num_prompt, num_output)
     assert {name: memory.size_of(rule(sequence)) for name, rule in BASELINES.items()} == expected
@@ -107,7 +109,7 @@ def test_a_static_batch_runs_to_its_end() -> None:
     def observe(replica: object, plan: object, seconds: float) -> None:
         names = {item.request_id for item in plan.scheduled}
         if not batches or not names <= batches[-1]:
-            assert not batches or not names & batches[-1], "a batch got a new request"
+            assert not batches or not names & batches[-1], "a running batch got a new request"
             batches.append(names)
 
     serve(drawn(20), settings_of(slots=3 * CONTEXT), make_scheduler=static(3 * CONTEXT), observer=observe)

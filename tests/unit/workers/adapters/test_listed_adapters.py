@@ -17,7 +17,7 @@ def entry(name: str, path: str = "/a", digest: str = "") -> str:
 
 
 class FakeLoader:
-    """Loads every path that is in `good`."""
+    """A loader that can load the paths in `good`."""
 
     def __init__(self, *good: str) -> None:
         self.good = set(good)
@@ -71,7 +71,7 @@ async def test_the_adapters_follow_the_list(tmp_path: Path) -> None:
     file, loader, clock = tmp_path / "list.toml", FakeLoader("/a", "/b"), ManualClock()
     listed = ListedAdapters(file, loader, clock)  # type: ignore[arg-type]
     await listed.refresh()
-    assert loader.calls == []  # no file yet
+    assert loader.calls == []  # the file does not exist yet
     file.write_text(entry("x") + entry("y", "/b"))
     await listed.refresh()
     await listed.refresh()
@@ -98,7 +98,7 @@ async def test_an_adapter_that_fails_is_reported_and_tried_again(tmp_path: Path)
     listed = ListedAdapters(file, loader, clock)  # type: ignore[arg-type]
     await listed.refresh()
     await listed.refresh()
-    assert loader.calls == ["load x /a", "load y /b"]  # the others are loaded, and the failed one has to wait
+    assert loader.calls == ["load x /a", "load y /b"]  # the other adapters are loaded, and the failed one waits
     assert listed.failures == {"x": "/a is missing"}
     loader.good.add("/a")
     clock.advance(RETRY_SECONDS)

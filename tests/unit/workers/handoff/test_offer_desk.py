@@ -26,7 +26,7 @@ TOKENS = [1, 2, 3, 4, 5, 6]
 
 
 class RecordingLoop(EngineLoop):
-    """Notes what is given back; its thread is never started."""
+    """An engine loop that records released exports; its thread is not started."""
 
     def __init__(self) -> None:
         super().__init__(an_engine()[0], CommandQueue(), name="never started", on_failure=lambda _: None)
@@ -39,7 +39,7 @@ class RecordingLoop(EngineLoop):
 
 
 class Desk:
-    """A desk with everything around it that a test looks at."""
+    """An offer desk with its clock, loop and helpers for the test."""
 
     def __init__(self) -> None:
         self.clock, self.loop = ManualClock(), RecordingLoop()
@@ -68,7 +68,7 @@ async def at() -> Desk:
     return Desk()
 
 
-async def test_the_ticket_says_whose_pages_these_are_in_which_epochs_and_until_when(at: Desk) -> None:
+async def test_the_ticket_names_the_owner_the_epochs_and_the_expiry_of_the_pages(at: Desk) -> None:
     at.clock.advance(3.0)
     offered = at.desk.offer(1, EXPORT, TOKENS, "tenant")
     ticket = KEYRING.open(offered.sealed)
@@ -152,7 +152,7 @@ async def test_the_end_gives_everything_back_claimed_or_not(at: Desk) -> None:
     ticking = asyncio.create_task(at.desk.run())
     at.offer(1)
     at.desk.claim(at.offer(2), 1)
-    await asyncio.sleep(0)  # it runs
+    await asyncio.sleep(0)  # lets the task start
     ticking.cancel()
     await asyncio.gather(ticking, return_exceptions=True)
     assert sorted(at.loop.released) == [1, 2]

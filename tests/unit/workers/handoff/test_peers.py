@@ -23,7 +23,7 @@ TICKET = TicketId("0" * 32)
 
 
 class SlowPeer(kv_transfer_pb2_grpc.KvTransferServicer):
-    """Answers renewals of leases when it may."""
+    """A peer that answers renewals of leases when the test allows it."""
 
     def __init__(self) -> None:
         self.called, self.may_answer = threading.Event(), threading.Event()
@@ -61,9 +61,9 @@ def test_a_call_in_flight_survives_a_renewal_and_later_calls_use_the_new_certifi
             assert served.called.wait(SECONDS)
             served.may_answer.set()
             assert (first.result(SECONDS), second.result(SECONDS)) == (3, 3)
-        assert len(set(served.peers)) == 2, "the second call opened a connection of its own"
+        assert len(set(served.peers)) == 2, "the second call opened another connection"
         assert renew() == 3
-        assert len(set(served.peers)) == 2, "later calls share it"
+        assert len(set(served.peers)) == 2, "later calls use this connection"
         control.close()
         server.stop(None).wait()
 

@@ -16,7 +16,7 @@ async def heard(following: PrefillProgress, name: str) -> list[int]:
     return [told.blocks[0] async for told in following.follow(name)]
 
 
-async def test_followers_hear_everything_whenever_they_come() -> None:
+async def test_subscribers_get_all_reports_whenever_they_subscribe() -> None:
     following = PrefillProgress()
     early = asyncio.create_task(heard(following, "t"))
     await asyncio.sleep(0)
@@ -35,7 +35,7 @@ async def test_an_unknown_prompt_is_done_soon(monkeypatch) -> None:  # type: ign
     assert await heard(PrefillProgress(), "nobody's") == []
 
 
-async def test_a_follower_that_leaves_takes_nothing_with_it() -> None:
+async def test_a_subscriber_that_leaves_does_not_affect_the_others() -> None:
     following = PrefillProgress()
     with following.computing("t"):
         for _ in range(10):
@@ -49,7 +49,7 @@ async def test_a_follower_that_leaves_takes_nothing_with_it() -> None:
     assert await whole == [1]
 
 
-async def test_too_many_followers_are_sent_away() -> None:
+async def test_too_many_subscribers_are_refused() -> None:
     following = PrefillProgress()
     with following.computing("t"):
         tasks = [asyncio.create_task(heard(following, "t")) for _ in range(module._MAX_FOLLOWERS + 2)]

@@ -15,7 +15,7 @@ from kvferry.workers.services.kv_events import CacheFeed
 
 
 class Follower:
-    """A subscriber's own copy, checked against every digest."""
+    """A subscriber's copy of the cache, checked against every digest."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, tuple[bytes, int]] = {}

@@ -73,7 +73,7 @@ NO_DIGESTS = PagePublisher(memoryview(b""), 1, with_digests=False)
 
 @pytest.fixture
 async def worker() -> AsyncIterator[Worker]:
-    """Every test ends with each offer released by its id, and an idle engine."""
+    """A prefill worker. After the test, all offers must be released and the engine idle."""
     made = Worker(an_engine()[0])
     made.loop.start()
     service = PrefillService(made.context, made.desk, KEYRING, PrefillProgress(), NO_DIGESTS)
@@ -110,14 +110,14 @@ async def test_a_ticket_id_that_is_none_is_refused_by_name_before_anything_is_co
     assert worker.desk.is_idle
 
 
-async def test_an_id_already_taken_gets_a_fresh_one_and_takes_nothing_from_its_holder(worker: Worker) -> None:
+async def test_an_id_in_use_is_replaced_and_its_offer_is_not_affected(worker: Worker) -> None:
     first = await worker.run(ticket_id=WISHED)
     second = await worker.run(ticket_id=WISHED)
     assert first.ticket_id == WISHED != second.ticket_id
     assert KEYRING.open(second.ticket).id == second.ticket_id
     assert worker.desk.count(OfferState.OFFERED) == 2
     await worker.release(second.ticket_id)
-    assert worker.desk.claim(KEYRING.open(first.ticket).id, 1), "the first offer is untouched"
+    assert worker.desk.claim(KEYRING.open(first.ticket).id, 1), "the first offer is not affected"
     worker.desk.finish(KEYRING.open(first.ticket).id, 1, done=True)
 
 

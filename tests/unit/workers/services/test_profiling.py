@@ -33,7 +33,7 @@ def a_call(steps: int = 500, seconds: float = 60.0, **more: bool) -> worker_admi
 
 
 def a_request(number: int) -> EngineRequest:
-    """A request, some with the same beginning, some sampled, of different lengths."""
+    """Return one of several requests: different lengths, some with a common prefix, some sampled."""
     own = [5 + (number * 7 + index) % 90 for index in range(3 + 11 * number % 70)]
     prompt = [*range(10, 42), *own] if number % 3 else own
     sampling = SamplingParams(temperature=0.0 if number % 2 else 0.8, seed=number, max_tokens=4 + 5 * number % 40)
@@ -61,7 +61,7 @@ async def record(profiling: Profiling, call: worker_admin_pb2.ProfileRequest) ->
 
 
 async def serve(loop: EngineLoop, count: int) -> None:
-    """Submit requests while others run; the number of steps between two arrivals depends on the threads."""
+    """Submit requests while others run. The number of steps between two arrivals depends on the threads."""
 
     async def one(number: int) -> None:
         with loop.submit(a_request(number)) as stream:

@@ -1,4 +1,4 @@
-"""The OpenAPI document describes each route, field, answer and error, and real answers are as it says."""
+"""The OpenAPI document describes each route, field, answer and error, and real answers match it."""
 
 import json
 import re

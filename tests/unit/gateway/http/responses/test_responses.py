@@ -178,7 +178,7 @@ async def test_a_function_is_called_and_its_result_answered(api, client, stream)
     assert final.output_text == "It is cold in Oslo."
     assert "-3 °C" in api.source.prompt
     assert '"city": "Oslo"' in api.source.prompt
-    assert api.source.prompt.count("<assistant>") == 2, "text and call are one message"
+    assert api.source.prompt.count("<assistant>") == 2, "text and call belong to one message of the conversation"
 
 
 async def test_several_calls_are_items_of_one_turn(api, client):
@@ -200,7 +200,9 @@ async def test_a_previous_response_is_the_beginning_of_the_conversation(api, cli
     first = await client.responses.create(model="bytes", input="one", instructions="Be brief.")
     api.source.answers = ["Second."]
     second = await client.responses.create(model="bytes", input="two", previous_response_id=first.id)
-    assert api.source.prompt == "<user>one<assistant>It is cold.<user>two<assistant>", "without old instructions"
+    assert api.source.prompt == "<user>one<assistant>It is cold.<user>two<assistant>", (
+        "the instructions of the earlier response are not repeated"
+    )
     assert second.previous_response_id == first.id
     await client.responses.delete(first.id)
     await client.responses.create(model="bytes", input="three", previous_response_id=second.id, instructions="New.")

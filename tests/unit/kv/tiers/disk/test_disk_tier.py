@@ -66,7 +66,7 @@ def test_the_oldest_goes_until_there_is_room() -> None:
     assert index.make_room(30) == [name(1), name(2)]
     assert name(0) in index
     assert (len(index), index.num_bytes) == (2, 50)
-    assert index.make_room(1000) == [name(3), name(0)], "what does not fit at all empties it and no more"
+    assert index.make_room(1000) == [name(3), name(0)], "an object larger than the tier evicts all, once"
     assert index.make_room(1000) == []
 
 
@@ -76,12 +76,12 @@ def test_the_time_of_use_is_written_at_intervals() -> None:
     assert not index.use(name(1), 59.0, 60.0)
     assert index.use(name(1), 61.0, 60.0)
     assert not index.use(name(1), 62.0, 60.0)
-    assert index.use(name(1), -1000.0, 60.0), "a clock that was set back is told, too"
-    assert index.use(name(2), 0.0, 60.0), "one that we did not know"
+    assert index.use(name(1), -1000.0, 60.0), "a use is written after the clock was set back"
+    assert index.use(name(2), 0.0, 60.0), "a use of an object that is not in the index is written"
     assert name(2) not in index
 
 
-def test_a_scan_keeps_what_we_know_better() -> None:
+def test_a_scan_keeps_more_recent_times_of_use() -> None:
     index = DiskIndex(100)
     index.add(name(1), Entry(10, 1.0))
     index.add(name(2), Entry(10, 2.0))
@@ -140,10 +140,10 @@ def test_a_smaller_size_is_kept_at_once(tmp_path: Path) -> None:
     assert len([p for p in (tmp_path / "t").rglob("*") if p.is_file()]) == 2
     spec = parse_tier(f"disk://{tmp_path}/u?size={SIZE}&direct=off")
     tiny = disk_tier.open_tier(spec, object_bytes=SIZE, secret=SECRET, clock=clock)
-    assert not put(tiny, 1), "what does not fit at all is declined"
+    assert not put(tiny, 1), "an object larger than the tier is declined"
 
 
-def test_who_may_read_it(tmp_path: Path) -> None:
+def test_files_are_private(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
         put(open_disk(tmp_path / "t", ManualClock()), 1)
@@ -153,14 +153,14 @@ def test_who_may_read_it(tmp_path: Path) -> None:
         assert path.stat().st_mode & 0o777 == (0o600 if path.is_file() else 0o700)
 
 
-def test_what_is_being_stored_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_being_stored_is_reported_as_not_yet_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = open_disk(tmp_path / "t", ManualClock())
     seen: list[Presence] = []
     original = disk_tier.write_object
 
     def watched(*arguments: object, **named: object) -> None:
         seen.extend(tier.lookup([key(1), key(2)], SECONDS))
-        assert not put(tier, 1), "somebody stores it already"
+        assert not put(tier, 1), "the object is being stored already"
         original(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(disk_tier, "write_object", watched)
@@ -182,7 +182,7 @@ def test_the_deadline_holds_between_chunks(tmp_path: Path) -> None:
     assert put(tier, 1)
     with pytest.raises(TierError, match="deadline passed"):
         tier.load(key(1), [memoryview(bytearray(SIZE))], 0.5)
-    assert get(tier, 1) == content(1), "too slow is not damaged"
+    assert get(tier, 1) == content(1), "a load after its deadline does not remove the object"
 
 
 def test_foreign_files_are_left_alone(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ KEY = ObjectKey(NAME, "tenant-a")
 
 
 def reopen(frames: Frames, key: ObjectKey, header: bytes, stored: bytes, sizes: Sequence[int] = ()) -> bytes:
-    """Feed the bytes as they might arrive."""
+    """Decode stored bytes that arrive in parts of the given sizes; return the content."""
     opening = frames.open(header, key)
     into = bytearray(stored)
     at = 0
@@ -49,7 +49,9 @@ def test_content_comes_back_however_it_is_cut(encrypt: bool, content: bytes, cut
     if encrypt and len(content) > 8:
         assert b"".join(stored) != content
     if not encrypt:
-        assert all(a.obj is b.obj for a, b in zip(stored, [p for p in parts if len(p)], strict=True)), "not copied"
+        assert all(a.obj is b.obj for a, b in zip(stored, [p for p in parts if len(p)], strict=True)), (
+            "plain frames do not copy the content"
+        )
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
@@ -89,7 +91,7 @@ def test_pages_of_one_header_under_another_are_found() -> None:
 
 
 def test_the_same_pages_have_another_digest_under_another_name() -> None:
-    """A writer to the store does not have the digest's seed."""
+    """Digests are seeded, so a writer without the secret cannot choose contents of equal digests."""
     frames = Frames(SECRET, 100)
     one, _ = framed(frames, b"x" * 100)
     other, _ = framed(frames, b"x" * 100, ObjectKey(BlockHash(bytes(32)), "tenant-a"))
@@ -129,7 +131,7 @@ def test_no_header_at_all() -> None:
             Frames(SECRET, 10).open(header, KEY)
 
 
-def test_without_the_package_encryption_names_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_encryption_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     header, _ = framed(Frames(SECRET, 10, encrypt=True), b"0123456789")
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(UsageError, match=r"pip install 'kvferry\[encryption\]'"):

@@ -47,13 +47,13 @@ def test_timeouts_count_by_what_they_cost() -> None:
     assert breaker.passes
 
 
-def test_one_looks_at_a_time_and_the_backoff_doubles_up_to_its_cap() -> None:
+def test_one_probe_at_a_time_and_the_backoff_doubles_up_to_its_cap() -> None:
     breaker, now = opened(), 0.0
     for backoff in (1.0, 2.0, 4.0, 5.0, 5.0):
         assert not breaker.probe(now + backoff - 0.01)
         now += backoff
         assert breaker.probe(now)
-        assert not breaker.probe(now), "another one probes"
+        assert not breaker.probe(now), "another probe is running"
         assert not breaker.passes
         breaker.probed(now, alive=False)
     assert breaker.probe(now + 5.0)
@@ -61,7 +61,7 @@ def test_one_looks_at_a_time_and_the_backoff_doubles_up_to_its_cap() -> None:
     assert breaker.passes
     for _ in range(3):
         breaker.failed(100.0, INFINITE)
-    assert breaker.probe(101.0), "the backoff begins anew"
+    assert breaker.probe(101.0), "after a success the backoff starts from its first value"
 
 
 def test_what_began_before_it_opened_changes_nothing() -> None:

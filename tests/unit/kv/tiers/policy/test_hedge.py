@@ -1,4 +1,4 @@
-"""The quantile is exact, and hedges stay within their budget."""
+"""Hedged loads: the quantile is exact, and hedges stay within their budget."""
 
 import pytest
 from hypothesis import given
@@ -49,11 +49,11 @@ def test_the_budget_comes_from_loads_that_were_not_hedged() -> None:
     while policy.spend():
         spent += 1
         policy.loaded(50.0, hedged=True, by_second=True)
-    assert spent == 3, "what was saved up is little"
+    assert spent == 3, "the unused budget is capped"
     assert policy.wait_seconds() is None
     assert (policy.num_hedges, policy.num_won) == (3, 3)
     for _ in range(LOADS_PER_HEDGE):
         policy.loaded(1.0)
-    assert policy.wait_seconds() == 1.0, "hedged loads are no samples"
+    assert policy.wait_seconds() == 1.0, "hedged loads are not counted as samples"
     assert policy.spend()
     assert not policy.spend()

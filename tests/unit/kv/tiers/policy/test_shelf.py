@@ -38,7 +38,7 @@ def test_an_object_is_found_only_when_it_is_whole() -> None:
     assert shelf.find(name(1)) is Presence.NO
     assert shelf.reserve(key(1)) is not None
     assert shelf.find(name(1)) is Presence.NOT_YET
-    assert shelf.reserve(key(1)) is None, "somebody writes it already"
+    assert shelf.reserve(key(1)) is None, "the object is being written already"
     assert shelf.pin(name(1)) is None
     shelf.commit(name(1))
     assert shelf.find(name(1)) is Presence.YES
@@ -51,13 +51,13 @@ def test_the_least_recently_used_goes_and_chains_lose_their_tail_first() -> None
     shelf = Shelf(4)
     for n in range(4):
         put(shelf, n)
-    shelf.ask([name(0), name(1)])  # a prompt of two objects: 0 is the root
+    shelf.ask([name(0), name(1)])  # a prompt of two objects: 0 is the root of the chain
     for n in (10, 11, 12):
-        assert put(shelf, n) is (n < 12), "1 was asked for once more than 12"
+        assert put(shelf, n) is (n < 12), "1 was looked up once more often than 12"
     assert here(shelf, range(4)) == [0, 1]
     shelf.ask([name(12)])
-    assert put(shelf, 12), "as often asked for as the one that goes"
-    assert here(shelf, range(4)) == [0], "the root of the chain outlives what depends on it"
+    assert put(shelf, 12), "looked up as often as the object that is evicted"
+    assert here(shelf, range(4)) == [0], "the root of a chain is evicted after the objects that depend on it"
 
 
 def test_a_pinned_object_stays() -> None:
@@ -78,7 +78,7 @@ def test_a_tenant_that_floods_evicts_itself() -> None:
         put(shelf, n, "flood")
     assert here(shelf, range(3)) == [0, 1, 2]
     for n in range(3, 9):
-        assert put(shelf, n, "quiet"), "up to an equal share it takes from who holds more"
+        assert put(shelf, n, "quiet"), "below its equal share, a tenant evicts objects of the tenant with the most"
     assert len(here(shelf, range(9))) == 5 or len(here(shelf, range(9))) == 6
 
 
@@ -115,7 +115,7 @@ def test_misuse_is_an_error() -> None:
         Shelf(0)
 
 
-def test_old_favourites_fade() -> None:
+def test_counts_of_past_lookups_decay() -> None:
     sketch = FrequencySketch(16)
     for _ in range(100):
         sketch.count(name(1))
@@ -125,7 +125,7 @@ def test_old_favourites_fade() -> None:
 
 
 class ShelfMachine(RuleBasedStateMachine):
-    """The shelf against a plain model: what is written, ready, pinned."""
+    """The shelf against a plain model of written, ready and pinned objects."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ H, L, M, P = CallFormat.HERMES, CallFormat.LLAMA3_JSON, CallFormat.MISTRAL, Call
 Expected = tuple[str, list[tuple[str, Any]]]
 
 CASES: list[tuple[CallFormat, str, Expected]] = [
-    # One call, several, with content around them, in the forms that models write.
+    # One call or several, with content around them, in the forms that models write.
     (H, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', ("", [("f", {"a": 1})])),
     (H, '<tool_call>{"name":"f","arguments":{}}</tool_call>', ("", [("f", {})])),
     (H, '<tool_call>{"arguments": {"a": "}"}, "name": "f"}</tool_call>', ("", [("f", {"a": "}"})])),
@@ -51,7 +51,7 @@ CASES: list[tuple[CallFormat, str, Expected]] = [
     (P, r"""[f(a='it\'s', b="\u00e9\x41\n\q", c='"')]""", ("", [("f", {"a": "it's", "b": "éA\n\\q", "c": '"'})])),
     (P, "[f(a=true, b=false, c=null)]", ("", [("f", {"a": True, "b": False, "c": None})])),
     (P, "See [1, 2], then [get_weather(city='Oslo')]", ("See [1, 2], then", [("get_weather", {"city": "Oslo"})])),
-    # What is no call is content, without a loss.
+    # Text that is no call is content, without loss.
     (H, "no call", ("no call", [])),
     (H, " <tool_call>junk", (" <tool_call>junk", [])),
     (
@@ -142,7 +142,7 @@ def test_a_format_is_recognized(template: str, tokens: tuple[str, ...], expected
     assert recognized(template, tokens.__contains__) is expected
 
 
-def test_the_names_of_these_tests_are_offered() -> None:
+def test_the_names_of_these_tests_are_settings() -> None:
     assert {"f", "g", "get_weather"} == set(NAMES)
 
 

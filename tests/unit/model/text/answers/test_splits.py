@@ -1,4 +1,4 @@
-"""Properties of answers: the way of splitting has no effect, nothing raises, nothing is lost, work is bounded."""
+"""Properties of answers: the result does not depend on the split into pieces, no error, no text lost, bounded work."""
 
 import json
 import time

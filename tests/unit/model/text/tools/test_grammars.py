@@ -1,4 +1,4 @@
-"""Grammars of calls: llguidance accepts them, and what they accept is read back and fits the schemas."""
+"""Grammars of calls: llguidance accepts them; texts that they accept are parsed as calls and fit the schemas."""
 
 import json
 import random
@@ -73,7 +73,7 @@ def marked() -> LLTokenizer:
 
 
 def drawn(tokenizer: LLTokenizer, grammar: str, marks: Marks, seed: int, most: int = 3000) -> str | None:
-    """Return a text that the grammar accepts, drawn at random; it ends as soon as it may. `None` if it gets long."""
+    """Return a random text that the grammar accepts, ended as soon as possible; `None` if it exceeds `most` tokens."""
     matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar))
     dice = random.Random(seed)
     mask = allocate_token_bitmask(1, tokenizer.vocab_size)
@@ -85,7 +85,7 @@ def drawn(tokenizer: LLTokenizer, grammar: str, marks: Marks, seed: int, most: i
         closing = (
             [token for token in allowed.tolist() if token < 256 and chr(token) in '"}])'] if dice.random() < 0.3 else []
         )
-        # Bytes of ASCII, so that the text is one whatever is drawn.
+        # Only ASCII bytes are drawn, so that any sequence of them is valid text.
         plain = [token for token in allowed.tolist() if token < 128 or token > END]
         token = dice.choice(closing or plain or allowed.tolist())
         matcher.consume_token(token)
