@@ -126,13 +126,13 @@ class FakeApi:
             del self.objects[place]
 
     def add(self, manifest: Mapping[str, Any]) -> None:
-        """Create an object as another writer."""
+        """Create an object, as a writer other than the operator does."""
         self.objects[_place(manifest)] = _merge(self._new(manifest), copy.deepcopy(dict(manifest)))
 
     def _new(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
         meta: dict[str, Any] = {"uid": f"uid-{number}", "resourceVersion": str(number)}
-        if manifest["kind"] != "Service":  # as in Kubernetes
+        if manifest["kind"] != "Service":  # Kubernetes gives Services no generation
             meta["generation"] = 1
         return {"metadata": meta}
 

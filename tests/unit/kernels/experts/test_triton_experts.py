@@ -94,7 +94,7 @@ def test_sums_of_experts_are_those_of_the_definition(
     torch.manual_seed(seed)
     active = min(active, experts)
     x, parts = torch.randn(rows, hidden), weights_of(experts, hidden, inner, has_biases=has_biases)
-    # Some experts get no rows, and one gets nearly all.
+    # Some experts get no row, and some get nearly all.
     shares, chosen = choose_experts(torch.randn(rows, experts) * 3, Experts(experts, active, inner, renormalizes=False))
 
     def run(ops: Ops, cast: Cast) -> torch.Tensor:
