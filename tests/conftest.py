@@ -1,19 +1,19 @@
-"""Settings of every test, some of which must be made before anything is imported."""
+"""Settings for all tests, some of which must be set before the first import."""
 
 import os
 
 import pytest
 from hypothesis import settings
 
-# Triton decides when it is imported whether it compiles or interprets; `make test-gpu` says 0.
+# Triton reads this at its import to choose between compiler and interpreter; `make test-gpu` sets 0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ["TRITON_INTERPRET"] != "0":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU, `--device auto` would have every engine interpreted
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hides GPUs, which `--device auto` would use with interpreted kernels
 
-# Threads of torch that wait would otherwise keep the cores from the processes that they wait for.
+# Otherwise waiting torch threads spin and take the cores from the processes that they wait for.
 os.environ.setdefault("GOMP_SPINCOUNT", "100")
 
-# No test depends on the speed of the machine.
+# Without a deadline, no property test depends on the speed of the machine.
 settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")
 

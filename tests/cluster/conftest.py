@@ -23,7 +23,7 @@ RELEASE = "kvferry"
 
 
 class Kube:
-    """A running cluster as a test sees it."""
+    """A running cluster and a client with an administrator's rights."""
 
     def __init__(self, running: Cluster) -> None:
         self.cluster = running
@@ -54,14 +54,14 @@ def _seen_by_tests(folder: Path, wish: NodeWish | None) -> Iterator[Kube]:
 
 @pytest.fixture(scope="session")
 def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
-    """A control plane: no nodes, so pods stay pending."""
+    """A control plane without nodes, so that pods stay pending."""
     with _seen_by_tests(tmp_path_factory.mktemp("kube"), None) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that containers of the runtime `host` see at the same path; put what they need into it."""
+    """A folder mounted at the same path in containers of the runtime `host`, for files that tests write."""
     folder = tmp_path_factory.mktemp("models")
     folder.chmod(0o755)  # pytest creates folders with mode 0700, and containers run as another user
     return folder
@@ -81,7 +81,7 @@ def kube_node(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterato
 
 @pytest.fixture(scope="session")
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Prints progress, with times, to the terminal."""
+    """A function that prints a line with the elapsed time to the terminal."""
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
     capture = request.config.pluginmanager.get_plugin("capturemanager")
     clock = SystemClock()
@@ -97,7 +97,7 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @pytest.fixture(scope="module")
 def operated(kube_node: Kube, say: Callable[[str], None]) -> Iterator[Kube]:
-    """The cluster with a node, the catalog's model on it, and kvferry installed by its chart in namespace `kvferry`."""
+    """A cluster with a node that has the catalog's model, and kvferry installed by its chart in namespace `kvferry`."""
     assets.find(["tools"])  # helm
     kube_node.cluster.keep_model(on_node.MODEL)
     install = ("install", RELEASE, on_node.CHART, "-n", RELEASE, "--create-namespace", "--wait", "--timeout=120s")
@@ -110,7 +110,7 @@ def operated(kube_node: Kube, say: Callable[[str], None]) -> Iterator[Kube]:
 
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A fresh one, in the cluster that the test uses; deleted without waiting."""
+    """A new namespace in the cluster of the test, deleted without waiting."""
     used: Kube = request.getfixturevalue("kube_node" if "kube_node" in request.fixturenames else "kube")
     name = f"test-{secrets.token_hex(4)}"
     used.kubectl("create", "namespace", name)

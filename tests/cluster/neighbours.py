@@ -17,19 +17,19 @@ FILE = Path(__file__).with_name("neighbours.toml")
 
 
 def downloaded(module: str, version: str) -> dict[str, Any]:
-    """Go's description of a fetched module; skips the test where it cannot be fetched."""
+    """Return Go's description of a fetched module; skip the test where the module cannot be fetched."""
     words = [toolchain.find(recipes.read().go), "mod", "download", "-json", f"{module}@{version}"]
     with tempfile.TemporaryDirectory() as empty:
         done = subprocess.run(words, cwd=empty, env=child_environment({}), capture_output=True, text=True, timeout=250)
     told = dict(json.loads(done.stdout or "{}"))
     if "Dir" not in told:
-        pytest.skip(f"{module} cannot be had: {told.get('Error') or done.stderr.strip()}")
+        pytest.skip(f"{module} cannot be fetched: {told.get('Error') or done.stderr.strip()}")
     return told
 
 
 def definition(name: str) -> dict[str, Any]:
-    """The definition called `name` in neighbours.toml; skips where it cannot be fetched."""
+    """Return the definition called `name` in neighbours.toml; skip the test where it cannot be fetched."""
     wanted = tomllib.loads(FILE.read_text())[name]
     told = downloaded(wanted["module"], wanted["version"])
-    assert told["Sum"] == wanted["sum"], f"{wanted['module']} is not what it was"
+    assert told["Sum"] == wanted["sum"], f"the checksum of {wanted['module']} has changed"
     return dict(yaml.safe_load((Path(told["Dir"]) / wanted["path"]).read_text()))

@@ -1,4 +1,4 @@
-"""Shared parts of the operator's tests: the operator as a process, pods that only report readiness, pools."""
+"""Shared parts of the operator's tests: the operator as a process, fake pods that become ready, and pools."""
 
 import base64
 import http.server
@@ -40,12 +40,12 @@ def eventually(found: Callable[[], Any], what: str = "", seconds: float = SECOND
         value = found()
         if value:
             return value
-        assert CLOCK.monotonic() < deadline, f"not after {seconds} s: {what or found}"
+        assert CLOCK.monotonic() < deadline, f"not met within {seconds} s: {what or found}"
         pause.wait(0.05)
 
 
 def stays(same: Callable[[], Any], seconds: float) -> None:
-    """Fails when what `same` gives changes within `seconds`."""
+    """Fail if the result of `same` changes within `seconds`."""
     pause = threading.Event()
     deadline, first = CLOCK.monotonic() + seconds, same()
     while CLOCK.monotonic() < deadline:
@@ -54,7 +54,7 @@ def stays(same: Callable[[], Any], seconds: float) -> None:
 
 
 class Kube:
-    """A cluster without nodes, and its administrator."""
+    """A cluster without nodes, and clients with an administrator's rights."""
 
     def __init__(self, made: Cluster) -> None:
         self.cluster = made
@@ -76,7 +76,7 @@ class Kube:
             eventually(lambda name=made["metadata"]["name"]: self.can_list(name))
 
     def can_list(self, plural: str) -> bool:
-        """Definitions are established some time before their objects can be listed."""
+        """Return whether objects of a kind can be listed, which is some time after its definition is established."""
         try:
             self.kubectl("get", plural, "-A")
         except Unavailable:
@@ -96,7 +96,7 @@ class Kube:
         return found
 
     def condition(self, namespace: str, kind: str, name: str = "chat") -> dict[str, Any]:
-        """A condition, empty if there is none; one of an earlier generation counts as none."""
+        """Return a condition of the pool's present generation, or an empty mapping."""
         pool = self.pool(namespace, name)
         for found in (pool.get("status") or {}).get("conditions") or ():
             if found["type"] == kind and found["observedGeneration"] == pool["metadata"]["generation"]:
@@ -104,7 +104,7 @@ class Kube:
         return {}
 
     def rolled_out(self, namespace: str, name: str = "chat", seconds: float = SECONDS) -> None:
-        """Wait until nothing moves any more; prints what there is where that takes too long."""
+        """Wait until all roles are ready; on a timeout, print the objects and the status."""
         try:
             eventually(
                 lambda: self.condition(namespace, "RolesReady", name).get("status") == "True",
@@ -122,7 +122,7 @@ class Kube:
 
 @contextmanager
 def a_cluster(folder: Path, plane: PlaneWish | None = None, *, defined: bool = True) -> Iterator[Kube]:
-    """A control plane, with kvferry's definitions by default."""
+    """Run a control plane, by default with kvferry's definitions."""
     with cluster.running(folder, assets.find(["control"]), plane=plane) as running_:
         made = Kube(running_)
         try:
@@ -142,7 +142,7 @@ def minimal_definition(api_version: str, plural: str, kind: str) -> dict[str, An
         "kind": "CustomResourceDefinition",
         "metadata": {
             "name": f"{plural}.{group}",
-            # Without it the API server refuses groups of k8s.io.
+            # Without this annotation the API server refuses groups of k8s.io.
             "annotations": {"api-approved.kubernetes.io": "unapproved, for a test"},
         },
         "spec": {
@@ -155,7 +155,7 @@ def minimal_definition(api_version: str, plural: str, kind: str) -> dict[str, An
 
 
 def helm(*words: object, kubeconfig: Path | None = None, seconds: float = 120.0) -> str:
-    """Return the output of helm."""
+    """Run helm and return its output."""
     command = [str(assets.find(["tools"]).path("helm")), *map(str, words)]
     command += ["--kubeconfig", str(kubeconfig)] if kubeconfig else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -164,13 +164,13 @@ def helm(*words: object, kubeconfig: Path | None = None, seconds: float = 120.0)
 
 
 def rendered(namespace: str, *flags: str) -> list[dict[str, Any]]:
-    """The chart's objects, as they would be installed as release `kvferry`."""
+    """Return the chart's objects as helm would install them for release `kvferry`."""
     made = helm("template", "kvferry", CHART, "--namespace", namespace, *flags)
     return [one for one in yaml.safe_load_all(made) if one]
 
 
 def account_kubeconfig(kube: Kube, namespace: str, account: str, path: Path) -> Path:
-    """A kubeconfig that has nothing but the token of a ServiceAccount."""
+    """Write a kubeconfig with the token of a ServiceAccount as its only credentials; return its path."""
     token = kube.kubectl("create", "token", account, "-n", namespace, "--duration=1h").strip()
     made = json.loads(kube.kubeconfig.read_text())
     made["users"] = [{"name": "admin", "user": {"token": token}}]
@@ -203,7 +203,7 @@ class AnOperator:
         return self.process.process.pid
 
     def get(self, path: str) -> tuple[int, str]:
-        """Status and text of `/healthz`, `/readyz` or `/metrics`."""
+        """Return status and text of `/healthz`, `/readyz` or `/metrics`."""
         port = self.process.wait_for("listening")["health"]
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
@@ -212,14 +212,14 @@ class AnOperator:
             return refusal.code, refusal.read().decode()
 
     def numbers(self) -> dict[str, float]:
-        """`/metrics` by name and labels."""
+        """Return the values of `/metrics` by name and labels."""
         lines = (line for line in self.get("/metrics")[1].splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
 @contextmanager
 def an_operator(kubeconfig: Path, namespace: str, *flags: str, leads: bool = True) -> Iterator[AnOperator]:
-    """The operator for the pools of one namespace, leading unless said otherwise."""
+    """Run an operator for the pools of one namespace; wait until it leads, unless `leads` is false."""
     words = ("--kubeconfig", str(kubeconfig), "--lease-namespace", namespace, "--health", "127.0.0.1:0")
     where = () if "--everywhere" in flags else ("--namespace", namespace)
     with running("operator", "run", *words, *where, *(flag for flag in flags if flag != "--everywhere")) as process:
@@ -231,18 +231,18 @@ def an_operator(kubeconfig: Path, namespace: str, *flags: str, leads: bool = Tru
 
 @dataclass
 class FakePods:
-    """Makes pods say that they are ready, as long as the block lasts: there is no node that would run them."""
+    """Sets pods to ready while the context is open, since no node runs them."""
 
     api: KubeApi
     namespace: str
     ends: threading.Event = field(default_factory=threading.Event)
     num_made: int = 0
     are_stuck: bool = False
-    """Whether new pods say that their containers are being created instead."""
+    """If true, new pods report that their containers are being created."""
 
     def run(self) -> None:
         while not self.ends.wait(0.1):
-            with suppress(KvferryError):  # the API server may be away, and pods may be gone
+            with suppress(KvferryError):  # the API server may be unavailable, and pods may be deleted
                 for pod in self.api.list("v1", "Pod", self.namespace):
                     self.make_ready(pod)
 
@@ -284,12 +284,12 @@ class _HttpServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # the other one asks DNS for its own name
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's own method would look up the host's name
 
 
 @contextmanager
 def fake_gateway(address: str, port: int, fleet: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Answers `/fleet` at a Service's own address, which must be one of this machine's."""
+    """Serve `/fleet` at the address of a Service, which must be an address of this machine."""
 
     class Fleet(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -300,7 +300,7 @@ def fake_gateway(address: str, port: int, fleet: Callable[[], Mapping[str, Any]]
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Write no log."""
 
     with _HttpServer((address, port), Fleet) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))

@@ -251,7 +251,7 @@ def test_tls_cannot_be_switched(defined, namespace):
         defined.kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(pool(tls={"mode": "Managed"})))
 
 
-def test_the_api_server_stores_the_defaults_that_the_code_has(defined, namespace):
+def test_the_stored_defaults_are_those_of_the_code(defined, namespace):
     from kvferry.operator.pool.spec import parse_pool
 
     plain = pool()
@@ -272,7 +272,7 @@ def test_a_template_of_300_kilobytes_is_kept_and_can_be_deleted(defined, namespa
     defined.kubectl("delete", "kvpool", "chat", "-n", namespace, "--timeout=10s")
 
 
-def test_the_status_is_not_the_users(defined, namespace):
+def test_users_cannot_write_the_status(defined, namespace):
     forged = {**pool(), "status": {"url": "http://elsewhere"}}
     defined.kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(forged))
     stored = json.loads(defined.kubectl("get", "kvpool", "chat", "-n", namespace, "-o", "json"))
@@ -308,7 +308,7 @@ def test_a_scaler_scales(defined, namespace, replicas):
         ({"replicas": 1001}, "less than or equal to 1000"),
     ],
 )
-def test_a_scaler_stays_what_it_is(defined, namespace, change, said):
+def test_the_pool_and_role_of_a_scaler_cannot_change(defined, namespace, change, said):
     scaler = {
         "apiVersion": "kvferry.dev/v1alpha1",
         "kind": "PoolRoleScaler",

@@ -19,7 +19,7 @@ SERVICE = "probe"
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
-    """Says who asked, by the word of the front proxy."""
+    """Answers with the user that the front proxy authenticated."""
 
     def do_GET(self) -> None:
         body = json.dumps({"path": self.path, "user": self.headers.get("X-Remote-User")}).encode()
@@ -30,12 +30,12 @@ class Answer(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Write no log."""
 
 
 @pytest.fixture
 def served(kube: Any, namespace: str, tmp_path: Path) -> Iterator[tuple[int, bytes]]:
-    """An HTTPS server that only the front proxy may ask: its port, and who signed for it."""
+    """An HTTPS server that accepts the front proxy only: its port, and the certificate of its CA."""
     authority = Authority.make("probe")
     authority.server([f"{SERVICE}.{namespace}.svc"], [], tmp_path / "probe")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -54,7 +54,7 @@ def served(kube: Any, namespace: str, tmp_path: Path) -> Iterator[tuple[int, byt
 
 def test_calls_reach_it_with_the_name_of_who_asks(kube: Any, namespace: str, served: tuple[int, bytes]) -> None:
     port, pem = served
-    # Without a node nothing answers at a Service's address, but a name outside the cluster is followed.
+    # Without a node, a Service's address has no endpoint, but an ExternalName outside the cluster works.
     service = {
         "apiVersion": "v1",
         "kind": "Service",

@@ -1,4 +1,4 @@
-"""Replica counts set by others: an HPA, kubectl, KEDA. The operator follows, or reports the other manager."""
+"""Replica counts set by others: an HPA, kubectl, KEDA. The operator follows them, or reports the other manager."""
 
 import base64
 import datetime
@@ -36,14 +36,14 @@ def namespace(kube: Kube) -> Iterator[str]:
 
 
 class Metric:
-    """Value of the one external metric."""
+    """The value of the external metric."""
 
     value = 0
 
 
 @contextmanager
 def external_metric(kube: Kube, namespace: str, folder: Path) -> Iterator[Metric]:
-    """Served through the API server, as an adapter would."""
+    """Serve an external metric through API aggregation, as a metrics adapter does."""
     metric = Metric()
 
     class Answer(http.server.BaseHTTPRequestHandler):
@@ -63,7 +63,7 @@ def external_metric(kube: Kube, namespace: str, folder: Path) -> Iterator[Metric
             self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Write no log."""
 
     authority = Authority.make("metrics")
     authority.server([f"metrics.{namespace}.svc"], [], folder / "metrics")
@@ -163,12 +163,12 @@ def test_a_flip_of_the_mode_moves_nothing(kube: Kube, namespace: str) -> None:
         assert scaler(kube, namespace)["spec"]["replicas"] == 2
         assert contested(kube, namespace)["status"] == "False"
     assert deployment(kube, namespace)["metadata"]["generation"] == before
-    kube.change(namespace, roles=decode(replicas=3))  # and the number is the pool's own again
+    kube.change(namespace, roles=decode(replicas=3))  # the number comes from the pool's spec again
     eventually(lambda: ready(kube, namespace, 3))
 
 
 def give_back(kube: Kube, namespace: str, replicas: int) -> None:
-    """By the very words of the condition."""
+    """Release the field with the command that the condition's message gives."""
     words = (
         contested(kube, namespace)["message"].partition("number for N: kubectl ")[2].replace(":N}", f":{replicas}}}")
     )

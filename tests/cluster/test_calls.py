@@ -8,7 +8,7 @@ from cluster.operators import CLOCK, AnOperator, Kube, a_cluster, a_pool, an_ope
 pytestmark = pytest.mark.cluster
 
 WATCH_PROBE_SECONDS = 3600
-"""Longer than the test: the probe writes too."""
+"""Longer than the test, because the probe writes too."""
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
 def calls(operator: AnOperator) -> dict[str, float]:
     prefix = "kvferry_operator_api_calls_total{"
     numbers = {name.removeprefix(prefix): n for name, n in operator.numbers().items() if name.startswith(prefix)}
-    at_rest = ('kind="Lease"', 'kind="SecretDryRun"')  # These go on without any change.
+    at_rest = ('kind="Lease"', 'kind="SecretDryRun"')  # these calls are made without any change
     return {name: n for name, n in numbers.items() if not any(kind in name for kind in at_rest)}
 
 
@@ -46,10 +46,10 @@ def test_what_each_change_costs(kube: Kube) -> None:
         fake_pods(kube, namespace),
         an_operator(kube.kubeconfig, namespace, "--watch-probe-seconds", str(WATCH_PROBE_SECONDS)) as operator,
     ):
-        # The first pool brings the first watch probe and the census with it.
+        # The first pool starts the first watch probe and the census.
         kube.apply(a_pool(namespace, "first"))
         kube.rolled_out(namespace, "first")
-        # Of the last kinds of a census: two lists, and the check of its owner.
+        # The census of the last kinds makes two lists and a check of the owner.
         eventually(lambda: calls(operator).get('kind="NetworkPolicy",method="GET"}', 0) >= 3, "the second census")
 
         def made() -> None:

@@ -45,7 +45,7 @@ RENDERS = {
     "namespaced": {"crds": {"install": False}, "operator": {"namespaces": ["team-a", "team-b"]}},
     "everything": EVERYTHING,
 }
-"""The definitions are files of their own, and the dashboard is."""
+"""Values by the name of the golden file; the definitions are files of their own."""
 
 
 def test_helm_has_no_complaint(tmp_path: Path) -> None:
@@ -56,14 +56,14 @@ def test_helm_has_no_complaint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", list(RENDERS))
-def test_what_is_rendered_is_what_was_agreed(name: str, tmp_path: Path) -> None:
+def test_the_rendered_chart_equals_the_golden_files(name: str, tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     values.write_text(yaml.safe_dump(RENDERS[name]))
     made = helm("template", "kvferry", CHART, "--namespace", "kvferry", "--values", values)
     kept = GOLDEN / f"{name}.yaml"
     if os.environ.get(WRITE):
         kept.write_text(made)
-    assert made == kept.read_text(), f"look at the difference; {WRITE}=1 keeps the new one"
+    assert made == kept.read_text(), f"check the difference; {WRITE}=1 writes the new file"
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
 
 
 def older_chart(folder: Path) -> Path:
-    """The chart before spec.disruption was thought of."""
+    """Return a copy of the chart whose definition lacks `spec.disruption`."""
     chart = folder / "older"
     shutil.copytree(CHART, chart)
     about = yaml.safe_load((chart / "Chart.yaml").read_text())
@@ -117,6 +117,6 @@ def test_an_upgrade_adds_new_fields_and_an_uninstall_removes_what_the_values_sel
     assert len(definitions(kube)) == 2
     gone = ("--set", "crds.keep=false")
     helm("install", flags[0], CHART, *flags[1:], *gone, kubeconfig=kube.kubeconfig)
-    assert uid(kube) == before, "definitions that were kept are taken over"
+    assert uid(kube) == before, "a new release takes over the definitions that were kept"
     helm("uninstall", "kv", "--namespace", "default", "--wait", kubeconfig=kube.kubeconfig)
     eventually(lambda: not definitions(kube), "the definitions, and with them the pools, are gone")

@@ -70,13 +70,13 @@ def deployment(replicas: int) -> str:
     )
 
 
-def test_it_answers_with_the_version_it_was_built_as(kube: Any) -> None:
+def test_the_api_server_reports_the_version_of_its_build(kube: Any) -> None:
     said = client.VersionApi(kube.client).get_code()
     assert said.git_version.startswith("v1.")
     assert json.loads(kube.kubectl("version", "-o", "json"))["clientVersion"]["gitVersion"] == said.git_version
 
 
-def test_a_new_kind_is_kept_and_its_rules_are_held(kube: Any, namespace: str) -> None:
+def test_objects_of_a_new_kind_are_stored_and_validated(kube: Any, namespace: str) -> None:
     kube.kubectl("apply", "--server-side", "-f", "-", input=json.dumps(CRD))
     kube.kubectl("wait", "--for=condition=Established", "crd/boats.tests.kvferry.dev", "--timeout=30s")
     kube.kubectl("apply", "-n", namespace, "-f", "-", input=boat(4, 3))

@@ -63,7 +63,9 @@ SCALERS = {
 
 
 def own_address() -> str:
-    """Address of this machine; an API server refuses loopback addresses in slices. Nothing is sent."""
+    """Return an address of this machine, because an API server refuses loopback addresses in slices. Sends no
+    packet.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect(("192.0.2.1", 9))
         return str(asked.getsockname()[0])
@@ -71,7 +73,7 @@ def own_address() -> str:
 
 @dataclass
 class Slices:
-    """Those of one pool, made by hand."""
+    """EndpointSlices of one pool, created by the test."""
 
     kube: Any
     namespace: str
@@ -152,7 +154,9 @@ async def test_requests_are_held_until_workers_join_and_go_where_the_slices_say(
         await until(lambda: gateway.membership.state.detail == "")
         held = asyncio.create_task(client.post("/v1/completions", json=ASKED))
         await until(lambda: gateway._holding.num_held == 1)
-        assert (await client.get("/ready")).status_code == 200, "a pool that sleeps is woken by whoever asks here"
+        assert (await client.get("/ready")).status_code == 200, (
+            "a gateway of a sleeping pool is ready, because requests wake the pool"
+        )
         assert (await client.get(f"http://{gateway.listening.admin}/fleet")).json()["held"] == 1
         await asyncio.to_thread(slices.put, "p-0", "prefill", p0.address)
         await asyncio.to_thread(slices.put, "d-0", "decode", d0.address)
@@ -190,7 +194,7 @@ NOWHERE = urllib3.ProxyManager("http://127.0.0.1:9")
 
 
 class Forgotten:
-    """A watch as a server begins and ends it that no longer has the version."""
+    """A watch that a server without the requested version ends at once."""
 
     def __enter__(self) -> "Forgotten":
         return self
@@ -206,10 +210,10 @@ class Forgotten:
 
 
 class Troubled(PoolApi):
-    """Fails on request, once or for a while."""
+    """An API client that fails on request, once or for a while."""
 
     answers: tuple[Any, ...] = ()
-    """In a watch's place; errors are raised."""
+    """Results of the next watches; exceptions are raised."""
     lists = 0
     last: Watch | None = None
 
@@ -237,7 +241,7 @@ class Troubled(PoolApi):
 
 
 class Heard:
-    """Reports of a source, in order."""
+    """Records the reports of a source."""
 
     def __init__(self) -> None:
         self.news: list[Update] = []
@@ -264,7 +268,7 @@ async def following(api: PoolApi, **settings: Any) -> AsyncIterator[Heard]:
         api.close()
 
 
-async def test_a_version_that_the_server_has_forgotten_is_answered_with_a_list(slices):
+async def test_an_expired_version_is_answered_with_a_list(slices):
     api = Troubled.connect(PoolName(slices.namespace, POOL))
     assert isinstance(api, Troubled)
     api.answers = (Forgotten(), ApiError("too old resource version", 410))
@@ -272,16 +276,16 @@ async def test_a_version_that_the_server_has_forgotten_is_answered_with_a_list(s
         await until(lambda: api.lists == 3 and api.last is not None)
         await asyncio.to_thread(slices.put, "d-0", "decode", "10.9.9.9:9100")
         await until(lambda: heard.names == ["d-0"])
-    assert not [news.failure for news in heard.news if news.failure], "that is no trouble"
+    assert not [news.failure for news in heard.news if news.failure], "expired versions are no failure"
 
 
-async def test_everything_is_listed_anew_every_so_often(slices):
+async def test_everything_is_listed_again_at_intervals(slices):
     api = Troubled.connect(PoolName(slices.namespace, POOL))
     async with following(api, relist_seconds=1.0):
         await until(lambda: api.lists >= 3)
 
 
-async def test_a_server_that_is_away_takes_nothing_back_and_is_found_again(slices):
+async def test_an_unavailable_server_removes_no_worker_and_is_found_again(slices):
     api = Troubled.connect(PoolName(slices.namespace, POOL))
     async with following(api) as heard:
         await asyncio.to_thread(slices.put, "d-0", "decode", "10.9.9.9:9100")
@@ -294,7 +298,7 @@ async def test_a_server_that_is_away_takes_nothing_back_and_is_found_again(slice
         await until(lambda: heard.names == ["d-0", "d-1"] and not heard.news[-1].failure)
 
 
-async def test_nothing_is_left_of_it_when_its_reader_stops(slices):
+async def test_no_thread_is_left_when_the_reader_stops(slices):
     api = PoolApi.connect(PoolName(slices.namespace, POOL))
     async with following(api) as heard:
         await until(lambda: bool(heard.news))
@@ -313,7 +317,9 @@ def scaler(role: str, replicas: int, wake: str) -> dict[str, Any]:
 
 @pytest.fixture
 def scalers(slices: Slices) -> Callable[[str], int]:
-    """prefill and decode asleep, both asleep for good; how many each has."""
+    """prefill and decode asleep, and role both asleep and not to be woken. Returns a function that gives the replicas
+    of a role.
+    """
     kube, namespace = slices.kube, slices.namespace
     kube.kubectl("apply", "-f", "-", input=json.dumps(SCALERS))
     kube.kubectl("wait", "--for=condition=Established", "crd/poolrolescalers.kvferry.dev", "--timeout=30s")

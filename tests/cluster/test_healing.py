@@ -37,9 +37,9 @@ KINDS = (
     "inferencepools.inference.networking.k8s.io",
 )
 HEALED_SECONDS = 5.0
-"""Bound of the documentation in seconds."""
+"""Bound in seconds that the documentation gives."""
 SLOW_SECONDS = 20.0
-"""Bound on a machine that runs other tests at the same time, in seconds."""
+"""Bound in seconds on a machine that runs other tests at the same time."""
 
 
 class Pool:
@@ -52,7 +52,7 @@ class Pool:
         return self.kube.kubectl(*words, "-n", self.namespace)
 
     def children(self) -> dict[str, dict[str, Any]]:
-        """Metadata by kind and name."""
+        """Return the metadata of all children by kind and name."""
         found = {}
         for kind in KINDS:
             for item in json.loads(self.kubectl("get", kind, "-l", "kvferry.dev/pool=chat", "-o", "json"))["items"]:
@@ -60,7 +60,7 @@ class Pool:
         return found
 
     def is_rolled_over(self) -> bool:
-        """Whether the Secret was generated again and only pods with its keys are left."""
+        """Return whether the Secret was generated again and only pods with its keys are left."""
         status = self.kube.pool(self.namespace)["status"]
         deployed = [child for child in self.children() if child.startswith("deployments/")]
         wanted = {"chat-gateway", *(f"chat-{role}-{status['revision']}" for role in ("prefill", "decode"))}

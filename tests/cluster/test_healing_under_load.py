@@ -1,5 +1,6 @@
 """A random child of a pool is deleted or edited every second while requests flow: each is restored within seconds, no
-request is lost or wrong, and the status never claims that all children are applied while one has been away."""
+request is lost or wrong, and the condition ChildrenApplied is not True while a child is missing.
+"""
 
 import random
 import threading
@@ -25,10 +26,11 @@ SECONDS = float(environment().get("KVFERRY_HEALING_SECONDS", "300"))
 HEALED_SECONDS = 5.0
 IMAGE = "localhost/kvferry-host:1"
 CLAIM_SECONDS = 3.0
-"""Seconds after which a status that claims that all children are applied is wrong about one that is away."""
+"""Seconds after the loss of a child from which ChildrenApplied must not be True."""
 EDITED_ONLY = ("Deployment",)
-"""Kinds that are not deleted, since that would end the pods. The client Service is left alone, since a new one would
-have another address."""
+"""Kinds that are edited and not deleted, because a deletion would end their pods. The client Service is not changed,
+because a new one would have another address.
+"""
 RBAC = "rbac.authorization.k8s.io/v1"
 VICTIMS = (
     ("apps/v1", "Deployment", "chat-gateway"),
@@ -89,7 +91,7 @@ class Healing:
                 return
 
     def read_status(self) -> None:
-        """Compare what the status claims with what is away, every second."""
+        """Compare the condition ChildrenApplied with the missing children, once per second."""
         while not self.ends.wait(1.0):
             pool = self.api.get("kvferry.dev/v1alpha1", "InferencePool", self.namespace, "chat")
             now = CLOCK.monotonic()

@@ -66,9 +66,9 @@ def test_a_killed_leader_is_replaced_once_its_lease_is_over(kube: Kube, namespac
         assert second.numbers()["kvferry_operator_leads"] == 1
 
 
-def test_a_leader_that_is_asked_to_stop_hands_over_at_once(kube: Kube, namespace: str) -> None:
+def test_a_leader_that_is_stopped_hands_over_at_once(kube: Kube, namespace: str) -> None:
     kube.apply(*(a_pool(namespace, f"chat-{i}") for i in range(5)))
-    slow = ("--lease-seconds", "60")  # who waited for the lease to run out would take that long
+    slow = ("--lease-seconds", "60")  # a wait for the lease to expire would take this long
     with (
         an_operator(kube.kubeconfig, namespace, "--identity", "one", *slow) as first,
         an_operator(kube.kubeconfig, namespace, "--identity", "two", *slow, leads=False) as second,
@@ -79,7 +79,7 @@ def test_a_leader_that_is_asked_to_stop_hands_over_at_once(kube: Kube, namespace
         first.process.process.send_signal(signal.SIGTERM)
         second.process.wait_for("leading", 40)
         took = CLOCK.monotonic() - begun
-        assert first.process.process.wait(30) == 0  # not told a second time
+        assert first.process.process.wait(30) == 0  # after a single signal
         print(f"handed over in {took:.1f} s, ended after {CLOCK.monotonic() - begun:.1f} s")
         assert took < 40
 
@@ -96,9 +96,7 @@ def writes(kube: Kube, account: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_leader_that_was_stopped_for_longer_than_its_lease_begins_nothing_any_more(
-    kube: Kube, namespace: str, tmp_path: Path
-) -> None:
+def test_a_leader_stopped_for_longer_than_its_lease_begins_no_pass(kube: Kube, namespace: str, tmp_path: Path) -> None:
     files = []
     for account in ("one", "two"):
         kube.kubectl("create", "serviceaccount", account, "-n", namespace)
@@ -111,7 +109,7 @@ def test_a_leader_that_was_stopped_for_longer_than_its_lease_begins_nothing_any_
         an_operator(files[1], namespace, *QUICK, "--identity", "two", leads=False) as second,
     ):
         kube.apply(*(a_pool(namespace, f"chat-{i}") for i in range(20)))
-        eventually(lambda: is_seen(kube, namespace, "chat-0"))  # and others are under way
+        eventually(lambda: is_seen(kube, namespace, "chat-0"))  # passes of other pools are running
         os.kill(first.pid, signal.SIGSTOP)
         try:
             second.process.wait_for("leading", LEASE_SECONDS + 6)
@@ -126,13 +124,14 @@ def test_a_leader_that_was_stopped_for_longer_than_its_lease_begins_nothing_any_
     before = [event for event in writes(kube, "one") if event["requestReceivedTimestamp"] < taken]
     assert len(before) > 20
     assert len(writes(kube, "two")) > 20
-    # What had passed the check when the process was stopped goes out when it wakes: one write of each worker at most.
+    # When the process continues, it sends the writes that had passed the check of the lease before the stop, at most
+    # one per worker.
     late = [event["objectRef"] for event in writes(kube, "one") if event["requestReceivedTimestamp"] >= taken]
     assert len(late) <= WORKERS, late
 
 
 def test_it_goes_on_after_the_api_server_was_away(kube: Kube, namespace: str) -> None:
-    """As under a kubelet: an operator that ends is started again."""
+    """An operator that ends is started again, as by kubelet."""
     with ExitStack() as stack:
         stack.enter_context(fake_pods(kube, namespace))
         operator = stack.enter_context(an_operator(kube.kubeconfig, namespace))
@@ -154,7 +153,7 @@ def test_it_goes_on_after_the_api_server_was_away(kube: Kube, namespace: str) ->
         kube.change(namespace, roles=[{"name": "prefill"}, {"name": "decode", "replicas": 2}])
         eventually(lambda: scaler_number(kube, namespace) == 2)
         print(f"reconciled {CLOCK.monotonic() - begun:.1f} s after the API server was back")
-        kube.rolled_out(namespace, seconds=90)  # Kubernetes' own controllers come back in their own time
+        kube.rolled_out(namespace, seconds=90)  # Kubernetes' own controllers reconnect later
         assert kube.pool(namespace)["status"]["roles"][1]["summary"] == "2/2"
         assert operator.get("/healthz")[0] == 200
 
@@ -172,9 +171,7 @@ def answers(kube: Kube) -> bool:
 
 
 @pytest.mark.parametrize("kind", list(WATCHED))
-def test_a_watch_that_has_fallen_silent_makes_the_operator_ill(
-    kind: str, kube: Kube, namespace: str, tmp_path: Path
-) -> None:
+def test_a_silent_watch_makes_the_operator_unhealthy(kind: str, kube: Kube, namespace: str, tmp_path: Path) -> None:
     probe_seconds = 2.0
     with ExitStack() as stack:
         relay = stack.enter_context(a_watch_relay(kube.kubeconfig))
@@ -190,7 +187,7 @@ def test_a_watch_that_has_fallen_silent_makes_the_operator_ill(
         print(f"ill {CLOCK.monotonic() - begun:.1f} s after the watch had fallen silent: {why}")
         assert status == 503
         assert why.startswith(f"the watch of {kind} is ")
-        assert ";" not in why, "the others are well"
+        assert ";" not in why, "the other watches are healthy"
 
 
 def ill(answer: tuple[int, str]) -> tuple[int, str] | None:

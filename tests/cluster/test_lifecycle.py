@@ -34,7 +34,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     clock, pause = SystemClock(), threading.Event()
     deadline = clock.monotonic() + seconds
     while not condition():
-        assert clock.monotonic() < deadline, f"not so after {seconds} s"
+        assert clock.monotonic() < deadline, f"the condition was not met within {seconds} s"
         pause.wait(0.05)
 
 
@@ -44,7 +44,7 @@ def everything(state: State) -> list[Process]:
 
 
 def traces(number: int) -> list[str]:
-    """Return what is left of a node's sandbox on the machine: its network link, mounts and cgroup folders."""
+    """Return the remains of a node's sandbox on the machine: its network link, mounts and cgroup folders."""
     one = box.Box(number)
     links = [one.near] if Path("/sys/class/net", one.near).exists() else []
     mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if f"/{one.name}" in line]
@@ -56,7 +56,7 @@ def needs_a_node() -> None:
         pytest.skip(reason)
 
 
-def test_one_started_by_command_stays_until_it_is_ended_by_command(tmp_path: Path) -> None:
+def test_a_cluster_started_by_command_stays_until_it_is_ended_by_command(tmp_path: Path) -> None:
     assets.find(["control"])
     folder = tmp_path / "made"
     said = subprocess.run([*KUBE, "up", folder], capture_output=True, text=True, timeout=120, check=True).stdout
@@ -72,7 +72,7 @@ def test_one_started_by_command_stays_until_it_is_ended_by_command(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("node", marks=pytest.mark.node)])
-def test_one_that_a_test_started_ends_with_the_test_however_that_ends(kind: str, tmp_path: Path) -> None:
+def test_a_cluster_started_by_a_test_ends_with_the_test_even_after_a_kill(kind: str, tmp_path: Path) -> None:
     if kind == "node":
         needs_a_node()
     folder = tmp_path / "made"
@@ -114,12 +114,12 @@ def test_a_start_that_fails_leaves_only_its_logs(broken: str, tmp_path: Path) ->
 
 
 @pytest.mark.node
-def test_what_a_killed_owner_left_is_no_hindrance() -> None:
+def test_cgroups_left_by_a_killed_owner_can_be_claimed() -> None:
     needs_a_node()
     one = box.Box(box.MOST_BOXES)
     assert one.cgroups.claim()
     try:
-        assert one.cgroups.claim(), "nobody is inside, so it is free to take"
+        assert one.cgroups.claim(), "cgroups without processes can be claimed again"
         with (one.cgroups.folders[0] / "cgroup.procs").open("w") as procs:
             sitter = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
             procs.write(str(sitter.pid))

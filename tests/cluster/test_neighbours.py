@@ -1,4 +1,4 @@
-"""Custom resources of other projects: objects are created if their definition is installed, and are valid by it."""
+"""Custom resources of other projects: created if their definition is installed, and valid by it."""
 
 import json
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def test_the_pool_of_the_inference_extension_is_valid_by_its_definition(
             assert made["spec"]["targetPorts"] == [{"number": 8000}]
             assert made["spec"]["endpointPickerRef"]["failureMode"] == "FailOpen"
             assert "FailOpen" in kube.condition(namespace, "GatewayIntegration")["message"]
-            # Two kinds of one name: each full name, and our short name, says which.
+            # Two kinds have the same name; the full names, and our short name, distinguish them.
             for ours in ("kvpool", "inferencepools.kvferry.dev"):
                 assert emitted(kube, namespace, ours)["apiVersion"].startswith("kvferry.dev/")
             assert made["apiVersion"].startswith("inference.networking.k8s.io/")

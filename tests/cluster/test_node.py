@@ -1,4 +1,4 @@
-"""The node: pods run with this machine's Python environment, and Services answer from outside."""
+"""The node: pods run with this machine's Python environment, and Services answer from outside of the cluster."""
 
 import json
 import urllib.request
@@ -24,7 +24,7 @@ http.server.HTTPServer(("", 8000), Hello).serve_forever()
 
 
 def container(**more: object) -> dict[str, object]:
-    """As strict as a namespace can ask for."""
+    """Return a container with the strictest security settings that a namespace can require."""
     secure = {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -80,7 +80,7 @@ def test_a_service_answers_from_outside(kube_node: Any, namespace: str) -> None:
     address = kube_node.kubectl("get", "-n", namespace, "service/web", "-o", "jsonpath={.spec.clusterIP}")
     answered = set()
 
-    def both() -> bool:  # the rules of kube-proxy may lag behind, refusing at once, and each call may meet either pod
+    def both() -> bool:  # kube-proxy's rules may lag behind and refuse calls; each call may reach either pod
         with suppress(OSError), urllib.request.urlopen(f"http://{address}/", timeout=5) as answer:
             answered.add(answer.read().decode())
         return len(answered) == 2

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cluster
 
 
 def test_while_no_operator_runs_pools_can_be_deleted_and_a_new_one_restarts_nothing(kube, api, namespace):
-    """An operator of its own, since this one is stopped and started."""
+    """The test stops and starts an operator of its own."""
     with kubelet(api, namespace) as acting, ExitStack() as stack:
         own = ("--namespace", namespace, "--lease-namespace", namespace)
         first = operator(stack, kube, *own, "--identity", "first")
@@ -43,7 +43,7 @@ def test_a_second_operator_over_the_same_namespace_refuses_to_start(kube, api, n
         words = ("--kubeconfig", str(kube.kubeconfig), "--health", "127.0.0.1:0", "--lease-namespace", "default")
         second = stack.enter_context(running("operator", "run", *words, "--namespace", namespace))
         second.wait_for("listening")
-        world.apply(drain={"lingerSeconds": 7})  # The first one writes the status, and so shows that it works.
+        world.apply(drain={"lingerSeconds": 7})  # The first operator writes the status, which shows that it works.
         assert second.process.wait(60) == 1
     said = capfd.readouterr().err
     assert f"pool {namespace}/chat is reconciled by the operator with the lease {namespace}/kvferry-operator" in said

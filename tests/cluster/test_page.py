@@ -1,4 +1,4 @@
-"""docs/try-on-kubernetes.md, from its first command to its last, on a node."""
+"""All commands of docs/try-on-kubernetes.md in order, on a node."""
 
 import re
 import socket
@@ -23,9 +23,9 @@ SECONDS = 300
 def test_the_page_leads_from_nothing_to_an_answer_and_back(
     kube_node: Any, say: Callable[[str], None], tmp_path: Path
 ) -> None:
-    kube_node.cluster.keep_model(MODEL)  # as `make cluster-up` does
+    kube_node.cluster.keep_model(MODEL)  # `make cluster-up` does this too
     wanted = [fence for fence in fences() if fence.mark == "node"]
-    assert {fence.language for fence in wanted} == {"sh"}, "so that every line can be typed as it is written"
+    assert {fence.language for fence in wanted} == {"sh"}, "each block must be a shell command"
     assert {fence.document for fence in wanted} == {"docs/try-on-kubernetes.md"}
     binaries = kube_node.cluster.assets.folder
     env = child_environment(
@@ -39,7 +39,7 @@ def test_the_page_leads_from_nothing_to_an_answer_and_back(
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = {"8000": one.getsockname()[1], "9000": other.getsockname()[1]}
     began = clock.monotonic()
-    # One shell for all: the port that it forwards in the background serves the blocks after it.
+    # One shell runs all blocks, because the port-forward in its background serves later blocks.
     shell = subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", script(wanted, ports)],
         cwd=ROOT,
@@ -64,7 +64,7 @@ def test_the_page_leads_from_nothing_to_an_answer_and_back(
 
 
 def script(wanted: list[Fence], ports: dict[str, int]) -> str:
-    """All blocks, one after the other; whatever still runs at the end is ended."""
+    """Return a script of all blocks in order; processes in the background are ended at its end."""
     lines = ["trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"]
     for fence in wanted:
         code = fence.code

@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def alone(operated: Any) -> Callable[[list[int]], list[int]]:
-    """Answer of one engine that prefills and decodes."""
+    """A function that returns the answer of one engine that prefills and decodes."""
     engine = LLM(MODEL, dtype="float32", kv_bytes=64 << 20)
     return lambda prompt: list(engine.generate([prompt], GREEDY)[0].token_ids)
 
@@ -98,8 +98,9 @@ def test_too_little_kv_memory_is_reported_and_lost_keys_are_replaced(
 
 
 def check_answers(pool: PoolOnNode, alone: Callable[[list[int]], list[int]], connector: str) -> None:
-    """By both clients. A gateway asks its workers twice a second what they are, so that the very first request after
-    a rollout may be computed by the decode pod alone, which then knows that question: each try asks another one."""
+    """Check the answers of both clients. A gateway polls its workers twice per second, so the decode pod may compute
+    the first request after a rollout alone and then has its prompt cached; each attempt therefore has another prompt.
+    """
     with Client(pool.grpc, timeout=60) as client:
         handoffs: list[tuple[str, str]] = []
         question, expected = QUESTION, list[int]()
@@ -122,7 +123,7 @@ def check_answers(pool: PoolOnNode, alone: Callable[[list[int]], list[int]], con
 
 
 def check_adapters(pool: PoolOnNode, say: Callable[[str], None]) -> None:
-    """Adapters of the spec are served, changed and removed without a restart of the workers."""
+    """Check that adapters of the spec are served, changed and removed without a restart of the workers."""
     folder = pool.cluster.folder / "models" / "adapters" / "support"
     engine = LLM(MODEL, dtype="float32", kv_bytes=64 << 20)
     write(folder, engine.config)
@@ -176,7 +177,7 @@ def test_pods_share_kv_through_a_redis_that_a_secret_names(pool: PoolOnNode, say
         assert ask(pool).handoff_outcome == "fetched"
         eventually(lambda: keys_in(redis) > 0, "blocks have reached Redis", 30)
         say(f"{keys_in(redis)} blocks in Redis")
-        for role in ("prefill", "decode"):  # new pods have no KV; only Redis does
+        for role in ("prefill", "decode"):  # new pods have empty caches, so KV can come from Redis only
             pool.kubectl("delete", "pod", *pool.pods(role), "--wait=false")
         pool.wait_pods("prefill", 1)
         pool.wait_pods("decode", 1)
@@ -218,7 +219,7 @@ def test_the_release_is_tested_and_upgraded(operated: Any, pool: PoolOnNode, say
 def test_nothing_is_stuck_when_all_of_it_goes(
     operated: Any, kube_node: Any, say: Callable[[str], None], alone: Callable[[list[int]], list[int]]
 ) -> None:
-    """The last test here: it removes what the others use."""
+    """This test must be the last one here, because it removes the release that the others use."""
     left, gone = PoolOnNode(operated.cluster, "left"), PoolOnNode(operated.cluster, "gone")
     for one in (left, gone):
         operated.kubectl("create", "namespace", one.namespace)
@@ -236,7 +237,9 @@ def test_nothing_is_stuck_when_all_of_it_goes(
     operated.kubectl("delete", "namespace", "kvferry", "--timeout=90s")
     say("helm uninstall: the operator is gone")
     check_answers(left, alone, "tcp")
-    assert operated.kubectl("get", "crd", "inferencepools.kvferry.dev", "-o", "name"), "kept, and the pools with it"
+    assert operated.kubectl("get", "crd", "inferencepools.kvferry.dev", "-o", "name"), (
+        "the definitions are kept, and the pools with them"
+    )
     say("the other pool serves on")
     operated.kubectl("delete", "namespace", left.namespace, gone.namespace, "--timeout=120s")
     say("its namespace could be deleted without an operator")

@@ -11,7 +11,7 @@ from harness.kube.fake_kubelet import waiting
 pytestmark = pytest.mark.cluster
 
 
-def test_a_new_pool_gets_all_that_it_needs_and_says_so(world):
+def test_a_new_pool_gets_its_objects_and_conditions(world):
     world.apply()
     status = world.settled()
     revision = status["revision"]
@@ -34,12 +34,12 @@ def test_a_new_pool_gets_all_that_it_needs_and_says_so(world):
     assert world.condition("GatewayReady")[:2] == ("True", "GatewayPodsReady")
     assert world.condition("ChildrenApplied")[:2] == ("True", "Applied")
     assert world.condition("ReplicasContested")[:2] == ("False", "SingleWriter")
-    # No node, so no gateway that could tell of its workers.
+    # Without a node, no gateway reports its workers.
     assert world.condition("ModelAvailable")[:2] == ("Unknown", "GatewayReportMissing")
     assert world.condition("Ready")[0] == "Unknown"
 
 
-def test_before_anything_is_ready_nothing_is_called_ready(world):
+def test_nothing_is_reported_ready_before_its_pods_are_ready(world):
     world.kubelet.verdict = lambda pod: None
     world.apply()
     world.until(lambda: world.condition("RolesReady")[0] == "False")
@@ -48,14 +48,14 @@ def test_before_anything_is_ready_nothing_is_called_ready(world):
     assert [role["summary"] for role in world.status()["roles"]] == ["0/1", "0/2"]
 
 
-def test_pods_that_cannot_be_scheduled_say_why(world):
+def test_pods_that_cannot_be_scheduled_are_reported_with_the_reason(world):
     world.kubelet.verdict = lambda pod: None
     world.apply(scheduler="default-scheduler")
     said = world.until(lambda: "cannot be scheduled: no nodes" in (m := world.condition("RolesReady")[2]) and m)
     assert "and 3 more" in said
 
 
-def test_an_image_that_cannot_be_had_is_named_and_the_deadline_counts(world):
+def test_an_image_that_cannot_be_pulled_is_named_and_the_deadline_applies(world):
     world.kubelet.verdict = lambda pod: waiting("ImagePullBackOff", 'Back-off pulling image "x"')
     world.apply(rollout={"progressDeadlineSeconds": 12})
     world.until(lambda: world.condition("Progressing")[1] == "DeadlineExceeded", 40)
@@ -75,7 +75,7 @@ def test_an_image_that_cannot_be_had_is_named_and_the_deadline_counts(world):
     ],
     ids=["crash", "memory", "secret"],
 )
-def test_what_keeps_pods_from_running_is_said_with_the_remedy(world, verdict, said):
+def test_obstacles_to_running_pods_are_reported_with_the_remedy(world, verdict, said):
     world.kubelet.verdict = lambda pod: verdict
     world.apply()
     world.until(lambda: said in world.condition("RolesReady")[2])
@@ -98,7 +98,7 @@ def test_no_gateway_pods_is_not_ready(world):
     [{"spec": {"containers": [{"name": {}}]}}, {"spec": {"containers": [{"name": ["a"]}]}}],
     ids=["a name that is a map", "a name that is a list"],
 )
-def test_a_template_of_which_no_pod_can_be_made_is_said_to_be_so(world, template):
+def test_a_template_without_a_valid_pod_is_reported(world, template):
     body = {"apiVersion": "kvferry.dev/v1alpha1", "kind": "InferencePool", "metadata": {"name": "odd"}}
     world.kubectl("apply", "-f", "-", input=json.dumps({**body, "spec": spec(gateway={"template": template})}))
     said = world.until(lambda: (c := world.condition("Ready", "odd"))[0] == "False" and c)
@@ -106,7 +106,7 @@ def test_a_template_of_which_no_pod_can_be_made_is_said_to_be_so(world, template
     assert "odd" in world.all("kvpool")
 
 
-def test_the_doctor_of_clusters_says_what_is_in_the_way(world):
+def test_the_doctor_of_clusters_reports_the_obstacles(world):
     world.apply()
     world.settled()
     command = ["doctor", "--cluster", "--json", "--kubeconfig", str(world.kube.kubeconfig)]

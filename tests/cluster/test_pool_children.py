@@ -101,7 +101,7 @@ def test_a_deployment_that_only_looks_like_ours_is_neither_counted_nor_deleted(w
 
 
 def test_keys_of_an_earlier_pool_do_not_stay_away(world):
-    """A Secret of the same name, from an earlier pool, that is garbage-collected later."""
+    """The Secret of an earlier pool of this name is garbage-collected later."""
     world.kubectl("create", "secret", "generic", "chat-keys", "--from-literal=ticket-key=x")
     world.apply()
     world.settled()

@@ -32,7 +32,7 @@ def test_three_edits_in_a_row_never_pass_the_bounds(world):
     assert [(r["summary"], r["updated"]) for r in final["roles"]] == [("2/2", 2), ("4/4", 4)]
 
 
-def test_there_and_back_keeps_the_pods_that_serve(world):
+def test_a_change_and_its_reversal_keep_the_serving_pods(world):
     world.apply()
     old = world.settled()["revision"]
     uid = world.get("deployment", f"chat-decode-{old}")["metadata"]["uid"]
@@ -124,7 +124,7 @@ def test_a_change_of_the_gateway_alone_leaves_workers_alone(world):
     assert {n: d["metadata"]["uid"] for n, d in world.all("pod").items() if "gateway" not in n} == uids
 
 
-def test_roles_that_leave_serve_until_those_that_come_are_ready(world):
+def test_removed_roles_serve_until_the_new_ones_are_ready(world):
     world.apply()
     old = world.settled()["revision"]
     world.kubelet.verdict = lambda pod: ready(pod) if "both" not in pod["metadata"]["name"] else None

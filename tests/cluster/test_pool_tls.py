@@ -82,18 +82,18 @@ def test_a_pool_with_managed_tls_answers_and_refuses_other_clients(
             with pytest.raises(grpc.RpcError) as refused:
                 health(address, None)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert health(f"{pod['status']['podIP']}:{PORT_HEALTH}", None) == SERVING, "what kubelet asks"
+        assert health(f"{pod['status']['podIP']}:{PORT_HEALTH}", None) == SERVING, "the port of kubelet's probes"
     say("a member is answered by every port, a plain stranger by none but that of the probes")
     condition = next(c for c in pool.get()["status"]["conditions"] if c["type"] == "CertificatesValid")
     assert (condition["status"], condition["reason"]) == ("True", "Valid")
     assert status["tls"]["mode"] == "Managed"
     gateways = get(pool, "pods", "-l", f"{LABEL_POOL}={pool.name},{LABEL_ROLE}=gateway")["items"]
     mounted = [volume for volume in gateways[0]["spec"]["volumes"] if volume["name"] == "pool-tls"]
-    assert "worker.key" not in json.dumps(mounted), "a gateway has no key of workers"
+    assert "worker.key" not in json.dumps(mounted), "a gateway has no private key of workers"
 
 
 def gateway_files(pool: PoolOnNode, folder: Path) -> CertificateFiles:
-    """Write the gateway's files, which only the Secret and the ConfigMap of the pool have."""
+    """Write the gateway's certificate files from the Secret and the ConfigMap of the pool."""
     secret, config = get(pool, "secret", "chat-tls")["data"], get(pool, "configmap", "chat-tls")["data"]
     assert set(secret) == {"worker.crt", "worker.key", "gateway.crt", "gateway.key"}
     assert "PRIVATE" not in json.dumps(config)
@@ -107,7 +107,7 @@ def gateway_files(pool: PoolOnNode, folder: Path) -> CertificateFiles:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_certificates_are_renewed_under_load_without_a_restart(pool: PoolOnNode, say: Callable[[str], None]) -> None:
-    """The whole renewal with kubelet's own delays: nothing is lost, no pod is replaced or restarted."""
+    """A whole renewal with kubelet's own delays: no request is lost, and no pod is replaced or restarted."""
     pool.apply({"spec": {"connector": {"type": "tcp"}, "tls": {"mode": "Managed"}}})
     pool.wait_ready()
     asked = questions(LLM(MODEL, dtype="float32", kv_bytes=128 << 20))
@@ -136,7 +136,7 @@ def num_cas(pool: PoolOnNode) -> int:
 
 
 def expire_soon(pool: PoolOnNode) -> None:
-    """Let the operator's record say that the certificates expire within its time for renewals."""
+    """Change the operator's record so that the certificates expire within the renewal time."""
     config = get(pool, "configmap", "chat-tls")
     state = json.loads(config["data"]["state.json"])
     config["data"]["state.json"] = json.dumps({**state, "notAfter": state["issuedAt"] + RENEW_SECONDS - 60})
@@ -147,7 +147,7 @@ def expire_soon(pool: PoolOnNode) -> None:
 
 
 def processes(pool: PoolOnNode) -> set[tuple[str, str, int]]:
-    """Every container of the pool's pods: pod, container id, restarts."""
+    """Return pod, container id and restarts of every container of the pool's pods."""
     return {
         (pod["metadata"]["name"], one["containerID"], one["restartCount"])
         for pod in get(pool, "pods", "-l", f"{LABEL_POOL}={pool.name}")["items"]
@@ -156,7 +156,7 @@ def processes(pool: PoolOnNode) -> set[tuple[str, str, int]]:
 
 
 def expiries(pool: PoolOnNode) -> set[float]:
-    """The end of the validity of the certificate that each process uses, as its metric says."""
+    """Return the ends of validity of the certificates in use, from the metrics of all processes."""
     found = set()
     for pod in get(pool, "pods", "-l", f"{LABEL_POOL}={pool.name}")["items"]:
         is_gateway = pod["metadata"]["labels"][LABEL_ROLE] == "gateway"

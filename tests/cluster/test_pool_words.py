@@ -29,17 +29,17 @@ def test_a_time_of_transition_moves_only_with_the_status(world):
     before = {c["type"]: (c["status"], c["lastTransitionTime"]) for c in world.settled()["conditions"]}
     world.apply(flowControl={"maxHeld": 9})
     after = {c["type"]: (c["status"], c["lastTransitionTime"]) for c in world.settled()["conditions"]}
-    moved = {"Progressing", "RolesReady", "Ready"}  # these went there and back
+    moved = {"Progressing", "RolesReady", "Ready"}  # these conditions change to False and back
     assert {k: v for k, v in after.items() if k not in moved} == {k: v for k, v in before.items() if k not in moved}
 
 
-def test_a_settled_pool_is_left_in_peace(world):
+def test_a_settled_pool_is_not_written(world):
     world.apply()
     world.settled()
     world.until(lambda: world.get("kvscale", "chat-decode").get("status", {}).get("replicas") == 2)
 
     def contents() -> dict[str, dict[str, Any]]:
-        """The objects without what the heartbeat touches."""
+        """Return the objects without the fields that the heartbeat changes."""
         kinds = ("service", "pdb", "networkpolicy", "role", "rolebinding", "serviceaccount", "secret")
         found = {f"{kind}/{name}": made for kind in kinds for name, made in world.all(kind).items()}
         for made in found.values():
@@ -73,7 +73,7 @@ def test_two_pools_in_a_namespace_do_not_meet(world):
 
 
 def test_the_commands_of_the_manual_work(world, tmp_path):
-    """docs/kubernetes.md, in a namespace with the pool that it speaks of."""
+    """Commands of docs/kubernetes.md, in a namespace with the pool of that page."""
     world.apply()
     world.settled()
     mine = tmp_path / "kubeconfig"

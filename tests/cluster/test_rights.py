@@ -1,4 +1,6 @@
-"""RBAC rules of the chart: none of the operator's is missing or unused, and a gateway has only those that it uses."""
+"""RBAC rules of the chart: none of the operator's is missing or unused, and a gateway has only the rights that
+it uses.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,14 +48,14 @@ ONLY_GIVEN_ON: frozenset[Right] = frozenset(
         ("kvferry.dev", "poolrolescalers/scale", "patch"),
     }
 )
-"""The operator grants a gateway only rights that it has itself."""
+"""Rights that the operator has only because it must have a right to grant it to a gateway."""
 RENEWS: Right = ("", "secrets", "update")
-"""Used when certificates are renewed, months after a pool was created."""
+"""Used at renewals of certificates, months after a pool was created."""
 
 
 @pytest.fixture(scope="module")
 def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
-    # Services have addresses of this machine, so that a test can be a pool's gateway.
+    # Services get addresses of this machine, so that a test can serve as a pool's gateway.
     with a_cluster(tmp_path_factory.mktemp("kube"), PlaneWish("127.96.0.0/16", audit=True)) as made:
         yield made
 
@@ -90,7 +92,7 @@ def used(events: Sequence[Mapping[str, Any]]) -> set[Right]:
         resource = what["resource"] + (f"/{what['subresource']}" if "subresource" in what else "")
         found.add((what.get("apiGroup", ""), resource, event["verb"]))
         if event["verb"] == "patch" and event["responseStatus"]["code"] == 201:
-            # An apply that makes the object also needs the RBAC verb `create`.
+            # an apply that creates the object also needs the RBAC verb `create`
             found.add((what.get("apiGroup", ""), resource, "create"))
     return found
 
@@ -108,7 +110,7 @@ def worker(name: str, role: str, load: int) -> dict[str, Any]:
 
 
 def failed_mount(pod: Mapping[str, Any], message: str) -> dict[str, Any]:
-    """The event that a kubelet writes."""
+    """Return an event like that of a kubelet."""
     meta = pod["metadata"]
     place = {"namespace": meta["namespace"], "name": meta["name"], "uid": meta["uid"]}
     return {
@@ -125,7 +127,7 @@ def failed_mount(pod: Mapping[str, Any], message: str) -> dict[str, Any]:
 
 
 class Life:
-    """A pool that wants everything that a pool can want, one thing after the other."""
+    """The life of a pool that uses every feature, one after the other."""
 
     def __init__(self, kube: Kube, namespace: str, pods: FakePods) -> None:
         self.kube = kube
@@ -165,12 +167,12 @@ class Life:
             self._missing_secret()
             self._removals()
         kube.kubectl("delete", "kvpool", "chat", "-n", namespace, "--wait=true")
-        # The garbage collector looks for new kinds, such as ours in a young cluster, every half a minute.
+        # The garbage collector discovers new kinds, such as ours in a new cluster, every 30 s.
         eventually(lambda: not self.there("deployments,services,kvscale"), "all gone with the pool", 90)
 
     def _scaling(self) -> None:
         self.roll(roles=[{"name": "prefill"}, {"name": "decode", "replicas": 3}])
-        self.roll(roles=[{"name": "prefill"}, {"name": "decode", "replicas": 1}])  # marks the pods that may go
+        self.roll(roles=[{"name": "prefill"}, {"name": "decode", "replicas": 1}])  # marks the pods to be removed first
         auto = {"mode": "Auto", "minReplicas": 0, "maxReplicas": 3, "requestsTarget": 1}
         self.load = 9
         self.kube.change(self.namespace, roles=[{"name": "prefill"}, {"name": "decode", "scaling": auto}])
@@ -182,12 +184,12 @@ class Life:
         self.roll(image="kvferry:two")
         self.roll(rollout={"rollbackTo": first})
         self.roll(rollout={"rollbackTo": ""}, image="kvferry:three")
-        self.roll(image="kvferry:four")  # records beyond the limit go
+        self.roll(image="kvferry:four")  # records beyond the limit are deleted
         record = f"controllerrevision/chat-{first}"
         eventually(lambda: not self.there(record))
 
     def _missing_secret(self) -> None:
-        """A volume that cannot be mounted is the reason of Ready, from the kubelet's event."""
+        """Check that a volume that cannot be mounted becomes the reason of Ready, from the kubelet's event."""
         self.pods.are_stuck = True
         self.kube.change(self.namespace, image="kvferry:five")
 
@@ -288,7 +290,7 @@ def test_a_gateway_may_read_slices_and_wake_what_sleeps(
     gateway.close()
 
     def rules(account: str) -> set[str]:
-        """The rights of an account beyond those of every account."""
+        """Return the rights of an account beyond those of every account."""
         asked = f"--as=system:serviceaccount:{namespace}:"
         everybody = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{asked}nobody").splitlines()
         his = kube.kubectl("auth", "can-i", "--list", "-n", namespace, f"{asked}{account}").splitlines()

@@ -34,10 +34,10 @@ def kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
 
 
 def start_kwok(kube: Kube) -> None:
-    """Nodes and pods that say at once that they are ready, by the stages that kwok ships."""
+    """Create nodes and pods that become ready at once, with the stages that kwok ships."""
     (version,) = re.findall(r"sigs.k8s.io/kwok (v\S+)", (recipes.BUILD / "kwok/go.mod").read_text())
     stages = Path(downloaded("sigs.k8s.io/kwok", version)["Dir"]) / "kustomize/stage"
-    # Without heartbeats, nodes are taken for dead after a minute, and their pods with them.
+    # Without heartbeats, nodes count as dead after a minute, and their pods with them.
     folders = [stages / "node/fast", stages / "node/heartbeat", stages / "pod/fast"]
     parts = [path.read_text() for folder in folders for path in sorted(folder.glob("*-*.yaml"))]
     file = kube.cluster.folder / "kwok.yaml"
@@ -74,7 +74,7 @@ def resident_bytes(operator: AnOperator) -> int:
 
 
 def p95(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[float, float]:
-    """Upper bound of the bucket that holds it, and how many passes there were."""
+    """Return the upper bound of the bucket with the 95th percentile, and the number of passes."""
     prefix = 'kvferry_operator_reconcile_seconds_bucket{le="'
     counts = {
         float(name.removeprefix(prefix).rstrip('"}')): n - before.get(name, 0)
@@ -95,7 +95,7 @@ def roles_ready(kube: Kube, namespace: str) -> int:
 
 
 def still(operator: AnOperator, seconds: float = 5.0) -> None:
-    """Until no pool has been in line for so long."""
+    """Wait until no pool has been queued for `seconds`."""
     since = CLOCK.monotonic()
 
     def found() -> bool:
@@ -124,7 +124,7 @@ def test_five_hundred_pools(kube: Kube) -> None:
         still(operator)
         told["MB"] = resident_bytes(operator) >> 20
         told["s of CPU"] = cpu_seconds(operator)
-        # No gateway answers at its address, which is polled all the time.
+        # No gateway answers at the Services' addresses, which are polled all the time.
         begun, numbers, busy = CLOCK.monotonic(), operator.numbers(), cpu_seconds(operator)
         eventually(lambda: CLOCK.monotonic() - begun > 60, seconds=90)
         passed, after = CLOCK.monotonic() - begun, operator.numbers()
@@ -166,7 +166,7 @@ def test_five_hundred_pools(kube: Kube) -> None:
 
 
 def seconds_of_a_write(kube: Kube, namespace: str) -> float:
-    """Return the seconds that the API server alone takes for one update."""
+    """Return the seconds that the API server takes for one update."""
     made = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "probe", "namespace": namespace}}
     begun = CLOCK.monotonic()
     kube.api.apply(made, manager="test", dry_run=True)

@@ -62,7 +62,7 @@ def test_a_pool_sleeps_wakes_and_grows_by_itself(pool: PoolOnNode, say: Callable
 
 
 async def ask(pool: PoolOnNode, requests: int, tokens: int) -> list[dict[str, Any]]:
-    """So many at once; each must be answered."""
+    """Send requests concurrently and check that each succeeds."""
 
     async def one(client: httpx.AsyncClient, number: int) -> dict[str, Any]:
         body = {"model": MODEL, "prompt": f"Story {number}: once", "max_tokens": tokens, "temperature": 0}

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(900)]
 OPERATORS = "kvferry"
 SMALL = {
     "spec": {
-        # Shorter than a pool's own, so that what happens fits a test; the order of things is the same.
+        # Shorter than the defaults, so that the events fit a test; their order is the same.
         "drain": {"seconds": 15, "lingerSeconds": 3},
         "connector": {"type": "tcp"},
     }
@@ -50,7 +50,7 @@ def replicas(pool: PoolOnNode, role: str, count: int) -> None:
 
 
 def budget(pool: PoolOnNode, tokens: int, *, rollback: str = "") -> None:
-    """Another template of both roles, which changes nothing of what they answer."""
+    """Change the template of both roles in a way that does not affect answers."""
     pool.patch(
         *({"op": "add", "path": f"/spec/roles/{at}/engine/tokenBudget", "value": tokens} for at in (0, 1)),
         {"op": "add", "path": "/spec/rollout", "value": {"rollbackTo": rollback}},
@@ -85,7 +85,7 @@ def rollback(pool: PoolOnNode) -> None:
     (before,) = {name.rpartition("-")[2] for name in kept} - {now}
     pool.patch({"op": "add", "path": "/spec/rollout", "value": {"rollbackTo": before}})
     assert pool.wait_ready()["status"]["revision"] == before
-    budget(pool, 2048)  # the spec of that revision: following it again replaces no pod
+    budget(pool, 2048)  # the budget of that revision, so following the spec again replaces no pod
     assert pool.wait_ready()["status"]["revision"] == before
 
 
@@ -103,7 +103,7 @@ def moves(pool: dict[str, Any]) -> bool:
 
 
 def operator_killed(pool: PoolOnNode) -> None:
-    """In the middle of a rollout, which the next one takes up."""
+    """Kill the leading operator during a rollout; another operator continues the rollout."""
     budget(pool, 1003)
     pool.until(moves, "the rollout has begun")
     lease = ("get", "lease", "-n", OPERATORS, "-o", "jsonpath={.items[0].spec.holderIdentity}")
@@ -140,12 +140,12 @@ def worker_killed(pool: PoolOnNode) -> None:
 
 
 def evicted(pool: PoolOnNode) -> None:
-    """As `kubectl drain` would; the budget lets one pod of a role go at a time."""
+    """Evict pods as `kubectl drain` does; the disruption budget permits one pod of a role at a time."""
     replicas(pool, "decode", 2)
     pool.wait_ready()
     first, second = pool.pods("decode")
     assert pool.evict(first)
-    assert not pool.evict(second), "the budget allows one to be away"
+    assert not pool.evict(second), "the budget permits one eviction at a time"
     pool.settled_away(first)
     pool.wait_pods("decode", 2)
     replicas(pool, "decode", 1)
@@ -169,7 +169,7 @@ SHORT = ("rolling update of both roles", "workers killed")
 
 
 def undergo(pool: PoolOnNode, asked: list[Question], event: str, say: Callable[[str], None]) -> Row:
-    """One event under load; its row."""
+    """Run one event under load and return its row."""
     with Load(pool.http, MODEL, asked) as load:
         load.flows(2)
         began = CLOCK.monotonic()
@@ -182,7 +182,7 @@ def undergo(pool: PoolOnNode, asked: list[Question], event: str, say: Callable[[
     for end in load_ended:
         if end.outcome is not Outcome.RIGHT:
             say(f"    {end.outcome} at {end.began - began:.1f} s, after {end.seconds:.1f} s: {end.note}")
-    assert event != table.MAY_CUT or row.cut + row.retried > 0, "no client had anything to do with that gateway"
+    assert event != table.MAY_CUT or row.cut + row.retried > 0, "the deleted gateway served no client"
     return row
 
 

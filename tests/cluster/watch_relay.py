@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 
 class WatchRelay:
-    """Passes bytes both ways; a connection that watches a stalled kind stays open and says nothing."""
+    """Relays bytes both ways; watches of a stalled kind stay open and get no bytes."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self._config = json.loads(kubeconfig.read_text())
@@ -24,7 +24,7 @@ class WatchRelay:
         self._open: list[socket.socket] = [self._listener]
         self._threads = [threading.Thread(target=self._accept)]
         self.stalled = ""
-        """Plural of the kind whose watches are silent."""
+        """Plural of the kind whose watches get no bytes."""
         self._threads[0].start()
 
     def write_kubeconfig(self, path: Path) -> Path:
@@ -53,14 +53,14 @@ class WatchRelay:
         try:
             raw = socket.create_connection(self._server, timeout=10)
             server = self._tls.wrap_socket(raw, server_hostname=self._server[0])
-            server.setblocking(False)  # what arrives may be TLS's own, of which nothing can be read
+            server.setblocking(False)  # received bytes may belong to TLS itself, with no data to read
         except OSError:
             return self._end(client)
         self._open.append(server)
         return self._carry(client, server)
 
     def _carry(self, client: socket.socket, server: ssl.SSLSocket) -> None:
-        """One thread for both directions: a TLS connection is not for two at once."""
+        """Relay both directions in one thread, because two threads must not use a TLS connection at the same time."""
         watched = ""
         with suppress(OSError, ValueError):
             while True:

@@ -17,7 +17,7 @@ from kvferry.operator.api import KubeApi
 DEFINITIONS: Path = ROOT / "charts/kvferry/files/crds"
 PATIENCE = 60.0
 COLLECTED = 90.0
-"""The garbage collector learns of new kinds every half a minute."""
+"""Seconds for the garbage collector, which discovers new kinds every 30 s."""
 LOOK = 0.1
 
 Json = dict[str, Any]
@@ -33,7 +33,7 @@ def spec(**fields: Any) -> Json:
 
 @dataclass
 class World:
-    """One namespace with an operator at work."""
+    """One namespace with a running operator."""
 
     kube: Any
     api: KubeApi
@@ -42,7 +42,7 @@ class World:
     _clock: SystemClock = field(default_factory=SystemClock)
 
     def apply(self, name: str = "chat", *, scheduler: str = "nobody", **fields: Any) -> None:
-        """Apply a pool; its pods are left alone by the scheduler, so that only the test says what becomes of them."""
+        """Apply a pool. The scheduler ignores its pods, so their state is set by the test only."""
         wanted = spec(**fields)
         of_nobody = {"template": {"spec": {"schedulerName": scheduler}}}
         wanted["roles"] = [{**role, **of_nobody} for role in wanted["roles"]]
@@ -74,7 +74,7 @@ class World:
         return "", "", ""
 
     def until(self, what: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-        """The first true answer; fails after so long with the last one."""
+        """Return the first true result of `what`; after `seconds`, fail with the last one."""
         deadline = self._clock.monotonic() + seconds
         while True:
             answer = what()
@@ -86,7 +86,7 @@ class World:
             self.kubelet._stop.wait(LOOK)
 
     def settled(self, name: str = "chat") -> Json:
-        """The status once the pool is as its spec of now wants it."""
+        """Wait until a rollout of the present spec is complete; return the status."""
 
         def done() -> Json | None:
             pool = self.get("kvpool", name)
@@ -98,7 +98,7 @@ class World:
         return self.until(done)
 
     def deployments(self) -> dict[str, int]:
-        """Worker pods wanted, by Deployment."""
+        """Return the replicas of worker Deployments by name."""
         found = self.all("deployment")
         return {n: d["spec"]["replicas"] for n, d in found.items() if not n.endswith("-gateway")}
 

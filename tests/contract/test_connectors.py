@@ -1,4 +1,4 @@
-"""Every transport passes the conformance suite, against a real other process where it can."""
+"""Every transport passes the conformance suite, against another real process where possible."""
 
 from collections.abc import Callable
 

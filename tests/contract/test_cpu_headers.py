@@ -1,4 +1,4 @@
-"""The compiled CPU kernels' files: every header parses alone, and folders include only the folders below them."""
+"""Files of the compiled CPU kernels: every header parses alone, and folders include only themselves and those below."""
 
 import importlib
 import os
@@ -14,7 +14,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ROOT / "kernels" / "cpu"
-FOLDERS = ("data", "runtime", "simd", "weights", "products", "attention", "step", "bench", "levels")  # lowest first
+FOLDERS = (
+    "data",
+    "runtime",
+    "simd",
+    "weights",
+    "products",
+    "attention",
+    "step",
+    "bench",
+    "levels",
+)  # from the lowest to the highest
 HEADERS = sorted(str(p.relative_to(CPU)) for p in CPU.rglob("*.hpp"))
 SOURCES = sorted(str(p.relative_to(CPU)) for p in CPU.rglob("*.[ch]pp"))
 MAX_FILES, MAX_LINES, MAX_COLUMNS = 12, 400, 120
@@ -28,7 +38,9 @@ TARGETS = {"avx2": "KVFERRY_TARGET_AVX2", "avx512": "KVFERRY_TARGET_AVX512_BF16"
 
 
 def _targets(header: str) -> tuple[str, ...]:
-    """The levels for which a header is parsed: portable, and AMX, which has all else, where its text depends on it."""
+    """Return the levels for which a header is parsed: portable, and also AMX (which includes all others) if its text
+    depends on a level.
+    """
     if header.startswith("simd/vec_avx"):
         return (header.removeprefix("simd/vec_").removesuffix(".hpp"),)
     depends = re.search(r"\bKVFERRY_(PAIRS|AMX)\b", (CPU / header).read_text())
@@ -40,7 +52,7 @@ def _flags(target: str) -> list[str]:
         return []
     cmake = (ROOT / "CMakeLists.txt").read_text()
     options = re.search(rf'level_{target}\.cpp[^")]*PROPERTIES COMPILE_OPTIONS\s+"([^"]*)"', cmake)
-    assert options is not None, f"CMakeLists.txt gives level_{target}.cpp no flags"
+    assert options is not None, f"CMakeLists.txt has no flags for level_{target}.cpp"
     return [f"-D{TARGETS[target]}", *options[1].split(";")]
 
 
@@ -52,7 +64,7 @@ def _own_includes(source: str) -> Iterator[str]:
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_header_parses_alone(header: str) -> None:
     if not X86 and header.startswith("simd/vec_avx"):
-        pytest.skip("a header of x86")
+        pytest.skip("the header is for x86 only")
     assert COMPILER is not None
     for target in _targets(header):
         command = [COMPILER, "-std=c++20", "-fsyntax-only", "-x", "c++", f"-I{CPU}", *_flags(target)]
@@ -68,24 +80,24 @@ def test_a_file_includes_only_from_its_folder_and_those_below(source: str) -> No
     own, _, name = source.rpartition("/")
     level = FOLDERS.index(own) if name != source else len(FOLDERS)
     for included in _own_includes(source):
-        assert (CPU / included).is_file(), f"{included}: includes name the folder, from kernels/cpu on"
+        assert (CPU / included).is_file(), f"{included}: an include must be a path relative to kernels/cpu"
         if "/" not in included:
-            assert level == len(FOLDERS), f"{source} includes {included}, which is for the programs"
+            assert level == len(FOLDERS), f"{source} includes {included}, which only programs may include"
             continue
-        assert FOLDERS.index(included.split("/")[0]) <= level, f"{source} includes {included}, which lies above it"
+        assert FOLDERS.index(included.split("/")[0]) <= level, f"{source} includes {included} of a higher folder"
 
 
-def test_no_header_includes_itself_by_a_detour() -> None:
+def test_headers_have_no_cyclic_includes() -> None:
     graph = {header: set(_own_includes(header)) for header in HEADERS}
     while leaves := {header for header, needs in graph.items() if not needs}:
         graph = {header: needs - leaves for header, needs in graph.items() if header not in leaves}
-    assert not graph, "a cycle of includes"
+    assert not graph, "headers include each other in a cycle"
 
 
 @pytest.mark.parametrize("folder", [".", *FOLDERS])
-def test_a_folder_is_small_and_says_what_it_is(folder: str) -> None:
+def test_a_folder_is_small_and_has_a_readme(folder: str) -> None:
     files = [p for p in (CPU / folder).iterdir() if p.is_file()]
-    assert len(files) <= MAX_FILES, "a folder shows one idea; split it"
+    assert len(files) <= MAX_FILES, "too many files: split the folder by topic"
     assert (CPU / folder / "README.md").is_file()
 
 
@@ -98,5 +110,5 @@ def test_every_folder_has_its_place_in_the_order() -> None:
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_file_stays_readable(source: str) -> None:
     lines = (CPU / source).read_text().splitlines()
-    assert len(lines) <= MAX_LINES, "split it"
-    assert [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS] == [], "lines that are too long"
+    assert len(lines) <= MAX_LINES, "too many lines: split the file"
+    assert [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS] == [], "lines are too long"

@@ -17,7 +17,7 @@ CHART = ROOT / "charts/kvferry"
 DASHBOARDS = sorted((CHART / "files/dashboards").glob("*.json"))
 TABLE = {metric.name: metric for metric in metrics.ALL}
 TARGET_LABELS = {"kvferry_dev_pool", "kvferry_dev_role", "namespace", "pod"}
-"""Labels that Prometheus adds, from the pods' labels that the chart's monitors name."""
+"""Labels that Prometheus adds from the pods' labels, as the chart's monitors configure."""
 SUFFIXES = {"_bucket": {"le"}, "_sum": set(), "_count": set()}
 _NAME = re.compile(r"\b(?:kvferry_(?!dev_)|vllm:)[a-z0-9_]+")
 _GROUPS = re.compile(r"\b(?:by|without) *\(([^)]*)\)")

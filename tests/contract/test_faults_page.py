@@ -1,4 +1,4 @@
-"""docs/faults.md is the output of a run over exactly the cases that there are."""
+"""docs/faults.md is the output of a run over exactly the existing cases."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from harness.faults.trial import Row
 
 
 def test_the_page_has_the_cases_of_the_code() -> None:
-    """Else: `make faults`, as root."""
+    """After a change of the cases, `make faults`, run as root, updates the page."""
     assert page.promised(page.PAGE.read_text("utf-8")) == [(c.group, c.fault, c.expected) for c in CASES]
 
 

@@ -17,14 +17,16 @@ MODULES = [p for root in SOURCE_ROOTS for p in sorted((ROOT / root).rglob("*.py"
 MAX_LINES = 400
 MAX_MODULES = 14
 MAX_CHAIN = 6
-"""Modules in the longest chain of imports inside a room."""
+"""Largest number of modules in a chain of imports within a package."""
 ROOMS = sorted({p.parent for p in MODULES})
 
 
 @pytest.mark.parametrize("root", SOURCE_ROOTS)
 def test_source_roots_are_no_packages(root: str) -> None:
     assert not (ROOT / root / "__init__.py").exists(), "operator/__init__.py would hide Python's own `operator`"
-    assert not (ROOT / root / "kvferry" / "__init__.py").exists(), "it would hide the other roots' portions"
+    assert not (ROOT / root / "kvferry" / "__init__.py").exists(), (
+        "a kvferry/__init__.py would hide the packages of the other source roots"
+    )
 
 
 def test_the_standard_operator_module_wins_in_the_repository() -> None:
@@ -45,18 +47,18 @@ def test_every_package_is_packaged_and_under_contract() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_module_says_its_idea_and_stays_readable(module: Path) -> None:
+def test_a_module_has_a_docstring_and_is_short(module: Path) -> None:
     text = module.read_text("utf-8")
-    assert ast.get_docstring(ast.parse(text)), "the first line says what the file is about"
-    assert text.count("\n") <= MAX_LINES, "split it"
+    assert ast.get_docstring(ast.parse(text)), "a module begins with a docstring"
+    assert text.count("\n") <= MAX_LINES, "too many lines: split the module"
     assert module.stem not in sys.stdlib_module_names - {"__init__"} or module.stem == "operator"
 
 
 @pytest.mark.parametrize("folder", ROOMS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_room_says_its_idea_and_is_small(folder: Path) -> None:
+def test_a_folder_has_a_docstring_and_is_small(folder: Path) -> None:
     assert (folder / "__init__.py").exists() or folder.name in {"kvferry", *SOURCE_ROOTS}
     modules = [p for p in folder.glob("*.py") if p.name != "__init__.py" and "_pb2" not in p.name]
-    assert len(modules) <= MAX_MODULES, "a folder shows one idea; find the two in it"
+    assert len(modules) <= MAX_MODULES, "too many modules: split the folder by topic"
 
 
 def test_package_files_hold_no_logic() -> None:
@@ -114,14 +116,14 @@ def test_lines_of_the_docs_fit_the_screen() -> None:
 
 
 @pytest.mark.parametrize("folder", ROOMS, ids=lambda p: str(p.relative_to(ROOT)))
-def test_chains_of_imports_inside_a_room_stay_short(folder: Path) -> None:
+def test_chains_of_imports_inside_a_folder_stay_short(folder: Path) -> None:
     modules = {_dotted(p): p for p in folder.glob("*.py") if p.name != "__init__.py" and "_pb2" not in p.name}
     imports = {name: _imports(path) & modules.keys() for name, path in modules.items()}
     depth: dict[str, int] = {}
 
     def chain(module: str) -> int:
         if module not in depth:
-            depth[module] = 0  # a circle would end here, and fail at import
+            depth[module] = 0  # ends the recursion at a cycle, which an import would reject
             depth[module] = 1 + max((chain(other) for other in imports[module]), default=0)
         return depth[module]
 
@@ -130,10 +132,10 @@ def test_chains_of_imports_inside_a_room_stay_short(folder: Path) -> None:
 
 def test_tests_are_no_packages() -> None:
     packages = [p.relative_to(ROOT).parts for p in (ROOT / "tests").rglob("__init__.py")]
-    assert all(p[1] == "harness" for p in packages), "tests/operator/__init__.py would hide Python's own"
+    assert all(p[1] == "harness" for p in packages), "tests/operator/__init__.py would hide Python's own `operator`"
 
 
-def test_the_lock_names_no_place() -> None:
+def test_the_lock_names_no_index_or_path() -> None:
     lock = (ROOT / "requirements.lock").read_text()
     assert "://" not in lock
     assert "index" not in lock
@@ -154,7 +156,7 @@ def _dotted(path: Path) -> str:
 
 
 def _imports(path: Path) -> set[str]:
-    """Modules that a file imports at its top level."""
+    """Return the modules that a file imports at its top level."""
     found: set[str] = set()
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -1,6 +1,6 @@
 """Import contracts: each is broken by a module that violates it, and no other one is.
 
-A contract whose module names went stale, or that a wrong setting switched off, would be kept for ever.
+Without the violations, a contract with outdated module names or a wrong setting would pass unnoticed.
 """
 
 import os
@@ -64,8 +64,8 @@ VIOLATIONS = [
     ),
 ]
 
-# Without `site` no .pth file runs, so the finder of an editable install, which would win over the path, is absent.
-# Nothing of ours is imported: the linter reads the files.
+# Without `site`, no .pth file is processed, so an editable install's finder, which would precede the path, is absent.
+# The linter reads the files without importing them.
 LINT = """
 import sys
 site_packages, *roots = sys.argv[1:]
@@ -77,7 +77,7 @@ sys.exit(lint_imports(config_filename="pyproject.toml", no_cache=True))
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python files of the source roots with the contracts, where they may be spoiled."""
+    """A copy of the Python files of the source roots and of the contracts, which tests may change."""
     target = tmp_path_factory.mktemp("layers")
     shutil.copy(ROOT / "pyproject.toml", target)
     for path in (p for root in SOURCE_ROOTS for p in (ROOT / root / "kvferry").rglob("*.py")):
@@ -88,7 +88,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def verdicts(tree: Path) -> dict[str, bool]:
-    """Whether each contract is kept, as the linter reports it for the copy at `tree`."""
+    """Return whether each contract is kept, as the linter reports it for the copy at `tree`."""
     roots = [str(tree / root) for root in SOURCE_ROOTS]
     done = subprocess.run(
         [sys.executable, "-S", "-P", "-c", LINT, sysconfig.get_path("purelib"), *roots],
@@ -119,5 +119,5 @@ def test_a_violation_breaks_its_contract_and_no_other(contract: str, module: str
         path.write_text(text, "utf-8")
 
 
-def test_every_contract_has_been_seen_to_break() -> None:
+def test_every_contract_has_a_violation() -> None:
     assert {contract for contract, *_ in VIOLATIONS} == set(CONTRACTS)

@@ -1,4 +1,4 @@
-"""docs/models.md lists the families that exist, and what serves them."""
+"""docs/models.md lists the existing families, and the kernels that serve them."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_the_table_has_a_row_for_each_family() -> None:
     assert told == [(family.name, family.title, family.architecture) for family in FAMILIES.values()]
 
 
-def test_the_table_says_what_serves_a_family() -> None:
+def test_the_table_names_the_kernels_that_serve_a_family() -> None:
     assert set(FEATURES) == set(COMPILED_FEATURES)
     for name, _, _, *cells in ROWS:
         is_latent = name.strip("`") in {DEEPSEEK_V2.name, DEEPSEEK_V3.name}

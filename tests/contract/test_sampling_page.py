@@ -1,4 +1,4 @@
-"""docs/sampling.md lists the sampling parameters that exist, with their limits."""
+"""docs/sampling.md lists the existing sampling parameters with their limits."""
 
 import re
 from dataclasses import MISSING, fields

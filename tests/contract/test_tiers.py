@@ -1,4 +1,4 @@
-"""Every tier passes the conformance suite, over the real thing: files, and a redis-server of its own."""
+"""Every tier passes the conformance suite over real storage: files, and a redis-server of its own."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

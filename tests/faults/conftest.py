@@ -1,4 +1,4 @@
-"""Fixtures of the fault tests: one engine's answers, and the file of their rows."""
+"""Fixtures of the fault tests: answers of one engine, and the file of result rows."""
 
 from collections.abc import Callable
 
@@ -23,6 +23,6 @@ def asked(one_engine: LLM) -> list[Question]:
 
 @pytest.fixture(scope="session")
 def keep() -> Callable[[Row], None]:
-    """Takes a row; they become docs/faults.md."""
+    """A function that records a row; the rows make docs/faults.md."""
     processor, commit = machine.cpu_name(), machine.commit()
     return lambda row: page.record(row, processor, commit)

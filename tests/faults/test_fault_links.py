@@ -31,7 +31,7 @@ BLOCK_BYTES = 8 << 10
 
 @dataclass
 class Stack:
-    """P in its namespace, the rest here."""
+    """A prefill worker in its network namespace, and the gateway and the decode workers in the machine's."""
 
     link: netns.Link
     gateway: str
@@ -44,7 +44,7 @@ def endpoint(worker: RunningProcess) -> str:
 
 
 def begun(role: str, host: str, prefix: Sequence[str] = ()) -> AbstractContextManager[RunningProcess]:
-    """A worker that is not ready yet."""
+    """Start a worker, without waiting until it is ready."""
     places = ("--listen", f"{host}:0", "--admin", f"{host}:0", "--connector", "tcp")
     engine = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "4MiB")
     how = ("--load-policy", "always", "--log-level", "error")
@@ -111,7 +111,9 @@ def test_fault(stack: Stack, case: Case, asked: list[Question], one_engine: LLM,
 
 
 def compare_first_tokens(stack: Stack, one_engine: LLM) -> str:
-    """A first token comes before any KV moves, so it does not wait for the link; what it took on both, in words."""
+    """Check that first tokens do not wait for the transfer of KV over the slow link; return a sentence with
+    both times.
+    """
     rng = random.Random(960)
     sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     timed = [
@@ -126,7 +128,7 @@ def compare_first_tokens(stack: Stack, one_engine: LLM) -> str:
     finally:
         stack.link.shape(FAST_MEGABITS)
     kv_seconds = PROMPT_TOKENS // 16 * BLOCK_BYTES * 8 / (SLOW_MEGABITS * 1e6)
-    assert slow < kv_seconds / 2, f"{slow:.2f} s, as if it had waited for the {kv_seconds:.1f} s that the KV takes"
+    assert slow < kv_seconds / 2, f"first tokens took {slow:.2f} s; the KV alone takes {kv_seconds:.1f} s"
     return (
         f"First tokens of prompts of {PROMPT_TOKENS} tokens, median of {NUM_TIMED}: {fast * 1000:.0f} ms at "
         f"{FAST_MEGABITS:.0f} Mbit/s, {slow * 1000:.0f} ms at {SLOW_MEGABITS:.0f} Mbit/s, over which the prompt's KV "
@@ -135,7 +137,7 @@ def compare_first_tokens(stack: Stack, one_engine: LLM) -> str:
 
 
 async def first_tokens(gateway: str, asked: Sequence[Question]) -> list[float]:
-    """Seconds until each prompt's first token, one prompt after the other; every token is checked."""
+    """Return the seconds until each prompt's first token, one prompt after the other; check every token."""
     seconds: list[float] = []
     async with AsyncClient(gateway, timeout=WAIT_SECONDS) as client:
         for question in asked:

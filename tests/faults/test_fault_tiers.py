@@ -31,13 +31,13 @@ DISK_BYTES = 64 << 20
 
 @dataclass
 class Stack:
-    """A running `kvferry up` with few pages over tiers, and what is below it."""
+    """A running `kvferry up` with few pages over tiers, and the storage of its last tier."""
 
     process: RunningProcess
     admin: list[str]
     gateway: str
     tier: str
-    """Whose loads and failures count."""
+    """Name of the tier whose loads and failures are counted."""
     below: "Redis | Disk"
 
     @property
@@ -45,13 +45,13 @@ class Stack:
         return tier_failures(self.admin, self.tier)
 
     def more_failures(self) -> Felt:
-        """Whether the tier has failed since."""
+        """Return a function that tells whether the tier has failed since this call."""
         before = self.failures
         return lambda: self.failures > before
 
 
 class Redis:
-    """A server that is replaced by another when it is killed, reached directly or through a relay."""
+    """A server that can be killed and started again, reached directly or through a relay."""
 
     def __init__(self, resources: ExitStack, *, is_relayed: bool) -> None:
         self._resources = resources
@@ -77,7 +77,7 @@ class Redis:
 
 
 class Disk:
-    """A folder on a small file system of its own where we may mount one, else in `folder`."""
+    """A folder on a small file system of its own where mounting is permitted, else in `folder`."""
 
     def __init__(self, resources: ExitStack, folder: Path) -> None:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
@@ -94,7 +94,7 @@ class Disk:
         return f"disk://{self.folder}?size=1GiB&direct=off"
 
     def files(self) -> list[Path]:
-        """Whole objects, not those that are being written."""
+        """Return the files of whole objects, without those that are being written."""
         found = [Path(root) / name for root, _, names in os.walk(self.folder) for name in names]
         return [path for path in found if len(path.name) == 64]
 
@@ -107,7 +107,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             below, tier = Disk(resources, tmp_path_factory.mktemp("disk")), "disk"
         else:
             below, tier = Redis(resources, is_relayed=request.param == "dram + redis"), "redis"
-        # 512 KiB of DRAM: a tenth of what the prompts need.
+        # 512 KiB of DRAM hold a tenth of the prompts' KV.
         tiers = ["--tier", "dram://?size=512KiB"] if request.param == "dram + redis" else []
         tiers += ["--tier", below.url]
         process = resources.enter_context(running("up", *FLAGS, *ADDRESSES, "--kv-memory", "768KiB", *tiers))
@@ -188,7 +188,7 @@ def values_flipped(stack: Stack) -> Iterator[Felt]:
 
 
 def flip_value(client: "redis.Redis[bytes]", name: bytes) -> None:
-    """One byte in the middle, if the value is still there."""
+    """Flip one bit in the middle of a value, unless the value is gone."""
     middle = int(client.strlen(name)) // 2
     if middle:
         (old,) = client.getrange(name, middle, middle) or b"\0"
@@ -225,7 +225,7 @@ def out_of_memory(stack: Stack) -> Iterator[Felt]:
 
 
 def make_room(stack: Stack) -> Disk:
-    """Remove half of the files, so that there is something to store."""
+    """Remove half of the files, so that objects are stored again."""
     assert isinstance(stack.below, Disk)
     for path in stack.below.files()[::2]:
         path.unlink(missing_ok=True)
@@ -242,7 +242,7 @@ def full(stack: Stack) -> Iterator[Felt]:
             afterwards.callback(ballast.unlink)
             make_room(stack)
             fill(ballast)
-        else:  # no file system of its own: no file of ours may be as long as an object
+        else:  # without a file system of its own, limit the length of files to less than an object
             for worker in psutil.Process(stack.process.process.pid).children():
                 limits = worker.rlimit(psutil.RLIMIT_FSIZE)
                 assert limits is not None
@@ -303,7 +303,7 @@ def gone(stack: Stack) -> Iterator[Felt]:
 def read_only(stack: Stack) -> Iterator[Felt]:
     assert isinstance(stack.below, Disk)
     if stack.below.mounted is None:
-        pytest.skip("to mount a file system needs root")
+        pytest.skip("mounting a file system needs root")
     felt = stack.more_failures()
     make_room(stack)
     remount(stack.below.mounted, "ro")
@@ -314,7 +314,7 @@ def read_only(stack: Stack) -> Iterator[Felt]:
 
 
 def remount(folder: Path, how: str) -> None:
-    """Remounting read-only fails during a write, so it is retried."""
+    """Remount a file system; retry, because remounting read-only fails during a write."""
     pause = threading.Event()
     for _ in range(500):
         if not subprocess.run(

@@ -28,14 +28,14 @@ Fault = Callable[["Stack", Sequence[Question]], AbstractContextManager[Felt]]
 
 @dataclass
 class Stack:
-    """A running `kvferry up` with one P and two D."""
+    """A running `kvferry up` with one prefill worker and two decode workers."""
 
     process: RunningProcess
     admin: list[str]
     gateway: str
 
     def find(self, role: str) -> list[psutil.Process]:
-        """The children of this role."""
+        """Return the child processes with this role."""
         children = psutil.Process(self.process.process.pid).children()
         return [c for c in children if c.cmdline()[3:4] == [role] or c.cmdline()[3:6:2] == ["worker", role]]
 
@@ -76,7 +76,7 @@ def test_fault(stack: Stack, case: Case, asked: list[Question], keep: Callable[[
 
 
 def at_once() -> bool:
-    """Return `True`: the operating system makes the fault at once, and there is no log line to wait for."""
+    """Return `True`: the operating system applies the fault at once, so there is no log line to wait for."""
     return True
 
 
@@ -107,7 +107,9 @@ def freeze(role: str, most: int = 8) -> Fault:
 
 @contextmanager
 def kill_while_streams_are_left(stack: Stack, asked: Sequence[Question]) -> Iterator[Felt]:
-    """50 streams begin together; each is left after a random number of tokens, and P dies when the first one is."""
+    """Start 50 streams and leave each after a random number of tokens; kill the prefill worker when the first
+    is left.
+    """
     (victim,) = stack.find("prefill")
 
     async def leave_all() -> list[Ended]:

@@ -1,4 +1,4 @@
-"""Processes killed or terminated at the worst moment: nothing is lost, nothing leaks."""
+"""Processes killed or terminated at the worst moment: no request is lost, and no resource leaks."""
 
 import os
 import signal
@@ -24,8 +24,8 @@ SECONDS = 60.0
 FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--kv-memory", "16MiB", "--load-policy", "always")
 ADDRESSES = ("--log-level", "error", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
 LONG = SamplingParams(temperature=0.0, max_tokens=1200, ignore_eos=True)
-# On a loaded machine a worker may have sent its last token before this process reads its twentieth: the fault then
-# interrupts no stream, and is tried on another request.
+# On a loaded machine a worker may have sent its last token before this process reads the twentieth. The fault then
+# interrupts no stream, and is repeated with another request.
 ATTEMPTS = 10
 
 
@@ -37,7 +37,7 @@ def a_stack(*flags: str) -> Iterator[RunningProcess]:
 
 
 def child(process: RunningProcess, role: str) -> psutil.Process:
-    """The child whose arguments name `role`."""
+    """Return the child process whose arguments name `role`."""
     for found in psutil.Process(process.process.pid).children():
         arguments = found.cmdline()
         if role in (arguments[4:6][-1:] or [""]) or (role == "gateway" and "gateway" in arguments):
@@ -73,7 +73,7 @@ def stream(client: Client, fault: Callable[[], None]) -> tuple[list[int], int]:
     """Generate LONG and call `fault` at each chunk from the twentieth token on.
 
     Returns:
-        The token ids, and how often the gateway resumed the stream on another worker.
+        The token ids, and the number of times that the gateway resumed the stream on another worker.
     """
     tokens: list[int] = []
     resumed = 0
@@ -107,14 +107,14 @@ def test_a_killed_decode_worker_costs_no_request_and_comes_back(expected: list[i
 
 
 def kill(victim: psutil.Process) -> None:
-    """Kill it, unless it is dead already."""
+    """Kill a process, unless it is dead already."""
     if victim.is_running():
         victim.kill()
         victim.wait(SECONDS)
 
 
 def and_works_as_before(process: RunningProcess, client: Client, role: str, old: int, expected: list[int]) -> None:
-    """A new worker of the role replaced process `old`, the next request is served, and nothing is held."""
+    """Check that a new worker replaced process `old`, that the next request is served, and that no resource is held."""
     until(lambda: child_is_new(process, role, old), f"a new {role} worker")
     (again,) = client.complete(PROMPT, LONG)
     assert again.token_ids == expected
@@ -137,7 +137,7 @@ def test_nothing_is_left_after_the_parent_ends(number: signal.Signals, connector
     before = shared_memory()
     with a_stack("--connector", connector) as process:
         parent = psutil.Process(process.process.pid)
-        children = parent.children(recursive=True)  # with the gateway's text process
+        children = parent.children(recursive=True)  # includes the gateway's text process
         assert len(parent.children()) == (2 if connector == "memory" else 3)
         status = process.stop(number)
         assert status == (-signal.SIGKILL if number == signal.SIGKILL else 0)
@@ -169,7 +169,7 @@ def test_a_running_stream_is_finished_before_the_stack_ends(expected: list[int])
 
 
 def test_a_frozen_prefill_worker_does_not_hang_a_request(expected: list[int]) -> None:
-    """It answers nothing and closes nothing, as a lost node does."""
+    """A frozen process answers no call and closes no connection, like a lost node."""
     with (
         a_stack("--connector", "nixl") as process,
         Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client,
@@ -178,14 +178,14 @@ def test_a_frozen_prefill_worker_does_not_hang_a_request(expected: list[int]) ->
         tokens: list[int] = []
         for chunk in client.generate(PROMPT, LONG):
             if not tokens:
-                victim.suspend()  # right after the first token: the hand-off meets silence
+                victim.suspend()  # right after the first token, so the hand-off gets no answer
             tokens += [t.token_id for t in chunk.tokens]
         victim.resume()
         assert tokens == expected
 
 
 def is_running_a_sequence(stack: RunningProcess, worker: psutil.Process) -> bool:
-    """Whether the decode worker in this process has a sequence in its batch."""
+    """Return whether the decode worker in this process has a sequence in its batch."""
     admin = stack.events["ready"]["workers"]
     assert isinstance(admin, dict)
     ports = {c.laddr.port for c in worker.net_connections() if c.status == psutil.CONN_LISTEN}
@@ -204,7 +204,7 @@ def freeze_the_busy(process: RunningProcess, workers: list[psutil.Process], froz
 
 
 def test_a_frozen_decode_worker_does_not_hang_its_stream(expected: list[int]) -> None:
-    """The gateway gives its calls up after it was silent for a while, and another worker goes on."""
+    """The gateway gives up its calls to a worker that is silent for a time, and continues on another worker."""
     with (
         a_stack("--decode", "2") as process,
         Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client,
@@ -272,7 +272,7 @@ def test_a_taken_port_is_named(capfd: pytest.CaptureFixture[str]) -> None:
         assert process.stop() == 0
 
 
-def test_the_settings_are_shown_with_where_they_came_from(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_settings_are_shown_with_their_sources(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "k.toml").write_text("decode = 3\n")
     arguments = ("up", "--config", str(tmp_path / "k.toml"), "--connector", "nixl", "--print-config")
     with running(*arguments, env={"KVFERRY_PREFILL": "2"}) as process:

@@ -56,7 +56,7 @@ def disk_over(folder: Path, options: str = "size=64MiB") -> Iterator[disk_tier.D
 
 
 def works(tier: Tier, number: int) -> bool:
-    """Whether an object goes there and comes back."""
+    """Return whether an object can be stored and loaded again."""
     try:
         put(tier, number)
         return get(tier, number) == content(number)
@@ -142,7 +142,7 @@ def test_a_frozen_redis_costs_a_few_timeouts_and_then_nothing(server: RedisServe
                     tier.load(key(1), [memoryview(bytearray(OBJECT_BYTES))], 5.0)
                 with pytest.raises(TierError, match="did not answer recently"):
                     put(tier, 2)
-            assert CLOCK.monotonic() - started < GRACE, "600 calls of 5 s each, refused at once"
+            assert CLOCK.monotonic() - started < GRACE, "600 calls with a timeout of 5 s were refused at once"
         finally:
             os.kill(server.process.pid, signal.SIGCONT)
         until(lambda: works(tier, 1), "the breaker closes")
@@ -174,14 +174,14 @@ def test_a_stalled_connection_is_overtaken_by_a_second_request(server: RedisServ
         get(tier, 1)
         sent, won = tier.hedges
         last = between.used_last
-        assert between.num_accepted > 2, "others idle"
-        between.stall(last)  # the connection that was given back last is taken first
+        assert between.num_accepted > 2, "more connections were opened than one load needs"
+        between.stall(last)  # the connection returned last is used first
         started = CLOCK.monotonic()
         assert get(tier, 1) == content(1)
         assert CLOCK.monotonic() - started < SECONDS / 4
         assert tier.hedges == (sent + 1, won + 1)
         until(lambda: last in between.ended, "nobody will read the reply that was not waited for")
-        assert get(tier, 1) == content(1), "and nothing is out of step"
+        assert get(tier, 1) == content(1), "requests and replies still match"
 
 
 def test_values_that_others_wrote_over_ours(server: RedisServer) -> None:
@@ -192,12 +192,12 @@ def test_values_that_others_wrote_over_ours(server: RedisServer) -> None:
             get(tier, 1)
         assert works(tier, 1)
         other.set(stored_as(1), other.get(stored_as(1))[:-5])  # type: ignore[index]
-        assert tier.lookup([key(1)], SECONDS) == [Presence.NO], "a cut value is not there"
+        assert tier.lookup([key(1)], SECONDS) == [Presence.NO], "a value of another length is a miss"
         with pytest.raises(TierError, match="bytes, not"):
             get(tier, 1)
         assert works(tier, 1)
         other.set(stored_as(1), b"cut")
-        assert works(tier, 1), "a store does not take a cut value for one"
+        assert works(tier, 1), "a store replaces a value of another length"
         put(tier, 2)
         other.set(stored_as(1), other.get(stored_as(2)) or b"")
         with pytest.raises(TierError, match="belongs to a different object"):
@@ -216,7 +216,7 @@ def test_something_else_under_the_name(server: RedisServer) -> None:
             assert works(tier, 1)
         other.delete(stored_as(1))
         other.rpush(stored_as(1), b"a", b"list")
-        assert works(tier, 1), "a store writes over it"
+        assert works(tier, 1), "a store replaces a value of another type"
 
 
 def test_values_expire_and_are_evicted() -> None:
@@ -229,11 +229,11 @@ def test_values_expire_and_are_evicted() -> None:
         until(lambda: tier.lookup([key(n) for n in range(100)], SECONDS) == [Presence.NO] * 100, "all expired")
 
 
-def test_a_full_redis_that_evicts_nothing_says_what_to_set() -> None:
+def test_a_full_redis_without_eviction_names_the_setting() -> None:
     with redis_server(maxmemory="4mb", policy="noeviction") as server, redis_over(server.tcp) as tier:
         with pytest.raises(TierError, match="allkeys-lru"):
             [put(tier, number) for number in range(100)]
-        assert get(tier, 0) == content(0), "what is there can be read"
+        assert get(tier, 0) == content(0), "existing objects can be loaded"
         client_of(server).flushall()
         assert works(tier, 99)
 
@@ -281,7 +281,9 @@ def test_a_redis_that_is_not_there_stops_the_start_and_names_the_tier() -> None:
 
 @contextmanager
 def small_disk(folder: Path, num_bytes: int) -> Iterator[bool]:
-    """Room for `num_bytes` only: a file system of its own where we may mount one, else a limit on files' length."""
+    """Limit the disk space to `num_bytes`: by a file system of its own where mounting is permitted, else by a limit on
+    the length of files.
+    """
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
     if os.getuid() == 0 and subprocess.run(mount, capture_output=True, check=False).returncode == 0:
@@ -315,7 +317,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
         if is_mounted:
             for path in files(tmp_path / "small")[:4]:
                 path.unlink()
-            assert works(tier, 200), "room again"
+            assert works(tier, 200), "there is room again"
             subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "small")], check=True)
             with pytest.raises(TierError, match="Read-only"):
                 put(tier, 300)
@@ -366,7 +368,7 @@ for number in range(int(sys.argv[2]), 1_000_000):
 
 
 def stopped_in_the_middle(pid: int, folder: Path) -> bool:
-    """Stop the process; let it go on if it has no file half written."""
+    """Stop the process; continue it and return false if it has no half-written file."""
     os.kill(pid, signal.SIGSTOP)
     os.waitpid(pid, os.WUNTRACED)
     if any(p.name.startswith(TEMPORARY) for p in files(folder)):
@@ -389,10 +391,12 @@ def test_a_process_killed_while_it_stores_leaves_no_half_object(tmp_path: Path) 
         process.stdout.close()
         assert any(p.name.startswith(TEMPORARY) for p in files(tmp_path / "t"))
         with disk_over(tmp_path / "t", "size=8MiB&direct=off") as tier:
-            assert not [p for p in files(tmp_path / "t") if p.name.startswith(TEMPORARY)], "swept at the start"
+            assert not [p for p in files(tmp_path / "t") if p.name.startswith(TEMPORARY)], (
+                "temporary files are removed at the start"
+            )
             whole = {key(n).name.hex(): n for n in range(1000 * round_, 1000 * round_ + 1000)}
             mine = [whole[p.name] for p in files(tmp_path / "t") if p.name in whole]
-            assert all(get(tier, n) == content(n) for n in mine), "what has its name is whole"
+            assert all(get(tier, n) == content(n) for n in mine), "each object under its final name is whole"
             assert tier.num_bytes <= 8 << 20
 
 
@@ -420,7 +424,7 @@ def test_workers_that_share_a_folder_stay_near_its_size(tmp_path: Path) -> None:
         assert used <= (8 << 20) + 2 * (8 << 20) // 8 + 2 * OBJECT_BYTES
         there = [n for n in range(200) if one.lookup([key(n)], SECONDS) == [Presence.YES]]
         for number in there:
-            with suppress(TierMiss):  # evicted by the other
+            with suppress(TierMiss):  # the other worker evicted the object
                 assert get(one, number) == content(number)
         assert works(one, 198)
         assert works(other, 198)

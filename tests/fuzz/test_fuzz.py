@@ -19,7 +19,7 @@ def test_valid_inputs_and_earlier_findings_end_as_documented(target: Target) -> 
 
 
 def test_the_seeds_of_model_files_are_models(tmp_path) -> None:
-    """A mutation of a file that is refused at once would test nothing."""
+    """The fuzzer mutates these seeds; mutations of a refused file would reach little code."""
     for number, seed in enumerate(TARGETS["gguf"].seeds()):
         path = tmp_path / f"{number}.gguf"
         path.write_bytes(seed)
@@ -28,7 +28,9 @@ def test_the_seeds_of_model_files_are_models(tmp_path) -> None:
 
 @pytest.mark.timeout(600)
 def test_no_input_leads_to_an_undocumented_error(request: pytest.FixtureRequest) -> None:
-    """All targets, two at a time: about two and a half minutes. Servers have also answered a canary at the end."""
+    """All targets run, two at a time for `--fuzz-seconds` each. Servers must still answer a valid request at
+    the end.
+    """
     seconds = str(request.config.getoption("--fuzz-seconds"))
     command = [sys.executable, "-m", "harness.fuzz", "--unguided", "--seconds", seconds]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)

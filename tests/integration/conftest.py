@@ -1,4 +1,4 @@
-"""The embedded model and a runner over it, made once."""
+"""The embedded model and a runner over it, created once."""
 
 import pytest
 
@@ -16,6 +16,6 @@ def smollm() -> ModelSource:
 
 @pytest.fixture(scope="session", params=["compiled", pytest.param("torch", marks=pytest.mark.long)])
 def runner(request: pytest.FixtureRequest, smollm: ModelSource) -> Runner:
-    """Float32, pages of 16 tokens, room for 12,800; by either kind of kernels."""
+    """A float32 runner with pages of 16 tokens and room for 12,800 tokens, for each kind of kernels."""
     model = build_model(smollm.config, smollm.tensors, dtype="float32", kernels=request.param)
     return Runner(model, PagedKv.allocate(KvLayout.of(smollm.config, block_tokens=16, dtype="float32"), 800))

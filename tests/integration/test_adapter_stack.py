@@ -25,7 +25,7 @@ SECONDS = 60.0
 
 
 class Stack:
-    """A running stack, the folder below which its workers load adapters, and one engine with the same adapters."""
+    """A running stack and the folder from which its workers load adapters."""
 
     def __init__(self, ready: dict[str, object], folder: Path) -> None:
         self.http = f"http://{ready['http']}/v1"
@@ -74,7 +74,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def expected(stack: Stack, path: str, prompt: list[int] | None = None) -> list[int]:
-    """The tokens of one aggregated engine."""
+    """Return the tokens of one aggregated engine."""
     llm = LLM("tiny", dtype="float32", kv_bytes=8 << 20, adapters={"x": str(stack.folder / path)})
     return list(llm.generate([prompt or PROMPT], GREEDY, model="x")[0].token_ids)
 
@@ -82,7 +82,7 @@ def expected(stack: Stack, path: str, prompt: list[int] | None = None) -> list[i
 def test_prefill_and_decode_generate_the_tokens_of_one_engine(stack: Stack) -> None:
     assert stack.models() == {"tiny": None, "first": "tiny", "second": "tiny"}
     plain = stack.tokens("tiny")
-    for _ in range(2):  # the second time from the caches
+    for _ in range(2):  # the second round uses cached prefixes
         assert stack.tokens("first") == expected(stack, "a0")
         assert stack.tokens("second") == expected(stack, "a1")
         assert stack.tokens("tiny") == plain
@@ -96,8 +96,9 @@ def test_prefill_and_decode_generate_the_tokens_of_one_engine(stack: Stack) -> N
 
 
 def test_blocks_of_one_adapter_are_used_by_no_other_through_caches_tiers_and_hand_offs(stack: Stack) -> None:
-    """Prompts with common prefixes, with each adapter and without, in random order; the workers' caches are emptied
-    between them, so that blocks come from the tiers."""
+    """Prompts with common prefixes run with each adapter and without, in random order. The workers' caches are reset in
+    between, so that blocks come from the tiers.
+    """
     prompts = [PROMPT[:80] + [extra] * 12 for extra in range(2)]
     engine = LLM(
         "tiny",
@@ -162,7 +163,7 @@ def test_an_adapter_is_loaded_replaced_and_removed_while_serving(stack: Stack) -
     for thread in threads:
         thread.join(SECONDS)
     assert len(results) == 24
-    assert all(tokens in (before, after) for tokens in results), "every answer is one version's"
+    assert all(tokens in (before, after) for tokens in results), "every answer comes from one version of the adapter"
     assert stack.tokens("late") == after
     assert stack.admin("unload_lora_adapter", lora_name="late").status_code == 200
     assert "late" not in stack.models()
@@ -190,7 +191,7 @@ def test_the_workers_follow_a_list_of_adapters(stack: Stack) -> None:
     until(lambda: stack.tokens("listed") == after, "the adapter is replaced")
     write_list()
     until(lambda: "listed" not in stack.models() and not any(failures()), "the adapter is removed")
-    assert "first" in stack.models()  # of a flag
+    assert "first" in stack.models()  # given by a flag, not by the list
 
 
 @pytest.mark.parametrize(

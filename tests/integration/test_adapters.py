@@ -30,7 +30,9 @@ Made = Callable[[str], tuple[Path, list[Path], Any, list[Any]]]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Function from a family to a checkpoint, two adapters of it, the model in transformers, and both merged models."""
+    """A function from a family to a checkpoint, two adapters of it, its model in transformers, and both merged
+    models.
+    """
 
     @cache
     def make(name: str) -> tuple[Path, list[Path], Any, list[Any]]:
@@ -74,6 +76,6 @@ def check(name: str, kernels: str, folder: Path, paths: list[Path], theirs: Any,
         reference = theirs if slot < 0 else merged[slot]
         expected = reference(torch.tensor([one.tokens[:-1]]), logits_to_keep=NEW_TOKENS).logits[0].numpy()
         plain = theirs(torch.tensor([one.tokens[:-1]]), logits_to_keep=NEW_TOKENS).logits[0].numpy()
-        assert slot < 0 or np.abs(expected - plain).max() > 100 * TOLERANCE, "the adapter matters"
+        assert slot < 0 or np.abs(expected - plain).max() > 100 * TOLERANCE, "the adapter changes the logits"
         assert np.abs(rows[:, index] - expected).max() < TOLERANCE
         assert expected.argmax(-1).tolist() == one.tokens[len(one.prompt) :]

@@ -50,7 +50,7 @@ async def a_gateway(*workers: RunningProcess, tenant_key: bytes = TENANT_KEY) ->
 
 
 async def eventually(gateway: Gateway, holds: Callable[[], bool]) -> None:
-    """Wait until `holds()`, which is evaluated after every status poll of a worker."""
+    """Wait until `holds()` is true, evaluated after every status poll of a worker."""
     async with asyncio.timeout(SECONDS):
         await gateway.fleet.wait_until(lambda _: holds())
 
@@ -64,7 +64,7 @@ async def asked(gateway: Gateway, prompt: list[int], request_id: str) -> dict[st
 
 
 def rendezvous(gateway: Gateway, prompt: list[int]) -> str:
-    """Address of the worker that would be chosen without a map."""
+    """Return the address of the worker that would be chosen without a map."""
     key = prefix_key(BlockNamers(TENANT_KEY), "", prompt, 4)
     chosen = PrefixHash(1.25).one(RouteRequest(key), gateway.fleet.candidates().both)
     assert chosen is not None
@@ -79,7 +79,7 @@ async def test_a_prompt_goes_where_it_is_cached_also_after_a_restart() -> None:
             cache_map = gateway.cache_map
             await eventually(gateway, lambda: all(cache_map.state(a) is MapState.EXACT for a in addresses))
             prompts = [prompt for prompt in map(a_prompt, range(64)) if rendezvous(gateway, prompt) == addresses[0]]
-            # Send it through another gateway that is configured with the second worker only.
+            # Send the prompt through another gateway that is configured with the second worker only.
             async with a_gateway(workers[1]) as other:
                 await asked(other, prompts[0], "elsewhere")
             blocks = cache_map.replicas[addresses[1]]
@@ -89,7 +89,7 @@ async def test_a_prompt_goes_where_it_is_cached_also_after_a_restart() -> None:
             (note,) = entry["routes"]  # type: ignore[misc]
             assert note["worker"] == note["preferred"] == addresses[1]
             assert (note["cached_tokens"], note["map_state"]) == (CACHED_TOKENS, "exact")
-            assert entry["cached_tokens"] == CACHED_TOKENS, "the prediction was exact"
+            assert entry["cached_tokens"] == CACHED_TOKENS, "the prediction equals the tokens that were cached"
             first, second = note["candidates"]
             assert (first["worker"], first["confirmed_tokens"], first["basis"]) == (
                 addresses[1],
@@ -109,7 +109,7 @@ async def test_a_prompt_goes_where_it_is_cached_also_after_a_restart() -> None:
             await eventually(gateway, lambda: gateway.cache_feeds.audits["match"] > 2)
             assert gateway.cache_feeds.audits["mismatch"] == gateway.cache_feeds.audits["stalled"] == 0
 
-            # The second worker starts again at the same address, with an empty cache.
+            # Restart the second worker at the same address, with an empty cache.
             workers[1].process.kill()
             workers[1].process.wait(SECONDS)
             await eventually(gateway, lambda: cache_map.state(addresses[1]) is MapState.BLIND)

@@ -35,7 +35,7 @@ WORKER = common_pb2.WorkerIdentity(worker_id="w", incarnation="1" * 16)
 
 
 def requests(dialed: str) -> dict[str, Any]:
-    """Return a plausible request of each method; `dialed` is an address that no worker must ever dial."""
+    """Return a plausible request for each method; `dialed` is an address that no worker may dial."""
     return {
         "/kvferry.v1.Prefill/Run": prefill_pb2.PrefillRequest(request_id="r", token_ids=[1, 2, 3], offer=True),
         "/kvferry.v1.Prefill/Pool": prefill_pb2.PoolRequest(request_id="r", token_ids=[1, 2, 3]),
@@ -69,7 +69,7 @@ def requests(dialed: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProcess]:
-    # Without a folder of adapters, a worker answers calls that load one as it answers callers without permission.
+    # Without a folder of adapters, calls that load one are refused with the same status as calls without permission.
     adapters = str(tmp_path_factory.mktemp("adapters"))
     with a_worker(
         "both", "--connector", "tcp", "--log-level", "error", "--adapter-folder", adapters, "--adapter-slots", "1"
@@ -82,7 +82,7 @@ def port_of(worker: RunningProcess, method: str) -> str:
 
 
 def answer(address: str, method: str, metadata: tuple[tuple[str, str], ...]) -> grpc.StatusCode:
-    """Call `method` with a plausible message and return the status; OK also for a stream that begins."""
+    """Call `method` with a plausible message and return the status, or OK if a stream begins."""
     request = requests("127.0.0.1:9")[method]
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_stream(method, request_serializer=type(request).SerializeToString)
@@ -108,10 +108,10 @@ def test_a_call_without_a_key_is_unauthenticated(worker: RunningProcess, method:
 
 
 @pytest.mark.parametrize("role", CallerRole)
-def test_a_role_may_call_what_the_table_says(worker: RunningProcess, role: CallerRole) -> None:
+def test_a_role_may_call_the_methods_of_the_table(worker: RunningProcess, role: CallerRole) -> None:
     for method in ALLOWED:
         if method.endswith("/Drain") and role in ALLOWED[method]:
-            continue  # the worker would refuse all that comes after it; `test_worker_signals` drains
+            continue  # a draining worker would refuse all later calls; `test_worker_signals` drains one
         address = port_of(worker, method)
         code = answer(address, method, signer_of(role).metadata(method, address))
         if role in ALLOWED[method]:
@@ -138,7 +138,7 @@ def test_a_status_is_proved_to_its_caller(worker: RunningProcess) -> None:
 
 
 class LyingPeer(kv_transfer_pb2_grpc.KvTransferServicer):
-    """Reports the genuine names of a prompt's blocks, paired with pages of its choice."""
+    """A peer that pairs the genuine names of a prompt's blocks with pages of its choice."""
 
     def __init__(self, names: list[bytes], keyring: Keyring | None, number: int = 0) -> None:
         self.names, self.keyring, self.number = names, keyring, number
@@ -185,7 +185,7 @@ def serving(peer: LyingPeer) -> Iterator[str]:
     [
         (None, 0, False),
         (Keyring([b"another pool's secret"]), 0, False),
-        (Keyring([TEST_KEYS["KVFERRY_TICKET_KEY"].encode()]), 1, False),  # of another place in the stream
+        (Keyring([TEST_KEYS["KVFERRY_TICKET_KEY"].encode()]), 1, False),  # sealed for another position in the stream
         (Keyring([TEST_KEYS["KVFERRY_TICKET_KEY"].encode()]), 0, True),
     ],
 )
@@ -208,6 +208,6 @@ def test_blocks_that_no_worker_of_the_pool_sealed_are_not_fetched(
             request_id="r", token_ids=tokens, ticket_id="0" * 32, prefill=WORKER, prefill_address=address
         )
         assert decode_pb2_grpc.DecodeStub(channel).PrefetchKv(request, timeout=SECONDS).num_blocks == 0
-        # After a valid seal the worker calls Describe; the fake's answer has no seal, so that nothing is fetched.
+        # After a valid seal the worker calls Describe; the fake's answer has no seal, so no block is fetched.
         assert bool(peer.described) is is_believed
     assert_workers_idle([str(worker.events["listening"]["admin"])])

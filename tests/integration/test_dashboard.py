@@ -67,7 +67,7 @@ def test_the_page_shows_the_stack(stack, browser: Chromium, tmp_path: Path, widt
     for expected in ("accept requests", "ready", "alice", "Computed", "p95"):
         assert expected in text, expected
     browser.wait_for("document.querySelector('#first-token .line.main, #first-token .dot.main') !== null")
-    # By keyboard alone: the link of a request has the focus across updates and opens the request.
+    # With the keyboard alone: the link of a request keeps the focus across updates and opens the request.
     browser.evaluate(f"[...document.querySelectorAll('#requests a')].find(a => a.innerText === '{name}-1').focus()")
     updated = browser.evaluate("document.querySelector('#status').innerText")
     browser.wait_for(f"document.querySelector('#status').innerText !== {updated!r}")
@@ -77,7 +77,7 @@ def test_the_page_shows_the_stack(stack, browser: Chromium, tmp_path: Path, widt
     assert "Prefill" in phases
     assert "Decode" in phases
     assert "candidates" in browser.evaluate("document.querySelector('#request').innerText")
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing is wider than the screen"
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no element is wider than the screen"
     assert contrast(browser, "body") >= 7
     assert contrast(browser, "#replicas .state") >= 4.5
     shot = Path(os.environ.get("SHOTS", tmp_path)) / f"{width}-{'dark' if is_dark else 'light'}.png"
@@ -87,7 +87,7 @@ def test_the_page_shows_the_stack(stack, browser: Chromium, tmp_path: Path, widt
 
 
 def contrast(browser: Chromium, selector: str) -> float:
-    """Return the contrast of the text of an element with the panel's background, as WCAG 2 defines it."""
+    """Return the contrast between the text of an element and the panel's background, as WCAG 2 defines it."""
     text = browser.evaluate(f"getComputedStyle(document.querySelector({selector!r})).color")
     back = browser.evaluate("getComputedStyle(document.querySelector('.panel')).backgroundColor")
     light, dark = sorted((_luminance(text), _luminance(back)), reverse=True)

@@ -30,7 +30,7 @@ LONG = [[(13 * i + i * i + length) % 250 for i in range(length)] for length in (
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """Function from a checkpoint's name to its folder and its model in transformers."""
+    """A function from a checkpoint's name to its folder and its model in transformers."""
 
     @cache
     def made(name: str) -> tuple[Path, Any]:

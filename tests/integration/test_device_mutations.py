@@ -25,7 +25,7 @@ def nothing(*_, **__) -> None:
 
 
 def publish_only_in(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one service name pages to peers without publishing them."""
+    """Let only one service publish the pages that it names to peers."""
     real = PagePublisher.publish
 
     async def publish(self, blocks, epochs, **more):

@@ -1,7 +1,7 @@
 """Workers whose pages are on a device: hand-off over each transport, tiers, prefetch and prior turns.
 
-The device is a stand-in (`harness.device`) on which every missing order of copies and steps shows as a NaN or as a
-wrong token.
+The device is a stand-in (`harness.device`) on which each missing ordering of copies and steps causes a NaN or a wrong
+token.
 """
 
 from contextlib import nullcontext
@@ -105,7 +105,9 @@ def test_a_lost_device_ends_the_worker_with_the_cause_and_its_streams_at_once() 
         worker.runner.breaks_at = worker.runner.launched + 3
         with pytest.raises(grpc.RpcError) as caught:
             list(stream)
-        assert caught.value.code() == grpc.StatusCode.INTERNAL, "the gateway counts it, and continues elsewhere"
+        assert caught.value.code() == grpc.StatusCode.INTERNAL, (
+            "the gateway records the failed step and continues on another worker"
+        )
         assert "the step that computed this request failed" in str(caught.value.details())
         with pytest.raises(grpc.RpcError) as refused:
             list(decode_pb2_grpc.DecodeStub(channel).Run(request, timeout=SECONDS))

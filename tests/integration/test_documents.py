@@ -1,8 +1,8 @@
-"""Every command in README and docs is run, against a real stack.
+"""Every command in README and docs is run against a real stack.
 
-Fences marked `sh` and `python` are run as they stand, with the addresses of the test's own stack. A fence after
-`<!-- test: serve -->` is what starts that stack. `make` commands run this very suite or set up its environment, so
-for them it is checked that the target exists; `make run` runs for real.
+Fences marked `sh` and `python` are run as they stand, with the addresses of the test's own stack. A fence after `<!--
+test: serve -->` is the command that starts that stack. `make` commands run this test suite or set up its environment,
+so only the existence of their targets is checked; `make run` is run.
 """
 
 import os
@@ -24,7 +24,7 @@ SECONDS = 240
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[dict[str, str]]:
-    """Addresses that the documents give as 127.0.0.1:8000 and 127.0.0.1:9000."""
+    """The real addresses, by the addresses 127.0.0.1:8000 and 127.0.0.1:9000 of the documents."""
     with running("up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json") as process:
         ready = process.wait_for("ready")
         yield {"127.0.0.1:8000": str(ready["http"]), "127.0.0.1:9000": str(ready["grpc"])}
@@ -37,7 +37,7 @@ def run(fence: Fence, addresses: dict[str, str]) -> None:
         code = code.replace(written, real)
     command = [sys.executable, "-c", code] if fence.language == "python" else ["bash", "-euo", "pipefail", "-c", code]
     environment = child_environment({"PATH": f"{Path(sys.executable).parent}:{os.defpath}"})
-    for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS"):  # what the suite's own `make test` was given
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ARGS"):  # variables of the `make test` that runs this test
         environment.pop(name, None)
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, f"{fence.document}:{fence.line}\n{done.stdout}\n{done.stderr}"
@@ -51,7 +51,7 @@ def run(fence: Fence, addresses: dict[str, str]) -> None:
 )
 def test_a_documented_command_works(fence: Fence, stack: dict[str, str]) -> None:
     if fence.mark == "serve":
-        assert fence.code.strip() == "kvferry up", "what the fixture runs, but for its ports"
+        assert fence.code.strip() == "kvferry up", "the fixture runs this command with other ports"
         return
     targets = re.findall(r"^make (\S+)", fence.code, re.MULTILINE)
     for target in targets:

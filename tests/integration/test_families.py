@@ -25,10 +25,10 @@ from kvferry.model.features import features_in_use
 from kvferry.model.source import open_model
 
 TOLERANCE = 2e-4
-"""Largest difference of a logit in float32; logits are of several units."""
+"""Largest difference of a logit in float32; logits have a magnitude of several units."""
 NEW_TOKENS = 64
 ORIGINAL = 64
-"""Original length of the checkpoint with LongRoPE."""
+"""Original context length of the checkpoint with LongRoPE."""
 PROMPTS = [[5], [7 * i % 250 for i in range(23)], [(11 * i + i * i) % 250 for i in range(210)]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -37,7 +37,7 @@ Folders = Callable[[str], tuple[Path, Any]]
 
 
 class Recorder:
-    """A model that keeps the logits of its steps."""
+    """Wraps a model and keeps the logits of its steps."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -54,7 +54,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Function from a checkpoint's name to its folder and its model in transformers."""
+    """A function from a checkpoint's name to its folder and its model in transformers."""
 
     @cache
     def made(name: str) -> tuple[Path, Any]:
@@ -80,7 +80,7 @@ def check(runner: Runner, theirs: Any, prompts: Sequence[list[int]], new_tokens:
     rows = np.stack(recorded.rows).reshape(new_tokens, len(prompts), -1)
     for index, one in enumerate(ours):
         expected = theirs(torch.tensor([one.tokens[:-1]]), logits_to_keep=new_tokens).logits[0].numpy()
-        assert expected.std() > 0.5, "logits are distinct"
+        assert expected.std() > 0.5, "logits must differ enough to make the comparison meaningful"
         assert np.abs(rows[:, index] - expected).max() < TOLERANCE
         assert expected.argmax(-1).tolist() == one.tokens[len(one.prompt) :]
 
@@ -100,7 +100,7 @@ def test_logits_and_tokens_are_those_of_transformers(name: str, kernels: str, fo
 
 
 def is_long(name: str) -> bool:
-    """Whether the checkpoint has LongRoPE."""
+    """Return whether the checkpoint has LongRoPE."""
     return "short_factor" in str(CHECKPOINTS[name].settings)
 
 
@@ -125,13 +125,12 @@ def test_chunks_cached_prefixes_and_batches_change_nothing(name: str, kernels: s
 
 
 OTHER_TENSORS = {"norm_placement", "qk_norm_spans_heads", "experts", "attention_sinks", "output_bias", "latent"}
-"""Features whose absence needs other tensors."""
+"""Features without which a checkpoint has other tensors."""
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_feature_that_is_ignored_changes_the_logits(name: str, folders: Folders) -> None:
-    """Without this, the checkpoints could be such that a feature has no effect, and the tests above would prove
-    nothing."""
+    """A feature without effect in a checkpoint would make the tests above useless."""
     source = open_model(str(folders(name)[0]))
     defaults = {f.name: f.default for f in fields(ModelConfig)}
     used = features_in_use(source.config)
@@ -150,7 +149,8 @@ def test_a_feature_that_is_ignored_changes_the_logits(name: str, folders: Folder
         for change in changes:
             assert np.abs(logits_of(replace(source.config, experts=replace(experts, **change))) - whole).max() > 0.01
     for feature in used:
-        # Other tensors are refused by the check of shapes, other factors of frequencies when the file is read.
+        # A model with other tensors fails the check of shapes, and other frequency factors are refused when the file is
+        # read.
         if feature in OTHER_TENSORS or (feature == "rotary_dim" and is_long(name)):
             continue
         without = replace(source.config, **{feature: defaults[feature]})

@@ -1,4 +1,4 @@
-"""A gateway in front of real worker processes: one engine's tokens, while clients disconnect and workers exit."""
+"""A gateway in front of real worker processes: the tokens of one engine, while clients disconnect and workers exit."""
 
 import asyncio
 import random
@@ -77,7 +77,7 @@ async def stack(pair: tuple[RunningProcess, RunningProcess]) -> AsyncIterator[St
     async with a_stack([pair[0]], [pair[1]]) as running:
         yield running
         await asyncio.wait_for(running.gateway.dispatcher.wait_idle(), 20)
-    # Well below the ten seconds of an offer's own life: what is left must have been given back, not have run out.
+    # The limit is far below the 10 s after which an offer expires, so unused offers must have been released.
     await asyncio.to_thread(assert_workers_idle, [heard(w, "admin") for w in pair], within_seconds=4.0)
 
 
@@ -148,7 +148,7 @@ async def test_the_best_of_several_samples_is_the_one_with_the_highest_log_proba
 
 
 def sampling_of(fields):
-    """The parameters of a request over HTTP, as those of one engine."""
+    """Return sampling parameters from the fields of an HTTP request."""
     return SamplingParams(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
 
 
@@ -193,7 +193,7 @@ def belongs_to(prompt: list[int], address: str, stack: Stack) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_a_stream_survives_its_decode_worker(pair, llm, number):
-    """Killed, or terminated with less time than the stream takes."""
+    """The worker is killed, or terminated with less drain time than the stream needs."""
     p, survivor = pair
     with a_worker("decode", "--connector", "shm", "--drain-seconds", "0.001") as victim:
         async with a_stack([p], [survivor, victim]) as stack:

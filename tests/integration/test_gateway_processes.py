@@ -79,7 +79,7 @@ def test_a_process_that_dies_is_replaced_at_its_admin_address(gateway: RunningPr
     assert len(first) == 2
     first[0].kill()
     first[0].wait(SECONDS)
-    for _ in range(10):  # by the other process
+    for _ in range(10):  # the other process serves
         ask(http)
     until(lambda: len(children(gateway)) == 2 and all(map(takes_work, admins)), "there are two processes again")
     assert {child.pid for child in children(gateway)} > {first[1].pid}
@@ -87,7 +87,7 @@ def test_a_process_that_dies_is_replaced_at_its_admin_address(gateway: RunningPr
 
 
 def children(gateway: RunningProcess) -> list[psutil.Process]:
-    """Return the gateway processes; each has processes of its own for text."""
+    """Return the gateway's child processes. Each of them has child processes for text."""
     return psutil.Process(gateway.process.pid).children()
 
 

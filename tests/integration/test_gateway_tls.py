@@ -1,4 +1,4 @@
-"""A gateway with a certificate: HTTP and gRPC by it, and by a renewed one without a restart."""
+"""A gateway with a certificate: it serves HTTP and gRPC with TLS, and uses renewed certificates without a restart."""
 
 import ssl
 import subprocess
@@ -20,7 +20,7 @@ from kvferry.rpc.tls.authority import Authority
 
 
 def make(folder: Path, name: str) -> tuple[Path, Path]:
-    """A self-signed certificate for localhost, over the one that was there."""
+    """Write a self-signed certificate for localhost, replacing the previous one."""
     chain, key = folder / "tls.crt", folder / "tls.key"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
@@ -44,7 +44,7 @@ def test_both_apis_are_served_by_tls(tmp_path):
         with grpc.secure_channel(str(listening["grpc"]), credentials) as channel:
             asked = health_pb2.HealthCheckRequest()
             answer = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
-        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING  # its only worker is not there
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING  # the gateway's only worker does not exist
         assert gateway.stop() == 0
 
 
@@ -72,7 +72,7 @@ def test_a_certificate_without_its_key_is_refused():
 
 
 def client_files(folder: Path, authority: Authority) -> tuple[Path, Path]:
-    """A client's certificate and key."""
+    """Return a client's certificate and key files."""
     folder.mkdir()
     signed = authority.sign("client.example", NOW, 5)
     (folder / "client.crt").write_text(signed.certificate)
@@ -119,7 +119,7 @@ def test_clients_need_a_certificate_of_their_ca_which_can_be_replaced(tmp_path):
 
 
 async def test_the_clients_of_the_package_use_tls(tmp_path):
-    """They reach a service behind a certificate that only the known CA makes trusted, with one of their own."""
+    """The clients connect with their own certificate to a server whose certificate only the given CA makes trusted."""
     chain, key = make(tmp_path, "server")
     authority = an_authority()
     (tmp_path / "clients.crt").write_text(authority.certificate)

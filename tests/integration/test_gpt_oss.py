@@ -33,7 +33,7 @@ KERNELS = ("torch", "compiled")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """Function from a form of the experts to a folder and its model in transformers."""
+    """A function from a form of the experts to a folder and its model in transformers."""
 
     @cache
     def made(form: str) -> tuple[Path, Any]:
@@ -79,7 +79,7 @@ def test_mxfp4_is_kept_as_8_bit_codes_exactly(folders: Any) -> None:
 
 @torch.inference_mode()
 def test_sinks_and_biases_change_the_logits(folders: Any) -> None:
-    """The checkpoint is such that ignoring them would show."""
+    """Sinks and biases have an effect in this checkpoint, so a model that ignored them would fail the other tests."""
     _, theirs = folders("float32")
     prompt = torch.tensor([PROMPTS[1]])
     whole = theirs(prompt).logits
@@ -105,7 +105,7 @@ def test_limit_and_factor_of_the_activation_change_the_logits(folders: Any) -> N
 
 
 def test_kv_is_handed_over_and_prefixes_are_used_again(folders: Any) -> None:
-    """Prompts are several times longer than the window, so that layers with a window have passed most of their KV."""
+    """Prompts are several times longer than the window, so layers with a window no longer need most of their KV."""
     folder, _ = folders("mxfp4")
     one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
     prompts = [[(7 * i + length) % 200 for i in range(length)] for length in (5 * WINDOW, 290)]

@@ -1,4 +1,4 @@
-"""A prompt through real worker processes: prefill, hand-off, decode; the tokens are one engine's tokens."""
+"""A prompt through real worker processes: prefill, hand-off, decode; the tokens are those of one engine."""
 
 import re
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def one_engine() -> LLM:
 
 
 class Pair:
-    """A prefill and a decode worker, called as the gateway calls them."""
+    """A prefill and a decode worker, called as a gateway calls them."""
 
     def __init__(self, prefill: str, decode: str, admin: list[str]) -> None:
         self.admin = admin
@@ -125,7 +125,7 @@ SPECULATION = {
     "nixl": "suffix?k=8",
     "tcp": "ngram?k=4&min=1",
 }
-"""Speculation of the workers, by connector: drafts change no token."""
+"""Speculation of the workers by connector. Drafts change no token."""
 
 
 @pytest.fixture(scope="module", params=SPECULATION)
@@ -136,9 +136,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         assert_workers_idle(made.admin)
         if method not in ("off", "auto"):
             pages = [httpx.get(f"http://{w.events['listening']['metrics']}/metrics").text for w in workers]
-            assert [drafts_of(page) > 0 for page in pages] == [False, True], "only decode workers draft"
+            assert [drafts_of(page) > 0 for page in pages] == [False, True], "only decode workers speculate"
         for worker in workers:
-            assert worker.stop() == 0, "a worker ends with status 0 on SIGTERM"
+            assert worker.stop() == 0, "a worker exits with status 0 after SIGTERM"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     ],
 )
 def test_heads_change_no_token(connector: str, method: str, one_engine: LLM, tmp_path: Path) -> None:
-    # The decode worker has no hidden states of the prompt, so a head begins with the first token.
+    # The decode worker has no hidden states of the prompt, so a head starts at the first token.
     model = tiny.config()
     if method == "medusa":
         write_medusa(tmp_path, model)
@@ -175,7 +175,7 @@ def test_heads_change_no_token(connector: str, method: str, one_engine: LLM, tmp
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_constraint_holds_on_both_workers(pair: Pair, one_engine: LLM, sampling: SamplingParams) -> None:
-    # The decode worker rebuilds the grammar's state from the token that the prefill worker sampled.
+    # The decode worker restores the grammar's state from the token that the prefill worker sampled.
     constraint = Constraint(ConstraintKind.REGEX, "([0-9]{3}-){4}[a-f]{4}")
     constrained = replace(sampling, constraint=constraint, max_tokens=64)
     prompt = list(range(40))
@@ -208,9 +208,11 @@ def test_every_sampling_parameter_holds_on_both_workers(pair: Pair, one_engine: 
     assert [(s.token_id, s.rank, [t for t, _ in s.top]) for s in scores] == [
         (s.token_id, s.rank, [t for t, _ in s.top]) for s in wanted
     ]
-    assert [s.logprob for s in scores] == pytest.approx([s.logprob for s in wanted], abs=1e-5)  # float32 on the wire
+    assert [s.logprob for s in scores] == pytest.approx(
+        [s.logprob for s in wanted], abs=1e-5
+    )  # log-probabilities are float32 in messages
     again = pair.run_prefill(prompt, sampling)
-    assert scores_from_wire(again.prompt_logprobs) == scores, "cached blocks hide no rows"
+    assert scores_from_wire(again.prompt_logprobs) == scores, "scored rows of cached blocks are computed again"
     pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=again.ticket_id, reason="test"), timeout=CALL_SECONDS)
     assert_workers_idle(pair.admin)
 
@@ -318,7 +320,7 @@ def test_a_prefill_whose_caller_leaves_gives_everything_back(pair: Pair) -> None
 def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str, one_engine: LLM) -> None:
     prompt = [(11 * i) % 200 for i in range(40)]
     with a_pair(connector) as (pair, (killed, _)):
-        pair.generate([1] * 17, GREEDY)  # connect the two workers
+        pair.generate([1] * 17, GREEDY)  # connects the two workers
         answer = pair.run_prefill(prompt, GREEDY)
         killed.process.kill()
         killed.process.wait(30)
@@ -328,7 +330,7 @@ def test_a_prefill_worker_killed_before_the_read_costs_only_time(connector: str,
         assert_workers_idle(pair.admin[1:])
 
 
-def test_a_subscriber_hears_of_every_cached_block(pair: Pair) -> None:
+def test_a_subscriber_gets_every_cached_block(pair: Pair) -> None:
     with worker_channel(pair.decode_address) as channel:
         stream = kv_events_pb2_grpc.KvEventsStub(channel).Subscribe(kv_events_pb2.SubscribeRequest())
         snapshot = next(stream)

@@ -1,4 +1,4 @@
-"""Blocks of a long prompt are sent while it is computed; only the last chunk remains at its end."""
+"""Blocks of a long prompt are sent while the prompt is computed; at its end only those of the last chunk remain."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ SECONDS = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 FLAGS = ("--model", "tiny", "--dtype", "float32", "--threads", "1", "--load-policy", "always", "--log-level", "error")
 ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json")
-# Eight chunks for the longest prompt.
+# The longest prompt has eight chunks.
 SIZES = ("--kv-memory", "4MiB", "--max-chunk-tokens", "256", "--token-budget", "256")
 
 
@@ -31,7 +31,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[RunningProcess]:
         assert process.stop() == 0
 
 
-def test_most_blocks_are_there_before_the_prompt_is_done(stack: RunningProcess) -> None:
+def test_most_blocks_are_transferred_before_the_prompt_is_computed(stack: RunningProcess) -> None:
     engine = LLM("tiny", dtype="float32", kv_bytes=16 << 20)
     with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
         early = 0
@@ -41,13 +41,13 @@ def test_most_blocks_are_there_before_the_prompt_is_done(stack: RunningProcess) 
             assert whole.token_ids == list(engine.generate([prompt], GREEDY)[0].token_ids)
             assert whole.timing.handoff_outcome == "fetched"
             early += 119 - whole.timing.handoff_blocks
-            if early > 119:  # a prompt is so short a matter here that a busy machine may compute it before all else
+            if early > 119:  # one prompt may be computed before its blocks are sent, because it takes little time
                 return
-        pytest.fail(f"of 12 x 119 blocks only {early} were there ahead")
+        pytest.fail(f"only {early} of 12 x 119 blocks were prefetched")
 
 
 @pytest.mark.parametrize("stack", ["shm"], indirect=True)
-def test_nonsense_to_prepare_for_is_no_error_and_leaves_nothing(stack: RunningProcess) -> None:
+def test_invalid_prefetch_requests_cause_no_error_and_leave_no_state(stack: RunningProcess) -> None:
     admin = stack.events["ready"]["workers"]
     assert isinstance(admin, dict)
     with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:

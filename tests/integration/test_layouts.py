@@ -38,7 +38,7 @@ Fetched = decode_pb2.Handoff.OUTCOME_FETCHED
 
 
 class Pair:
-    """A prefill and a decode worker with flags of their own, called as the gateway calls them."""
+    """A prefill and a decode worker, each with its own flags, called as a gateway calls them."""
 
     def __init__(self, channels: list[grpc.Channel], admin: list[str]) -> None:
         self.admin = admin
@@ -94,7 +94,7 @@ def a_pair(
 
 @pytest.fixture(scope="module")
 def one_engine() -> Callable[[str], LLM]:
-    """By the type of its KV."""
+    """A function from the type of KV to an engine."""
     return cache(lambda dtype: LLM("tiny", dtype=dtype, kv_bytes=16 << 20))
 
 
@@ -112,7 +112,7 @@ def test_another_block_size_is_fetched_and_the_tokens_are_one_engines(
             assert handoff.outcome == Fetched, handoff.reason
             assert handoff.num_blocks == -(-length // ours)
             assert tokens == list(one_engine(dtype).generate([prompt], GREEDY)[0].token_ids), length
-        again = [(7 * i + 100) % 200 for i in range(100)] + [9] * 20  # the first 96 are cached
+        again = [(7 * i + 100) % 200 for i in range(100)] + [9] * 20  # the first 96 tokens are cached
         tokens, handoff = pair.hand_over(again)
         assert (handoff.outcome, handoff.num_cached_tokens, handoff.num_blocks) == (Fetched, 96, -(-24 // ours))
         assert tokens == list(one_engine(dtype).generate([again], GREEDY)[0].token_ids)
@@ -146,7 +146,7 @@ def test_another_element_type_is_fetched_and_the_tokens_are_the_readers_own_but_
             answer = pair.compute(prompt)
             fetched, handoff = pair.generate(prompt, answer.first_token.id, answer.ticket, scored)
             assert handoff.outcome == Fetched, handoff.reason
-            # Tenants share no blocks, so for another one the same worker computes everything itself.
+            # Another tenant shares no blocks, so the decode worker computes the whole prompt.
             computed, own = pair.generate(prompt, answer.first_token.id, sampling=scored, tenant="another")
             assert (own.outcome, own.num_cached_tokens) == (decode_pb2.Handoff.OUTCOME_NONE, 0)
             assert_equal_but_for_a_near_tie(fetched, computed)
@@ -155,7 +155,7 @@ def test_another_element_type_is_fetched_and_the_tokens_are_the_readers_own_but_
 
 def assert_equal_but_for_a_near_tie(ones: list[common_pb2.Token], others: list[common_pb2.Token]) -> None:
     for one, other in zip(ones, others, strict=True):
-        if one.id != other.id:  # from here on the two continue other texts
+        if one.id != other.id:  # from here on the texts differ
             best, second = (t.logprob for t in other.top)
             assert one.id in {t.token_id for t in other.top}
             assert best - second < NEAR_TIE
@@ -239,7 +239,7 @@ def test_a_pair_of_different_models_is_refused_by_name(other_model: str) -> None
 
 
 def test_a_model_with_sliding_windows_is_handed_over(tmp_path: Path) -> None:
-    """Prompts are several times longer than the window, so that layers with a window have passed most of their KV."""
+    """Prompts are several times longer than the window, so layers with a window no longer need most of their KV."""
     folder = tmp_path / "gemma"
     CHECKPOINTS["gemma3"].write(folder)
     one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)

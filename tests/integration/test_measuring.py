@@ -1,4 +1,4 @@
-"""`kvferry bench transfer` and `kvferry doctor` as users run them: their output is consistent at any speed."""
+"""`kvferry bench transfer` and `kvferry doctor` from the command line: their output is consistent at any speed."""
 
 import json
 from pathlib import Path
@@ -27,14 +27,14 @@ def test_transfers_are_measured_against_their_bounds(tmp_path: Path) -> None:
     assert [row["transport"] for row in summary] == list(names)
     found = json.loads(report.read_text())
     assert found["summary"] == summary
-    assert len(found["runs"]) == 3 * len(names), "one block, four blocks, four scattered ones"
+    assert len(found["runs"]) == 3 * len(names), "runs of one block, four blocks, and four scattered blocks"
     for row in found["runs"]:
         assert row["gbps"] > 0
         assert row["bound_gbps"] > 0
         assert row["ms_least"] <= row["ms"] <= row["ms_most"]
 
 
-def test_the_doctor_says_from_where_loading_pays(tmp_path: Path) -> None:
+def test_the_doctor_reports_the_break_even_length_of_loads(tmp_path: Path) -> None:
     tiers = ("--tier", "dram://?size=8MiB", "--tier", f"disk://{tmp_path}/kv?size=64MiB")
     text = output_of("doctor", "--model", "tiny", "--dtype", "float32", *tiers, "--json")
     found = json.loads(text.splitlines()[-1])

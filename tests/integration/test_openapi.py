@@ -1,4 +1,4 @@
-"""schemathesis over /openapi.json against a gateway with API keys and a real worker: all checks find nothing."""
+"""schemathesis with /openapi.json against a gateway with API keys and a real worker: no check fails."""
 
 import asyncio
 import sys
@@ -13,8 +13,8 @@ from kvferry.gateway.config import Endpoint, FleetConfig, GatewayConfig, HttpCon
 from kvferry.gateway.http import key_guesses
 
 KEY = "key-of-the-tests"
-# A body may be valid by its schema and be refused because of its fields together: a tool that was not offered, a prompt
-# that is too long, top_logprobs without logprobs.
+# A body that is valid by the schema may still be refused for a combination of fields: a tool that was not offered, a
+# prompt that is too long, top_logprobs without logprobs.
 SETTINGS = """
 [checks.positive_data_acceptance]
 expected-statuses = ["2xx", 400, 404, 429]
@@ -29,7 +29,7 @@ def worker() -> Iterator[RunningProcess]:
 
 @pytest.fixture
 async def url(worker: RunningProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    # The check of wrong keys sends more of them than an address may.
+    # The check of wrong keys sends more of them than are allowed per address.
     monkeypatch.setattr("kvferry.gateway.http.key_guesses.MAX_WRONG_KEYS", 1 << 20)
     assert key_guesses.MAX_WRONG_KEYS == 1 << 20
     keys = tmp_path / "keys"
@@ -45,7 +45,7 @@ async def url(worker: RunningProcess, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 async def found(url: str, folder: Path, *arguments: str) -> str:
-    """Run schemathesis; return its report if it found something, else an empty text."""
+    """Run schemathesis; return its report if a check failed, else an empty text."""
     settings = folder / "schemathesis.toml"
     settings.write_text(SETTINGS)
     process = await asyncio.create_subprocess_exec(

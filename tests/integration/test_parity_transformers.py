@@ -1,9 +1,9 @@
-"""The same weights in transformers' own Llama: the same tokens, greedily, from paged attention in float32.
+"""Greedy tokens from paged attention in float32 equal those of transformers' own Llama with the same weights.
 
-The reference reads each prompt with the tokens that we generated behind it in one forward pass. If its most likely
-token at every one of those positions is the one that we took, then generating with it would have given the same
-tokens; and its logits there give the size of the error. A different token is excused only where the reference's own
-two best are closer together than that numeric error, and it must be rare.
+The reference computes each prompt with our generated tokens appended in one forward pass. If its most likely token at
+every position is the generated one, then a generation with the reference would have given the same tokens; its logits
+give the size of our error. A different token is accepted only where the reference's two best logits are closer together
+than twice that error, and only rarely.
 """
 
 import random
@@ -25,9 +25,9 @@ from kvferry.model.text.chat import encode_chat
 
 NEW_TOKENS = 64
 MAX_LOGIT_ERROR = 1e-3
-"""Float32 through 30 layers, sums in another order; 1.6e-4 was measured, on logits of up to 30."""
+"""Float32 through 30 layers with sums in another order; 1.6e-4 was measured, with logits of up to 30."""
 MAX_EXCUSED = 2
-"""Number of the 40 prompts whose tokens must be equal."""
+"""Accepted differences per 40 prompts."""
 LENGTHS = [
     1,
     2,
@@ -82,7 +82,7 @@ TEXTS = ["The capital of France is", "Once upon a time", "1, 2, 3, 4,", "import 
 
 
 def prompts(smollm: ModelSource) -> list[list[int]]:
-    """40 of them, from 1 to 1,500 tokens."""
+    """Return 40 prompts of 1 to 1,500 tokens."""
     chooser = random.Random(2026)
     found = []
     for length in LENGTHS:
@@ -129,13 +129,13 @@ def in_batches(items: list[list[int]], size: int) -> Iterator[list[list[int]]]:
 
 @torch.inference_mode()
 def reference_logits(reference: LlamaForCausalLM, generation: Generation) -> torch.Tensor:
-    """[NEW_TOKENS, vocabulary]: what the reference says at each position that we drew a token for."""
+    """Return the reference's logits for each generated token, [NEW_TOKENS, vocabulary]."""
     ids = torch.tensor([generation.tokens[:-1]])
     return reference(ids, logits_to_keep=len(generation.sampled)).logits[0]
 
 
 def check(given: list[list[int]], runner: Runner, reference: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule of this module's first lines, for each prompt; in batches of eight."""
+    """Check each prompt by the rule in this module's docstring, in batches of eight."""
     recorder = Recorder.on(runner, monkeypatch)
     worst, excused = 0.0, []
     for batch in in_batches(given, 8):
@@ -149,14 +149,16 @@ def check(given: list[list[int]], runner: Runner, reference: LlamaForCausalLM, m
             for place, token in enumerate(t.token_id for t in generation.sampled):
                 best, second = theirs[place].topk(2).values.tolist()
                 if token != int(theirs[place].argmax()):
-                    assert best - second <= 2 * error, f"prompt of {len(generation.prompt)} tokens, token {place}"
+                    assert best - second <= 2 * error, (
+                        f"prompt of {len(generation.prompt)} tokens: another token at {place}"
+                    )
                     excused.append((len(generation.prompt), place, best - second))
     print(f"largest logit difference {worst:.2e}; excused {excused}")
     assert worst < MAX_LOGIT_ERROR
     assert len(excused) <= MAX_EXCUSED * len(given) / 40, excused
 
 
-@pytest.mark.timeout(1200)  # minutes with torch's kernels on a busy machine
+@pytest.mark.timeout(1200)  # takes minutes with torch's kernels on a busy machine
 def test_forty_prompts_give_the_references_tokens(
     smollm: ModelSource, runner: Runner, reference: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,24 +193,25 @@ def test_the_reference_generates_the_same_tokens_by_itself(
             pad_token_id=0,
         )
     assert ours.tokens == theirs[0].tolist()
-    # Weights in a wrong order would agree with themselves; these are in the right one.
+    # Wrong weights in both models would give equal but meaningless tokens, so check the text too.
     assert smollm.tokenizer.decode(ours.tokens).startswith("The capital of France is Paris.")
 
 
 def assert_same_tokens(others: list[list[int]], first: list[Generation], steps: list[torch.Tensor]) -> None:
-    """The same rule: a sequence may part only where its two best logits are within the numeric error, and rarely.
+    """Check that a sequence differs only where its two best logits are within the numeric error, and that at most one
+    does.
 
     Args:
         others: all tokens of each sequence, computed another way.
         first: the same sequences.
-        steps: the logits behind `first`, one [sequences, vocabulary] a step.
+        steps: the logits of `first`, [sequences, vocabulary] per step.
     """
     parted = 0
     for index, (other, own) in enumerate(zip(others, first, strict=True)):
         differing = [place for place, (a, b) in enumerate(zip(other, own.tokens, strict=True)) if a != b]
         if differing:
             best, second = steps[differing[0] - len(own.prompt)][index].topk(2).values.tolist()
-            assert best - second <= 2 * MAX_LOGIT_ERROR, f"sequence {index} parts at {differing[0]}"
+            assert best - second <= 2 * MAX_LOGIT_ERROR, f"sequence {index} differs at token {differing[0]}"
             parted += 1
     assert parted <= 1
 

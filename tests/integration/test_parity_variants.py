@@ -1,4 +1,6 @@
-"""The tiny model in each variant against transformers' own class for it: biases, normed heads, scaled frequencies."""
+"""The tiny model in each variant against transformers' own class for it: biases, normalized heads, scaled
+frequencies.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A pool whose processes call each other by mutual TLS: the same tokens, nothing for strangers, renewals under load."""
+"""A pool with mutual TLS between its processes: the same tokens, other clients are refused, renewals under load."""
 
 import os
 import socket
@@ -72,7 +72,7 @@ def test_a_stack_with_tls_gives_the_same_tokens_and_refuses_other_clients(connec
             assert_closed_to_strangers(f"127.0.0.1:{port}", has_grpc=port not in data_ports(workers, stack, ready))
         assert answers(str(ready["grpc"])) == expected
         assert stack.stop() == 0
-    assert list(tmp_path.iterdir()) == [], "the folder of the run is removed"
+    assert list(tmp_path.iterdir()) == [], "the folder with the run's keys was not removed"
 
 
 def worker_ports(stack: RunningProcess, ready: Any) -> list[int]:
@@ -86,7 +86,7 @@ def worker_ports(stack: RunningProcess, ready: Any) -> list[int]:
 
 
 def data_ports(workers: dict[str, str], stack: RunningProcess, ready: Any) -> set[int]:
-    """Return the ports of workers that are not gRPC: those of the connector, which TLS does not cover."""
+    """Return the workers' ports that are not gRPC: those of the connector, which TLS does not cover."""
     fleet = get(f"http://{ready['admin']}/fleet").json()
     known = {int(w["address"].rpartition(":")[2]) for w in fleet["workers"]}
     known |= {int(address.rpartition(":")[2]) for address in workers.values()}
@@ -94,7 +94,9 @@ def data_ports(workers: dict[str, str], stack: RunningProcess, ready: Any) -> se
 
 
 def assert_closed_to_strangers(address: str, *, has_grpc: bool) -> None:
-    """A caller without a certificate gets no byte of an answer: plain, with TLS, and with a valid token."""
+    """Check that callers without a certificate get no byte of an answer: without TLS, with TLS, and with a
+    valid token.
+    """
     host, port = address.split(":")
     signer = signer_of(CallerRole.OPERATOR)
     with grpc.insecure_channel(address) as channel:
@@ -126,7 +128,7 @@ def folder(tmp_path: Path) -> PoolFolder:
 
 
 def test_certificates_and_ca_are_renewed_while_streams_run(folder: PoolFolder) -> None:
-    """All three stages of a rotation of the CA, each while streams that began before it are running."""
+    """All three stages of a CA rotation, each while earlier streams are running."""
     first, second = an_authority("first"), an_authority("second")
     folder.trust(first)
     worker_files, gateway_files = folder.issue("worker", first), folder.issue("gateway", first)
@@ -180,7 +182,7 @@ def test_certificates_and_ca_are_renewed_while_streams_run(folder: PoolFolder) -
         assert 'kvferry_gateway_streams_total{outcome="done"} 10.0' in metrics
         member = PoolTls(gateway_files, is_worker=False)
         assert_workers_idle(admins, tls=member)
-        # The CA bundle without the first CA: its certificates open no connection any more.
+        # Without the first CA in the bundle, its certificates are refused for new connections.
 
         def is_refused() -> bool:
             with worker_channel(admins[0], PoolTls(outdated.gateway, is_worker=False)) as channel:

@@ -35,7 +35,7 @@ def test_the_steps_of_a_serving_worker_are_recorded_and_replayed(tmp_path: Path)
     log = read_log((tmp_path / "log").read_text().splitlines())
     assert sum(bool(step.plan) for step in log.steps) == 20
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
-    if not log.obstacle:  # else a request was running when the recording began
+    if not log.obstacle:  # an obstacle means that a request was running when the recording began
         assert StepReplay(log).run().difference is None
 
 

@@ -20,7 +20,7 @@ ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--admin", "127.0
 LABELS = {"kvferry_dev_pool": "chat", "namespace": "ns"}
 PROMPT = "many words that fill several blocks of the cache " * 4
 NOT_HERE = ("kvferry_operator_", "kvferry_gateway_retries_total")
-"""Metrics without series in this stack: there is no operator, and no attempt fails."""
+"""Prefixes of metrics without series in this stack, which has no operator and no failed attempts."""
 
 pytestmark = pytest.mark.long
 

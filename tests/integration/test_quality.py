@@ -8,7 +8,7 @@ from kvferry.model.source import ModelSource
 
 BENCH = Path(__file__).parents[1] / "bench" / "bench_quality.py"
 MEAN_KL = 2e-3
-"""Four times what was measured; torch in bfloat16 is beyond it."""
+"""Four times the measured value; torch in bfloat16 exceeds it."""
 FAST_KL = 2e-2
 
 

@@ -1,4 +1,4 @@
-"""Required calls through the engine: random weights, and yet each answer is calls that fit their schemas."""
+"""Required calls through the engine: even with random weights, each answer is calls that fit their schemas."""
 
 import json
 from typing import Any

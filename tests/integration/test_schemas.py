@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 SAMPLED = SamplingParams(temperature=0.7, max_tokens=160)
 LEAST_COMPLETE = 0.5
-"""Share of outputs that must end before `max_tokens`; the model likes long strings and arrays."""
+"""Share of outputs that must end before `max_tokens`; the model tends to long strings and arrays."""
 
 
 def test_outputs_of_the_embedded_model_follow_their_schemas() -> None:
@@ -34,4 +34,6 @@ def test_outputs_of_the_embedded_model_follow_their_schemas() -> None:
     ]
     for one, schema in complete:
         jsonschema.validate(json.loads(one.text), schema, format_checker=checker)
-    assert len(complete) >= LEAST_COMPLETE * len(schemas), f"{len(complete)} of {len(schemas)} outputs are complete"
+    assert len(complete) >= LEAST_COMPLETE * len(schemas), (
+        f"only {len(complete)} of {len(schemas)} outputs are complete"
+    )

@@ -30,7 +30,7 @@ SECONDS = 120.0
 
 
 class Stack:
-    """A running stack and where it listens."""
+    """A running stack and its addresses."""
 
     def __init__(self, ready: dict[str, object]) -> None:
         self.http = f"http://{ready['http']}"
@@ -94,8 +94,8 @@ def test_two_samples_of_one_prompt(stack: Stack) -> None:
             for _ in range(2)
         ]
         texts = [[c.text for c in sorted(reply.choices, key=lambda c: c.index)] for reply in twice]
-        assert texts[0] == texts[1], "a seed gives the same samples again"
-        assert texts[0][0] != texts[0][1], "and its samples differ"
+        assert texts[0] == texts[1], "equal seeds give equal samples"
+        assert texts[0][0] != texts[0][1], "samples of one request differ"
 
 
 def test_a_stop_string_cuts_the_text(stack: Stack, answer: str) -> None:
@@ -148,7 +148,9 @@ def test_not_a_number_is_refused_over_grpc(stack: Stack) -> None:
 
 @pytest.mark.parametrize("chunk", [512, 48])
 def test_prefill_and_decode_give_the_tokens_of_one_engine(stack: Stack, chunk: int) -> None:
-    """Greedy, float32, the real model; the reference computes its prompts in other chunks, all in one batch."""
+    """Greedy decoding in float32 with the embedded model. The reference computes the prompts in other chunks and in one
+    batch.
+    """
     texts = [
         "a",
         "The capital of France is",
@@ -170,9 +172,9 @@ def test_prefill_and_decode_give_the_tokens_of_one_engine(stack: Stack, chunk: i
                 continue
             pairs = zip(answer.token_ids, reference.token_ids, strict=False)
             first = next(i for i, (mine, theirs) in enumerate(pairs) if mine != theirs)
-            # A draw between two tokens that the model itself cannot distinguish within rounding may go either way.
+            # Rounding may decide between two tokens with almost equal probability.
             best, second = (p for _, p in _top_two(alone, prompt, reference.token_ids[:first]))
-            assert best - second < 2e-3, f"prompt {str(prompt)[:40]!r} differs at token {first}"
+            assert best - second < 2e-3, f"prompt {str(prompt)[:40]!r}: another token at {first}"
 
 
 def _top_two(llm: LLM, prompt: object, so_far: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
@@ -265,7 +267,7 @@ def test_health_readiness_models_and_metrics(stack: Stack) -> None:
 
 
 def test_the_timing_of_a_request_is_reported(stack: Stack) -> None:
-    # So long that no machine thinks computing it again the cheaper way to have its KV.
+    # The prompt is long enough that a transfer of its KV is cheaper than computing it on any machine.
     body = {"prompt": "The quick brown fox jumps over the lazy dog. " * 60, "max_tokens": 4, "temperature": 0}
     timing = httpx.post(f"{stack.http}/v1/completions", json=body, timeout=SECONDS).json()["kvferry"]
     assert timing["handoff_outcome"] in {"fetched", "local"}

@@ -89,8 +89,8 @@ async def test_a_tenant_at_many_times_its_quota_does_not_delay_another(stack):
         is_over.set()
         await asyncio.gather(*hammers)
         assert set(statuses) == {200, 429}
-        assert statuses.count(429) > statuses.count(200), "it asked for many times its quota"
-        assert sorted(waits)[5] < 0.25, "the other tenant's place is free"
+        assert statuses.count(429) > statuses.count(200), "most of the tenant's requests exceeded its quota"
+        assert sorted(waits)[5] < 0.25, "the other tenant did not wait for room"
     await flow_is(stack, queued=0, dispatched=0)
 
 
@@ -101,7 +101,7 @@ async def test_a_tenant_that_fills_the_queue_does_not_delay_another(stack):
         await flow_has(stack, 30)
         assert (await ask(calm, 8)).status_code == 200
         left = sum(not one.done() for one in many)
-        assert left >= 20, "a first-come queue would have served all of them first"
+        assert left >= 20, "in order of arrival, all of these would have been served first"
         assert {(await one).status_code for one in many} == {200}
     await flow_is(stack, queued=0, dispatched=0)
 

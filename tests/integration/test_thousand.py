@@ -1,8 +1,8 @@
 """A thousand mixed requests over two prefill and two decode workers, for every transport and every tier: each token is
 one engine's token, and nothing is left.
 
-Lengths from 1 token, around every block boundary, to some hundred; shared prefixes; greedy and drawn; one to three
-samples; a fifth of the streams is cancelled on the way.
+The requests have 1 to some hundred tokens, many of them around block boundaries, shared prefixes, greedy and random
+sampling, and one to three samples. A fifth of the streams is cancelled.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ ADDRESSES = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--json", "--log-
 
 @dataclass(frozen=True)
 class Asked:
-    """One request and where its stream is left, if it is."""
+    """A request, and the number of tokens after which its stream is left, or `None`."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -71,7 +71,7 @@ def asked() -> list[Asked]:
 
 @pytest.fixture(scope="module")
 def expected(asked: list[Asked]) -> dict[tuple[int, int], list[int]]:
-    """Tokens by (request, sample), from one engine that never hands anything over."""
+    """Tokens by (request, sample), from one engine without hand-offs."""
     engine = LLM("tiny", dtype="float32", kv_bytes=64 << 20).engine
     found: dict[tuple[int, int], list[int]] = {}
     for number, request in enumerate(asked):
@@ -93,7 +93,9 @@ def a_stack(*flags: str) -> Iterator[dict[str, object]]:
 
 
 async def send_all(address: str, asked: list[Asked], expected: dict[tuple[int, int], list[int]]) -> Counter[str]:
-    """Send everything, some at a time; what was seen, by kind. Every token that comes is checked."""
+    """Send all requests with bounded concurrency and check every token; return counts of hand-offs, sources and
+    failures.
+    """
     seen: Counter[str] = Counter()
     places = asyncio.Semaphore(AT_ONCE)
 
@@ -142,11 +144,11 @@ def test_every_transport_gives_one_engines_tokens(
     with a_stack("--connector", connector, "--kv-memory", "4MiB") as ready:
         seen = check(ready, asked, expected)
     assert seen["fetched"] > 300
-    # A slow machine exceeds the time limit of a transfer now and then, and abandoned reads hold their pages until they
-    # end; nothing else may keep a prompt from being fetched.
+    # On a slow machine some transfers exceed their time limit, and abandoned reads hold pages until they end. Only
+    # these two causes may make a prompt be recomputed.
     slow = ("why: quarantine is full", "why: the transfer took longer")
     declined = sum(count for kind, count in seen.items() if kind.startswith(slow))
-    assert seen["recomputed"] == declined, f"what could be fetched was: {seen}"
+    assert seen["recomputed"] == declined, f"a prompt was recomputed for another reason: {seen}"
     assert declined < 0.05 * seen["fetched"], f"too many transfers were slow: {seen}"
     assert declined < 10
 
@@ -155,7 +157,7 @@ def test_every_transport_gives_one_engines_tokens(
 def test_every_tier_gives_one_engines_tokens(
     kind: str, asked: list[Asked], expected: dict[tuple[int, int], list[int]], tmp_path: Path
 ) -> None:
-    """Few pages, so that shared prefixes leave them again and again."""
+    """There are few pages, so shared prefixes are evicted again and again."""
     with ExitStack() as resources:
         if kind == "redis":
             url = resources.enter_context(redis_server(maxmemory=str(64 << 20))).unix
@@ -163,4 +165,4 @@ def test_every_tier_gives_one_engines_tokens(
             url = {"dram": "dram://?size=64MiB", "disk": f"disk://{tmp_path}/kv?size=64MiB"}[kind]
         ready = resources.enter_context(a_stack("--kv-memory", "768KiB", "--tier", url))
         seen = check(ready, asked, expected)
-    assert seen[kind] > 100, "the tier was used"
+    assert seen[kind] > 100, "few blocks were loaded from the tier"

@@ -14,7 +14,7 @@ from kvferry.engine import LLM
 
 SECONDS = 60.0
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-# 48 pages of the tiny model: two prompts of 320 tokens do not stay side by side.
+# 48 pages of the tiny model do not hold two prompts of 320 tokens at the same time.
 FLAGS = (
     "--model",
     "tiny",
@@ -53,7 +53,7 @@ def stack() -> Iterator[dict[str, object]]:
         assert process.stop() == 0
 
 
-def test_what_left_the_pages_comes_back_from_memory(stack: dict[str, object], expected: list[list[int]]) -> None:
+def test_evicted_blocks_are_loaded_from_dram(stack: dict[str, object], expected: list[list[int]]) -> None:
     from_dram = 0
     with Client(str(stack["grpc"]), timeout=SECONDS) as client:
         for number in (0, 1, 2, 3, 0, 1, 2, 3):
@@ -98,5 +98,5 @@ def test_tiers_are_counted(stack: dict[str, object]) -> None:
     metrics = httpx.get(f"http://{stack['admin']}/metrics", timeout=SECONDS).text
     rows = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line[0] != "#"}
     stored = [value for name, value in rows.items() if name.startswith("kvferry_tier_stored_bytes_total")]
-    assert len(stored) == 2, "one for each worker"
+    assert len(stored) == 2, "one series for each worker"
     assert sum(stored) > 0

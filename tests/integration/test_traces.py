@@ -1,4 +1,4 @@
-"""A request over a prefill and a decode process: one connected trace, each process with its part of it."""
+"""A request over a prefill and a decode process makes one connected trace with spans of each process."""
 
 from collections.abc import Iterator
 
@@ -58,7 +58,7 @@ def test_one_trace_through_gateway_prefill_handoff_and_decode(collector: Collect
         if parent is None:
             assert span.parent_id == SPAN
         else:
-            # A server ends its span after it has sent the last message, with which the caller's span ends.
+            # A server ends its span after the last message, and this message ends the caller's span.
             latest = parent.end + (SERVER_NANOSECONDS if span.kind == "server" else 0)
             assert parent.start <= span.start <= span.end <= latest, (parent.name, span.name)
     assert {span.service for span in spans} == {"kvferry-gateway", "kvferry-prefill", "kvferry-decode"}

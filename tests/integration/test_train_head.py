@@ -1,4 +1,6 @@
-"""The training of a head for the embedded model: the same file for the same seed, which serves and changes no token."""
+"""Training of a head for the embedded model: equal seeds give equal files, and serving with the head changes no
+token.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The hand-off between two engines of the Triton family, in its interpreter: the tokens are the torch family's."""
+"""A hand-off between two engines of the Triton family, interpreted: the tokens are those of the torch family."""
 
 from harness.idle import assert_workers_idle
 from harness.servers.processes import a_worker

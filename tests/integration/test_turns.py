@@ -1,4 +1,4 @@
-"""The next turn of a conversation: the prefill worker reads KV that the decode worker generated, while it is cached."""
+"""The next turn of a conversation: the prefill worker reads KV that the decode worker generated and still caches."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ def one_engine() -> LLM:
 
 @pytest.fixture(params=["shm", "nixl", "tcp", "memory"])
 def stack(request: pytest.FixtureRequest) -> Iterator[RunningProcess]:
-    # 48 pages: a few other prompts push a conversation out.
+    # 48 pages: a few other prompts evict a conversation.
     with running(
         "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-tokens", "768", "--connector", request.param
     ) as process:
@@ -67,8 +67,8 @@ def test_the_answer_of_the_last_turn_is_read_back(stack: RunningProcess, one_eng
         reports = a_turn(client, one_engine, prompt, NEXT).timing.kv
         prefill = reports[0]
         assert prefill.source == "peer"
-        assert prefill.first_token == 96, "its own blocks of the prompt, six of them, it had itself"
-        assert (prefill.blocks_loaded, prefill.failure) == (4, ""), "those up to token 160 of 170"
+        assert prefill.first_token == 96, "the prefill worker still caches the prompt's six blocks"
+        assert (prefill.blocks_loaded, prefill.failure) == (4, ""), "the four blocks up to token 160 of 170"
 
 
 def test_blocks_that_were_reused_are_computed_again(stack: RunningProcess, one_engine: LLM) -> None:
@@ -96,5 +96,5 @@ def test_a_worker_that_died_meanwhile_is_not_waited_for(one_engine: LLM) -> None
             decode.wait(SECONDS)
             whole = a_turn(client, one_engine, [*prompt, *first.token_ids, 7, 8, 9], NEXT)
             reports = [r for r in whole.timing.kv if r.worker_id == whole.timing.prefill_worker]
-            assert all(r.blocks_loaded == 0 for r in reports), "there was nobody to read from"
+            assert all(r.blocks_loaded == 0 for r in reports), "the worker with these blocks is gone"
         assert process.stop() == 0

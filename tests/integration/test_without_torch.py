@@ -1,4 +1,4 @@
-"""Workers with compiled kernels never import torch, which takes a second and half a gigabyte per worker."""
+"""Workers with compiled kernels never import torch, which would take a second and half a gigabyte per worker."""
 
 import subprocess
 import sys
@@ -32,6 +32,6 @@ def test_a_worker_never_loads_it(role: str) -> None:
     with running("worker", "--role", role, "--model", "tiny", "--kv-memory", "8MiB", "--threads", "1") as worker:
         worker.wait_for("ready")
         mapped = Path(f"/proc/{worker.process.pid}/maps").read_text()
-        assert "_cpu.cpython" in mapped, "the compiled kernels compute"
+        assert "_cpu.cpython" in mapped, "compiled kernels are in use"
         assert "libtorch" not in mapped
         assert worker.stop() == 0

@@ -1,4 +1,4 @@
-"""SIGTERM to a real worker in each phase of its life, and the answers of its callers during the drain."""
+"""SIGTERM to a real worker in each phase of its life, and its answers to callers during the drain."""
 
 import signal
 import subprocess
@@ -28,12 +28,12 @@ PROMPT = [(11 * i) % 200 for i in range(40)]
 
 
 class Asked:
-    """One worker, asked over its two ports."""
+    """A worker and stubs for its two ports."""
 
     def __init__(self, worker: RunningProcess) -> None:
         self.worker = worker
         self.work = worker_channel(str(worker.events["listening"]["grpc"]))
-        # A caller dials an address, not the wildcard on which the worker may listen.
+        # A caller needs an address; the worker may listen on the wildcard.
         admin = str(worker.events["listening"]["admin"]).replace("0.0.0.0:", "127.0.0.1:")
         self.admin = worker_channel(admin)
         self.decode = decode_pb2_grpc.DecodeStub(self.work)
@@ -45,7 +45,7 @@ class Asked:
         return int(health_pb2_grpc.HealthStub(channel).Check(asked, timeout=SECONDS).status)
 
     def stream(self, tokens: int) -> Iterator[decode_pb2.DecodeResponse]:
-        """A stream that has begun."""
+        """Return a stream that has begun."""
         wishes = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         request = decode_pb2.DecodeRequest(request_id="r", token_ids=PROMPT, sampling=sampling_to_wire(wishes))
         call = self.decode.Run(request, timeout=60)
@@ -88,7 +88,7 @@ def test_a_draining_worker_is_not_ready_but_alive_and_ends_with_its_stream() -> 
         error = error_from_rpc(refused.value)
         assert (error.grpc_status, error.reason) == ("UNAVAILABLE", "DRAINING")
         rest = list(call)
-        assert rest[-1].finish_reason, "the running stream came to its own end"
+        assert rest[-1].finish_reason, "the running stream was not cut"
         assert it.worker.process.wait(SECONDS) == 0
 
 
@@ -103,7 +103,7 @@ def test_a_stream_that_exceeds_the_grace_period_ends_as_retryable() -> None:
         assert it.worker.process.wait(SECONDS) == 0
 
 
-def test_a_second_signal_hastens() -> None:
+def test_a_second_signal_ends_the_drain() -> None:
     with asked("decode", "--drain-seconds", "600") as it:
         call = it.stream(8000)
         it.terminate()
@@ -114,7 +114,7 @@ def test_a_second_signal_hastens() -> None:
         assert it.worker.process.wait(SECONDS) == 0
 
 
-def test_an_offer_is_kept_until_it_runs_out() -> None:
+def test_an_offer_is_kept_until_it_expires() -> None:
     with asked("prefill", "--drain-seconds", "60", "--offer-seconds", "2") as it:
         assert it.offer().ticket_id
         it.terminate()
@@ -143,10 +143,10 @@ def test_an_offer_is_still_read_while_its_worker_drains(connector: str) -> None:
         )
         first = next(d.decode.Run(request, timeout=SECONDS))
         assert first.handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED
-        assert p.worker.process.wait(10) == 0, "it ends as soon as the offer was used, not when it runs out"
+        assert p.worker.process.wait(10) == 0, "the worker exits when the offer was read, before its expiry"
 
 
-def test_draining_by_call_makes_it_not_ready_too() -> None:
+def test_draining_by_a_call_makes_the_worker_not_ready_too() -> None:
     with asked("decode") as it:
         assert it.operate.Drain(DrainRequest(timeout_seconds=1), timeout=SECONDS).idle
         assert it.health(it.work) == NOT_SERVING
@@ -156,7 +156,7 @@ def test_draining_by_call_makes_it_not_ready_too() -> None:
 
 @pytest.mark.parametrize("model", ["tiny", "smollm2-135m-instruct"])
 @pytest.mark.parametrize("after_seconds", [0.3, 1.5, 3.0])
-def test_a_signal_while_it_starts_ends_it_at_once(model: str, after_seconds: float) -> None:
+def test_a_signal_during_the_start_ends_the_worker_at_once(model: str, after_seconds: float) -> None:
     with running("worker", "--role", "both", "--model", model, "--kv-memory", "64MiB", "--threads", "1") as worker:
         with suppress(subprocess.TimeoutExpired):
             worker.process.wait(after_seconds)
@@ -165,7 +165,7 @@ def test_a_signal_while_it_starts_ends_it_at_once(model: str, after_seconds: flo
         assert time.monotonic() - begun < 2.0
 
 
-def test_it_serves_on_all_addresses_and_advertises_the_configured_one() -> None:
+def test_a_worker_listens_on_all_addresses_and_advertises_the_configured_one() -> None:
     flags = ("--advertise-host", POD_IP, "--worker-id", "pod-0", "--metrics", "0.0.0.0:0")
     with asked("prefill", "--listen", "0.0.0.0:0", "--admin", "0.0.0.0:0", *flags) as it:
         heard = it.worker.events["listening"]

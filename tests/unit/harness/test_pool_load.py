@@ -78,7 +78,7 @@ def first_of(answers: list[bytes]) -> Ended:
 
 
 def test_the_page_has_a_row_for_every_event() -> None:
-    """A failure means that `make zero-loss`, run as root, must update the page."""
+    """After a change of the events, `make zero-loss`, run as root, updates the page."""
     rows = table.rows_of(table.PAGE.read_text("utf-8"))
     assert [row[0] for row in rows] == list(table.EVENTS)
     assert all(row[3:5] == ["0", "0"] for row in rows), "wrong and lost requests"
