@@ -1,11 +1,12 @@
-"""Decode steps and prompts with and without LoRA adapters, in turn: what adapters add to a step.
+"""Decode steps and prompts with and without LoRA adapters, in turn: the time that adapters add to a step.
 
     make bench-adapters                           rows appended to tests/bench/results/adapters.csv
     make bench-adapters ARGS="--repetitions 10 --ranks 8 64"
 
 Two engines with the real model compute the same 16 prompts, one without adapters, one with 8 adapters of random
 weights, two sequences each. They take turns step by step, so that other work on the machine slows both; the ratio is
-the median of those of adjacent steps. `all` updates every linear layer of attention and MLP, `qv` queries and values.
+the median of the ratios of adjacent steps. `all` updates every linear layer of attention and MLP, `qv` queries and
+values.
 """
 
 import argparse
@@ -40,7 +41,7 @@ TARGETS = {"qv": ("q_proj", "v_proj"), "all": LINEARS}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell of one run, as it stands in the CSV."""
+    """One cell of one run, a row of the CSV file."""
 
     date: str
     commit: str
@@ -63,7 +64,7 @@ def begin(llm: LLM, adapters: Sequence[AdapterId | None], name: str) -> None:
 
 
 def timed_step(llm: LLM) -> tuple[float, bool]:
-    """Run a step; return its seconds, and whether it was one of decoding sequences only."""
+    """Run a step; return its duration in seconds, and whether all of its sequences were decoding."""
     is_decode = all(s.num_computed >= PROMPT_TOKENS for s in llm.engine.scheduler._running) and not (
         llm.engine.scheduler.num_waiting
     )
@@ -116,7 +117,7 @@ def main() -> None:
                 assert adapted.engine.adapters is not None
                 given = [adapted.engine.adapters.resolve(f"a{i % ADAPTERS}") for i in range(ROWS)]
                 found: dict[str, list[tuple[float, float]]] = {"prompts": [], "step": []}
-                for repetition in range(-1, asked.repetitions):  # the first is not recorded
+                for repetition in range(-1, asked.repetitions):  # the first repetition is not recorded
                     for part, pairs in compare(plain, adapted, given, f"{target}-{rank}-{repetition}").items():
                         found[part] += pairs if repetition >= 0 else []
                 for part, pairs in found.items():

@@ -7,9 +7,9 @@ split       a prefill and a decode worker, one thread each
 chunked     one worker of two threads, prompts in chunks (the default size)
 whole       the same, a prompt in one step
 
-Each system gets four streams; once all run, four prompts of 1,024 tokens at once, every second, three times. Counted
-are the times between tokens of the four streams, from the first burst to the last answer to one. All stay up and take
-turns.
+Each system gets four streams. Once all of them run, it gets four prompts of 1,024 tokens at once, three times, one
+second apart. Counted are the times between tokens of the four streams, from the first burst to the last answer to one.
+All systems stay up and take turns.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Round:
     gaps: list[float] = field(default_factory=list)
     """Seconds between tokens of the streams, while bursts were being computed."""
     alone: list[float] = field(default_factory=list)
-    """The same before the first burst."""
+    """Seconds between tokens of the streams before the first burst."""
     first: list[float] = field(default_factory=list)
     """Seconds to the first token of each prompt of the bursts."""
 
@@ -152,9 +152,9 @@ def quantile(values: Sequence[float], share: float) -> float:
 def main() -> int:
     """Print a table; append rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="that count; %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds; %(default)s")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--csv", type=Path, default=RESULTS, metavar="FILE", help="rows are appended here")
+    parser.add_argument("--csv", type=Path, default=RESULTS, metavar="FILE", help="CSV file to which rows are appended")
     given = parser.parse_args()
     found = asyncio.run(measure(given.model, given.rounds))
     cells = {

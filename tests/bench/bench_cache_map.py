@@ -10,7 +10,7 @@ intake     snapshots of 64 replicas with distinct blocks, in parts of 2,000, and
 memory     growth of the process's resident memory
 lookup     64 replicas that all have a prompt of 64 blocks (`hit`), or none of them (`miss`); with hashing of the prompt
            and with a prediction for each replica (`all`)
-slice      longest time for which the loop is kept by one slice of an event, or one step of a sweep
+slice      longest time for which one slice of an event, or one step of a sweep, blocks the loop
 """
 
 import argparse
@@ -44,7 +44,7 @@ PROMPT_BLOCKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of one run, as it stands in the CSV."""
+    """One figure of one run, a row of the CSV file."""
 
     date: str
     commit: str

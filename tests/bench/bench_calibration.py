@@ -4,10 +4,10 @@
     make bench-calibration ARGS="--workers 1 --requests 30"
 
 In each repetition the three loads run in turn, and the workers record their steps (`WorkerAdmin.Profile`). A load is
-simulated twice: with a device profile, and its jitter, of every second step of the same run, which shows how well the
-simulation goes from steps to latencies; and with those of the other two loads of the repetition, which also has the
-drift of a shared machine in it. The time of a message is that of probes around the run: the smallest HTTP and gRPC
-calls, one after the other. No latency of a request is used. Rows, with the least and the most of the repetitions, are
+simulated twice: with a device profile, and its jitter, of every second step of the same run, which shows the error of
+the simulation given the steps; and with a profile of the other two loads of the repetition, which also includes the
+drift of a shared machine. The time of a message is measured by probes around the run: the smallest HTTP and gRPC calls,
+one after the other. Latencies of requests are not used. Rows, with the least and the most of the repetitions, are
 appended to tests/bench/results/calibration.csv.
 """
 
@@ -73,8 +73,9 @@ class Live:
 
 
 def works(log: StepLog) -> list[Measured]:
-    """Return the work and the seconds of each step that computed, up to the next one if a sequence takes part in both:
-    passing on tokens and taking in commands is time between tokens too."""
+    """Return the work and the seconds of each step. If a sequence takes part in the next step too, the time between the
+    steps is included, because passing on tokens and reading commands also delays tokens.
+    """
     found = []
     for step, following in zip(log.steps, [*log.steps[1:], LoggedStep()], strict=True):
         if step.plan:
@@ -145,7 +146,7 @@ def model_of(runs: Sequence[Live], workers: int, *, every: int = 1) -> Model:
 
 
 def simulated(model: Model, requests: Sequence[BenchRequest], seed: int) -> Pool:
-    """Simulate the requests."""
+    """Simulate the requests; return the pool with their measures."""
     link = LinkProfile(LINK.bytes_per_second, model.latency)
     gateway = GatewaySettings(routing=RoutingConfig(), latency=model.latency, seed=seed)
     pool = Pool(PoolSpec(tuple(model.roles.values()), link, gateway), of_trace(requests, Tape(seed)))

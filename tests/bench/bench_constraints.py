@@ -1,4 +1,4 @@
-"""Decode steps with and without constraints, in turn: what masks add to a step.
+"""Decode steps with and without constraints, in turn: the time that masks add to a step.
 
     make bench-constraints                        rows appended to tests/bench/results/constraints.csv
     make bench-constraints ARGS="--repetitions 10 --batches 1 16"
@@ -49,7 +49,7 @@ CONSTRAINED = replace(FREE, constraint=ENDLESS)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell of one run, as it stands in the CSV."""
+    """One cell of one run, a row of the CSV file."""
 
     date: str
     commit: str
@@ -73,7 +73,7 @@ def decode_step(llm: LLM, batch: int, sampling: SamplingParams, name: str) -> fl
         updates = llm.engine.step().updates
         if len(updates) == batch and all(update.error is None for update in updates):
             seconds.append(CLOCK.monotonic() - begun)
-    return statistics.median(seconds[1:])  # the first is the prompts'
+    return statistics.median(seconds[1:])  # the first is that of the prompts
 
 
 def compile_seconds(llm: LLM, repetitions: int) -> float:
@@ -107,7 +107,7 @@ def main() -> None:
     for batch in asked.batches:
         free: list[float] = []
         constrained: list[float] = []
-        for repetition in range(-1, asked.repetitions):  # the first is not recorded
+        for repetition in range(-1, asked.repetitions):  # the first repetition is not recorded
             pair = [
                 decode_step(llm, batch, sampling, f"{batch}-{repetition}-{number}")
                 for number, sampling in enumerate((FREE, CONSTRAINED))

@@ -137,7 +137,7 @@ def shed() -> float:
 
     def work() -> None:
         for number in range(_REQUESTS):
-            # Each one displaces the newest of the lowest class, which is that of the fillers, or of the last rounds.
+            # Each request displaces the newest of the lowest class, which the fillers or earlier rounds queued.
             admit(controller, quotas, request(number, 100, priority=-1 - number // 4000), number * 1e-3)
 
     return timed(work)

@@ -8,8 +8,8 @@ kernels   every operation of the Triton family beside torch and what else is ins
 steps     decode steps of a random-weight 8B shape at batch 1 and 64, the engine and its host included
 parity    greedy tokens of random weights in float32 beside transformers', which must be the same
 
-At the end each target is said with the worst ratio of the run. Status 1: no GPU, or other tokens than transformers'. A
-target that was missed is a finding, not a failure.
+At the end, each target is printed with the worst ratio of the run. Status 1: no GPU, or other tokens than
+transformers'. A target that was missed is a finding, not a failure.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def steps(session: Session, file: Path) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=PARTS, action="append", help="repeat for more")
+    parser.add_argument("--only", choices=PARTS, action="append", help="part to run; may be repeated")
     parser.add_argument("--csv", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -26,12 +26,12 @@ from kvferry.model.source import open_model
 ROWS = (1, 4, 16, 64, 256, 512)
 Q8_0 = 8
 TURN_OPERATIONS = 2e10
-"""Duration of one turn: some tens of milliseconds."""
+"""Operations per turn, some tens of milliseconds."""
 
 
 def torch_linear(inputs: int, outputs: int) -> torch.nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it will move to another package one day
+        warnings.simplefilter("ignore")  # torch deprecates this package
         plain = torch.nn.Sequential(torch.nn.Linear(inputs, outputs, bias=False))
         return torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
 
@@ -44,7 +44,7 @@ def repeat(times: int, product: Callable[[], object]) -> None:
 @torch.inference_mode()
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="whose shapes; %(default)s")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="model whose shapes are measured; %(default)s")
     parser.add_argument("--rounds", type=int, default=11)
     given = parser.parse_args()
     module = compiled.extension()

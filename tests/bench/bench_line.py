@@ -6,13 +6,13 @@
 
 Every system is a real stack of processes: a gateway with a prefill and a decode worker per connector, and a gateway
 with one worker of role `both` (called `none`: no connector moves anything). All stay up for the whole run and take
-turns within each repetition, so that a change in the machine's mood reaches all of them. Systems get equal prompts;
+turns within each repetition, so that a change in the machine's speed affects all of them. Systems get equal prompts;
 the idle ones wait in poll and compute nothing. One repetition goes unrecorded before the others: it warms code and
 touches every KV page of the small pools, whose first touch costs page faults once in a server's life.
 
 cold    a prompt that no worker has computed      warm    its first n - 8 tokens were just computed
 decode  from the second token to the last; with 8 streams, tokens that came while all 8 were decoding
-bound   one stream reads every weight once a token: measured read rate / bytes of weights (8 streams: eight times that)
+bound   one stream reads every weight per token: measured read rate / bytes of weights (8 streams: eight times that)
 """
 
 import argparse
@@ -48,7 +48,9 @@ AGGREGATED = "none"
 CONNECTORS = ("shm", "nixl", "memory")
 PROMPTS = (32, 256, 1024)
 FRESH_TOKENS = 8
-"""At the end of a warm prompt; fewer than a block, so that all blocks but the last are cached."""
+"""Tokens at the end of a warm prompt that are not cached; fewer than a block, so that all blocks but the last are
+cached.
+"""
 DECODE_TOKENS = 256
 STREAMS = 8
 ATTEMPTS = 5
@@ -62,7 +64,7 @@ CLOCK = SystemClock()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell of one run, as it stands in the CSV."""
+    """One cell of one run, a row of the CSV file."""
 
     date: str
     commit: str
@@ -83,7 +85,7 @@ class Row:
 
 @dataclass(slots=True)
 class System:
-    """One stack that takes part, and what was measured on it: values by (cell, unit)."""
+    """A stack under measurement, and its measured values by (cell, unit)."""
 
     connector: str
     client: AsyncClient
@@ -98,10 +100,10 @@ class System:
 
 @dataclass(slots=True)
 class Answer:
-    """One request as its client saw it."""
+    """Arrival times of a request's tokens at its client."""
 
     arrivals: list[float] = field(default_factory=list)
-    """Seconds from sending, one for each token; tokens of one message have one time."""
+    """Seconds since the request was sent, for each token; tokens of one message have the same time."""
     timing: Timing = field(default_factory=Timing)
     sent: float = 0.0
 
@@ -139,8 +141,9 @@ async def first_tokens(system: System, length: int, repetition: int) -> None:
 
 
 async def cold_prompt(system: System, length: int, seed: str) -> tuple[list[int], Answer]:
-    """A prompt that took the way which is measured here. On a busy machine a worker may seem dead for a moment and
-    the gateway go round it; such a request is counted ("not by hand-off") and another prompt is sent."""
+    """Send a prompt whose KV is handed off. On a busy machine the gateway may take a worker for dead and bypass it;
+    such a request is recorded ("not by hand-off"), and another prompt is sent.
+    """
     for attempt in range(ATTEMPTS):
         prompt = a_prompt(length, f"{seed}/{attempt}")
         answer = await ask(system.client, prompt, 2)
@@ -235,7 +238,7 @@ async def measure(given: argparse.Namespace, names: Sequence[str]) -> tuple[list
                 systems[-1].went_round.clear()
         for repetition in range(given.repetitions):
             rates.append(read_rate(data))
-            # The order turns, so that no system is always measured right after the same other one.
+            # The order rotates, so that no system is always measured right after the same other one.
             for system in systems[repetition % len(systems) :] + systems[: repetition % len(systems)]:
                 progress(f"repetition {repetition + 1} of {given.repetitions}, connector {system.connector}")
                 await one_repetition(system, repetition)
@@ -315,10 +318,15 @@ def main() -> int:
     parser.add_argument("--connectors", default=",".join(CONNECTORS), help="comma-separated; %(default)s")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--kv-memory", default="48MiB", help="of each engine; %(default)s")
-    parser.add_argument("--no-warm-up", dest="warm_up", action="store_false", help="record the first touch of pages")
-    parser.add_argument("--csv", type=Path, default=RESULTS, metavar="FILE", help="rows are appended here")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write this run's rows here, too")
+    parser.add_argument("--kv-memory", default="48MiB", help="KV memory of each engine; %(default)s")
+    parser.add_argument(
+        "--no-warm-up",
+        dest="warm_up",
+        action="store_false",
+        help="skip the unrecorded repetition",
+    )
+    parser.add_argument("--csv", type=Path, default=RESULTS, metavar="FILE", help="CSV file to which rows are appended")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file to which this run's rows are written too")
     given = parser.parse_args()
     names = [AGGREGATED, *(name for name in given.connectors.split(",") if name)]
     if given.quick:

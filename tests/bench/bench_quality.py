@@ -69,8 +69,8 @@ def log_probabilities(source: ModelSource, tokens: list[int], way: Way) -> torch
 def main() -> int:
     """Print a table; append rows to a file where one is named."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="as for kvferry worker")
-    parser.add_argument("--csv", type=Path, help="append the rows here")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="model, as for kvferry worker")
+    parser.add_argument("--csv", type=Path, help="CSV file to which rows are appended")
     arguments = parser.parse_args()
     source = open_model(arguments.model)
     tokens = source.tokenizer.encode((HERE / "texts" / "public_domain.txt").read_text(), add_special=True)

@@ -40,13 +40,13 @@ def layout(dtype: str, block_tokens: int) -> KvLayout:
 
 
 class Job:
-    """One pair's pages, and the three ways to copy them."""
+    """The pages of a pair of layouts, and three ways to copy them."""
 
     def __init__(self, made: Relayout) -> None:
         self.made = made
         self.blocks = range(NUM_TOKENS // made.source.block_tokens)
         values = np.random.default_rng(1).standard_normal(NUM_TOKENS * made.source.token_bytes // 4, np.float32)
-        if made.source.dtype == "bfloat16":  # a float32's upper half is one, its lower half must be made one
+        if made.source.dtype == "bfloat16":  # copy the upper half of each float32 to its lower half
             values.view(np.uint32)[:] &= 0xFFFF0000
             values.view(np.uint32)[:] |= values.view(np.uint32) >> 16
         self.source = memoryview(values.view(np.uint8))

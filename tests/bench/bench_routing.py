@@ -9,9 +9,9 @@ hot             two prefixes of 6,000 tokens, so that one worker cannot serve al
 unique          prompts with ShareGPT's lengths and nothing in common
 bursty          32 requests at the same time, with 32 prefixes of 2,000 tokens
 
-The device is that of an 8-billion-parameter model in 16 bits on an accelerator: 8 ms a step, 60 us a token. The rate
-keeps the fleet at about two thirds of what it can serve. The simulator runs the production policies; times are virtual,
-so rows are equal on every machine.
+The device is an accelerator with an 8-billion-parameter model in 16 bits: 8 ms per step, 60 us per token. The rate
+keeps the fleet at about two thirds of its capacity. The simulator runs the production policies; times are virtual, so
+rows are equal on every machine.
 """
 
 import argparse

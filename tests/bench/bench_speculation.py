@@ -3,9 +3,9 @@
     make bench-speculation                        rows appended to tests/bench/results/speculation.csv
     make bench-speculation ARGS="--repetitions 5 --batches 1 16 --methods auto ngram"
 
-Every method has an engine of its own with the same loaded weights' file, and all take turns within each repetition. A
-figure is the median over repetitions of the tokens per second after the first tokens; ratios are medians of the ratios
-within a repetition. The outputs of all methods must be equal.
+Every method has an engine of its own with the same weights, and all take turns within each repetition. A figure is the
+median over repetitions of the tokens per second after the first tokens; ratios are medians of the ratios within a
+repetition. The outputs of all methods must be equal.
 """
 
 import argparse
@@ -81,7 +81,7 @@ SCHEMA = json.dumps({"type": "array", "items": PERSON, "minItems": 100})
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts of one kind and how they are sampled."""
+    """Prompts of one kind and their sampling parameters."""
 
     prompts: tuple[str | list[int], ...]
     """One per sequence of the largest batch."""
@@ -132,7 +132,7 @@ def workloads(most: int) -> dict[str, Workload]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell of one run, as it stands in the CSV."""
+    """One cell of one run, a row of the CSV file."""
 
     date: str
     commit: str
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["auto", "suffix", "ngram"])
     parser.add_argument("--weights", nargs="+", default=["shipped", "bfloat16"])
     parser.add_argument("--workloads", nargs="+", default=list(workloads(1)))
-    parser.add_argument("--no-csv", action="store_true", help="print only")
+    parser.add_argument("--no-csv", action="store_true", help="print rows without appending them")
     asked = parser.parse_args()
     rows: list[Row] = []
     for weights in asked.weights:
@@ -202,7 +202,7 @@ def main() -> None:
                 continue
             for batch in asked.batches:
                 turns: dict[str, list[Turn]] = {method: [] for method in engines}
-                for repetition in range(-1, asked.repetitions):  # the first is not recorded
+                for repetition in range(-1, asked.repetitions):  # the first repetition is not recorded
                     for method, llm in engines.items():
                         turn = measure(llm, workload.prompts[:batch], workload.sampling, f"{name}-{repetition}")
                         if repetition >= 0:
@@ -219,7 +219,7 @@ def main() -> None:
                     )  # fmt: skip
                     print(
                         f"{weights:9} {name:14} batch {batch:3} {method:10} {rate:8.1f} tokens/s"
-                        f"  x {ratio:5.2f}  {own[0].per_step:5.2f} tokens a step",
+                        f"  x {ratio:5.2f}  {own[0].per_step:5.2f} tokens per step",
                         flush=True,
                     )
     if not asked.no_csv:

@@ -2,7 +2,7 @@
 
     make bench-steps                              rows appended to tests/bench/results/steps.csv, and a profile
     make bench-steps ARGS="--model PATH --profile my-machine.toml"
-    make bench-steps ARGS="--fit-only"            the profile again, from the rows of this CPU and model
+    make bench-steps ARGS="--fit-only"            fit the profile again from the rows of this CPU and model
 
 Batches of different sizes decode after prompts of different lengths, and chunks of prompts are computed alone and
 beside decoding sequences, so that tokens, KV tokens and pairs vary independently of each other. The profile is a
@@ -83,13 +83,13 @@ def measure(model: str, repetitions: int) -> list[tuple[StepWork, float]]:
                     break
                 llm.engine.step()
             llm.engine.reset_prefix_cache()
-        if repetition:  # the first one warms up
+        if repetition:  # the first repetition warms up
             rows += timed.rows
     return rows
 
 
 def medians(rows: list[tuple[StepWork, float]]) -> list[tuple[StepWork, float]]:
-    """Return the median of the steps with equal work: a step that another process delayed says nothing."""
+    """Return the median duration of steps with equal work, because other processes delay single steps."""
     by_work: dict[StepWork, list[float]] = {}
     for work, seconds in rows:
         by_work.setdefault(work, []).append(seconds)

@@ -10,8 +10,8 @@ Redis, one connection, one thread, the same server and values for all, over TCP 
                 copied: and copied to where it belongs, unverified
 
 Disk: `load` and `store` through the page cache (warm), with the cache dropped before each read (cold), and past it
-(direct). Competitors take turns within each repetition, so that a change in the machine's mood reaches all of them.
-Every pass moves the same 64 MiB of distinct objects between fresh places in memory, as a real arena would.
+(direct). The systems take turns within each repetition, so that a change in the machine's speed affects all of them.
+Every pass moves the same 64 MiB of distinct objects to and from new places in memory, as a tier of a worker does.
 """
 
 import argparse
@@ -54,7 +54,7 @@ SIZES_KIB = (256, 1024, 1536, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell of one run, as it stands in the CSV."""
+    """One cell of one run, a row of the CSV file."""
 
     date: str
     commit: str
@@ -72,7 +72,7 @@ class Row:
 
 
 class Objects:
-    """Keys and contents of one pass, and memory for them to arrive in."""
+    """Keys and contents of one pass, and memory to receive them."""
 
     def __init__(self, object_bytes: int) -> None:
         self.object_bytes = object_bytes
@@ -127,7 +127,7 @@ def take_turns(
     """Return rates by system; the first repetition warms up. A turn is a quarter of the objects, and short.
 
     Args:
-        before: is called before each turn, and not timed.
+        before: function to call before each turn; its time does not count.
     """
     rates: dict[str, list[float]] = {name: [] for name in systems}
     quarter = -(-objects.count // TURNS)
@@ -323,10 +323,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="2 repetitions")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES_KIB)), help="in KiB; %(default)s")
+    parser.add_argument(
+        "--sizes", default=",".join(map(str, SIZES_KIB)), help="object sizes in KiB, comma-separated; %(default)s"
+    )
     parser.add_argument("--places", default="redis,disk", help="%(default)s")
-    parser.add_argument("--folder", type=Path, help="of the disk to measure; default: where temporary files go")
-    parser.add_argument("--csv", type=Path, default=RESULTS, metavar="FILE", help="rows are appended here")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure; default: that of temporary files")
+    parser.add_argument("--csv", type=Path, default=RESULTS, metavar="FILE", help="CSV file to which rows are appended")
     given = parser.parse_args()
     repetitions = 2 if given.quick else given.repetitions
     date, at_commit, cpu = datetime.now(UTC).isoformat(timespec="seconds"), commit(), cpu_name()

@@ -4,9 +4,9 @@
     make bench-tls ARGS="--rounds 5"
 
 Both stacks run at once, of a prefill and a decode worker each; a round sends the same prompt to one, then to the other,
-and the next round begins with the other one. The idle stack computes nothing. Compared are medians over the rounds, and
-the interval of the median of the rounds' ratios: 95 % of 2,000 bootstrap samples. Processor time is that of gateway and
-workers together. Before each round, both stacks answer a few calls of the smallest size (`call`), in turn.
+and the next round begins with the other one. The idle stack computes nothing. The row has medians over the rounds, and
+the interval of the median of the rounds' ratios: 95 % of 2,000 bootstrap samples. Processor time is the sum over
+gateway and workers. Before each round, both stacks answer a few calls of the smallest size (`call`), in turn.
 """
 
 import argparse
@@ -41,7 +41,7 @@ CALL_SECONDS = 300.0
 CLOCK = SystemClock()
 MEASURES = ("call_ms", "handoff_ms", "first_token_ms", "inter_token_ms", "processor_ms")
 CALLS = 20
-"""Smallest calls before each request."""
+"""Number of calls of the smallest size before each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ async def main(rounds: int, length: int, tokens: int, connector: str) -> None:
                 open_channel(next(iter(stack.worker_admin.values())), gateway_tls(stack))
             )
             clients[tls] = Measured(stack, client, channel)
-        for number in range(-2, rounds):  # the first two rounds are not counted
+        for number in range(-2, rounds):  # the first two rounds are not recorded
             draw = random.Random(1000 + number)
             prompt = [draw.randrange(1000, 20_000) for _ in range(length)]
             for tls in (False, True) if number % 2 else (True, False):

@@ -2,9 +2,9 @@
 
     make bench-turns                        rows appended to tests/bench/results/turns.csv
 
-Two stacks of the real model side by side, one with the tier and one without, asked in turn for the same prompts. Pages
-are few, so that each prompt has pushed out the one before. The time is the client's, from sending to the first token.
-The last cells are one prompt's hand-off between two workers: all of it, and the copy alone, from `kvferry bench`.
+Two stacks of the real model, one with the tier and one without, compute the same prompts in turn. There are few pages,
+so each prompt evicts the one before. The time is measured at the client, from sending to the first token. The last
+cells are the hand-off of a prompt between two workers: its whole duration, and the copy alone, from `kvferry bench`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CLOCK = SystemClock()
 SECONDS = 300.0
 PROMPTS = 5
 PROMPTS_KEPT = 2.3
-"""As many prompts' pages there are; of five prompts none is still there when its turn comes again."""
+"""Number of prompts whose pages fit, so that each of five prompts in a cycle is evicted before it is sent again."""
 TOKEN_BYTES = 23_040
 """KV bytes per token of SmolLM2-135M in bfloat16."""
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -42,7 +42,7 @@ SOME = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell of one run, as it stands in the CSV."""
+    """One cell of one run, a row of the CSV file."""
 
     date: str
     commit: str
@@ -73,7 +73,7 @@ def a_stack(*flags: str) -> Iterator[Client]:
 
 
 def first_token_ms(client: Client, tokens: list[int]) -> tuple[float, str]:
-    """Client-side milliseconds to the first token, and where the KV came from."""
+    """Return the milliseconds to the first token at the client, and the source of the KV."""
     begun = CLOCK.monotonic()
     (whole,) = client.complete(tokens, FIRST)
     took = 1e3 * (CLOCK.monotonic() - begun)
@@ -88,7 +88,7 @@ def measure_tier(name: str, url: str, length: int, rounds: int) -> list[tuple[st
         for client in (with_tier, without):
             for number in range(PROMPTS):
                 first_token_ms(client, prompt(number, length))
-        threading.Event().wait(1.0)  # what is written behind is written
+        threading.Event().wait(1.0)  # until the stores have ended
         loaded: list[float] = []
         computed: list[float] = []
         for round_ in range(rounds):
@@ -117,7 +117,7 @@ def measure_handoff(length: int, rounds: int) -> list[tuple[str, str, list[float
 
 
 def measure_kv_prefetch(length: int, rounds: int) -> list[tuple[str, str, list[float]]]:
-    """Time of a hand-off after the end of the prompt, with blocks sent early and without."""
+    """Measure a hand-off after the end of the prompt, with and without blocks that are sent early."""
     common = ("--connector", "tcp", "--load-policy", "always")
     with a_stack(*common) as early, a_stack(*common, "--kv-prefetch-tokens", "0") as late:
         found: dict[str, list[float]] = {}

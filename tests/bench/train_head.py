@@ -131,7 +131,7 @@ def write_texts(loaded: LoadedModel, *, count: int, tokens: int, seed: int) -> I
                 parts = runner.rows.pop(update.request_id)
                 tapped, last = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
                 ids = [*prompts.pop(update.request_id), *written.pop(update.request_id)]
-                skipped = len(ids) - 1 - len(tapped)  # a cached prefix has no hidden states
+                skipped = len(ids) - 1 - len(tapped)  # cached prefixes have no hidden states
                 yield ids[skipped:], tapped, last
                 engine.reset_prefix_cache()
 
@@ -237,7 +237,7 @@ def losses(head: Head, arrays: tuple[torch.Tensor, ...], passes: int) -> tuple[t
         loss = loss + 2.0 * smooth_l1_loss(normed[is_row], after[is_row])
         total = total + loss * 0.6**index
         shares.append(float((logits.argmax(-1) == known).float().mean()))
-        # The next pass reads the outputs, one row later.
+        # The next pass reads the outputs of the previous position.
         hidden, tokens, labels, after = out[:, :-1], tokens[:, 1:], labels[:, 1:], after[:, 1:]
         is_row = is_row[:, 1:]
     return total, shares

@@ -14,17 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ROOT / "kernels" / "cpu"
-FOLDERS = (
-    "data",
-    "runtime",
-    "simd",
-    "weights",
-    "products",
-    "attention",
-    "step",
-    "bench",
-    "levels",
-)  # from the lowest to the highest
+FOLDERS = ("data", "runtime", "simd", "weights", "products", "attention", "step", "bench", "levels")  # lowest first
 HEADERS = sorted(str(p.relative_to(CPU)) for p in CPU.rglob("*.hpp"))
 SOURCES = sorted(str(p.relative_to(CPU)) for p in CPU.rglob("*.[ch]pp"))
 MAX_FILES, MAX_LINES, MAX_COLUMNS = 12, 400, 120

@@ -1,4 +1,4 @@
-"""Waits for a condition that other processes or tasks bring about."""
+"""Waits for conditions that other processes or tasks fulfil."""
 
 import asyncio
 import threading
@@ -10,11 +10,11 @@ _POLL_SECONDS = 0.02
 
 
 def until(holds: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Check repeatedly until it holds; fail after `seconds`."""
+    """Check a condition repeatedly until it holds; fail after `seconds`."""
     clock, pause = SystemClock(), threading.Event()
     deadline = clock.monotonic() + seconds
     while not holds():
-        assert clock.monotonic() < deadline, f"not so within {seconds:.0f} s: {what}"
+        assert clock.monotonic() < deadline, f"not met within {seconds:.0f} s: {what}"
         pause.wait(_POLL_SECONDS)
 
 

@@ -208,9 +208,7 @@ def test_every_sampling_parameter_holds_on_both_workers(pair: Pair, one_engine: 
     assert [(s.token_id, s.rank, [t for t, _ in s.top]) for s in scores] == [
         (s.token_id, s.rank, [t for t, _ in s.top]) for s in wanted
     ]
-    assert [s.logprob for s in scores] == pytest.approx(
-        [s.logprob for s in wanted], abs=1e-5
-    )  # log-probabilities are float32 in messages
+    assert [s.logprob for s in scores] == pytest.approx([s.logprob for s in wanted], abs=1e-5)  # float32 in messages
     again = pair.run_prefill(prompt, sampling)
     assert scores_from_wire(again.prompt_logprobs) == scores, "scored rows of cached blocks are computed again"
     pair.prefill.Release(prefill_pb2.ReleaseRequest(ticket_id=again.ticket_id, reason="test"), timeout=CALL_SECONDS)

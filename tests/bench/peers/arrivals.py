@@ -48,7 +48,7 @@ class Arrivals:
         return self._drawn.get(number, 0)
 
     def outcome(self, input_tokens=None):
-        """Return the answer; `input_tokens` if the engine counts them itself."""
+        """Return the outcome. `input_tokens`: number that the engine counted, if it does."""
         asked = sum(len(request["tokens"]) for request in self._requests)
         return {
             "seconds": self._now(),

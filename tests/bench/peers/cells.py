@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 FIRST_TOKEN, END_TOKEN = 500, 40_000
-"""Ordinary words of the embedded model's vocabulary; nothing that controls."""
+"""Range of ids of ordinary words in the embedded model's vocabulary, without control tokens."""
 SHARED_TOKENS = 1024
 OWN_TOKENS = 32
 
@@ -18,12 +18,12 @@ class Request:
     tokens: tuple[int, ...]
     new_tokens: int
     at: float = 0.0
-    """Seconds after the beginning when it comes."""
+    """Arrival time in seconds after the beginning of the trial."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Requests sent at once, and those sent before them without being timed."""
+    """Requests sent at once, and requests sent before them without being timed."""
 
     timed: tuple[Request, ...]
     before: tuple[Request, ...] = ()
@@ -34,15 +34,15 @@ class Outcome:
     """An engine's measurement of a trial."""
 
     seconds: float
-    """From handing over the requests to the last token."""
+    """Seconds from passing the requests to the engine to the last token."""
     first_seconds: float
-    """To the first token of any."""
+    """Seconds to the first token of any request."""
     input_tokens: int
     output_tokens: int
     ttft: Sequence[float] = ()
-    """Seconds from a request's coming to its first token, of each."""
+    """Seconds from the arrival to the first token, of each request."""
     tpot: Sequence[float] = ()
-    """Mean seconds between its tokens, of each."""
+    """Mean seconds between tokens, of each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Cell:
     """Measures by the suffix of the row's name."""
     unit: str = "tokens/s"
     prefill_tokens: int = 0
-    """Prompt length where the products are the bound."""
+    """Prompt length, if the arithmetic rate is the bound."""
     reads_weights: bool = False
-    """Whether reading the weights once a token is the bound."""
+    """Whether reading the weights once per token is the bound."""
     comes_over_time: bool = False
-    """Whether requests come one after the other, which not every adapter can do."""
+    """Whether requests arrive over time, which some adapters do not support."""
 
 
 def cells() -> dict[str, Cell]:
@@ -105,7 +105,9 @@ def cells() -> dict[str, Cell]:
 
 
 def prefixes(draw: random.Random) -> dict[str, Trial]:
-    """Return trials of the same shapes: without a shared prefix, and with all but the last tokens shared and cached."""
+    """Return trials of equal shapes: one without a shared prefix, and one with all but the last tokens shared and
+    cached.
+    """
 
     def whole(prefix: tuple[int, ...]) -> Request:
         return Request(prefix + _tokens(draw, OWN_TOKENS), 32)

@@ -9,9 +9,9 @@
                                                            "ttft": [..], "tpot": [..]}
     end of input                                          exits
 
-One JSON object a line. Between lines the child sleeps in a read. What libraries print goes to standard error.
-An adapter has one function, `start(settings) -> (serve, facts)`; `serve(requests)` runs all of them, each from its
-`at` on (`arrivals` helps), and returns what is answered. A `close` among the facts is called at the end and not sent.
+Each line has one JSON object. Between lines the child sleeps in a read. Output of libraries goes to standard error. An
+adapter has one function, `start(settings) -> (serve, facts)`; `serve(requests)` runs all of them, each from its time
+`at` on (see `arrivals`), and returns the outcome. A function `close` among the facts is called at the end and not sent.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ import sys
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # for what adapters share, where Python is safe-pathed
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # modules of adapters, which a safe path excludes
     spec = importlib.util.spec_from_file_location("adapter", sys.argv[1])
     adapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(adapter)
@@ -41,7 +41,7 @@ def main() -> None:
     finally:
         close()
     sys.stderr.flush()
-    os._exit(0)  # engines' own endings take seconds and may fail
+    os._exit(0)  # the exit of an engine may take seconds and fail
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The compared engines and their settings for two cores; each adapter gives the reasons."""
+"""The compared engines and their settings for two cores; the adapters state the reasons."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One engine with one class of weights."""
+    """An engine with weights of one class."""
 
     name: str
     peer: str
@@ -28,11 +28,11 @@ class Engine:
     """`16-bit` or `4-bit`."""
     adapter: str
     form: str
-    """Form of the model, a name of `models`."""
+    """Form of the model: a name in `models`."""
     settings: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     takes_arrivals: bool = True
-    """Whether its adapter can take a request while others run."""
+    """Whether the adapter can accept a request while others run."""
 
 
 _VLLM = {
@@ -70,7 +70,7 @@ def start(
     """Install the packages of an engine and start it.
 
     Raises:
-        EngineFailed: it does not install or does not become ready.
+        EngineFailed: the installation fails, or the engine does not become ready.
     """
     peer = PEERS.get(engine.peer)
     python = Path(sys.executable) if peer is None else python_of(peer, work, seconds=install_seconds, say=say)

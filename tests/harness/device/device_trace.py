@@ -1,9 +1,9 @@
 """Trace of the stand-in device on a virtual clock: when each step and each copy would run.
 
 A step takes `STEP_SECONDS`, a copy `PAGE_SECONDS` for each page. Steps run in order, copies run in order on their own
-stream, after the steps that they are ordered after. A host thread has a time of its own, which advances only when it
-waits for the device: what it launches starts no earlier. So a step is late if the engine's thread, or the stream of the
-steps, has waited for copies.
+stream, after the steps that they are ordered after. Each host thread has a time of its own, which advances only when
+the thread waits for the device; its launches start no earlier. A step is therefore late if the engine's thread, or the
+stream of the steps, has waited for copies.
 """
 
 import threading

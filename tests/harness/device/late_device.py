@@ -1,9 +1,9 @@
 """Steps and copies of the stand-in device.
 
-A GPU computes steps and copies after they are launched, and the host learns only from a stream or an event that they
-have ended. Here a launched step is computed as late as possible: when its tokens are read, or when a copy that is
-ordered after it is made. A copy without that order reads pages that are not written yet, and a step without sampled
-rows ends, for the host, before it is computed, as on a GPU.
+A GPU computes steps and copies after their launch, and the host detects their end only with a stream or an event. Here
+a launched step is computed as late as possible: when its tokens are read, or when a copy that is ordered after it is
+made. A copy without that order reads pages that are not written yet, and a step without sampled rows ends, for the
+host, before it is computed, as on a GPU.
 """
 
 import threading
@@ -33,7 +33,7 @@ class DeviceLost(RuntimeError):
 
 
 class LateRunner(ThreadedRunner):
-    """A runner whose steps are computed when they are demanded, in order."""
+    """A runner that computes launched steps in order, each when it is demanded."""
 
     def __init__(self, model: Model, kv: PagedKv) -> None:
         super().__init__(model, kv)
@@ -58,7 +58,7 @@ class LateRunner(ThreadedRunner):
     def compute(self, step: PreparedStep) -> ComputedStep:
         with self._turn:
             number = self.computed + 1
-            assert self._turn.wait_for(lambda: self._demanded >= number, 60), "a step was never needed"
+            assert self._turn.wait_for(lambda: self._demanded >= number, 60), "the step was not demanded within 60 s"
         if number == self.breaks_at:
             raise DeviceLost("CUDA error: uncorrectable ECC error encountered")
         computed = super().compute(step)
@@ -68,7 +68,7 @@ class LateRunner(ThreadedRunner):
         return computed
 
     def demand(self, number: int) -> None:
-        """Let all steps up to a number be computed."""
+        """Allow the computation of all steps up to a number."""
         with self._turn:
             self._demanded = max(self._demanded, number)
             self._turn.notify_all()

@@ -149,7 +149,7 @@ def overlap(one_engine: LLM) -> None:
             tokens, first, _ = answer.result(SECONDS)
             assert tokens == list(one_engine.generate([prompt], GREEDY)[0].token_ids)
             assert first.handoff.outcome == decode_pb2.Handoff.OUTCOME_FETCHED
-        next(stream)  # it ran all the time
+        next(stream)  # the stream was running the whole time
         for worker in (prefill, decode):
             assert isinstance(worker.runner, LateRunner)
             trace = worker.runner.trace
@@ -162,7 +162,7 @@ def overlap(one_engine: LLM) -> None:
 
 
 def lost_copies(one_engine: LLM) -> None:
-    """Let every copy to the decode worker's device fail: the prompt is computed there."""
+    """Make every copy to the decode worker's device fail, so that the prompt is computed there."""
 
     def fail(blocks: Sequence[int]) -> None:
         raise DeviceLost("CUDA error: an illegal memory access was encountered")

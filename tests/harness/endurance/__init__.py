@@ -1,4 +1,5 @@
-"""Requests with all features at once, for minutes, through a running stack: each answer is an isolated request's.
+"""Requests with all features at once, for minutes, through a running stack. Each answer must equal that of an isolated
+request.
 
-`python -m harness.endurance` runs it. Nothing here may compute an expected answer in the stack under load.
+`python -m harness.endurance` runs it. Expected answers must not be computed in the stack under load.
 """

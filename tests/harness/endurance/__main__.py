@@ -1,8 +1,8 @@
 """Run requests with all features through `kvferry up` for minutes: `python -m harness.endurance [--seconds 600]`.
 
 64 streams run at a time over two prefill and two decode workers with tiers, drafts, priorities and adapters, and so few
-pages that sequences are preempted. Every answer must be that of the same request alone in one worker. At the end, no
-worker may hold anything, and the memory of no process may have grown. Exit status 1 if one of these does not hold.
+pages that sequences are preempted. Every answer must equal that of the same request alone in one worker. At the end, no
+worker may hold a resource, and the memory of no process may have grown. The exit status is 1 otherwise.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ TOGETHER = (
 SAMPLE_SECONDS = 2.0
 SPARE_BYTES = 16 << 20
 GROWTH = 1.1
-"""Memory in the last fifth of the run, compared with that in the second fifth; `SPARE_BYTES` may be added."""
+"""Limit of the memory in the last fifth of the run divided by that in the second fifth, plus `SPARE_BYTES`."""
 REQUEST_SECONDS = 120.0
 
 Answer = dict[int, list[int]]
@@ -71,7 +71,7 @@ async def expected_answers(address: str, cases: Sequence[Case]) -> dict[int, Ans
 
 
 async def ask(client: AsyncClient, case: Case, expected: Answer, leaves_after: int | None, report: Report) -> None:
-    """Send a request; compare what arrives until the end, or until the client leaves."""
+    """Send a request and compare its tokens until the end, or until the client disconnects."""
     tokens: Answer = defaultdict(list)
     stream = client.generate(
         case.prompt, case.sampling, n=case.n, model=case.model, priority=case.priority, cache_salt=case.cache_salt
@@ -117,7 +117,7 @@ async def run(
 
 
 async def watch(parent: psutil.Process, report: Report) -> None:
-    """Note the memory of the stack's processes."""
+    """Record the memory of the stack's processes."""
     while True:
         for child in parent.children():
             words = child.cmdline()

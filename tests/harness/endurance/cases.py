@@ -38,11 +38,13 @@ class Case:
     priority: int = 0
     cache_salt: str = ""
     features: tuple[str, ...] = ()
-    """Names of what the request uses, for the report."""
+    """Names of the features that the request uses, for the report."""
 
 
 def draw_cases(count: int, seed: int, adapters: Sequence[str]) -> list[Case]:
-    """Draw requests. Half of the prompts begin with one of eight heads, so that caches, tiers and hand-offs matter."""
+    """Draw requests. Half of the prompts begin with one of eight common prefixes, to use caches, tiers and
+    hand-offs.
+    """
     rng = Random(seed)
     heads = [tuple(rng.randrange(199) for _ in range(rng.choice((64, 129, 300)))) for _ in range(8)]
     return [_case(number, rng, heads, adapters) for number in range(count)]
@@ -52,7 +54,7 @@ def _case(number: int, rng: Random, heads: Sequence[tuple[int, ...]], adapters: 
     tail = tuple(rng.randrange(199) for _ in range(rng.choice((1, 15, 16, 17, 33, rng.randrange(1, 200)))))
     prompt = (*rng.choice(heads), *tail) if rng.random() < 0.5 else tail
     if rng.random() < 0.2:
-        prompt = (*prompt, *(list(range(30, 60)) * 3))  # repetitive text, for drafts
+        prompt = (*prompt, *(list(range(30, 60)) * 3))  # repetitive text, so that drafts are proposed
     sampling, features = _sampling(number, rng)
     case = Case(number, prompt, sampling, features=features)
     if rng.random() < 0.25:

@@ -1,8 +1,8 @@
 """A runner, a loader and tiers that do their work at random times between a call and its answer.
 
-Until a step's result is read it may not have run, and until a transport is quiet it may still write to its targets.
-Each of them writes what it should, or garbage where only its own result is lost, at any of these times. A page that is
-used too early, or again too early, therefore changes tokens.
+Until a step's result is read it may not have run, and until a transport is quiet it may still write to its targets. At
+any of these times, each of them writes the right content, or garbage where a write may only spoil its own result. A
+page that is used or reused too early therefore changes tokens.
 """
 
 import random
@@ -47,7 +47,7 @@ class QueuedRunner(ArithmeticRunner):
         return not any(map(needs_host, plan.scheduled)) and all(s.request_id in self._begun for s in plan.scheduled)
 
     def run_some(self) -> None:
-        """Perhaps run queued steps, as a device does while the host is busy."""
+        """Run queued steps with some probability, as a device does while the host is busy."""
         while self._queue and self._chance.random() < 0.3:
             self.run_first()
 
@@ -114,7 +114,7 @@ class DelayedLoads:
         return len(self._loads)
 
     def work(self, *, counts_partly: bool) -> None:
-        """Do a part of each load.
+        """Advance each load by a random amount.
 
         Args:
             counts_partly: whether the leading blocks of a failed load can be used.
@@ -166,7 +166,7 @@ class DelayedLoader(DelayedLoads):
         self, job: int, request_id: RequestId, source: object, first_block: int, targets: Sequence[BlockId]
     ) -> None:
         assert isinstance(source, Offer)
-        # References: their contents are read when the load copies them.
+        # References to pages, whose contents are read when the load copies them.
         pages = [source.runner.pages[block] for block in source.blocks[first_block:]]
         self.begin(job, request_id, pages, targets)
 
@@ -232,7 +232,7 @@ class DelayedTiers:
         """Do nothing: there are no threads."""
 
     def work(self) -> None:
-        """Do a part of the loads, stores and answers."""
+        """Advance loads, stores and answers by a random amount."""
         self._loads.work(counts_partly=True)
         for asked in list(self._asked):
             if self._chance.random() < 0.4:

@@ -9,7 +9,7 @@ from kvferry.kv.interface.connector import LoadOutcome, PagesQuiet
 
 
 class HeldLoader:
-    """A loader that does nothing until the test says so."""
+    """A loader whose loads end on request of the test."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""A fake grammar: its masks depend only on the number of generated tokens and are late as often as a test says."""
+"""A fake grammar whose masks depend only on the number of generated tokens. A schedule of the test makes masks late."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +15,14 @@ ANY = Constraint(ConstraintKind.JSON_OBJECT, "")
 
 
 def allowed_after(generated: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """The fake grammar: after g tokens, only tokens that are congruent to g modulo 5."""
+    """Return the mask of the fake grammar: after g tokens, only tokens congruent to g modulo 5 are allowed."""
     allowed: npt.NDArray[np.bool_] = np.arange(VOCAB) % 5 == len(generated) % 5
     return allowed
 
 
 @dataclass
 class FakeMasks:
-    """Masks that are late as often as the schedule says: one number per wait, cyclic."""
+    """Makes masks that are late by the schedule: each mask takes the next number, in a cycle."""
 
     schedule: list[int]
     waits: int = 0
@@ -43,7 +43,7 @@ class FakeMask:
     owner: FakeMasks
     generated: tuple[int, ...]
     late: int
-    """Number of times that the mask is still not ready."""
+    """Number of readiness checks until the mask is ready."""
 
     @property
     def is_ready(self) -> bool:
@@ -57,7 +57,7 @@ class FakeMask:
         return self.owner.of((*self.generated, *token_ids))
 
     def forced_tokens(self) -> Sequence[int]:
-        """Force a token after every third one, which is right only if the model agrees."""
+        """Force a token after every third one; the next mask allows this token only if the model samples it."""
         return () if self.late or len(self.generated) % 3 else (len(self.generated) % 5,)
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:

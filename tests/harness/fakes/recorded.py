@@ -18,7 +18,7 @@ EOS = 7
 
 
 class CountingRunner:
-    """Runner whose token at position n is a function of n; one of nine is `EOS`."""
+    """A runner whose token at position n is a function of n; every ninth token is `EOS`."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Return a token for each sampled row."""
@@ -29,14 +29,14 @@ class CountingRunner:
 
 
 class LaunchingRunner(CountingRunner):
-    """The same, for a pipeline that launches steps ahead."""
+    """A `CountingRunner` for a pipeline that launches steps ahead."""
 
     def begin(self, plan: StepPlan) -> "_Launched":
         """Launch a step."""
         return _Launched(self.run(plan))
 
     def may_follow(self, plan: StepPlan) -> bool:
-        """Return `True`: tokens do not depend on those before."""
+        """Return `True`: tokens do not depend on earlier ones."""
         return True
 
 

@@ -137,7 +137,7 @@ class Traffic:
             assert self._thread.is_alive(), f"the traffic ended: {self._broke!r}"
             wrong = [end.wrong for end in self.ended if end.wrong]
             assert not wrong, wrong[0]
-            assert CLOCK.monotonic() < deadline, f"not so within {seconds:.0f} s: {what}; {self.summary()}"
+            assert CLOCK.monotonic() < deadline, f"not met within {seconds:.0f} s: {what}; {self.summary()}"
             pause.wait(_LOOK_SECONDS)
 
     def summary(self) -> str:

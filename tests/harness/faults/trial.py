@@ -124,7 +124,7 @@ def check(case: Case, ended: Sequence[Ended], met: Sequence[Ended]) -> None:
         AssertionError: a request ended in a way that is not permitted.
     """
     wrong = [end.wrong for end in ended if end.wrong]
-    assert not wrong, f"{len(wrong)} wrong, the first: {wrong[0]}"
+    assert not wrong, f"{len(wrong)} requests had wrong tokens, the first: {wrong[0]}"
     errors = [end.error for end in ended if end.error]
     if case.may_fail:
         errors = [error for error in errors if error.partition(":")[0] != _UNAVAILABLE]

@@ -1,6 +1,6 @@
-"""Fuzzers of everything that comes from outside: `python -m harness.fuzz [--seconds N] [--target NAME]...`.
+"""Fuzzers of what reads external input: `python -m harness.fuzz [--seconds N] [--target NAME]...`.
 
-A target turns bytes into one use of a parser or a server. It must end with one of the documented errors, in
-`MAX_SECONDS` and within the memory limit; anything else is a finding, which is written to tests/fuzz/corpus/<target>
-and replayed by tests/fuzz/test_fuzz.py from then on.
+A target passes bytes to a parser or a server. The run must succeed or end with a documented error, within `MAX_SECONDS`
+and the memory limit. Any other outcome is a finding: its input is written to tests/fuzz/corpus/<target> and replayed by
+tests/fuzz/test_fuzz.py.
 """

@@ -1,4 +1,4 @@
-"""`python -m harness.fuzz`: all targets, each in a process of its own, some side by side."""
+"""`python -m harness.fuzz`: runs all targets, each in a process of its own, several at a time."""
 
 import subprocess
 import sys

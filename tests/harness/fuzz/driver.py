@@ -35,7 +35,7 @@ _GUIDED = ("kvferry.model", "kvferry.kv")
 
 
 class TooSlow(BaseException):
-    """A run took too long. Not an `Exception`, so that no handler of the target ends it."""
+    """The error of a run that takes too long. It is no `Exception`, so that handlers in the target do not catch it."""
 
 
 def replay(target: Target, inputs: list[bytes]) -> None:
@@ -116,16 +116,16 @@ def _run_one(target: Target, run: Run, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         if target.is_server:
-            raise AssertionError(f"FINDING of target {target.name}: {path}") from error  # and the servers are stopped
+            raise AssertionError(f"FINDING of target {target.name}: {path}") from error  # ends the servers too
         traceback.print_exc()
         sys.stderr.write(f"FINDING of target {target.name}: {path}\n")
         sys.stderr.flush()
-        os._exit(77)  # atheris would go on
+        os._exit(77)  # otherwise atheris would continue
 
 
 @contextmanager
 def _time_limit(target: Target) -> Iterator[None]:
-    """Raise `TooSlow` in a run that takes more CPU time than allowed; a server's inputs have time-outs of their own."""
+    """Raise `TooSlow` in a run that takes too much CPU time. Inputs of servers have timeouts instead."""
     if target.is_server:
         yield
         return
@@ -142,7 +142,7 @@ def _too_slow(_number: int, _frame: FrameType | None) -> None:
 
 
 def _limit_memory() -> None:
-    """Let the process allocate `MAX_MEMORY_BYTES` more than it has now."""
+    """Limit the process's memory to its present size plus `MAX_MEMORY_BYTES`."""
     with open("/proc/self/status") as status:
         data = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -51,7 +51,7 @@ CONVERSATION = [{"role": "system", "content": "Be kind."}, {"role": "user", "con
 
 
 def used(source: ModelSource) -> None:
-    """Read all of a model that was opened, and use its text parts."""
+    """Read all tensors of a model, and use its tokenizer and its chat template."""
     for name in source.tensors.shapes():
         source.tensors.read(name)
     try:
@@ -131,7 +131,7 @@ def _gguf_seeds() -> list[bytes]:
 
 
 def _gguf_mutate(data: bytes, random: Random) -> bytes:
-    """Change the header, and keep the data, which has no structure."""
+    """Change the header. The data has no structure, so it stays."""
     words = [struct.pack("<I", kind) for kind in range(14)] + [b"GGUF", b"llama", b"qwen3", b"a b", b"{{ messages }}"]
     split = min(len(data), 3000)
     return bytes_at_random(data[:split], random, words) + data[split:]
@@ -178,7 +178,7 @@ def _weights(dtype: type = np.float32) -> bytes:
 
 
 def header_mutate(data: bytes, random: Random) -> bytes:
-    """Change the JSON of the header, and let its length agree in most cases."""
+    """Change the JSON of the header; in most cases, adjust its length."""
     length = int.from_bytes(data[:8], "little")
     if not 2 <= length <= len(data) - 8 or random.random() < 0.2:
         return bytes_at_random(data, random)

@@ -35,7 +35,7 @@ def _seeds(file: str, kinds: tuple[str, ...]) -> list[bytes]:
 
 @contextmanager
 def _folders(file: str, kinds: tuple[str, ...]) -> Iterator[Run]:
-    """Open a folder of each kind, in which a run replaces one file."""
+    """Write a folder for each kind of head, in which a run replaces one file."""
     with TemporaryDirectory() as name:
         folders = {kind: _WRITE[kind](Path(name) / kind) for kind in kinds}
 

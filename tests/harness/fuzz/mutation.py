@@ -61,7 +61,7 @@ def bytes_at_random(data: bytes, random: Random, words: Sequence[bytes] = (), mo
 
 
 def json_at_random(data: bytes, random: Random, words: Sequence[str] = ()) -> bytes:
-    """Change values of a JSON document; change its bytes if it is none, and now and then."""
+    """Change values of a JSON document. Occasionally, or if the input is no JSON, change its bytes."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -110,7 +110,7 @@ def message_at_random(message: Any, random: Random, depth: int = 0) -> None:
                 getattr(message, field.name).extend([value] * random.choice((1, 1, 3, 2000)))
             else:
                 setattr(message, field.name, value)
-        except (ValueError, TypeError):  # out of the field's range
+        except (ValueError, TypeError):  # beyond the range of the field
             continue
 
 

@@ -29,7 +29,7 @@ from kvferry.v1 import (
 
 Metadata = tuple[tuple[str, str], ...]
 _SIGNED = 224
-"""Value of an input's second byte from which its call carries no token."""
+"""Inputs whose second byte has at least this value make calls without a token."""
 _CANARY_EVERY = 25
 _CANARY_SECONDS = 20.0
 _FILES = (inference_pb2, prefill_pb2, decode_pb2, kv_transfer_pb2, kv_events_pb2, worker_admin_pb2)
@@ -37,9 +37,11 @@ METHODS = [
     method for file in _FILES for service in file.DESCRIPTOR.services_by_name.values() for method in service.methods
 ]
 _STREAM_SECONDS = 0.3
-"""Time for which a stream without an end is read."""
+"""Seconds for which an endless stream is read."""
 _ANSWER_SECONDS = 0.3
-"""Time without a byte after which an answer is complete, or not begun because the gateway expects more."""
+"""Seconds without a byte after which an answer counts as complete, or as not begun because the gateway waits for more
+input.
+"""
 
 
 class Stack:
@@ -63,16 +65,18 @@ class Stack:
         return sum(child.memory_info().rss for child in self._family.children())
 
     def check(self) -> None:
-        """Check now and then that a small request is answered, that no worker has exited, and the memory."""
+        """Occasionally check that a small request is answered, that no worker has exited, and the memory."""
         self._runs += 1
         if self._runs % _CANARY_EVERY == 0:
             self.canary()
 
     def canary(self) -> None:
-        """Check that a small request is answered, that no worker has exited, and the memory."""
+        """Check that a small request is answered, that no worker has exited, and that the memory stays below
+        the limit.
+        """
         body = {"prompt": "The ferry", "max_tokens": 4}
         answer = httpx.post(f"http://{self.http}/v1/completions", json=body, timeout=_CANARY_SECONDS)
-        assert answer.status_code == 200, f"the canary got {answer.status_code}: {answer.text[:300]}"
+        assert answer.status_code == 200, f"the canary request got {answer.status_code}: {answer.text[:300]}"
         exited = [pid for pid in self._children if not psutil.pid_exists(pid)]
         assert not exited, f"processes exited: {exited}"
         used = self._memory() - self._before
@@ -81,7 +85,7 @@ class Stack:
 
 @contextmanager
 def _stack() -> Iterator[Stack]:
-    # A small KV memory, since its pages are counted when they are used.
+    # The KV memory is small, because its pages count as memory once they are used.
     flags = (
         "--model",
         "tiny",
@@ -189,11 +193,11 @@ def _http() -> Iterator[Run]:
                 answer = b""
                 try:
                     link.sendall(data)
-                    # The end of the input is not sent: for the gateway it is a client that has left.
+                    # The client's end of input is not sent, because the gateway would take it for a disconnect.
                     link.settimeout(_ANSWER_SECONDS)
                     while len(answer) < 1 << 20 and (more := link.recv(65536)):
                         answer += more
-                except (ConnectionError, TimeoutError):  # refused while it was sent, or more is expected
+                except (ConnectionError, TimeoutError):  # refused during the request, or incomplete
                     pass
             assert not answer or answer.startswith(b"HTTP/1.1 "), f"not HTTP: {answer[:100]!r}"
             assert answer[9:12] not in (b"500", b"502"), f"answered {answer[:600]!r}"
@@ -223,7 +227,7 @@ def _new(method: Any) -> Any:
 
 
 def _grpc_mutate(data: bytes, random: Random) -> bytes:
-    """Change fields of the message, or its bytes; any port is asked."""
+    """Change fields of the message, or its bytes; select a random port."""
     number, payload = data[0] % len(METHODS), data[2:]
     if random.random() < 0.3:
         number = random.randrange(len(METHODS))
@@ -250,7 +254,7 @@ def _grpc() -> Iterator[Run]:
                 return
             method = METHODS[data[0] % len(METHODS)]
             path = f"/{method.containing_service.full_name}/{method.name}"
-            # A message that can be read would stop the worker, as it should.
+            # A valid message would stop the worker, as documented.
             payload = (b"\xff" if method.name == "Drain" else b"") + data[2:]
             number, signed = data[1] % len(channels), data[1] < _SIGNED
             metadata = _signed(path, f"127.0.0.1:{stack.ports[number]}") if signed else ()

@@ -18,16 +18,16 @@ Mutate = Callable[[bytes, Random], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One thing that reads bytes from outside."""
+    """A parser or server that reads external input."""
 
     name: str
     seeds: Callable[[], list[bytes]]
     """Valid inputs, from which mutations begin."""
     opened: Callable[[], AbstractContextManager[Run]]
-    """Opens what the runs need. A run returns, or raises an error that is a finding."""
+    """Opens the resources of the runs. A run returns, or raises an error that is a finding."""
     mutate: Mutate
     is_server: bool = False
-    """Whether the input goes to other processes; then there is no coverage to be guided by."""
+    """Whether other processes handle the input, so that coverage cannot guide the mutations."""
 
     def findings(self) -> list[Path]:
         """Return the files of earlier findings."""

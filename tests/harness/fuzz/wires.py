@@ -58,7 +58,7 @@ def _ticket_seeds() -> list[bytes]:
 
 
 def _prefixed(mutate: Callable[[bytes, Random], bytes], data: bytes, random: Random) -> bytes:
-    """Keep the first byte, which selects what the rest is for, most of the time."""
+    """Keep the first byte, which selects the use of the rest, most of the time."""
     kind = data[:1] if random.random() < 0.9 else bytes([random.randrange(8)])
     return kind + mutate(data[1:], random)
 
@@ -146,7 +146,7 @@ _PAGES, _PAGE_BYTES = 4, 64
 
 @cache
 def _owner(number: int) -> Transport:
-    """A worker of this process whose pages can be read, while the process runs."""
+    """Return a worker's transport, in this process, whose pages can be read."""
     transport = _TRANSPORTS[number](OWNER, TransportSetup(secrets=(SECRET,)))
     transport.allocate(_PAGES, _PAGE_BYTES)
     return transport
@@ -158,13 +158,13 @@ def _address_seeds() -> list[bytes]:
 
 @contextmanager
 def _addresses() -> Iterator[Run]:
-    """A worker of each transport receives the address of a peer and reads its pages."""
+    """Yield a run in which a worker of each transport gets the address of a peer and reads its pages."""
     setup = TransportSetup(secrets=(SECRET,))
     transports = [open_transport(Incarnation("reader"), setup) for open_transport in _TRANSPORTS]
     for transport in transports:
         transport.allocate(_PAGES, _PAGE_BYTES)
     lookup = socket.getaddrinfo
-    socket.getaddrinfo = partial(lookup, flags=socket.AI_NUMERICHOST)  # no names of the fuzzer's making leave the host
+    socket.getaddrinfo = partial(lookup, flags=socket.AI_NUMERICHOST)  # host names in the input are not resolved
 
     def run(data: bytes) -> None:
         transport = transports[data[0] % len(transports)] if data else transports[0]
@@ -172,7 +172,7 @@ def _addresses() -> Iterator[Run]:
             transport.connect(PEER, data[1:])
             transport.read_epochs(PEER, [0, _PAGES - 1], 0.5)
             read = transport.read(PEER, [0], [0])  # type: ignore[list-item]
-            while not read.poll():  # until the stall time-out at the latest
+            while not read.poll():  # ends at the stall timeout at the latest
                 read.wait(0.5)
         except ReadError:
             pass

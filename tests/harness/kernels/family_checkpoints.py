@@ -233,7 +233,7 @@ CHECKPOINTS = {
     "deepseek_v3": Checkpoint("DeepseekV3", DEEPSEEK_V3),
     "qwen3_moe": Checkpoint("Qwen3Moe", _EXPERTS | {"norm_topk_prob": True, "head_dim": 16, "decoder_sparse_step": 2}),
 }
-"""By name, with the family's name up to a dash."""
+"""Checkpoints by name: the family's name, up to a dash."""
 
 
 def edit_config(folder: Path, **values: object) -> None:

@@ -1,7 +1,7 @@
 """Stages this machine's C compiler for an image, with what it needs to build an extension module.
 
-Triton compiles a small extension module in the pod, for which it looks for `gcc` on the PATH. The compiler itself says
-which programs, libraries and headers it uses, so that this works on any distribution with gcc.
+Triton compiles a small extension module in the pod, for which it looks for `gcc` on the PATH. The compiler itself
+prints the programs, libraries and headers that it uses, so this works on any distribution with gcc.
 """
 
 import os

@@ -138,7 +138,7 @@ class Load:
         pause, deadline = threading.Event(), CLOCK.monotonic() + seconds
         while not holds(self.ended[:]):
             assert self._thread.is_alive(), f"the load ended: {self._broke!r}"
-            assert CLOCK.monotonic() < deadline, f"not so within {seconds:.0f} s: {what}"
+            assert CLOCK.monotonic() < deadline, f"not met within {seconds:.0f} s: {what}"
             pause.wait(_LOOK_SECONDS)
 
     def flows(self, more: int = 6, seconds: float = 90.0) -> None:

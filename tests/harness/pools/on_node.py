@@ -174,7 +174,7 @@ def eventually(holds: Callable[[], bool], what: str, seconds: float, explain: Ca
     """
     pause, deadline = threading.Event(), CLOCK.monotonic() + seconds
     while not _without_hiccup(holds):
-        assert CLOCK.monotonic() < deadline, f"not so within {seconds:.0f} s: {what}\n{explain()}"
+        assert CLOCK.monotonic() < deadline, f"not met within {seconds:.0f} s: {what}\n{explain()}"
         pause.wait(_LOOK_SECONDS)
 
 

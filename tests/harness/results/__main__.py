@@ -1,7 +1,6 @@
-"""Makes the results again and writes docs/results.md and build/results.json.
+"""Runs the experiments and writes docs/results.md and build/results.json.
 
-python -m harness.results                 all rows
-python -m harness.results --only H4       one row; the others keep what was recorded
+python -m harness.results all rows python -m harness.results --only H4 one row; the others keep their records
 """
 
 import argparse
@@ -76,7 +75,7 @@ def main() -> None:
     everything = [rows[row.number] for row in ROWS if row.number in rows]
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(everything, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    # The seconds depend on the machine, so that the record, which is compared, is without them.
+    # Seconds depend on the machine, so the record, which tests compare, omits them.
     kept = [{name: value for name, value in row.items() if name != "seconds"} for row in everything]
     RECORD.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
     PAGE.write_text(page(everything), "utf-8")

@@ -91,7 +91,7 @@ def overall() -> Outcome:
 
 
 def compute_bound() -> Outcome:
-    """Compare paged and reserved memory where memory never fills."""
+    """Compare paged and reserved memory in a workload that never fills the memory."""
     found = {}
     for name, make in ((PAGED, None), (ORACLE, reserving(BASELINES[ORACLE], LARGE))):
         found[name] = capacity(trace(ALPACA, 30.0), make, limit=0.1, start=25.0, settings=settings_of(slots=LARGE))
@@ -126,7 +126,7 @@ def samples() -> Outcome:
 
 @cache
 def prefix_ratio(num_prefix: int) -> float:
-    """Return the ratio of rates to Oracle for translations behind a common prefix."""
+    """Return the ratio of rates to Oracle for translation requests after a common prefix."""
 
     def draw(rate: float) -> Sequence[SimRequest]:
         mix = LengthMix(UNIFORM, num_input=25, num_output=30, spread=0.5)
@@ -163,8 +163,9 @@ def _chat(rate: float, *, keeps: bool) -> Sequence[SimRequest]:
 
 @cache
 def chat_ratios() -> tuple[list[float], float]:
-    """Return the ratios of rates to each reserving baseline, and the rate of chats whose KV is kept over that of
-    paged without."""
+    """Return the ratios of rates to each reserving baseline, and the ratio of rates with and without KV that is kept
+    between rounds.
+    """
 
     def plain(rate: float) -> Sequence[SimRequest]:
         return _chat(rate, keeps=False)

@@ -151,7 +151,7 @@ def _is_person(text: str) -> bool:
 
 
 def late_registration() -> Outcome:
-    """Find the first step after which a request hits the block that another one's output completes."""
+    """Find the first step after which a request hits a block that the output of another request completed."""
     found = {ahead: _first_hit(runs_ahead=ahead) for ahead in (False, True)}
     return Outcome(
         f"the output's block is found after {found[False]} tokens of the block after it without asynchronous steps, and"
@@ -163,7 +163,9 @@ def late_registration() -> Outcome:
 
 
 def _first_hit(*, runs_ahead: bool) -> int:
-    """Return how many tokens of X after its block have been read when Y, which begins like X, first hits the block."""
+    """Return the number of X's tokens after its block that have been read when Y, which begins like X, first hits the
+    block.
+    """
     from harness.fakes.recorded import LaunchingRunner
 
     for tokens_after in range(4):
@@ -184,7 +186,7 @@ def _first_hit(*, runs_ahead: bool) -> int:
                 break
         if cached[0] == 12:
             return tokens_after
-    raise AssertionError("the block was never found")
+    raise AssertionError("request Y never hit the block")
 
 
 def _tiny(speculation: str) -> LLM:

@@ -1,4 +1,6 @@
-"""Rows about the host's work in a step, and about times of steps. Times are measured on the machine that runs them."""
+"""Rows about the host's work in a step, and about durations of steps. Durations are measured on the machine that runs
+the rows.
+"""
 
 import csv
 import queue
@@ -26,7 +28,7 @@ _STEP_ROWS = Path(__file__).resolve().parents[2] / "bench" / "results" / "steps.
 
 
 class _Device:
-    """A device whose steps take a fixed time and no processor: it sleeps on a thread of its own."""
+    """A device whose steps take a fixed time and no processor time: a thread sleeps for each step."""
 
     def __init__(self, seconds: float, host_seconds: float) -> None:
         self._seconds, self._host_seconds = seconds, host_seconds
@@ -48,7 +50,7 @@ class _Device:
         return launched
 
     def may_follow(self, plan: StepPlan) -> bool:
-        """Return `True`: tokens do not depend on those before."""
+        """Return `True`: tokens do not depend on earlier ones."""
         return True
 
     def close(self) -> None:
@@ -243,7 +245,7 @@ def step_times() -> Outcome:
         rows = [row for row in csv.DictReader(file) if row["model"] == "smollm2-135m-instruct" and row["pairs"] == "0"]
     times: dict[int, list[float]] = {}
     for row in rows:
-        if int(row["kv_tokens"]) <= 80 * int(row["tokens"]):  # short contexts: weights, not KV
+        if int(row["kv_tokens"]) <= 80 * int(row["tokens"]):  # short contexts, with little KV to read
             times.setdefault(int(row["tokens"]), []).append(float(row["ms"]))
     points = [(count, statistics.median(found)) for count, found in sorted(times.items())]
     (least, floor), (most, end) = points[0], points[-1]

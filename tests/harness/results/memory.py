@@ -1,4 +1,4 @@
-"""Memory of the KV cache: what part of it holds tokens, and how many requests fit."""
+"""Memory of the KV cache: the share that holds tokens, and the number of requests that fit."""
 
 import math
 from collections import Counter
@@ -42,7 +42,7 @@ def _useful_share(name: str, seed: int) -> float:
 
     def observe(replica: Replica, plan: StepPlan, seconds: float) -> None:
         nonlocal held, seconds_seen
-        if replica.scheduler.num_waiting:  # the first and last steps, when memory is not full, do not count
+        if replica.scheduler.num_waiting:  # the first and last steps, in which memory is not full, are excluded
             held += seconds * sum(item.num_computed + item.num_scheduled for item in plan.scheduled)
             seconds_seen += seconds
 

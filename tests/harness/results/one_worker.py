@@ -1,9 +1,9 @@
 """One worker in virtual time, without a gateway, for comparisons of schedulers and allocators.
 
-The device is OPT-13B on an A100 with 40 GB, by arithmetic: 26 GFLOP per token at half of 312 TFLOP/s, and 800 KiB of
-KV per token at 1.555 TB/s. The constant of a step follows from the published mean batch of 30.42 requests at 2 requests
+The device is OPT-13B on an A100 with 40 GB, by arithmetic: 26 GFLOP per token at half of 312 TFLOP/s, and 800 KiB of KV
+per token at 1.555 TB/s. The constant of a step follows from the published mean batch of 30.42 requests at 2 requests
 per second (Kwon et al., PagedAttention, 2023, figure 13a) by Little's law: 15.2 s for 338 tokens are 45 ms per step.
-Only the paged system is used for that; what the other systems do is a prediction.
+Only the paged system's result is used for this constant; the results of the other systems are predictions.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ A100_OPT_13B = DeviceProfile(step=0.032, token=1.67e-4, kv_token=5.27e-7)
 ITERATION_LEVEL = SchedulerLimits(
     token_budget=1 << 20, max_chunk_tokens=1 << 20, max_mixed_tokens=1 << 20, max_sequences=256
 )
-"""Whole prompts in one step, as in the paper's system."""
+"""Whole prompts are computed in one step, as in the paper's system."""
 BASELINES: dict[str, Rule] = {
     "Orca (Max)": whole_context(CONTEXT),
     "Orca (Pow2)": power_of_two(CONTEXT),
@@ -51,7 +51,7 @@ PAGED = "paged"
 
 
 def reserving(rule: Rule, slots: int = SLOTS) -> MakeScheduler:
-    """Return the creator of a baseline that reserves chunks. Pages beneath are as many as chunks can need."""
+    """Return the creator of a baseline that reserves chunks. It has enough pages for all chunks."""
 
     def make(settings: ReplicaSettings, speculation: Speculation | None) -> Scheduler:
         allocator = private_pages(2 * slots // settings.block_tokens, settings.block_tokens)
@@ -125,7 +125,7 @@ class Served:
 
 
 def settings_of(slots: int = SLOTS, block: int = BLOCK, limits: SchedulerLimits = ITERATION_LEVEL) -> ReplicaSettings:
-    """Return the settings of a worker with so many KV slots."""
+    """Return the settings of a worker with this number of KV slots."""
     return ReplicaSettings(num_blocks=slots // block, block_tokens=block, limits=limits)
 
 

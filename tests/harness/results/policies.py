@@ -72,7 +72,7 @@ def head_of_line() -> Outcome:
 
 
 def no_starvation() -> Outcome:
-    """Send an endless stream of short prompts before a long one, and see how long it waits."""
+    """Send a long prompt within a stream of 1,200 short ones, and measure how long it waits."""
     waits = {}
     for policy in POLICIES:
         stream = [_one(number + 1, 0.02 * number, 400, 40) for number in range(1200)]

@@ -13,14 +13,14 @@ class Outcome:
     ours: str
     passed: bool
     why: str = ""
-    """Why the line was missed, or what the numbers do not show."""
+    """Reason for a missed target, or a limitation of the numbers."""
     picture: Sequence[Panel] = ()
-    """Curves, which are drawn to docs/results."""
+    """Curves for the picture in docs/results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A published claim, and the experiment that makes it again."""
+    """A published claim, and the experiment that reproduces it."""
 
     number: int
     """Row `n` runs alone with `--only Hn`."""
@@ -31,9 +31,9 @@ class Row:
     pass_line: str
     run: Callable[[], Outcome]
     is_fast: bool = False
-    """Whether the tests run it again; seconds at most."""
+    """Whether the tests run this row again, which must take seconds at most."""
 
     @property
     def command(self) -> str:
-        """The command that makes this row alone."""
+        """Command that runs this row alone."""
         return f'make results ARGS="--only H{self.number}"'

@@ -56,7 +56,7 @@ def saved_pages() -> Outcome:
 
 
 def prompt_share() -> Outcome:
-    """Measure the share of prompts in the KV memory with two samples, for which no line was published."""
+    """Measure the share of prompts in the KV memory with two samples, for which no result was published."""
     found = {kind: 100 * _sharing(kind, count, rate / 2, 2)[1] for kind, count, rate in (
         (ALPACA, 200, 8.0), (SHAREGPT, 24, 0.6),
     )}  # fmt: skip

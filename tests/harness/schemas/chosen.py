@@ -1,4 +1,4 @@
-"""Chosen JSON Schemas: every keyword that constrained decoding supports, and what clients send."""
+"""Chosen JSON Schemas: every keyword that constrained decoding supports, and schemas that clients send."""
 
 from typing import Any
 

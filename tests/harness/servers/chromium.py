@@ -91,7 +91,7 @@ class Chromium:
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             readable, _, _ = select.select([self._read], [], [], _SECONDS)
-            assert readable, f"the browser sent nothing for {_SECONDS} s"
+            assert readable, f"the browser sent no byte for {_SECONDS} s"
             more = os.read(self._read, 1 << 16)
             assert more, "the browser ended"
             self._rest += more
@@ -105,7 +105,7 @@ def chromium() -> Iterator[Chromium]:
     folder = tempfile.mkdtemp(prefix="kvferry-chromium-")
     down_read, down_write = os.pipe()
     up_read, up_write = os.pipe()
-    # The protocol's descriptors are 3 and 4, which only a shell can choose without code between fork and exec.
+    # The protocol uses descriptors 3 and 4, which only a shell can assign without running code between fork and exec.
     script = f'exec "$0" "$@" 3<&{down_read} 4>&{up_write}'
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"]
     process = subprocess.Popen(

@@ -91,7 +91,7 @@ def joined() -> Iterator[Link]:
         yield link
     finally:
         for end in (("ip", "link", "del", link.near), ("ip", "netns", "del", link.namespace)):
-            with suppress(subprocess.CalledProcessError):  # it was not created
+            with suppress(subprocess.CalledProcessError):  # if it was not created
                 _do(*end)
 
 

@@ -18,7 +18,7 @@ _SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span as a collector sees it."""
+    """A span as a collector receives it."""
 
     service: str
     name: str
@@ -26,7 +26,7 @@ class ReceivedSpan:
     span_id: str
     parent_id: str
     start: int
-    """Unix time, nanoseconds."""
+    """Unix time in nanoseconds."""
     end: int
     attributes: dict[str, Any]
     events: list[tuple[str, dict[str, Any]]]
@@ -36,7 +36,7 @@ class ReceivedSpan:
 
 @dataclass
 class Collector:
-    """A running collector and what it has received."""
+    """A running collector and the spans that it received."""
 
     url: str
     spans: list[ReceivedSpan] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Collector:
         """Return all spans as soon as `is_enough(spans)`.
 
         Raises:
-            AssertionError: this did not happen in time.
+            AssertionError: the spans did not arrive in time.
         """
         with self.change:
             assert self.change.wait_for(lambda: is_enough(self.spans), _SECONDS), [span.name for span in self.spans]

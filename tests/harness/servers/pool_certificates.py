@@ -11,7 +11,7 @@ NOW = SystemClock().wall()
 
 
 def an_authority(title: str = "tests") -> Authority:
-    """Draw a CA that has been valid for 40 days, so that it can have signed certificates which have expired."""
+    """Create a CA that has been valid for 40 days, so that certificates which it signed may have expired."""
     return Authority.draw(NOW - 40 * DAY, 400, title=title)
 
 
@@ -32,7 +32,7 @@ class PoolFolder:
         """Write a new certificate and key for a kind of process.
 
         Args:
-            age_days: days since it was signed; more than `days` for one that has expired.
+            age_days: days since it was signed; more than `days` for an expired certificate.
         """
         signed = authority.sign(NAMES[kind], NOW - age_days * DAY, days)
         files = self.files(kind)

@@ -1,3 +1,3 @@
-"""Siege of `kvferry up`: hostile clients of all kinds in one process, and a canary whose latency is compared with its
-own latency before the siege, in another one. Run with `make siege`.
+"""Siege of `kvferry up`: hostile clients of all kinds in one process, and in another process a canary whose latency
+during the siege is compared with that before it. Run with `make siege`.
 """

@@ -38,9 +38,9 @@ class Canary:
 
     first: list[float] = field(default_factory=list)
     second: list[float] = field(default_factory=list)
-    """From the first token to the second, the hand-off between them."""
+    """From the first token to the second, with the hand-off in between."""
     gaps: list[float] = field(default_factory=list)
-    """Between two later tokens."""
+    """Between later tokens."""
     failures: list[str] = field(default_factory=list)
 
     async def sing(self, client: AsyncClient) -> None:
@@ -60,7 +60,7 @@ class Canary:
 
 
 def p95(values: Sequence[float]) -> float:
-    """95th percentile."""
+    """Return the 95th percentile."""
     return statistics.quantiles(values, n=20)[-1] if len(values) > 1 else float("inf")
 
 
@@ -79,7 +79,9 @@ def attackers(target: Target, names: Sequence[str]) -> Iterator[subprocess.Popen
 async def besiege(
     target: Target, names: Sequence[str], seconds: float, gateway: psutil.Process
 ) -> tuple[Canary, Canary, float]:
-    """Measure the canary before and during the attacks; returns both, and the gateway's largest memory in bytes."""
+    """Measure the canary before and during the attacks; return both results, and the gateway's largest memory
+    in bytes.
+    """
     calm, disturbed, most = Canary(), Canary(), 0.0
     async with AsyncClient(target.grpc) as client:
         for _ in range(CALM_STREAMS):

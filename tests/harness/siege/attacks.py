@@ -15,7 +15,7 @@ import grpc
 from kvferry.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 _PAUSE_SECONDS = 0.5
-"""Between two requests of one attack: the attacks should not use up the machine's cores by themselves."""
+"""Seconds between two requests of an attack, so that the attacks do not use up the machine's cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ async def _send_and_leave(target: Target, data: bytes) -> None:
 
 
 async def silent(target: Target) -> None:
-    """Open 1,100 connections that send nothing, again whenever they are closed."""
+    """Open 1,100 connections that send no byte; reopen each that is closed."""
     opened: set[asyncio.StreamWriter] = set()
     try:
         while True:
@@ -68,7 +68,7 @@ async def silent(target: Target) -> None:
 
 
 async def slow_heads(target: Target) -> None:
-    """Send a head one byte a second."""
+    """Send the head of a request at one byte per second."""
     while True:
         with contextlib.suppress(OSError):
             _, writer = await target.connect()
@@ -176,7 +176,7 @@ ATTACKS: Mapping[str, Attack] = {
 
 
 async def attack(target: Target, names: Sequence[str]) -> None:
-    """Run attacks until one ends, which is an error."""
+    """Run attacks until one of them ends, which is an error."""
     async with asyncio.TaskGroup() as group:
         for name in names:
             group.create_task(ATTACKS[name](target), name=name)

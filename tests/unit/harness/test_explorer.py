@@ -71,9 +71,7 @@ def test_the_worlds_go_through_the_machines_tables(monkeypatch: pytest.MonkeyPat
     for world in SCENARIOS:
         walk(dataclasses.replace(world, faults=4), PRODUCTION, seed=7, walks=100)
     not_reached = {
-        "offer": {
-            OfferEvent.SPENT
-        },  # happens after one fault for each kind of failure: tests/unit/kv/handoff/test_offers.py
+        "offer": {OfferEvent.SPENT},  # follows several failures, see tests/unit/kv/handoff/test_offers.py
         "transfer": {(TransferState.QUEUED, TransferEvent.GIVE_UP)},  # the workers of the scenarios have no queue
         "sample": {
             "fail",  # happens when no worker is left

@@ -174,9 +174,7 @@ def test_steps_with_prompts_in_captured_pieces_give_the_same_tokens_and_write_no
     with pytest.MonkeyPatch.context() as patch:
         fit = pieces.size_for
         patch.setattr(pieces, "size_for", lambda rows: sizes.append(fit(rows)) or sizes[-1])
-        turn = iter(
-            [1, 2, 2, 2, 1, 5, 5, 5, *[10_000] * 1000]
-        )  # steps of 7, 16 and 23 rows, then of one row per sequence
+        turn = iter([1, 2, 2, 2, 1, 5, 5, 5, *[10_000] * 1000])  # steps of 7, 16 and 23 rows, then of decode rows
         made = generate(runner, PROMPTS, 4, chunk=lambda _: next(turn))
     assert tokens_of(made) == generated(plain_runner(config), GREEDY, 4)
     assert sizes == [8, 16, None]

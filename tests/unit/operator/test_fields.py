@@ -464,6 +464,4 @@ def test_every_field_is_described():
 
     undescribed = [path.removeprefix(".gateway").removeprefix(".roles[]") for path in bare(SPEC, "")]
     of_a_pod = [".metadata", ".metadata.labels", ".metadata.annotations", ".spec", ".spec.restartPolicy"]
-    assert sorted(undescribed) == sorted(
-        2 * [f".template{path}" for path in of_a_pod]
-    )  # described in Kubernetes' API of pods
+    assert sorted(undescribed) == sorted(2 * [f".template{path}" for path in of_a_pod])  # see Kubernetes' Pod

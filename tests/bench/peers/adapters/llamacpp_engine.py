@@ -15,7 +15,7 @@ import numpy as np
 
 BATCH_TOKENS = 2048
 SHAPES = ((16, 1280), (64, 768), (1, 4352))
-"""Sequences, and tokens of each; the first that fits is taken."""
+"""Number of sequences, and tokens of each; the first context that fits is used."""
 
 
 class Context:
@@ -42,7 +42,7 @@ class Context:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = sequence
         status = lib.llama_decode(self.raw, batch)
-        assert status == 0, f"llama_decode answered {status}"
+        assert status == 0, f"llama_decode returned {status}"
         return [self._greedy(i) for i, row in enumerate(rows) if row[3]]
 
     def _greedy(self, row):
@@ -54,7 +54,7 @@ def start(settings):
     lib.llama_backend_init()
     lib.llama_log_set(_silent, ctypes.c_void_p(0))
     model = lib.llama_model_load_from_file(settings["model"].encode(), lib.llama_model_default_params())
-    assert model, "the model does not load"
+    assert model, "llama.cpp cannot load the model"
     Context.vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     contexts = [Context(model, n, length, settings["threads"]) for n, length in SHAPES]
 

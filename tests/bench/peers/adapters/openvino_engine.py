@@ -1,7 +1,8 @@
-"""OpenVINO GenAI's continuous batching, stepped from here: all requests in one scheduler, each with its own lengths.
+"""OpenVINO GenAI's continuous batching, run step by step: all requests in one scheduler, each with its own lengths.
 
-Two threads, 1 GB of KV, prefix caching on. Its own choices stand otherwise: products in bfloat16 where the CPU can, and
-KV in 8 bits, less than the others keep. How many tokens a step may take is set, since its default is 256.
+Two threads, 1 GB of KV, prefix caching on. Other settings are OpenVINO's defaults: products in bfloat16 where the CPU
+supports it, and KV in 8 bits, fewer than those of the other engines. The number of tokens per step is set, because its
+default is 256.
 """
 
 import numpy as np

@@ -1,8 +1,9 @@
 """vLLM for CPU, in this process: bfloat16, compiled, two threads that are not bound to cores.
 
-In this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), because its engine's own process waits in a spin, which on two cores
-takes one of the two from the kernels. Threads unbound and two (VLLM_CPU_OMP_THREADS_BIND=nobind, OMP_NUM_THREADS=2),
-because its own choice on two cores leaves one to compute. 1 GiB of KV. Prefix caching on. No tokenizer: ids in and out.
+The engine runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0), because a separate engine process spins while it
+waits, which takes one of two cores from the kernels. Two unbound threads are set (VLLM_CPU_OMP_THREADS_BIND=nobind,
+OMP_NUM_THREADS=2), because vLLM's default on two cores computes on one. The engine has 1 GiB of KV, prefix caching, and
+no tokenizer: requests have token ids.
 """
 
 from arrivals import Arrivals

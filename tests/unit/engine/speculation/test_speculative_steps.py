@@ -106,9 +106,7 @@ def test_rejected_drafts_are_in_no_named_block() -> None:
         for sequence in sequences:
             assert sequence.num_listed <= sequence.num_computed // 4
             assert sequence.num_computed <= sequence.num_tokens - 1
-    engine.add(
-        a_request("b", [1, 2, 3, *expected_tokens([1, 2, 3], 10)], max_tokens=6)
-    )  # a prefix hit on the blocks of a
+    engine.add(a_request("b", [1, 2, 3, *expected_tokens([1, 2, 3], 10)], max_tokens=6))  # hits blocks of request a
     prompt = [1, 2, 3, *expected_tokens([1, 2, 3], 10)]
     assert run_until_idle(engine)["b"] == expected_tokens(prompt, 6)
 

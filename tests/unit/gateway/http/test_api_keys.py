@@ -51,10 +51,7 @@ def test_guesses_of_one_address_are_slowed_and_other_clients_are_not():
     for number in range(MAX_WRONG_KEYS):
         with pytest.raises(Unauthenticated):
             keys.tenant_of(f"Bearer guess {number}", ADDRESS)
-    for guess in (
-        "Bearer guess",
-        "Bearer two",
-    ):  # the second token is a valid key that this address has not used before
+    for guess in ("Bearer guess", "Bearer two"):  # "two" is a valid key that this address has not used before
         with pytest.raises(Overloaded) as caught:
             keys.tenant_of(guess, ADDRESS)
         assert caught.value.retry_after_seconds == WINDOW_SECONDS

@@ -71,10 +71,7 @@ async def test_an_unchanged_file_is_not_sent_again(client: httpx.AsyncClient) ->
 async def test_nothing_beside_the_page_is_served(gateway: ScriptedGateway) -> None:
     for path in OUTSIDE:
         answer = await sent(gateway.gateway.listening.admin, path)
-        assert int(answer.split(b" ", 2)[1]) in (404, 307), (
-            path,
-            answer[:200],
-        )  # 307: redirect to the path without its final slash
+        assert int(answer.split(b" ", 2)[1]) in (404, 307), (path, answer[:200])  # 307: redirect without final slash
         assert len(answer) < 2000, path
 
 

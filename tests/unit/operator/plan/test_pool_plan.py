@@ -297,9 +297,7 @@ def test_every_object_that_is_deleted_is_written_again_at_the_next_pass():
     cluster.settle()
     children = [place for place in cluster.api.objects if place[:2] != (names.API_VERSION, "InferencePool")]
     assert len({kind for _, kind, _ in children}) == 13
-    for place in sorted(
-        children, key=lambda place: place[1] == "Secret"
-    ):  # The keys are new, so the Deployments are replaced.
+    for place in sorted(children, key=lambda place: place[1] == "Secret"):  # last, as new keys replace Deployments
         del cluster.api.objects[place]
         cluster.reconcile()
         assert place in cluster.api.objects, place
