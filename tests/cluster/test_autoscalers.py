@@ -153,7 +153,7 @@ def test_an_hpa_drives_a_role_up_and_down(kube: Kube, namespace: str, tmp_path: 
     assert contested(kube, namespace)["status"] == "False"
 
 
-def test_a_flip_of_the_mode_moves_nothing(kube: Kube, namespace: str) -> None:
+def test_a_change_of_the_mode_changes_no_number(kube: Kube, namespace: str) -> None:
     kube.apply(a_pool(namespace, roles=decode(replicas=2)))
     kube.rolled_out(namespace)
     before = deployment(kube, namespace)["metadata"]["generation"]

@@ -40,7 +40,7 @@ def cost(operator: AnOperator, change: Callable[[], None]) -> dict[str, float]:
     return {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)}
 
 
-def test_what_each_change_costs(kube: Kube) -> None:
+def test_the_api_calls_of_each_change(kube: Kube) -> None:
     with (
         kube.namespace() as namespace,
         fake_pods(kube, namespace),

@@ -148,7 +148,7 @@ def ready(gateway: Gateway) -> list[str]:
 ASKED = {"model": "bytes", "prompt": "hello", "max_tokens": 4}
 
 
-async def test_requests_are_held_until_workers_join_and_go_where_the_slices_say(slices, workers):
+async def test_requests_are_held_until_workers_join_and_are_routed_by_the_slices(slices, workers):
     p0, d0, d1 = workers.all
     async with a_gateway(slices.namespace) as (gateway, client):
         await until(lambda: gateway.membership.state.detail == "")

@@ -107,7 +107,7 @@ def test_a_child_of_any_kind_that_is_deleted_is_restored(pool: Pool) -> None:
     eventually(pool.is_rolled_over, "the pods with the lost keys are replaced", 60)
 
 
-def test_a_child_of_any_kind_that_loses_a_field_gets_it_back(pool: Pool) -> None:
+def test_a_lost_field_of_a_child_of_any_kind_is_restored(pool: Pool) -> None:
     """Secrets are not read, so only their existence is watched."""
     took = []
     for child in pool.children():
@@ -134,7 +134,7 @@ def test_a_child_of_any_kind_that_loses_a_field_gets_it_back(pool: Pool) -> None
         ("podmonitors/chat", "/spec/podMetricsEndpoints"),
     ],
 )
-def test_a_removed_part_of_a_spec_comes_back(pool: Pool, child: str, path: str) -> None:
+def test_a_removed_part_of_a_spec_is_restored(pool: Pool, child: str, path: str) -> None:
     def part() -> Any:
         found = json.loads(pool.kubectl("get", child, "-o", "json"))
         for step in path.split("/")[1:]:

@@ -130,7 +130,7 @@ def test_a_leader_stopped_for_longer_than_its_lease_begins_no_pass(kube: Kube, n
     assert len(late) <= WORKERS, late
 
 
-def test_it_goes_on_after_the_api_server_was_away(kube: Kube, namespace: str) -> None:
+def test_an_operator_continues_after_an_outage_of_the_api_server(kube: Kube, namespace: str) -> None:
     """An operator that ends is started again, as by kubelet."""
     with ExitStack() as stack:
         stack.enter_context(fake_pods(kube, namespace))

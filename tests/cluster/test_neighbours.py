@@ -67,7 +67,7 @@ def test_the_pool_of_the_inference_extension_is_valid_by_its_definition(
         remove(kube, EXTENSION)
 
 
-def test_kinds_come_and_go_while_the_operator_runs(kube: Kube, namespace: str) -> None:
+def test_kinds_may_be_installed_and_removed_while_the_operator_runs(kube: Kube, namespace: str) -> None:
     pod_monitors = definition("pod-monitor")
     with an_operator(kube.kubeconfig, namespace, *QUICK) as operator:
         kube.apply(a_pool(namespace, gateway={"inferenceExtension": "Auto"}))

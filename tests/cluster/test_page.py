@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.node, pytest.mark.timeout(400)]
 SECONDS = 300
 
 
-def test_the_page_leads_from_nothing_to_an_answer_and_back(
-    kube_node: Any, say: Callable[[str], None], tmp_path: Path
-) -> None:
+def test_all_commands_of_the_page_work_in_order(kube_node: Any, say: Callable[[str], None], tmp_path: Path) -> None:
     kube_node.cluster.keep_model(MODEL)  # `make cluster-up` does this too
     wanted = [fence for fence in fences() if fence.mark == "node"]
     assert {fence.language for fence in wanted} == {"sh"}, "each block must be a shell command"

@@ -216,7 +216,7 @@ def test_the_release_is_tested_and_upgraded(operated: Any, pool: PoolOnNode, say
     pool.until(lambda found: bool(found.get("status")), "the upgraded operator looks after pools", 60)
 
 
-def test_nothing_is_stuck_when_all_of_it_goes(
+def test_deletion_of_pools_and_release_completes(
     operated: Any, kube_node: Any, say: Callable[[str], None], alone: Callable[[list[int]], list[int]]
 ) -> None:
     """This test must be the last one here, because it removes the release that the others use."""

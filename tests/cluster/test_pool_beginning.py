@@ -87,7 +87,7 @@ def test_a_quota_that_is_used_up_is_named(world):
     world.until(lambda: "exceeded quota: few" in world.condition("RolesReady")[2])
 
 
-def test_no_gateway_pods_is_not_ready(world):
+def test_a_pool_without_gateway_pods_is_not_ready(world):
     world.apply(gateway={"replicas": 0})
     world.until(lambda: world.condition("GatewayReady")[1] == "NoGateway")
     assert world.condition("Ready")[0] == "False"

@@ -65,7 +65,7 @@ def test_a_pool_with_keys_of_its_own_gets_none(world):
     assert "chat-keys" not in world.all("secret")
 
 
-def test_the_network_policy_goes_and_comes_with_the_field(world):
+def test_the_network_policy_follows_its_field(world):
     world.apply()
     world.settled()
     world.apply(networkPolicy="Off")
@@ -82,7 +82,7 @@ def test_an_optional_kind_that_is_not_installed_is_a_condition(world):
     world.until(lambda: world.condition("GatewayIntegration") == ("", "", ""))
 
 
-def test_a_deployment_that_only_looks_like_ours_is_neither_counted_nor_deleted(world):
+def test_a_deployment_with_a_similar_name_is_neither_counted_nor_deleted(world):
     world.apply()
     name = f"chat-decode-{world.settled()['revision']}"
     copy_ = world.get("deployment", name)
@@ -100,7 +100,7 @@ def test_a_deployment_that_only_looks_like_ours_is_neither_counted_nor_deleted(w
     assert "chat-decode-cafebabe" in world.deployments()
 
 
-def test_keys_of_an_earlier_pool_do_not_stay_away(world):
+def test_keys_of_an_earlier_pool_are_replaced_after_their_deletion(world):
     """The Secret of an earlier pool of this name is garbage-collected later."""
     world.kubectl("create", "secret", "generic", "chat-keys", "--from-literal=ticket-key=x")
     world.apply()

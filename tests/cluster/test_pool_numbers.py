@@ -74,7 +74,7 @@ def test_a_role_that_may_sleep_sleeps(world):
     assert [role["summary"] for role in world.status()["roles"]] == ["0/0"]
 
 
-def test_a_number_is_given_back_as_the_manual_says(world):
+def test_a_number_is_released_with_the_command_of_the_manual(world):
     world.apply()
     revision = world.settled()["revision"]
     world.kubectl("scale", "kvscale/chat-decode", "--replicas=3")

@@ -46,7 +46,7 @@ def test_a_change_and_its_reversal_keep_the_serving_pods(world):
     assert world.get("deployment", f"chat-decode-{old}")["status"]["readyReplicas"] == 2
 
 
-def test_a_broken_revision_takes_nothing_away(world):
+def test_a_broken_revision_removes_no_serving_pod(world):
     world.apply()
     old = world.settled()["revision"]
     world.kubelet.verdict = lambda pod: (
@@ -58,7 +58,7 @@ def test_a_broken_revision_takes_nothing_away(world):
     assert world.condition("Ready")[0] == "False"
 
 
-def test_a_rollout_pauses_and_goes_on(world):
+def test_a_rollout_can_be_paused_and_resumed(world):
     world.apply()
     old = world.settled()["revision"]
     changed = {"model": {"name": "m", "maxTokens": 97}}
@@ -95,7 +95,7 @@ def test_a_rollback_to_an_unrecorded_revision_is_refused_and_changes_nothing(wor
     assert world.deployments() == {f"chat-prefill-{revision}": 1, f"chat-decode-{revision}": 2}
 
 
-def test_no_more_records_than_asked_for(world):
+def test_the_number_of_records_is_limited(world):
     for tokens in (11, 12, 13, 14):
         world.apply(model={"name": "m", "maxTokens": tokens}, rollout={"historyLimit": 1})
         revision = world.settled()["revision"]
@@ -115,7 +115,7 @@ def test_a_role_that_leaves_the_spec_leaves_the_cluster(world):
     assert [role["name"] for role in world.status()["roles"]] == ["both"]
 
 
-def test_a_change_of_the_gateway_alone_leaves_workers_alone(world):
+def test_a_change_of_the_gateway_does_not_restart_workers(world):
     world.apply()
     before = world.settled()["revision"]
     uids = {n: d["metadata"]["uid"] for n, d in world.all("pod").items() if "gateway" not in n}

@@ -217,7 +217,7 @@ class Life:
 
 
 @pytest.mark.parametrize("scope", ["cluster", "namespace"])
-def test_what_is_granted_is_what_is_used(scope: str, kube: Kube, namespace: str, tmp_path: Path) -> None:
+def test_granted_rights_are_those_that_are_used(scope: str, kube: Kube, namespace: str, tmp_path: Path) -> None:
     kube.define(minimal_definition(*POD_MONITOR, "PodMonitor"), minimal_definition(*EXTENSION_POOL, "InferencePool"))
     flags = ["--set", f"operator.namespaces={{{namespace}}}"] if scope == "namespace" else []
     rights = [one for one in rendered(namespace, *flags) if one["kind"] in RIGHTS]

@@ -30,7 +30,7 @@ def test_an_unknown_connector_is_refused_with_the_known_names() -> None:
         registry.open_transport("pigeon", new_incarnation())
 
 
-def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._MODULES, "nixl", "kvferry.kv.connectors.not_there")
     with pytest.raises(UsageError, match=r"pip install 'kvferry\[nixl\]'"):
         registry.open_transport("nixl", new_incarnation())

@@ -63,7 +63,7 @@ def problems(query: str) -> list[str]:
     return found + [f"unknown label {label}" for label in sorted(used - labels)]
 
 
-def test_there_are_queries() -> None:
+def test_the_dashboards_have_queries() -> None:
     assert len(DASHBOARDS) >= 1
     assert len(QUERIES) > 10
 

@@ -18,7 +18,7 @@ def test_cases_have_names_of_their_own_and_known_stacks() -> None:
     assert {case.group for case in CASES} == set(GROUPS)
 
 
-def test_a_page_says_what_was_measured() -> None:
+def test_a_page_contains_the_measurements() -> None:
     rows = {case.name: _row(case) for case in CASES}
     text = page.render(page.Results("a machine", "abc", rows))
     assert page.promised(text) == [(c.group, c.fault, c.expected) for c in CASES]

@@ -22,7 +22,7 @@ ROOMS = sorted({p.parent for p in MODULES})
 
 
 @pytest.mark.parametrize("root", SOURCE_ROOTS)
-def test_source_roots_are_no_packages(root: str) -> None:
+def test_source_roots_are_not_packages(root: str) -> None:
     assert not (ROOT / root / "__init__.py").exists(), "operator/__init__.py would hide Python's own `operator`"
     assert not (ROOT / root / "kvferry" / "__init__.py").exists(), (
         "a kvferry/__init__.py would hide the packages of the other source roots"
@@ -130,7 +130,7 @@ def test_chains_of_imports_inside_a_folder_stay_short(folder: Path) -> None:
     assert max((chain(module) for module in imports), default=0) <= MAX_CHAIN
 
 
-def test_tests_are_no_packages() -> None:
+def test_tests_are_not_packages() -> None:
     packages = [p.relative_to(ROOT).parts for p in (ROOT / "tests").rglob("__init__.py")]
     assert all(p[1] == "harness" for p in packages), "tests/operator/__init__.py would hide Python's own `operator`"
 

@@ -86,14 +86,14 @@ def stream(client: Client, fault: Callable[[], None]) -> tuple[list[int], int]:
     return tokens, resumed
 
 
-def test_a_killed_prefill_worker_costs_no_request_and_comes_back(expected: list[int]) -> None:
+def test_a_killed_prefill_worker_costs_no_request_and_is_restarted(expected: list[int]) -> None:
     with a_stack() as process, Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client:
         victim = child(process, "prefill")
         assert stream(client, partial(kill, victim)) == (expected, 0)
         and_works_as_before(process, client, "prefill", victim.pid, expected)
 
 
-def test_a_killed_decode_worker_costs_no_request_and_comes_back(expected: list[int]) -> None:
+def test_a_killed_decode_worker_costs_no_request_and_is_restarted(expected: list[int]) -> None:
     with a_stack() as process, Client(str(process.events["ready"]["grpc"]), timeout=SECONDS) as client:
         for _ in range(ATTEMPTS):
             victim = child(process, "decode")
@@ -133,7 +133,7 @@ def child_is_new(process: RunningProcess, role: str, old: int) -> bool:
 
 @pytest.mark.parametrize("connector", ["shm", "nixl", "memory"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_after_the_parent_ends(number: signal.Signals, connector: str) -> None:
+def test_no_process_is_left_after_the_parent_ends(number: signal.Signals, connector: str) -> None:
     before = shared_memory()
     with a_stack("--connector", connector) as process:
         parent = psutil.Process(process.process.pid)

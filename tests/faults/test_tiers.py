@@ -125,7 +125,7 @@ def store(tier: Tier, name: ObjectKey, data: bytes) -> bool:
         return False
 
 
-def test_a_frozen_redis_costs_a_few_timeouts_and_then_nothing(server: RedisServer) -> None:
+def test_a_frozen_redis_costs_a_few_timeouts_until_the_breaker_opens(server: RedisServer) -> None:
     with redis_over(server.tcp) as tier:
         put(tier, 1)
         os.kill(server.process.pid, signal.SIGSTOP)
@@ -184,7 +184,7 @@ def test_a_stalled_connection_is_overtaken_by_a_second_request(server: RedisServ
         assert get(tier, 1) == content(1), "requests and replies still match"
 
 
-def test_values_that_others_wrote_over_ours(server: RedisServer) -> None:
+def test_values_changed_by_other_writers(server: RedisServer) -> None:
     with redis_over(server.tcp) as tier, client_of(server) as other:
         put(tier, 1)
         other.setrange(stored_as(1), 100_000, b"\xff\x00\xff")
@@ -205,7 +205,7 @@ def test_values_that_others_wrote_over_ours(server: RedisServer) -> None:
         assert works(tier, 1)
 
 
-def test_something_else_under_the_name(server: RedisServer) -> None:
+def test_values_of_another_type_under_a_key(server: RedisServer) -> None:
     with redis_over(server.tcp) as tier, client_of(server) as other:
         for _ in range(2):
             other.delete(stored_as(1))
@@ -265,7 +265,7 @@ def test_users_and_passwords() -> None:
             assert "wr0ng" not in str(raised.value)
 
 
-def test_a_redis_that_is_not_there_stops_the_start_and_names_the_tier() -> None:
+def test_an_unreachable_redis_stops_the_start_and_names_the_tier() -> None:
     with redis_server() as server:
         url = server.tcp
     started = CLOCK.monotonic()
@@ -304,7 +304,7 @@ def files(folder: Path) -> list[Path]:
     return [Path(root) / name for root, _, names in os.walk(folder) for name in names]
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_file(tmp_path: Path) -> None:
     with (
         small_disk(tmp_path / "small", 4 << 20) as is_mounted,
         disk_over(tmp_path / "small" / "t", "size=1GiB&direct=off") as tier,

@@ -216,5 +216,5 @@ def test_bad_loads_are_refused_by_name(stack: Stack, body: dict[str, str], statu
     assert "x" not in stack.models()
 
 
-def test_removing_what_is_not_there_is_an_unknown_model(stack: Stack) -> None:
+def test_removing_an_unknown_adapter_is_an_unknown_model(stack: Stack) -> None:
     assert stack.admin("unload_lora_adapter", lora_name="nothing").status_code == 404

@@ -71,7 +71,7 @@ def rendezvous(gateway: Gateway, prompt: list[int]) -> str:
     return chosen.preferred
 
 
-async def test_a_prompt_goes_where_it_is_cached_also_after_a_restart() -> None:
+async def test_a_prompt_is_routed_to_the_worker_with_its_cache_also_after_a_restart() -> None:
     with ExitStack() as stack:
         workers = [stack.enter_context(a_worker("both")) for _ in range(2)]
         addresses = [endpoint(worker).address for worker in workers]

@@ -134,7 +134,7 @@ def test_markup_in_a_tenants_name_or_an_error_stays_text(stack, browser: Chromiu
     assert browser.evaluate(script) == [0, 5]
 
 
-def test_a_gateway_that_has_gone_is_shown(stack, browser: Chromium) -> None:
+def test_the_page_shows_that_the_gateway_is_gone(stack, browser: Chromium) -> None:
     browser.open(f"http://{stack['admin']}/")
     browser.wait_for("document.querySelector('#status')?.innerText.startsWith('Last updated')")
     os.kill(stack["pid"], signal.SIGTERM)

@@ -43,13 +43,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 @pytest.mark.long
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 @pytest.mark.parametrize("name", ["v2", "v3"])
-def test_long_prompts_compute_what_transformers_does(name: str, kernels: str, folders: Any) -> None:
+def test_long_prompts_have_the_logits_of_transformers(name: str, kernels: str, folders: Any) -> None:
     folder, theirs = folders(name)
     check(runner_for(folder, kernels, pages=400), theirs, LONG, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
-def test_pairs_that_the_file_has_apart_stay_so(kernels: str, folders: Any) -> None:
+def test_rotary_pairs_that_are_not_adjacent_stay_apart(kernels: str, folders: Any) -> None:
     folder, theirs = folders("v3-pairs-apart")
     check(runner_for(folder, kernels), theirs, [LONG[-1]], 4)
 
@@ -73,7 +73,7 @@ def test_latent_pages_are_handed_over_between_block_sizes(folders: Any) -> None:
 
 
 @pytest.mark.long
-def test_latent_pages_come_back_from_a_tier(folders: Any) -> None:
+def test_latent_pages_are_loaded_from_a_tier(folders: Any) -> None:
     folder, _ = folders("v3")
     one = LLM(str(folder), dtype="float32", kv_bytes=8 << 20)
     prompts = [[(number * 31 + 7 * i) % 199 for i in range(320)] for number in range(4)]
@@ -99,7 +99,9 @@ def test_latent_pages_come_back_from_a_tier(folders: Any) -> None:
         ("auto", "int8", "cpu", "KV in int8 needs the compiled kernels, and they keep latent vectors in float32 or"),
     ],
 )
-def test_kernels_without_it_are_refused(kernels: str, dtype: str, device: str, message: str, folders: Any) -> None:
+def test_kernels_without_latent_attention_are_refused(
+    kernels: str, dtype: str, device: str, message: str, folders: Any
+) -> None:
     config = open_model(str(folders("v3")[0])).config
     with pytest.raises(UsageError, match=message):
         resolve_kernels(kernels, config, dtype, device)

@@ -88,7 +88,7 @@ async def test_tokens_are_those_of_one_engine(stack, expected):
     assert whole.timing.handoff_outcome in ("fetched", "local")
 
 
-async def test_samples_side_by_side_are_those_of_the_engine_alone(stack, expected):
+async def test_concurrent_samples_are_those_of_one_engine(stack, expected):
     first, second = await stack.client.complete(_PROMPT, _DRAWN, n=2)
     assert first.token_ids == expected
     assert second.token_ids != expected
@@ -161,7 +161,7 @@ async def test_a_stop_string_frees_the_workers_early(stack):
     assert stopped.finish_reason is FinishReason.STOP
 
 
-async def test_clients_that_leave_at_any_moment_leave_nothing_behind(stack, expected):
+async def test_clients_that_leave_at_any_moment_leave_no_state(stack, expected):
     dice = random.Random(5)
 
     async def leave(after_tokens: int) -> None:

@@ -43,7 +43,7 @@ def test_a_gateway_key_is_derived_from_the_ticket_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "short\n", "two words of a key\n", "x" * 513 + "\n"])
-def test_what_is_no_api_key_is_not_hashed_and_not_shown(given: str) -> None:
+def test_invalid_api_keys_are_neither_hashed_nor_shown(given: str) -> None:
     command = [sys.executable, "-m", "kvferry.cli.main", "key", "hash"]
     done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=SECONDS)
     assert (done.returncode, done.stdout) == (2, "")

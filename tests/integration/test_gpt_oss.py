@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_forms_of_experts_compute_what_transformers_does(form: str, kernels: str, folders: Any) -> None:
+def test_forms_of_experts_have_the_logits_of_transformers(form: str, kernels: str, folders: Any) -> None:
     folder, theirs = folders(form)
     check(runner_for(folder, kernels), theirs, PROMPTS[1:], 8)
 
@@ -60,7 +60,7 @@ def test_forms_of_experts_compute_what_transformers_does(form: str, kernels: str
 @pytest.mark.long
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("form", FORMS)
-def test_long_prompts_compute_what_transformers_does(form: str, kernels: str, folders: Any) -> None:
+def test_long_prompts_have_the_logits_of_transformers(form: str, kernels: str, folders: Any) -> None:
     folder, theirs = folders(form)
     check(runner_for(folder, kernels, pages=400), theirs, LONG, NEW_TOKENS)
 

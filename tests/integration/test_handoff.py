@@ -286,7 +286,7 @@ def test_a_ticket_sealed_with_another_key_is_refused(pair: Pair) -> None:
     assert_workers_idle(pair.admin)
 
 
-def test_a_cancelled_stream_gives_everything_back(pair: Pair) -> None:
+def test_a_cancelled_stream_releases_all_resources(pair: Pair) -> None:
     answer = pair.run_prefill([2] * 50, GREEDY)
     long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     call = pair.decode.Run(
@@ -305,7 +305,7 @@ def test_a_cancelled_stream_gives_everything_back(pair: Pair) -> None:
     assert_workers_idle(pair.admin)
 
 
-def test_a_prefill_whose_caller_leaves_gives_everything_back(pair: Pair) -> None:
+def test_a_prefill_whose_caller_leaves_releases_all_resources(pair: Pair) -> None:
     request = prefill_pb2.PrefillRequest(
         request_id="r", token_ids=[1] * 300, sampling=sampling_to_wire(GREEDY), offer=True
     )

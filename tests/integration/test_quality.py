@@ -12,7 +12,7 @@ MEAN_KL = 2e-3
 FAST_KL = 2e-2
 
 
-def test_ways_of_computing_are_near_float32(smollm: ModelSource) -> None:
+def test_data_types_and_formats_are_near_float32(smollm: ModelSource) -> None:
     spec = importlib.util.spec_from_file_location("bench_quality", BENCH)
     assert spec is not None
     assert spec.loader is not None

@@ -111,7 +111,7 @@ def test_a_stop_string_cuts_the_text(stack: Stack, answer: str) -> None:
         assert reply.choices[0].finish_reason == "stop"
 
 
-def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(stack: Stack) -> None:
+def test_a_client_that_disconnects_during_a_stream_leaves_no_state(stack: Stack) -> None:
     with stack.openai() as client:
         stream = client.completions.create(
             model=MODEL, prompt="Count to a thousand:", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
@@ -218,7 +218,7 @@ def test_bad_input_is_refused_by_name(stack: Stack, body: dict[str, object], sta
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"prompt": "x", "temperature": NaN}', b"[]", b"\xff\xfe", b""])
-def test_what_is_no_json_is_refused(stack: Stack, body: bytes) -> None:
+def test_invalid_json_is_refused(stack: Stack, body: bytes) -> None:
     reply = httpx.post(
         f"{stack.http}/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=SECONDS
     )
@@ -226,7 +226,7 @@ def test_what_is_no_json_is_refused(stack: Stack, body: bytes) -> None:
     assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_two_hundred_mixed_requests_a_fifth_of_them_cancelled_leave_nothing_behind(stack: Stack) -> None:
+def test_two_hundred_mixed_requests_with_cancellations_leave_no_state(stack: Stack) -> None:
     chance = random.Random(11)
     plans = [
         (i, chance.randint(1, 300), chance.randint(1, 24), chance.random() < 0.2, chance.randint(0, 3))

@@ -49,7 +49,7 @@ def a_turn(client: Client, one_engine: LLM, prompt: list[int], sampling: Samplin
     return whole
 
 
-def test_after_a_reset_of_the_caches_nothing_is_read_back(stack: RunningProcess, one_engine: LLM) -> None:
+def test_after_a_reset_of_the_caches_no_block_is_read(stack: RunningProcess, one_engine: LLM) -> None:
     with Client(str(stack.events["ready"]["grpc"]), timeout=SECONDS) as client:
         prompt = opening(1)
         prompt += [*a_turn(client, one_engine, prompt, FIRST).token_ids, 7, 8, 9]
@@ -82,7 +82,7 @@ def test_blocks_that_were_reused_are_computed_again(stack: RunningProcess, one_e
         assert "reused" in prefill.failure
 
 
-def test_a_worker_that_died_meanwhile_is_not_waited_for(one_engine: LLM) -> None:
+def test_a_worker_that_was_killed_between_turns_is_not_waited_for(one_engine: LLM) -> None:
     with running(
         "up", *FLAGS, *ADDRESSES, "--kv-memory", "384KiB", "--max-model-tokens", "768", "--decode", "2"
     ) as process:

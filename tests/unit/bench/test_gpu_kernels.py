@@ -73,7 +73,7 @@ def test_operations_can_be_named_and_unknown_ones_are_refused() -> None:
         kernels.run(session([]), ("fly",), lambda _: None)
 
 
-def test_a_peer_that_computes_something_else_or_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_with_other_results_or_an_error_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (spec,) = (s for s in SMALL if s.op == "silu_mul")
 
     def fails() -> Action:

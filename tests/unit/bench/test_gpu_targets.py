@@ -72,7 +72,7 @@ def test_the_worst_shape_decides() -> None:
     assert (step.worst, step.is_reached) == (0.5, False)
 
 
-def test_what_was_not_measured_is_not_reached() -> None:
+def test_a_target_without_measurements_is_not_reached() -> None:
     for verdict in verdicts([]):
         assert not verdict.is_reached
         assert verdict.line.startswith("not measured  ")
@@ -110,7 +110,7 @@ def test_steps_with_graphs_stand_beside_steps_without_and_the_host_s_part(monkey
 
 
 @pytest.mark.parametrize("only", [(), ("--only", "kernels")])
-def test_without_a_gpu_the_command_says_so_and_fails(only: tuple[str, ...], tmp_path: Path) -> None:
+def test_without_a_gpu_the_command_fails_with_the_reason(only: tuple[str, ...], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--csv", str(tmp_path / "gpu.csv"), *only],
         capture_output=True,

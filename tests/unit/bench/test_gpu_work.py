@@ -62,7 +62,7 @@ def test_quantiles() -> None:
     assert Timing.of([float(i) for i in range(101)]) == Timing(50.0, 10.0, 90.0, 101)
 
 
-def test_a_row_says_how_near_to_the_bound_it_is() -> None:
+def test_a_row_contains_its_share_of_the_bound() -> None:
     spec = Spec.of("silu_mul", rows=10, columns=32)
     about = About("2026-01-01", "abc", "H200", "2.15", "3.9")
     made = row(

@@ -266,7 +266,7 @@ def test_a_child_without_output_is_killed_after_a_time_limit(adapter: Path) -> N
         child.kill()
 
 
-def test_what_is_sent_is_one_line_of_json() -> None:
+def test_each_message_is_one_line_of_json() -> None:
     command = engine_command(Path("python"), "vllm_engine", {"threads": 2})
     assert json.loads(command[-1]) == {"threads": 2}
     assert command[1].endswith("child.py")

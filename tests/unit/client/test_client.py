@@ -36,7 +36,7 @@ async def client(gateway) -> AsyncIterator[AsyncClient]:
         yield opened
 
 
-async def test_chunks_come_with_text_tokens_and_a_last_word(client):
+async def test_chunks_have_text_tokens_and_a_final_message(client):
     chunks = [chunk async for chunk in client.generate("hello", _WISHES)]
     assert "".join(chunk.text for chunk in chunks) == _TEXT
     assert len(chunks) > 4
@@ -60,12 +60,12 @@ async def test_token_ids_and_conversations_are_prompts_too(client):
     assert by_chat.text == by_template.text
 
 
-async def test_the_model_can_be_asked_about(client):
+async def test_model_info_is_returned(client):
     assert (await client.model_info()).vocab_size == 258
     assert await client.detokenize(await client.tokenize("hé")) == "hé"
 
 
-async def test_errors_arrive_as_what_they_were(client):
+async def test_errors_keep_their_classes(client):
     with pytest.raises(UnknownModel, match="gpt-4"):
         await client.complete("x", model="gpt-4")
     with pytest.raises(InvalidRequest) as caught:
@@ -83,7 +83,7 @@ async def test_a_timeout_ends_the_call_everywhere(gateway, client):
 
 
 @pytest.mark.parametrize("after", [0, 3])
-async def test_leaving_a_stream_frees_everything(gateway, client, after):
+async def test_leaving_a_stream_frees_all_resources(gateway, client, after):
     gateway.workers.decode[0].faults["decode"].append(Fault(Act.HANG, after_tokens=after))
     async with aclosing(client.generate("hello", _WISHES)) as chunks:
         await anext(chunks)
@@ -109,7 +109,7 @@ async def test_a_key_is_sent(tmp_path: Path):
         assert gateway.workers.prefill[0].prefills[0].tenant == "acme"
 
 
-async def test_the_blocking_client_does_the_same(gateway):
+async def test_the_blocking_client_has_the_same_results(gateway):
     def use(address: str) -> None:
         with Client(address) as client:
             assert "".join(chunk.text for chunk in client.generate("hello", _WISHES)) == _TEXT

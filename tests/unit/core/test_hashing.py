@@ -29,7 +29,7 @@ def test_a_chain_names_full_blocks_and_grows_by_appending(tokens: list[int]) -> 
 
 
 @pytest.mark.parametrize("change", [{"tenant": b"u"}, {"fingerprint": b"g"}, {"extra": b"x"}])
-def test_whatever_separates_kv_separates_names(change: dict[str, object]) -> None:
+def test_tenant_layout_and_tokens_change_the_names(change: dict[str, object]) -> None:
     assert namer(**change).chain([1, 2, 3, 4]) != namer().chain([1, 2, 3, 4])
 
 

@@ -124,7 +124,7 @@ def test_collections_are_bounded_in_number_and_in_each_element(name: str, good: 
     st.sampled_from([*WHOLE, *REAL]),
     st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=3)),
 )
-def test_whatever_is_accepted_lies_within_its_bounds(name: str, value: object) -> None:
+def test_accepted_parameters_are_within_their_bounds(name: str, value: object) -> None:
     try:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     except InvalidRequest:
@@ -138,7 +138,7 @@ def test_whatever_is_accepted_lies_within_its_bounds(name: str, value: object) -
     assert low <= value <= high
 
 
-def test_greedy_means_temperature_zero_alone() -> None:
+def test_only_temperature_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0.0).is_greedy
     assert SamplingParams(temperature=0).is_greedy
     assert not SamplingParams(temperature=1e-9).is_greedy

@@ -109,7 +109,7 @@ async def test_closing_ends_open_iterators() -> None:
         await llm.encode("hello")
 
 
-async def test_an_llm_that_was_never_asked_can_be_closed() -> None:
+async def test_an_llm_without_requests_can_be_closed() -> None:
     llm = AsyncLLM("tiny", **SETTINGS)
     await llm.aclose()
     assert_idle(llm.engine)

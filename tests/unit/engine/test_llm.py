@@ -85,7 +85,7 @@ def test_functions_reach_the_prompt(llm: LLM) -> None:
     assert "get_weather" in llm.tokenizer.decode(answer.prompt_token_ids)
 
 
-def test_progress_is_shown_only_if_asked(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_only_on_request(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["hello"], GREEDY)
     assert capsys.readouterr() == ("", "")
     llm.generate(["hello"], GREEDY, progress=True)

@@ -215,7 +215,7 @@ def test_a_prompt_may_fill_the_context_and_not_more() -> None:
     near(run(engine)["full"], expected(PROMPTS[4], Pooling.LAST))
 
 
-def test_an_aborted_request_leaves_nothing() -> None:
+def test_an_aborted_request_leaves_no_state() -> None:
     engine = engine_on(COMPILED, small_limits(max_chunk_tokens=4))
     ask(engine, "a", PROMPTS[3], RAW)
     engine.step()

@@ -66,7 +66,7 @@ def test_tensors_depend_on_seed_and_name_alone(dtype: torch.dtype) -> None:
     assert not torch.equal(first, second)
 
 
-def test_projections_keep_the_size_of_what_they_are_given() -> None:
+def test_projections_keep_the_magnitude_of_their_inputs() -> None:
     tensors = RandomTensors(SHAPES["smollm2-135m"], dtype=torch.float32)
     x = torch.randn(16, 576, generator=torch.Generator().manual_seed(0))
     for name in ("mlp.up_proj.weight", "self_attn.k_proj.weight"):

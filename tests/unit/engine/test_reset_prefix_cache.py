@@ -7,7 +7,7 @@ from kvferry.core.ids import BlockId
 _PROMPT = list(range(1, 14))
 
 
-def test_a_prompt_is_computed_anew_after_a_reset() -> None:
+def test_a_prompt_is_computed_again_after_a_reset() -> None:
     engine, runner = an_engine()
     engine.add(a_request("a", _PROMPT, max_tokens=1))
     run_until_idle(engine)

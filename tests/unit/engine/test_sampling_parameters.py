@@ -370,7 +370,7 @@ def test_results_do_not_depend_on_chunks_and_preemption(llm: LLM, alone: dict[st
 
 
 @pytest.mark.parametrize("name", COMPANY)
-def test_results_do_not_depend_on_the_worker_that_goes_on(
+def test_results_do_not_depend_on_the_worker_that_continues(
     llm: LLM, alone: dict[str, tuple[Any, ...]], name: str
 ) -> None:
     """A prefill worker samples the first token, a second worker the next ones, and a third worker the last ones."""

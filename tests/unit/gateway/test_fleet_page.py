@@ -10,7 +10,7 @@ from kvferry.core.errors import UsageError
 from kvferry.gateway.config import PoolName
 
 
-async def test_the_fleet_is_there_for_an_operator():
+async def test_the_fleet_page_lists_the_workers():
     async with scripted_gateway() as gateway, httpx.AsyncClient(base_url=gateway.admin_url, timeout=20) as client:
         answer = await client.get("/fleet")
         page = (await client.get("/metrics")).text
@@ -42,7 +42,7 @@ async def test_a_lingering_gateway_serves_and_is_not_ready():
 @pytest.mark.parametrize(
     "text", ["", "p", "ns/", "/p", "a/b/c", "Ns/p", "ns/p_", "ns/-p", "ns/" + "p" * 64, "ns/p?x=1"]
 )
-def test_what_is_no_pool_is_refused(text):
+def test_invalid_pool_names_are_refused(text):
     with pytest.raises(UsageError, match="NAMESPACE/NAME"):
         PoolName.parse(text)
 

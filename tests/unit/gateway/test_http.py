@@ -54,7 +54,7 @@ async def test_a_request_id_that_could_harm_a_log_is_refused(client, bad):
     assert response.headers["x-request-id"].startswith("req-")
 
 
-async def test_ready_follows_the_fleet_and_says_why_not(gateway, client):
+async def test_ready_follows_the_fleet_and_gives_the_reason(gateway, client):
     assert (await client.get("/ready")).status_code == 200
     gateway.workers.decode[0].draining = True
     await gateway.gateway.fleet.wait_until(lambda fleet: not fleet.views()[1].takes_work)

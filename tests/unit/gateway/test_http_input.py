@@ -120,7 +120,7 @@ async def test_fields_at_values_without_effect_are_accepted(client, no_op):
         (b'{"model": "bytes", "messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
     ],
 )
-async def test_what_is_not_json_is_refused(client, body, words):
+async def test_bodies_that_are_not_json_are_refused(client, body, words):
     check_error(await client.post(_CHAT, content=body, headers=JSON), 400, None, words)
 
 

@@ -206,7 +206,7 @@ async def test_a_stream_survives_the_death_of_its_decode_worker():
 
 @pytest.mark.parametrize("method", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_frees_everything_at_once(gateway, client, method, stream):
+async def test_a_client_that_disconnects_frees_all_resources_at_once(gateway, client, method, stream):
     worker = gateway.workers.prefill[0] if method == "prefill" else gateway.workers.decode[0]
     worker.faults[method].append(Fault(Act.HANG, after_tokens=3))
 
@@ -222,7 +222,7 @@ async def test_a_client_that_goes_away_frees_everything_at_once(gateway, client,
     await gateway.idle()
 
 
-async def test_a_lost_prefill_worker_costs_the_client_nothing(gateway, client):
+async def test_the_loss_of_a_prefill_worker_is_invisible_to_the_client(gateway, client):
     fault = Fault(Act.FAIL, error=Unavailable("the disk is gone"))
     gateway.workers.prefill[0].faults["prefill"].append(fault)
     answer = await client.chat.completions.create(model="bytes", messages=_MESSAGES, max_tokens=4, seed=3)

@@ -88,7 +88,7 @@ async def accepts(address: str) -> bool:
     return True
 
 
-async def test_a_stream_that_outlives_the_grace_is_cut_and_owes_nothing():
+async def test_a_stream_that_exceeds_the_grace_period_is_cut_and_leaves_no_state():
     async with (
         scripted_gateway(drain_seconds=0.2) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=20) as client,
@@ -127,7 +127,7 @@ async def test_a_bad_http_address_is_a_usage_error():
         await run_gateway(config(http="somewhere"), byte_model(), stop=asyncio.Event())
 
 
-async def test_reflection_is_there_for_grpcurl():
+async def test_reflection_is_served():
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
     async with scripted_gateway() as gateway, open_channel(gateway.gateway.listening.grpc) as channel:

@@ -37,7 +37,7 @@ def test_the_machine_holds_in_every_state_of_a_small_world(world: Scenario) -> N
 
 
 @pytest.mark.parametrize("world", SCENARIOS, ids=lambda s: s.name)
-def test_the_machine_holds_on_random_ways_with_more_faults(world: Scenario) -> None:
+def test_the_machine_holds_on_random_walks_with_more_faults(world: Scenario) -> None:
     found = walk(dataclasses.replace(world, faults=5), PRODUCTION, seed=1, walks=150)
     assert found.violation is None, [label(action) for action in found.trace]
     assert found.states == 150
@@ -56,7 +56,7 @@ def test_there_are_many_mutations_and_each_has_its_own_name() -> None:
     assert len({m.name for m in MUTATIONS}) == len(MUTATIONS) >= 25
 
 
-def test_the_worlds_go_through_the_machines_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scenarios_cover_the_tables_of_the_state_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: set[tuple[str, str, str]] = set()
     following = Machine.next
 

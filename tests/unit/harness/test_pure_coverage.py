@@ -18,7 +18,7 @@ def a_report(**percent: float) -> dict[str, dict[str, dict[str, object]]]:
     }
 
 
-def test_a_package_means_each_of_its_modules_and_none_that_only_begins_alike() -> None:
+def test_a_package_includes_its_modules_and_no_others_with_its_prefix() -> None:
     report = a_report(**{"kvferry.core.a": 99.0, "kvferry.core.__init__": 100.0, "kvferry.core_other.b": 1.0})
     assert [(r.module, r.percent) for r in covered(report, ["kvferry.core"])] == [
         ("kvferry.core", 100.0),

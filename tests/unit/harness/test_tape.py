@@ -34,7 +34,7 @@ def test_kernels_are_repeated_in_their_place() -> None:
     assert out.flatten().tolist() == pytest.approx([2 / (1 + 2.718281828**-1)] * 8)
 
 
-def test_what_was_never_written_is_spoiled() -> None:
+def test_uninitialized_memory_is_overwritten_before_a_replay() -> None:
     out = torch.zeros(3)
 
     def forgetful() -> None:

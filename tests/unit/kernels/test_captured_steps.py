@@ -183,7 +183,7 @@ def test_steps_with_prompts_in_captured_pieces_give_the_same_tokens_and_write_no
 
 
 @pytest.mark.parametrize("is_captured", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_siblings_of_a_fork_stay_apart_and_the_copies_ask_for_nothing(device: torch.device, is_captured: bool) -> None:
+def test_siblings_of_a_fork_stay_apart_and_copies_do_not_synchronize(device: torch.device, is_captured: bool) -> None:
     """Block copies of a step are not part of its graph, so they run before the graph is replayed."""
     runner = runner_on(device, is_captured=is_captured)
     runner.capture_all()
@@ -230,7 +230,7 @@ def test_a_host_read_during_a_capture_is_an_error(device: torch.device) -> None:
 
 
 @pytest.mark.long
-def test_a_prompt_computed_elsewhere_goes_on_here(device: torch.device) -> None:
+def test_decoding_continues_a_prompt_computed_by_another_runner(device: torch.device) -> None:
     """The decode side of a hand-off: another runner computed the pages and the first token."""
     prefill, decode = plain_runner(), runner_on(device)
     moved = []
@@ -381,9 +381,7 @@ def test_damaged_weights_and_a_ban_on_everything_fail_the_row_by_name(device: to
     assert failed.failures[RequestId("a")].message.startswith("request a: a logit at position 1 is not finite")
 
 
-def test_a_step_that_fails_leaves_no_token_that_is_not_so(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_leaves_no_wrong_token(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """When sampling one row fails, the replay has already stored the next tokens of all other rows."""
     runner = runner_on(device)
     first = Generation(PROMPTS[1], 8, [*range(16)])  # type: ignore[list-item]

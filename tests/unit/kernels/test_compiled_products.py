@@ -226,7 +226,7 @@ def test_rows_are_dequantized_to_the_bits_of_the_library(name: str) -> None:
     np.testing.assert_array_equal(got, values_of("f32", name, raw).astype(np.float32))
 
 
-def test_rows_are_packed_in_the_order_asked_for() -> None:
+def test_rows_are_packed_in_the_given_order() -> None:
     rng = np.random.default_rng(3)
     raw = random_rows("Q4_1", 20, 64, rng)
     order = [19, -1, 0, 7, 7, -1, 3]
@@ -298,7 +298,7 @@ def test_a_weight_too_large_for_its_form_is_refused() -> None:
         pack("f16", "F32", raw.view(np.uint8), 32)
 
 
-def test_what_does_not_fit_is_refused_before_memory_is_touched() -> None:
+def test_arguments_that_do_not_fit_are_refused_before_memory_is_written() -> None:
     with pytest.raises(ValueError, match="do not divide"):
         compiled.make_matrix("shipped", [3], 16, 48)
     with pytest.raises(ValueError, match="no packed form int3"):

@@ -219,7 +219,7 @@ class Attentive(tiny.TinyTensors):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_token_that_draws_all_attention_and_says_nothing_leaves_the_others_precise(level: str) -> None:
+def test_a_token_with_nearly_all_attention_leaves_the_others_precise(level: str) -> None:
     """The first token of a text often gets nearly all attention; the small remainder comes from the other tokens."""
     config = replace(tiny.config(qk_norm=True), num_layers=1)
     both = ("float32", "int8")
@@ -291,7 +291,7 @@ def test_logits_are_the_same_bits_in_any_batch_and_chunking(level: str, dtype: s
         for dtype in DTYPES
     ],
 )
-def test_sequences_that_begin_alike_get_the_bits_that_each_gets_alone(level: str, dtype: str) -> None:
+def test_sequences_with_a_common_prefix_get_the_bits_of_separate_ones(level: str, dtype: str) -> None:
     """Decoding rows over the same pages are computed together. 67 rows share two partitions of 256 tokens, three more
     share the first one, and two share none; the batch also has a long prompt, and one too short to be cut.
     """
@@ -373,7 +373,7 @@ def test_a_poisoned_key_is_noticed(level: str, dtype: str) -> None:
     assert logits.finite == [False, False]
 
 
-def test_inputs_out_of_range_are_refused_before_anything_is_touched() -> None:
+def test_inputs_out_of_range_are_refused_before_memory_is_written() -> None:
     model, world = model_of(VARIANTS[0], "portable"), World(VARIANTS[0], [20], "float32")
     pages = world.pages()
     good = world.batch([(0, 0, 20)])
@@ -400,7 +400,7 @@ def test_inputs_out_of_range_are_refused_before_anything_is_touched() -> None:
     assert (world.memory[pages.address] == 0xFF).all()
 
 
-def test_what_the_compiled_kernels_cannot_do_is_said() -> None:
+def test_unsupported_types_and_shapes_are_refused_with_the_reason() -> None:
     config = tiny.config()
     with pytest.raises(UsageError, match="float32, bfloat16 or int8, not float16"):
         build_model(config, tiny.TinyTensors(config), dtype="float16", kernels="compiled")
@@ -471,7 +471,7 @@ def test_gates_of_any_size(level: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_another_batch_left_behind_changes_nothing(level: str, dtype: str) -> None:
+def test_values_of_an_earlier_batch_do_not_change_results(level: str, dtype: str) -> None:
     """The 112 inputs of the last product fill no whole group; the rest of the group must not contain values of an
     earlier batch.
     """

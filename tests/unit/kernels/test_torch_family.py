@@ -109,7 +109,7 @@ def test_unused_slots_full_of_nan_change_nothing(shapes: list[tuple[int, int]], 
 
 
 @pytest.mark.parametrize("family", ["reference", "torch"])
-def test_write_kv_touches_its_slots_in_its_layer_alone(family: str) -> None:
+def test_write_kv_changes_only_its_slots_in_its_layer(family: str) -> None:
     ops = ops_for("cpu", family)
     pages = torch.zeros(4, 3, 2, 2, 5, 6)
     kv = torch.randn(3, 2, 2, 6)

@@ -56,7 +56,7 @@ def test_copy_gather_and_scatter(device: torch.device, order: list[int], count: 
     first=st.integers(0, 3),
     data=st.data(),
 )
-def test_relayout_is_what_the_planned_copy_does(
+def test_relayout_equals_the_planned_copy(
     device: torch.device,
     source: torch.dtype,
     target: torch.dtype,
@@ -113,7 +113,7 @@ def test_digests_are_the_definition_s(device: torch.device, blocks: list[int], d
     assert torch.equal(got.cpu(), reference.DEVICE_OPS.digest_blocks(pages, order))
 
 
-def test_a_digest_by_its_words() -> None:
+def test_a_digest_equals_its_definition_in_python() -> None:
     """Compare with the definition of the digest in Python integers."""
     pages = torch.arange(16.0).view(1, 1, 2, 1, 4, 2)
     words = np.arange(16, dtype=np.float32).view(np.uint32).tolist()

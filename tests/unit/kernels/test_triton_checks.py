@@ -181,7 +181,7 @@ def test_the_shipped_table_reads_as_it_was_written(tmp_path: Path) -> None:
     assert all(row.why for row in shipped)
 
 
-def test_a_measured_row_takes_the_place_of_its_own(tmp_path: Path) -> None:
+def test_a_measured_row_replaces_the_row_of_its_key(tmp_path: Path) -> None:
     shipped = launch.read(launch.TABLE)
     measured = replace(shipped[0], warps=2, why='measured: "H200", 1.0 of 1.1 TB/s\nat 64 \\ rows')
     fresh = replace(measured, device="sm90")
@@ -204,7 +204,7 @@ def test_a_row_for_the_device_counts_for_more_than_one_for_the_shape() -> None:
 
 
 @pytest.mark.parametrize("text", ["x = 1", "[[choice]]\nop = 'a'", "not toml"])
-def test_what_is_no_table_is_said(tmp_path: Path, text: str) -> None:
+def test_an_invalid_table_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.toml").write_text(text)
     with pytest.raises(UsageError, match=r"t\.toml is not a table of launch choices"):
         launch.read(tmp_path / "t.toml")

@@ -54,7 +54,7 @@ def test_siblings_of_a_fork_stay_apart(device: torch.device) -> None:
     check_forks(Runner(model, kv), PROMPTS[1][:6], num_more=3)
 
 
-def test_the_family_is_taken_for_gpus_alone() -> None:
+def test_the_family_is_chosen_on_gpus_only() -> None:
     config = tiny.config()
     assert resolve_kernels("auto", config, "bfloat16", "cuda") == "triton"
     assert resolve_kernels("auto", config, "float16", "cpu") == "torch"
@@ -67,7 +67,7 @@ def test_the_family_is_taken_for_gpus_alone() -> None:
 @pytest.mark.parametrize(
     "code", ["ops_for('cpu', 'triton')", "resolve_kernels('auto', tiny.config(), 'bfloat16', 'cuda')"]
 )
-def test_without_interpreter_or_gpu_the_error_says_so_and_no_other_module_imports_triton(code: str) -> None:
+def test_without_interpreter_or_gpu_the_family_is_refused_and_triton_is_not_imported(code: str) -> None:
     program = f"""
 import sys
 from kvferry.engine.models.build import resolve_kernels

@@ -30,7 +30,7 @@ def test_embedding_and_gathered_rows(device: torch.device, rows: int, columns: i
     assert_as_good_as_reference(run, dtype, OPS, device=device)
 
 
-def test_a_number_out_of_the_table_reads_nothing(device: torch.device) -> None:
+def test_an_id_beyond_the_table_reads_no_row(device: torch.device) -> None:
     table = torch.ones(3, 5, device=device)
     rows = OPS.gather_rows(table, torch.tensor([-1, 2, 3, 1 << 40], device=device))
     assert rows.tolist() == [[0.0] * 5, [1.0] * 5, [0.0] * 5, [0.0] * 5]
@@ -140,7 +140,7 @@ def test_place_qkv(
     assert_as_good_as_reference(run, dtype, OPS, device=device)
 
 
-def test_write_kv_touches_its_slots_in_its_layer_alone(device: torch.device) -> None:
+def test_write_kv_changes_only_its_slots_in_its_layer(device: torch.device) -> None:
     pages = torch.zeros(4, 3, 2, 2, 5, 6, device=device)
     kv = torch.randn(3, 2, 2, 6, device=device)
     OPS.write_kv(kv, pages, 1, torch.tensor([0, 19, 7], device=device))

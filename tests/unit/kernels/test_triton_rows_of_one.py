@@ -74,7 +74,7 @@ def test_results_are_those_of_the_host_s_plan(
     assert not got[len(contexts) :].any()
 
 
-def test_the_definition_says_the_same(device: torch.device) -> None:
+def test_the_reference_gives_the_same_results(device: torch.device) -> None:
     case = make_case([(1, 40), (1, 3), (1, 0)], kv_heads=2, group=2, head_dim=16, block_tokens=4, seed=5)
     assert_as_good_as_reference(
         lambda ops, cast: attended(ops, case, cast, [2, 0, 1], 2, AttentionRules(0.3)),
@@ -100,7 +100,7 @@ def test_padding_writes_nowhere(device: torch.device, family: Ops, has_norms: bo
     assert int(written.sum()) == 2 * 2 * 8
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_inconsistent_arguments_are_refused() -> None:
     pages = torch.zeros(2, 1, 2, 1, 4, 8)
     tables, one = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     cases = [
@@ -114,7 +114,7 @@ def test_what_does_not_go_together_is_refused() -> None:
             DEVICE_OPS.plan_rows(rows, pages, 2)
 
 
-def test_a_launch_has_no_program_for_each_partition_that_there_could_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_has_fewer_programs_than_possible_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     grids: list[tuple[int, ...]] = []
     run = Choice.run
 

@@ -157,7 +157,7 @@ class Pages(Script):
 
 
 @pytest.mark.parametrize("flipped", [0, LAYOUT.block_bytes, 3 * LAYOUT.block_bytes - 1])
-def test_a_byte_that_changed_on_the_way_is_found_by_the_digests(flipped: int) -> None:
+def test_a_byte_changed_in_transit_is_detected_by_the_digests(flipped: int) -> None:
     script = Pages(flipped)
     assert "corrupted" in (script.fetch(has_digests=True).failure or "")
     assert script.finished == [False]
@@ -259,7 +259,7 @@ def test_a_long_read_renews_its_lease_and_survives_a_lost_renewal() -> None:
     fetcher._pool.shutdown()
 
 
-def test_a_read_that_comes_no_further_is_given_up_long_before_its_deadline() -> None:
+def test_a_read_without_progress_is_given_up_long_before_its_deadline() -> None:
     class Measured(Script):
         def progress(self) -> int:
             return 7
@@ -506,7 +506,7 @@ def test_a_stalled_read_keeps_its_place_in_staging_until_it_is_quiet() -> None:
     fetcher._pool.shutdown()
 
 
-def test_a_read_that_breaks_before_it_begins_gives_its_place_back() -> None:
+def test_a_read_that_fails_at_its_start_frees_its_place() -> None:
     script = Raw()
     script.fail["read"] = ReadError("broken wire")
     fetcher = start_raw(script, bytearray(4 * LAYOUT.block_bytes))

@@ -19,7 +19,7 @@ DEEP = b"\x91" * 100_000
 
 
 @pytest.mark.parametrize("data", [b"", NOT_TEXT, DEEP, b"\xc1", b"\x01"])
-def test_what_is_no_document_has_one_error(data: bytes) -> None:
+def test_invalid_documents_raise_one_kind_of_error(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         unpacked(data, Ticket)
     with pytest.raises(msgspec.DecodeError):

@@ -143,7 +143,7 @@ def test_a_value_that_does_not_fit_ends_the_read() -> None:
         read.poll()
 
 
-def test_places_are_made_when_needed_lent_once_and_bounded() -> None:
+def test_places_are_allocated_on_demand_lent_once_and_bounded() -> None:
     made: list[int] = []
 
     def make(size: int) -> memoryview:

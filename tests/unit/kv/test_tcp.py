@@ -114,7 +114,7 @@ def test_an_impostor_gets_no_secret_and_is_refused() -> None:
     ],
     ids=["unknown op", "no pages", "four billion pages", "more pages than there are"],
 )
-def test_nonsense_cuts_the_connection_and_nothing_else(request_bytes: bytes) -> None:
+def test_an_invalid_frame_closes_only_its_connection(request_bytes: bytes) -> None:
     with a_transport() as (owner, peer), a_transport() as (reader, _), dial(owner) as link:
         wire.greet_as_reader(link, wire.connection_key(POOL.secrets[0], owner._incarnation))
         link.sendall(request_bytes)
@@ -130,7 +130,7 @@ def test_a_connection_without_a_valid_greeting_is_closed() -> None:
         assert is_cut(link)
 
 
-def test_a_connection_cut_while_idle_is_made_anew() -> None:
+def test_a_connection_cut_while_idle_is_opened_again() -> None:
     with a_transport() as (owner, peer), a_transport() as (reader, _):
         reader.connect(peer, owner.address())
         reader.read_epochs(peer, [0], 5.0)
@@ -195,7 +195,7 @@ def test_pages_of_another_size_are_read_into_staging_only() -> None:
             other.close()
 
 
-def test_neighbours_are_one_piece() -> None:
+def test_adjacent_pages_are_read_as_one_piece() -> None:
     assert runs([3, 4, 5, 9, 2, 3]) == [(3, 6), (9, 10), (2, 4)]
     assert runs([]) == []
 

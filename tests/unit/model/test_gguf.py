@@ -139,7 +139,7 @@ def test_configuration_and_weights_come_back_in_our_order(good: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
-def test_each_type_is_read_as_the_library_reads_it(tmp_path: Path, kind: str) -> None:
+def test_each_type_is_read_as_by_the_library(tmp_path: Path, kind: str) -> None:
     path = write_tiny(tmp_path / "q.gguf", kind=GGMLQuantizationType[kind])
     ours = GgufModel(path)
     theirs = {t.name: t for t in GGUFReader(path).tensors}
@@ -166,7 +166,7 @@ MIXTURE = {
 """Types as in files of Q4_K_M and similar mixtures, and more."""
 
 
-def test_a_mixture_of_types_is_read_as_the_library_reads_it_and_computed_alike(tmp_path: Path) -> None:
+def test_a_mixture_of_types_is_read_as_by_the_library_and_computed_equally(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m.gguf", c=WIDE, coded=MIXTURE)
     model = GgufModel(path)
     theirs = {t.name: t for t in GGUFReader(path).tensors}
@@ -190,7 +190,7 @@ def test_a_mixture_of_types_is_read_as_the_library_reads_it_and_computed_alike(t
     np.testing.assert_allclose(logits[1], logits[0], atol=2e-3 * logits[0].std())
 
 
-def test_the_embedded_model_is_read_as_the_library_reads_it(smollm: ModelSource) -> None:
+def test_the_embedded_model_is_read_as_by_the_library(smollm: ModelSource) -> None:
     assert isinstance(smollm.tensors, GgufModel)
     theirs = {
         t.name: t
@@ -412,7 +412,7 @@ def test_an_open_file_gives_a_source(good: Path) -> None:
         open_model(str(good))
 
 
-def test_released_pages_come_back_when_they_are_read(good: Path) -> None:
+def test_released_pages_are_read_from_the_file_again(good: Path) -> None:
     source = GgufModel(good)
     name = next(iter(source.shapes()))
     before = source.read(name).copy()

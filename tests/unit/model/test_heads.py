@@ -110,7 +110,7 @@ def test_odd_medusa_heads_are_refused(
     assert message in str(caught.value)
 
 
-def test_a_pickle_is_refused_with_a_way_to_convert_it(tmp_path: Path) -> None:
+def test_a_pickle_is_refused_with_a_command_to_convert_it(tmp_path: Path) -> None:
     folder = write_eagle(tmp_path, MODEL, is_fused=False)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelFileError, match=r"pytorch_model\.bin can run code when it is read: convert it once"):

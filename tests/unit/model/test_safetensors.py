@@ -54,7 +54,7 @@ def make_folder(
     return folder
 
 
-def test_a_folder_opens_as_the_model_it_was_made_from(tmp_path: Path) -> None:
+def test_a_folder_opens_as_the_model_that_was_saved(tmp_path: Path) -> None:
     source = open_model(str(make_folder(tmp_path / "tiny-folder")))
     assert source.config.name == "tiny-folder"
     assert source.config.eos_token_ids == (258,)
@@ -163,7 +163,7 @@ def test_qwen_variants_are_recognised(tmp_path: Path) -> None:
         ({"tie_word_embeddings": False, "eos_token_id": [999]}, "end token 999"),
     ],
 )
-def test_what_cannot_be_served_is_named(tmp_path: Path, raw: dict[str, object], message: str) -> None:
+def test_models_that_cannot_be_served_are_refused_by_name(tmp_path: Path, raw: dict[str, object], message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
         SafetensorsModel(make_folder(tmp_path / "m", raw))
 
@@ -180,7 +180,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
         open_model(str(folder))
 
 
-def test_a_tokenizer_does_not_obey_the_file_s_truncation_and_padding(tmp_path: Path) -> None:
+def test_truncation_and_padding_in_a_tokenizer_file_are_ignored(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m")
     whole = open_model(str(folder)).tokenizer.encode("a long prompt", add_special=False)
     text = json.loads((folder / "tokenizer.json").read_text())
@@ -309,7 +309,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         SafetensorsModel(folder)
 
 
-def test_released_pages_come_back_when_they_are_read(tmp_path: Path) -> None:
+def test_released_pages_are_read_from_the_file_again(tmp_path: Path) -> None:
     source = SafetensorsModel(make_folder(tmp_path))
     for name, values in weights().items():
         source.release()

@@ -51,7 +51,7 @@ def test_the_schema_has_the_values_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(of_values(yaml.safe_load(TEXT))))
-def test_a_value_has_the_type_that_the_schema_says(path: str) -> None:
+def test_a_value_has_the_type_of_the_schema(path: str) -> None:
     value, node = yaml.safe_load(TEXT), SCHEMA
     for name in path.split("."):
         value, node = value[name], node["properties"][name]

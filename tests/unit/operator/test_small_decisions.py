@@ -349,7 +349,7 @@ def test_an_object_that_lost_its_owner_reference_still_belongs_to_the_pool():
     assert not store.facts(KEY).owned_by("u-1").deployments
 
 
-def test_what_is_gone_is_forgotten():
+def test_deleted_objects_are_removed_from_the_store():
     store = Store()
     things = {"InferencePool": body(), "Deployment": deployment(), "PoolRoleScaler": scaler(), "Service": service()}
     for kind, thing in things.items():
@@ -368,7 +368,7 @@ def test_what_is_gone_is_forgotten():
     store.take_report(KEY, None)
 
 
-def test_what_an_earlier_pool_of_the_name_left_is_not_counted():
+def test_objects_of_an_earlier_pool_of_the_name_are_not_counted():
     store = Store()
     store.take("Deployment", deployment(), gone=False)
     assert store.facts(KEY).owned_by("u-1").deployments
@@ -382,7 +382,7 @@ def test_a_deployment_reports_its_obstacles():
     assert store.facts(KEY).deployments["chat-decode-r"].stuck == "quota"
 
 
-def test_a_fleet_is_read_as_far_as_it_goes():
+def test_the_valid_part_of_a_fleet_report_is_read():
     said = {
         "workers": [{"name": "w", "role": "both", "takes_work": True, "load": {"tickets_offered": 2, "new": 1}}],
         "held": 3,
@@ -404,7 +404,7 @@ def test_a_fleet_is_read_as_far_as_it_goes():
         b'{"workers":[' + b",".join([b'{"name":"w","role":"both"}'] * 5001) + b"]}", b"\xff\xfe",
     ],
 )  # fmt: skip
-def test_what_is_no_fleet_is_refused(raw):
+def test_invalid_fleet_reports_are_refused(raw):
     with pytest.raises(ValueError, match="not a fleet"):
         read_fleet(raw, 0.0)
 

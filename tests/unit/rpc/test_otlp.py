@@ -72,7 +72,7 @@ def test_the_callers_decision_is_kept_and_the_share_decides_otherwise() -> None:
     assert open_tracer(None, "s", "one", SystemClock()) is None
 
 
-def test_a_collector_that_is_away_costs_one_warning_and_bounded_memory(
+def test_an_unavailable_collector_costs_one_warning_and_bounded_memory(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with otlp_collector() as gone:
@@ -96,7 +96,7 @@ def test_a_collector_that_is_away_costs_one_warning_and_bounded_memory(
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
-def test_without_a_collector_nothing_of_opentelemetry_is_imported() -> None:
+def test_without_a_collector_opentelemetry_is_not_imported() -> None:
     code = (
         "import sys, kvferry.gateway.gateway, kvferry.cli.main, kvferry.workers.main\n"
         "from kvferry.rpc.otlp import open_tracer\n"

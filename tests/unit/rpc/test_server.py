@@ -176,7 +176,7 @@ async def test_health_follows_readiness_per_service(server, channel):
     assert (await status(""), await status(_NAME)) == (serving, not_serving)
 
 
-async def test_a_method_of_health_that_is_not_implemented_says_so(channel, caplog):
+async def test_an_unimplemented_method_of_health_is_reported(channel, caplog):
     call = health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call

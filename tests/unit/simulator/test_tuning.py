@@ -39,7 +39,7 @@ def goodness(spec: FleetSpec) -> Score:
     return Score(100.0 - 10.0 * abs(prefill - 4) - 0.05 * abs(mixed - 128), 1.0)
 
 
-def test_it_finds_a_known_optimum_and_names_the_changes() -> None:
+def test_the_search_finds_a_known_optimum_and_names_the_changes() -> None:
     found = tune(a_spec(), goodness, most=200)
     assert found.score.goodput == 100.0
     assert [role.replicas for role in found.spec.pool.roles] == [4, 4]
@@ -54,7 +54,7 @@ def test_it_finds_a_known_optimum_and_names_the_changes() -> None:
     assert "# prefill: replicas = 4" in text
 
 
-def test_it_never_uses_more_simulations_and_never_gets_worse() -> None:
+def test_the_search_keeps_within_its_simulations_and_never_gets_worse() -> None:
     for most in (2, 5, 11):
         calls = []
 

@@ -56,7 +56,7 @@ def test_azures_csv_has_lengths_only() -> None:
     assert (second.at, len(second.prompt), second.num_output) == (pytest.approx(4.314579), 396, 109)
 
 
-def test_a_trace_is_replayed_faster_and_only_its_begin() -> None:
+def test_a_trace_can_be_replayed_faster_and_in_part() -> None:
     assert [r.at for r in read_trace(lines(MOONCAKE), most=2, speed=3.0)] == [0.0, 0.5]
 
 

@@ -51,7 +51,7 @@ def test_the_processes_have_the_settings_of_the_fleet() -> None:
     assert "--kv-memory" not in stack_of(a_spec(FLEET.replace("kv_bytes_per_token = 1000", "")), "tiny", 1).worker_flags
 
 
-def test_what_one_machine_cannot_run_is_refused() -> None:
+def test_fleets_that_one_machine_cannot_run_are_refused() -> None:
     with pytest.raises(UsageError, match="at most 16 are started"):
         stack_of(a_spec(FLEET.replace("replicas = 2", "replicas = 20")), "tiny", 1)
     with pytest.raises(UsageError, match="one \\[engine\\] for all"):

@@ -31,7 +31,7 @@ def test_the_first_version(tmp_path: Path, quota: str, cores: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "a b", "100000 0"])
-def test_what_cannot_be_read_is_no_limit(tmp_path: Path, text: str) -> None:
+def test_unreadable_limits_are_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "cpu.max").write_text(text)
     assert usable_cores(tmp_path) == 8
     assert usable_cores(tmp_path / "missing") == 8

@@ -40,5 +40,5 @@ def test_threads_are_stopped_and_joined_at_exit_unless_they_have_ended() -> None
     assert exit_of(_BUSY) == (0, "ended")
 
 
-def test_a_program_that_leaves_during_a_step_keeps_its_exit_status() -> None:
+def test_a_program_that_exits_during_a_step_keeps_its_exit_status() -> None:
     assert exit_of(_IN_A_STEP) == (3, "")

@@ -22,7 +22,7 @@ def _logging_put_back() -> Iterator[None]:
         logging.getLogger(name).setLevel(before)
 
 
-def test_a_line_is_one_object_however_odd_the_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_one_object_for_any_message(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup("info", as_json=True)
     logging.getLogger("kvferry.x").info('a "quoted"\nline é %d', 7, extra={"request_id": "req-1", "secret": "no"})
     (line,) = capsys.readouterr().err.splitlines()

@@ -140,7 +140,7 @@ def test_blocks_that_are_still_cached_are_not_loaded() -> None:
     assert recomputed(runner) < 4
 
 
-def test_it_does_not_wait_for_tiers_that_have_not_answered() -> None:
+def test_a_preempted_sequence_does_not_wait_for_late_tiers() -> None:
     engine, runner, tiers = a_case()
     tokens: dict[str, list[int]] = {}
     while "young" not in tokens:
@@ -157,7 +157,7 @@ def test_it_does_not_wait_for_tiers_that_have_not_answered() -> None:
     assert recomputed(runner) > 20
 
 
-def test_an_answer_while_it_waits_for_pages_is_in_time() -> None:
+def test_an_answer_during_the_wait_for_pages_is_used() -> None:
     engine, runner, tiers = a_case()
     tokens: dict[str, list[int]] = {}
     while "young" not in tokens:

@@ -135,7 +135,7 @@ async def test_errors_of_intake_arrive_through_the_stream_and_affect_no_other(ba
         assert failures == []
 
 
-async def test_a_full_line_is_an_error_of_one_stream() -> None:
+async def test_a_full_queue_is_an_error_of_one_stream() -> None:
     engine, runner = an_engine()
     engine._max_waiting = 1
     held = runner.run = HeldRunner(runner)  # type: ignore[method-assign, assignment]
@@ -200,7 +200,7 @@ async def test_a_closed_stream_aborts_its_request() -> None:
     assert held.steps <= 6, "the remaining tokens were not computed"
 
 
-async def test_what_is_ready_is_taken_without_waiting_and_an_error_stays_for_the_next_read() -> None:
+async def test_ready_items_are_taken_without_waiting_and_an_error_stays_for_the_next_read() -> None:
     engine, _ = an_engine()
     stream = EngineLoop(engine, CommandQueue(), name="never started", on_failure=lambda _: None).submit(
         a_request("a", [1])
@@ -271,7 +271,7 @@ async def test_stop_ends_open_streams_after_the_step_in_progress() -> None:
     loop.close(stream)
 
 
-async def test_nothing_is_taken_after_stop() -> None:
+async def test_no_request_is_accepted_after_stop() -> None:
     engine, _ = an_engine()
     async with running(engine) as (loop, _):
         pass

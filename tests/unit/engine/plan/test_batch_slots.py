@@ -42,7 +42,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_tables_follow_whatever_happens_to_sequences(steps: list[dict[str, tuple[str, int]]]) -> None:
+def test_tables_follow_any_changes_of_sequences(steps: list[dict[str, tuple[str, int]]]) -> None:
     places, version, next_block = BatchSlots(3, WIDTH), 0, 0
     device = [-1] * (4 * WIDTH)
     known: dict[str, tuple[int, list[int]]] = {}
@@ -73,7 +73,7 @@ def test_tables_follow_whatever_happens_to_sequences(steps: list[dict[str, tuple
             assert not places.changes(plan, needed).cells
 
 
-def test_only_the_blocks_that_a_step_needs_travel_and_only_once() -> None:
+def test_only_blocks_that_a_step_needs_are_written_and_only_once() -> None:
     places = BatchSlots(2, WIDTH)
     first = scheduled("a", [7, 1, 4], 5)
     places.assign([first])
@@ -99,7 +99,7 @@ def test_more_sequences_than_places_are_refused() -> None:
         BatchSlots(1, WIDTH).assign([scheduled("a", [1], 1), scheduled("b", [2], 2)])
 
 
-def test_a_token_on_the_device_is_that_of_the_same_sequence_at_the_same_position() -> None:
+def test_a_token_on_the_device_belongs_to_one_sequence_and_position() -> None:
     places = BatchSlots(2, WIDTH)
     prompt = scheduled("a", [1], 3, computed=0, count=4)
     places.assign([prompt])

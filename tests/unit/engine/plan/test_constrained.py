@@ -97,7 +97,7 @@ def test_the_end_of_a_grammar_ends_the_output_even_if_eos_is_ignored() -> None:
     budget=st.integers(3, 64),
     free=st.sets(st.integers(0, 5)),
 )
-def test_tokens_are_those_of_a_masked_run_whatever_happens(
+def test_tokens_are_those_of_a_masked_run_for_any_events(
     prompts: list[list[int]], schedule: list[int], num_blocks: int, budget: int, free: set[int]
 ) -> None:
     engine, _ = an_engine(num_blocks=num_blocks, limits=small_limits(token_budget=budget))

@@ -39,7 +39,7 @@ def test_every_batch_has_a_size_and_little_of_it_is_padding(most: int, share: fl
     assert size - rows < (8 if rows <= 64 else 32)
 
 
-def test_only_what_is_ready_counts() -> None:
+def test_only_sizes_that_are_ready_are_used() -> None:
     assert fit(3, [64]) == 64
     assert fit(3, []) is None
 

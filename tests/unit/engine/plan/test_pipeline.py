@@ -110,7 +110,7 @@ def test_tokens_are_the_same_and_most_steps_are_ahead() -> None:
     assert engine.is_idle
 
 
-def test_a_stop_makes_one_step_superfluous_and_nothing_is_left_of_it() -> None:
+def test_a_stop_makes_one_step_superfluous_and_leaves_no_state() -> None:
     engine, runner = ahead_engine(stops=[8])
     engine.add(asked("a", [1, 2, 3]))
     engine.add(asked("b", [5, 6]))
@@ -180,7 +180,7 @@ def test_end_tokens_are_banned_for_as_long_as_they_must_be() -> None:
     assert [bool(p.scheduled[0].banned_token_ids) for p in runner.steps] == [True] * 3 + [False] * 3
 
 
-def test_while_a_request_waits_for_a_place_steps_run_ahead_with_an_attempt_to_admit_it_in_between() -> None:
+def test_steps_run_ahead_while_a_request_waits_and_admission_is_tried_at_intervals() -> None:
     engine, runner = ahead_engine(limits=small_limits(max_sequences=1))
     engine.add(asked("a", [1], max_tokens=25))
     engine.add(asked("b", [2], max_tokens=4))
@@ -221,7 +221,7 @@ def test_a_sequence_that_ends_for_certain_does_not_stop_the_others() -> None:
     assert runner.read_before_begin == 1, "every step but the first was launched ahead"
 
 
-def test_a_page_that_a_step_under_way_writes_to_is_no_target_of_a_load() -> None:
+def test_a_page_that_a_running_step_writes_to_is_no_target_of_a_load() -> None:
     engine, _ = ahead_engine(num_blocks=4)
     loader = HeldLoader(engine)
     engine.add(asked("a", [1, 2, 3]))

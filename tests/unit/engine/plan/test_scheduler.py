@@ -45,7 +45,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_draws_only_after_the_last() -> 
     assert engine.is_idle
 
 
-def test_two_counters_move_as_the_unified_table_says() -> None:
+def test_computed_and_known_tokens_advance_as_in_the_table() -> None:
     # Prompt of 10 tokens, budget 4: (computed, known) = (0,10) (4,10) (8,10) (10,10) -> (10,11), then decode.
     engine, runner = an_engine(limits=small_limits(token_budget=4))
     engine.add(a_request("a", list(range(10)), max_tokens=3))
@@ -272,7 +272,7 @@ def test_a_request_with_a_ticket_computes_when_there_is_no_loader() -> None:
         ([-1], 0, "INVALID_REQUEST"),
     ],
 )
-def test_what_can_never_run_is_refused_by_name(tokens: list[int], num_generated: int, reason: str) -> None:
+def test_requests_that_can_never_run_are_refused_by_name(tokens: list[int], num_generated: int, reason: str) -> None:
     engine, _ = an_engine()
     with pytest.raises(InvalidRequest) as caught:
         engine.add(a_request("bad", tokens, num_generated=num_generated))
@@ -287,7 +287,7 @@ def test_a_random_request_without_a_seed_is_refused_before_it_can_stop_the_engin
     assert caught.value.field == "seed"
 
 
-def test_a_full_line_is_refused_with_a_time_to_come_back() -> None:
+def test_a_full_queue_is_refused_with_a_retry_time() -> None:
     engine, _ = an_engine()
     engine._max_waiting = 1
     engine.add(a_request("a", [1]))
@@ -362,7 +362,7 @@ def test_a_spent_budget_leaves_running_sequences_for_the_next_step() -> None:
     assert tokens_of == {name: expected_tokens(prompt, 3)[1:] for name, prompt in prompts.items()}
 
 
-def test_what_a_step_computed_for_an_aborted_sequence_is_passed_over() -> None:
+def test_results_for_an_aborted_sequence_are_ignored() -> None:
     engine, runner = an_engine()
     for name in "ab":
         engine.add(a_request(name, [1, 2, 3], max_tokens=1))

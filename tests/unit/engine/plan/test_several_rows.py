@@ -109,7 +109,7 @@ def test_log_probabilities_of_accepted_drafts(kernels: str) -> None:
     assert [token.logprob for token in ours] == pytest.approx([token.logprob for token in right], abs=1e-5)
 
 
-def test_more_rows_than_sequences_fit_the_way_back_to_the_host() -> None:
+def test_the_outbox_grows_for_more_rows_than_sequences() -> None:
     runner = a_device_runner()  # of four sequences
     tokens = TOKENS[:4] + [token.token_id for token in continued(runner, GREEDY, 3)]
     out = runner.run(StepPlan((share("a", 0, computed=0, end=7, sampled=4, tokens=tokens),)))
@@ -166,7 +166,7 @@ class Guessing:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5), st.integers(1, 20), st.integers(1, 17))
-def test_several_tokens_a_step_give_the_tokens_of_one_a_step(right: list[int], most: int, length: int) -> None:
+def test_several_tokens_per_step_give_the_tokens_of_single_ones(right: list[int], most: int, length: int) -> None:
     engine, runner = an_engine(num_blocks=24)
     guessing = Guessing(runner, right)
     prompts = {"a": list(range(length)), "b": list(range(30, 35))}

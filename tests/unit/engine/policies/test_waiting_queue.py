@@ -54,7 +54,7 @@ def test_a_sequence_that_returns_is_ranked_once() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=30))
-def test_shortest_first_ranks_anew_what_comes_first(entries: list[tuple[int, int]]) -> None:
+def test_shortest_first_ranks_the_first_sequence_again(entries: list[tuple[int, int]]) -> None:
     lengths = {number: before for number, (before, _) in enumerate(entries)}
     queue = ShortestFirstQueue(lambda s: (lengths[s.arrival], s.arrival))
     for number in lengths:

@@ -95,7 +95,7 @@ def test_an_end_token_is_marked_in_a_log_without_tokens() -> None:
     assert found.steps[-1].tokens == [(0, [END_TOKEN])]
 
 
-def test_what_cannot_be_replayed_is_named() -> None:
+def test_runs_that_cannot_be_replayed_are_refused_with_the_reason() -> None:
     engine = an_engine()
     engine.add(a_request("a", 40, 3))
     engine.step()
@@ -134,7 +134,7 @@ def test_an_invalid_log_is_refused_by_line(change, message) -> None:
     assert message in str(caught.value)
 
 
-def test_phases_end_where_the_next_begin_and_gaps_are_between_steps() -> None:
+def test_phases_are_adjacent_and_gaps_are_between_steps() -> None:
     line = Timeline()
     for name, now in (("plan", 1.0), ("compute", 2.0)):
         line.begin(ENGINE, name, now)

@@ -76,7 +76,7 @@ def test_random_draws_do_not_depend_on_chunks_or_mates() -> None:
     assert together != tokens_of(generate(TINY, PROMPTS, 20))
 
 
-def test_generation_resumed_from_its_own_tokens_goes_on_alike() -> None:
+def test_generation_resumed_from_its_own_tokens_is_the_same() -> None:
     params = SamplingParams(temperature=1.0, seed=42)
     whole = generate(TINY, [PROMPTS[3]], 20, params=params)[0].tokens
     half = len(PROMPTS[3]) + 9

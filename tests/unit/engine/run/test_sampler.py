@@ -95,7 +95,7 @@ def typical(kept: list[int], weights: Floats, mass: float) -> list[int]:
     min_p=st.sampled_from([0.0, 0.1, 1.0]),
     typical_p=st.sampled_from([1.0, 1.0, 0.2, 0.9]),
 )
-def test_a_draw_is_what_the_definition_says(
+def test_a_draw_equals_the_definition(
     seed: int,
     size: int,
     spread: float,
@@ -163,7 +163,7 @@ def test_typical_sampling_drops_the_most_likely_token_where_its_information_is_f
     assert frequencies(logits, SamplingParams(), 500)[0] > 150
 
 
-def test_typical_sampling_refers_to_what_the_other_cuts_keep() -> None:
+def test_typical_sampling_applies_to_the_tokens_of_the_other_cuts() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
     both = SamplingParams(top_k=2, typical_p=0.5)
     # The entropy of (4/7, 3/7) is 0.683 nats. 4/7 is nearer (0.560 against 0.847) and reaches the mass alone.

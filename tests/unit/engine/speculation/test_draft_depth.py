@@ -25,7 +25,7 @@ def test_the_depth_maximizes_the_tokens_per_second() -> None:
 
 
 @pytest.mark.parametrize(("probability", "verify", "draft"), [(0.1, flat(1.0), 0.1), (0.9, linear(1.0), 0.2)])
-def test_without_a_gain_nothing_is_proposed_but_a_probe_after_a_pause(probability, verify, draft) -> None:
+def test_without_a_gain_only_probes_after_pauses_are_proposed(probability, verify, draft) -> None:
     depth, chosen = DraftDepth(8), []
     for _ in range(300):
         chosen.append(depth.choose(2, 2, probability, verify, flat(draft)))

@@ -21,7 +21,7 @@ def test_kv_stays_valid_up_to_the_first_token_that_differs() -> None:
     draft=st.lists(st.integers(0, 2), max_size=6),
     more=st.lists(st.integers(0, 2), max_size=6),
 )
-def test_what_is_computed_is_a_prefix_of_the_tokens(tokens: list[int], draft: list[int], more: list[int]) -> None:
+def test_computed_tokens_are_a_prefix_of_the_tokens(tokens: list[int], draft: list[int], more: list[int]) -> None:
     sequence = DraftedSequence([*tokens, *draft], num_known=len(tokens), num_computed=len(tokens) + len(draft))
     before = list(sequence.tokens)
     actual = [*tokens, *more]

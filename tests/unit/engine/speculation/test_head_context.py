@@ -49,7 +49,7 @@ def test_pending_rows_are_consecutive_and_end_with_the_last_known_one(events: li
         assert context.num_pending <= 2 * MAX_NEW_ROWS + 90
 
 
-def test_a_gap_begins_the_context_anew() -> None:
+def test_a_gap_starts_a_new_context() -> None:
     context = HeadContext()
     context.add(0, rows(0, 5))
     context.take()

@@ -246,7 +246,7 @@ def test_vectors_of_prompts_are_those_without_a_head(tmp_path: Path) -> None:
         assert llm.engine.speculation.is_idle
 
 
-def test_an_aborted_request_leaves_nothing(tmp_path: Path) -> None:
+def test_an_aborted_request_leaves_no_state(tmp_path: Path) -> None:
     llm = a_model(f"eagle={write_eagle(tmp_path, CONFIG, is_fused=True)}?fixed=1")
     generated = llm._requests.start([1, 2, 3], SamplingParams(temperature=0, max_tokens=40), None)
     llm.engine.add(generated.request)

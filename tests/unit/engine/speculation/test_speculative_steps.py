@@ -232,7 +232,7 @@ def test_each_method_with_repetitive_prompts(method: str) -> None:
     assert is_idle(engine)
 
 
-def test_off_makes_no_speculation() -> None:
+def test_method_off_creates_no_speculation() -> None:
     assert speculation_of(parse_speculation("off")) is None
 
 

@@ -75,7 +75,7 @@ def test_pages_elsewhere_than_the_model_are_refused() -> None:
 @pytest.mark.parametrize(
     ("wanted", "visible", "chosen"), [("cuda:1", "", "1"), ("cuda:1", "4,6", "6"), ("cuda:2", "4", "-1")]
 )
-def test_one_gpu_is_the_only_one_that_the_process_sees(monkeypatch, wanted: str, visible: str, chosen: str) -> None:
+def test_only_the_chosen_gpu_is_visible_to_the_process(monkeypatch, wanted: str, visible: str, chosen: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -98,7 +98,7 @@ def test_other_forms_of_a_device_are_refused(wanted: str) -> None:
         choose_device(wanted)
 
 
-def test_workers_and_stacks_refuse_a_gpu_that_is_not_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_and_stacks_refuse_a_missing_gpu_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     engine = EngineSettings(model="tiny", device="cuda")
     config = WorkerConfig("prefill", engine, connector="tcp", ticket_secrets=(b"0123456789abcdef",))
@@ -122,7 +122,7 @@ def test_stacks_refuse_a_gpu_without_a_driver_before_they_start_a_process(
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput", "kernels"])
-def test_benchmarks_refuse_a_gpu_that_is_not_there_in_one_line(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_benchmarks_refuse_a_missing_gpu_in_one_line(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(main, ["bench", command, "--model", "tiny", "--device", "cuda"])
     assert done.exit_code == 2

@@ -30,7 +30,7 @@ def load() -> str:
     return dtype_record.recorded_dtype("auto", tiny.config(), kernels="torch")
 
 
-def test_it_is_measured_once(cache: Path) -> None:
+def test_the_data_type_is_measured_once(cache: Path) -> None:
     assert [load(), load()] == ["bfloat16", "bfloat16"]
     assert MEASURED == ["auto", "bfloat16", "bfloat16"]
 

@@ -70,7 +70,7 @@ copies_of_eight = st.lists(
 
 
 @given(copies_of_eight)
-def test_rounds_may_run_in_any_order_within_and_give_what_one_after_the_other_gives(
+def test_copies_of_a_round_may_run_in_any_order(
     pairs: list[tuple[int, int]],
 ) -> None:
     copies = [PageCopy(BlockId(a), BlockId(b)) for a, b in pairs]
@@ -126,7 +126,7 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_sequence_forked_mid_block_is_planned_with_its_copy_and_both_go_on_as_alone() -> None:
+def test_a_sequence_forked_mid_block_is_planned_with_its_copy_and_both_continue_as_alone() -> None:
     engine, runner = an_engine()
     prompt = [1, 2, 3, 4, 5, 6]
     engine.add(a_request("a", prompt, max_tokens=8))

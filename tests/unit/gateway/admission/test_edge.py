@@ -412,7 +412,7 @@ async def test_a_changed_file_counts_without_a_restart(tenants):
         assert (await edge.post(key="key-of-a")).status_code == 401
 
 
-async def test_a_stream_that_is_abandoned_is_charged_what_it_used(tenants):
+async def test_an_abandoned_stream_is_charged_for_its_used_tokens(tenants):
     path = tenants(tenant("a", "tokens_per_minute = 100000"))
     async with an_edge(room=100, tenants_file=path, api_key="key-of-a") as edge:
         edge.go.set()

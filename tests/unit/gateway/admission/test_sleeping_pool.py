@@ -137,7 +137,7 @@ async def test_its_own_deadline_comes_first():
             await pool.ask(deadline=CLOCK.monotonic() + 0.05)
 
 
-async def test_a_client_that_leaves_gives_its_place_back():
+async def test_a_client_that_leaves_frees_its_place():
     async with a_pool() as pool:
         asked = asyncio.create_task(pool.ask())
         await pool.holds(1)

@@ -300,7 +300,7 @@ async def test_without_room_there_are_no_subscriptions_but_a_history():
         assert rig.events.num_subscriptions == 0
 
 
-async def test_a_cache_beyond_the_limit_is_refused_and_metrics_say_so():
+async def test_a_cache_beyond_the_limit_is_refused_and_counted_in_metrics():
     async with a_rig(max_blocks=10) as rig:
         registry = CollectorRegistry()
         CacheMapCollector(rig.map, rig.feeds, registry)

@@ -171,7 +171,7 @@ def test_a_snapshot_must_be_consistent(cache_map: CacheMap, event: SnapshotPart 
     assert cache_map.index.num_entries == 0
 
 
-def test_the_replica_with_most_blocks_gives_way_when_the_map_is_full(cache_map: CacheMap) -> None:
+def test_the_replica_with_most_blocks_is_dropped_when_the_map_is_full(cache_map: CacheMap) -> None:
     with_snapshot(cache_map, "large", NAMES[:70])
     with_snapshot(cache_map, "small", NAMES[:10])
     with_snapshot(cache_map, "other", NAMES[:15])
@@ -212,7 +212,7 @@ def test_slots_are_bounded_and_used_again_after_a_sweep(cache_map: CacheMap, mon
     cache_map.subscribed("a")
 
 
-def test_a_slot_that_dies_during_a_sweep_waits_for_the_next(cache_map: CacheMap) -> None:
+def test_a_slot_freed_during_a_sweep_waits_for_the_next_sweep(cache_map: CacheMap) -> None:
     with_snapshot(cache_map, "a", NAMES[:40])
     with_snapshot(cache_map, "b", NAMES[:40])
     cache_map.leave("a")

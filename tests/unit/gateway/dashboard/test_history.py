@@ -39,7 +39,7 @@ def test_a_point_covers_the_window_before_it() -> None:
     assert series["seconds_ago"][-1] == pytest.approx(2.0)
 
 
-def test_after_a_pause_no_observation_of_before_it_counts() -> None:
+def test_observations_before_a_pause_are_not_counted_after_it() -> None:
     history = History()
     for number in range(5):
         history.add(number * 2.0, totals(fast=number))

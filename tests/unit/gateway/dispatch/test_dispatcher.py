@@ -93,7 +93,7 @@ async def test_the_first_token_does_not_wait_for_decode(pair):
         assert len([event async for event in events]) == _NUM_TOKENS - 1
 
 
-async def test_timing_tells_where_the_time_went(pair):
+async def test_timing_has_the_duration_of_each_phase(pair):
     events = await collect(pair, ask())
     timing = events[-1].timing
     assert (timing.prefill_worker, timing.decode_worker) == ("p0", "d0")
@@ -122,7 +122,7 @@ async def test_samples_run_side_by_side(pair):
         check(events, request)
 
 
-async def test_a_prefill_that_keeps_nothing_leaves_the_prompt_to_decode(pair):
+async def test_without_an_offer_of_prefill_decode_computes_the_prompt(pair):
     pair.workers.prefill[0].keeps_offers = False
     check(await collect(pair, ask()), ask())
     assert pair.workers.decode[0].decodes[0].ticket == b""
@@ -144,7 +144,7 @@ async def test_one_worker_of_role_both_serves_everything():
         check(await collect(fleet, ask()), ask())
 
 
-async def test_unlike_layouts_are_never_paired():
+async def test_incompatible_layouts_are_never_paired():
     async with scripted_fleet(prefill=1, decode=1) as fleet:
         fleet.workers.prefill[0].fingerprint = b"other"
         await fleet.fleet.wait_until(lambda f: f.views()[0].fingerprint == b"other")
@@ -152,7 +152,7 @@ async def test_unlike_layouts_are_never_paired():
         assert fleet.workers.prefill[0].prefills == []
 
 
-async def test_unlike_layouts_of_one_model_are_paired_when_there_are_no_like_ones():
+async def test_convertible_layouts_are_paired_when_there_are_no_equal_ones():
     async with scripted_fleet(prefill=1, decode=2) as fleet:
         prefill, (like, unlike) = fleet.workers.prefill[0], fleet.workers.decode
         for worker in (prefill, like, unlike):
@@ -245,7 +245,7 @@ async def test_a_stream_leaves_a_decode_worker_that_is_frozen(frozen_pairs, afte
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
-async def test_a_stream_leaves_a_worker_that_answers_and_makes_no_step(two_pairs, after):
+async def test_a_stream_leaves_a_worker_that_answers_and_computes_no_step(two_pairs, after):
     workers = two_pairs.workers.decode
     whoever_is_first(workers, "decode", Fault(Act.HANG, after_tokens=after))
     task = asyncio.create_task(collect(two_pairs, ask()))
@@ -311,7 +311,7 @@ async def test_a_worker_too_busy_to_answer_keeps_the_streams_whose_tokens_come()
         worker.mute = False
 
 
-async def test_a_stream_waits_for_its_only_decode_worker_to_come_back(pair):
+async def test_a_stream_waits_for_the_return_of_its_only_decode_worker(pair):
     worker = pair.workers.decode[0]
     worker.faults["decode"].append(Fault(Act.DIE, after_tokens=3))
     task = asyncio.create_task(collect(pair, ask()))
@@ -370,7 +370,7 @@ async def test_a_request_in_the_failed_steps_of_two_workers_is_refused(fault, me
         await fleet.workers.idle()
 
 
-async def test_a_request_that_goes_on_between_failed_steps_is_not_refused():
+async def test_a_request_that_progresses_between_failed_steps_is_not_refused():
     async with scripted_fleet(prefill=1, decode=2) as fleet:
         shared: deque[Fault | None] = deque(Fault(Act.CRASH, after_tokens=1) for _ in range(6))
         for worker in fleet.workers.decode:
@@ -468,7 +468,7 @@ async def test_an_offer_is_given_up_when_it_costs_too_many_decode_workers(pair):
     assert [reason for _, reason in pair.workers.offers.released] == ["decode_failed"]
 
 
-async def test_what_would_fail_anywhere_is_not_retried(pair):
+async def test_errors_that_every_worker_would_return_are_not_retried(pair):
     fault = Fault(Act.FAIL, error=InvalidRequest("no such token", field="logit_bias"))
     pair.workers.prefill[0].faults["prefill"].append(fault)
     with pytest.raises(InvalidRequest, match="no such token"):
@@ -557,7 +557,7 @@ async def test_leaving_in_the_middle_of_decode_cancels_it(pair):
     assert pair.workers.offers.released == []
 
 
-async def test_leaving_between_two_attempts_owes_nothing_but_the_ticket(pair):
+async def test_leaving_between_two_attempts_releases_the_ticket_only(pair):
     waiting = asyncio.Event()
 
     async def sleep(seconds: float) -> None:

@@ -54,6 +54,6 @@ def test_the_oldest_prompt_progresses_with_time_and_the_others_wait():
     assert commitments.prompt_tokens("p", 0.01) == pytest.approx(30)
 
 
-def test_what_is_not_counted_cannot_be_released():
+def test_a_commitment_that_is_not_counted_cannot_be_released():
     with pytest.raises(KeyError):
         Commitments(ManualClock()).release(Commitment("p", 1))

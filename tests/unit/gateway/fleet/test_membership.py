@@ -175,7 +175,7 @@ async def test_a_worker_that_returns_before_it_is_forgotten_is_the_same_member(t
         assert fleet.views()[0].in_flight == 1
 
 
-async def test_nothing_stays_open_after_many_have_come_and_gone(three):
+async def test_no_channel_or_task_stays_open_after_many_changes(three):
     workers, fleet = three
     for turn in range(20):
         fleet.follow([listing(worker, f"{worker.worker_id}-{turn}") for worker in workers.all])
@@ -254,7 +254,7 @@ async def test_a_source_that_ends_or_breaks_is_opened_again(three, line):
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_listed_fleet_has_nothing_to_follow(pair):
+async def test_a_fleet_given_by_flags_has_no_source_to_follow(pair):
     membership = Membership(pair.fleet, None)
     await membership.run()
     assert membership.state.state is Knowledge.LISTED

@@ -47,7 +47,7 @@ def test_events_are_lines_however_they_are_cut():
         ((b"[1]\n",), "not a JSON object"),
     ],
 )
-def test_what_is_no_event_ends_the_watch(parts, why):
+def test_an_invalid_event_ends_the_watch(parts, why):
     with Watch(Response(*parts)) as watch, pytest.raises(ApiError, match=why):
         list(watch)
 

@@ -15,7 +15,7 @@ def test_running_sequences_without_a_step_are_a_stall() -> None:
     assert watch_of(("a", 7, 1), ("a", 7, 1), ("a", 7, 2), ("a", 7, 2)).is_stalled
 
 
-def test_a_step_an_idle_status_and_a_new_process_begin_anew() -> None:
+def test_a_step_an_idle_status_and_a_new_process_restart_the_detection() -> None:
     stalled = [("a", 7, 1)] * 4
     assert not watch_of(*stalled, ("a", 8, 1)).is_stalled
     assert not watch_of(*stalled, ("a", 7, 0)).is_stalled

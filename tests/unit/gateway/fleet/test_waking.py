@@ -72,7 +72,7 @@ async def test_an_error_is_logged_once_and_reported_until_it_ends(caplog):
 
 
 @pytest.mark.parametrize(("status", "failure"), [(409, ""), (403, "no")])
-async def test_a_scaler_that_changed_meanwhile_is_no_trouble(status, failure):
+async def test_a_concurrent_change_of_a_scaler_is_no_error(status, failure):
     holding = Holding(HoldConfig(), "ns/p")
     api = ScriptedApi(decode=asleep())
     api.wake_error = ApiError("no", status)
@@ -82,7 +82,7 @@ async def test_a_scaler_that_changed_meanwhile_is_no_trouble(status, failure):
     assert (waker.failure, waker.num_wakes) == (failure, 0)
 
 
-async def test_it_looks_while_requests_wait():
+async def test_the_waker_checks_while_requests_wait():
     holding = Holding(HoldConfig(), "ns/p")
     api = ScriptedApi()
     slept = asyncio.Semaphore(0)

@@ -146,7 +146,7 @@ def test_with_room_a_request_passes_at_once():
     [CLOSED, Room(sequences=1), Room(prefill_tokens=10), Room(streams=1)],
     ids=["closed", "full", "prefill", "streams"],
 )
-def test_without_room_it_stays(room):
+def test_without_room_a_request_stays_queued(room):
     controller = FlowController(TOTAL)
     if room is not CLOSED:
         queued(controller, entry(prefill_tokens=10))
@@ -166,7 +166,7 @@ def test_computed_prompts_make_room_for_further_ones():
     assert controller.dispatch(room, 0.0) == [second]
 
 
-def test_a_request_larger_than_the_streams_passes_alone():
+def test_a_request_larger_than_the_limit_of_streams_is_dispatched_alone():
     controller, room = FlowController(TOTAL), Room(streams=2)
     small, large = queued(controller, entry()), queued(controller, entry(num_sequences=3))
     assert controller.dispatch(room, 0.0) == [small]
@@ -174,7 +174,7 @@ def test_a_request_larger_than_the_streams_passes_alone():
     assert controller.dispatch(room, 0.0) == [large]
 
 
-def test_a_full_queue_refuses_its_own_class_and_says_when_to_retry():
+def test_a_full_queue_refuses_its_own_class_with_a_retry_time():
     controller = FlowController(QueueBounds(2, 100))
     for number in range(20):
         controller.finish(_passed(controller, now=number / 10), 1.0)

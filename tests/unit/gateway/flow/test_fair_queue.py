@@ -102,7 +102,7 @@ _MOVES = st.lists(
 
 
 @given(_MOVES)
-def test_virtual_time_never_falls_and_nothing_is_left_behind(moves):
+def test_virtual_time_never_falls_and_no_state_is_left(moves):
     queue = Numbered(FairQueue())
     waiting: list[Entry] = []
     running: list[Entry] = []

@@ -86,7 +86,7 @@ def test_counted_requests_share_the_quota_of_requests():
     assert not accept(quotas, policy, 1, 0.0)
 
 
-def test_output_is_expected_as_it_was():
+def test_the_expected_output_follows_past_outputs():
     quotas = Quotas()
     assert quotas.expected_output("t", 100) == 100
     assert quotas.expected_output("t", 10_000) == 256

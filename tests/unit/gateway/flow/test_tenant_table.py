@@ -91,7 +91,7 @@ def test_an_empty_file_limits_nothing():
         ("[tenants.a]\nmodels = [" + "'m'," * 257 + "]", "has 257 names; at most 256"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_remedy(text, words):
+def test_errors_name_the_field_with_its_remedy(text, words):
     with pytest.raises(UsageError) as wrong:
         read_table(text)
     assert words in wrong.value.message

@@ -102,7 +102,7 @@ async def test_large_heads_are_refused_with_431(head: bytes) -> None:
         assert await (await connect()).is_served()
 
 
-async def test_what_is_not_http_gets_a_400_in_openais_form() -> None:
+async def test_invalid_http_gets_a_400_in_openais_form() -> None:
     async with serving() as connect:
         connection = await connect()
         assert (await connection.ask(b"\x16\x03\x01 hello\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
@@ -196,7 +196,7 @@ async def test_half_a_second_head_is_closed_too() -> None:
         assert await connection.is_closed()
 
 
-async def test_a_body_that_nothing_reads_is_not_awaited_without_end() -> None:
+async def test_the_wait_for_an_unread_body_is_bounded() -> None:
     async with serving() as connect:
         connection = await connect()
         head = b"POST /at-once HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
@@ -236,7 +236,7 @@ async def test_busy_connections_are_not_replaced() -> None:
             assert (await connection.ask(b"b")).startswith(b"HTTP/1.1 200")
 
 
-async def test_many_silent_connections_keep_no_one_out() -> None:
+async def test_many_silent_connections_do_not_block_others() -> None:
     async with serving() as connect:
         for _ in range(40):
             await connect()

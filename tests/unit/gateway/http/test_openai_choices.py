@@ -126,7 +126,7 @@ async def test_the_stop_reason_is_the_stop_token() -> None:
     assert choice["stop_reason"] is None
 
 
-async def test_the_stop_string_is_included_and_min_tokens_hold_for_it() -> None:
+async def test_the_stop_string_is_included_and_min_tokens_apply_to_it() -> None:
     async def text(**fields: Any) -> str:
         made = await complete(ScriptedSource(text="abcabc"), max_tokens=6, stop=["b"], **fields)
         return str(made["choices"][0]["text"])

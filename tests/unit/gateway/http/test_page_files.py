@@ -68,7 +68,7 @@ async def test_an_unchanged_file_is_not_sent_again(client: httpx.AsyncClient) ->
     assert len({file.etag for file in PageFiles.load().files.values()}) == len(NAMES)
 
 
-async def test_nothing_beside_the_page_is_served(gateway: ScriptedGateway) -> None:
+async def test_no_file_outside_of_the_page_is_served(gateway: ScriptedGateway) -> None:
     for path in OUTSIDE:
         answer = await sent(gateway.gateway.listening.admin, path)
         assert int(answer.split(b" ", 2)[1]) in (404, 307), (path, answer[:200])  # 307: redirect without final slash
@@ -112,7 +112,7 @@ def test_every_file_of_the_page_is_small() -> None:
         assert (FOLDER / name).read_text("utf-8").count("\n") <= 200, name
 
 
-async def test_requests_are_listed_newest_first_and_at_most_as_many_as_asked_for(
+async def test_requests_are_listed_newest_first_up_to_the_limit(
     gateway: ScriptedGateway, client: httpx.AsyncClient
 ) -> None:
     body = {"model": "bytes", "prompt": "a secret prompt", "max_tokens": 3, "n": 2}

@@ -204,7 +204,7 @@ async def test_no_calls_are_looked_for_without_tools(hermes):
         assert "get_weather" not in running.source.prompt
 
 
-async def test_an_answer_that_is_cut_off_says_so(hermes):
+async def test_a_cut_off_answer_has_finish_reason_length(hermes):
     running, client = hermes
     running.source.answers = ('<tool_call>{"name": "add", "arguments": {"a": 1',)
     running.source.finish = FinishReason.LENGTH

@@ -31,7 +31,7 @@ def test_a_decode_worker_without_a_prefill_worker_is_the_first() -> None:
     assert prompt_sources(100, 0, timing) == PromptSources(computed=4, peer=96)
 
 
-def test_a_load_that_failed_counts_as_far_as_it_came() -> None:
+def test_the_loaded_part_of_a_failed_load_is_counted() -> None:
     half = replace(HANDOFF, worker_id="p", source="disk", bytes_loaded=480, failure="flipped bits")
     none = replace(half, num_bytes=0)
     declined = replace(HANDOFF, worker_id="p", num_chosen=0, blocks_loaded=0)
@@ -52,9 +52,7 @@ REPORTS = st.builds(
 
 
 @given(COUNTS, COUNTS, st.lists(REPORTS, max_size=5), st.sampled_from(["", "p"]))
-def test_whatever_workers_report_the_sources_add_up(
-    prompt: int, cached: int, reports: list[KvReport], prefill: str
-) -> None:
+def test_the_sources_add_up_for_any_reports(prompt: int, cached: int, reports: list[KvReport], prefill: str) -> None:
     timing = Timing(prefill_worker=prefill, decode_worker="d", kv=tuple(reports))
     found = prompt_sources(prompt, cached, timing)
     assert found.computed + found.cached + found.peer + found.tier == prompt

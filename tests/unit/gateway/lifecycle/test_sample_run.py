@@ -32,7 +32,7 @@ def run(seed: int = 1, max_tokens: int = 5) -> SampleRun:
         (errors.ModelFileError, Verdict.SUSPECT),
     ],
 )
-def test_what_each_error_means(kind, verdict):
+def test_the_verdict_on_each_error(kind, verdict):
     assert judge(kind("x")) is verdict
 
 

@@ -73,7 +73,7 @@ def test_an_existing_file_is_continued(tmp_path: Path) -> None:
     assert first.prompt[:32] == second.prompt[:32]
 
 
-def test_what_does_not_fit_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_do_not_fit_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = TraceFile(tmp_path / "trace", MIN_BYTES, b"")
     trace.add(sample(tuple(range(100_000))))
     trace.close()

@@ -69,7 +69,7 @@ def test_a_pod_with_an_address_of_each_family_is_one_worker():
     ("address", "family"),
     [("10.0.0.1", "IPv6"), ("fd00::1", "IPv4"), ("host", "IPv4"), ("", "IPv4"), ("evil.example", "FQDN"), (7, "IPv4")],
 )
-def test_what_is_no_address_of_its_family_is_left_out(address, family):
+def test_invalid_addresses_of_a_family_are_left_out(address, family):
     assert listings_of([a_slice("decode", endpoint(address, "d"), addressType=family)]) == ()
 
 
@@ -80,7 +80,7 @@ def test_without_a_work_port_there_is_no_worker_and_without_an_admin_port_there_
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536, "9100", None, True, 9100.0])
-def test_what_is_no_port_is_none(port):
+def test_invalid_ports_are_ignored(port):
     assert listings_of([a_slice("decode", endpoint("10.0.0.1", "d"), ports=[{"name": "grpc", "port": port}])]) == ()
 
 
@@ -117,7 +117,7 @@ def test_several_slices_of_a_service_are_one_list_and_a_pod_in_two_of_them_is_on
     assert found == listings_of([second, first])
 
 
-def test_of_two_pods_at_one_address_the_one_that_is_not_stopping_is_meant():
+def test_of_two_pods_at_one_address_the_one_that_is_not_stopping_is_used():
     old = endpoint("10.0.0.1", "a-old", terminating=True)
     new = endpoint("10.0.0.1", "b-new")
     assert [listing.name for listing in listings_of([a_slice("decode", old, new)])] == ["b-new"]
@@ -191,7 +191,7 @@ def event(kind: str, found: dict[str, Any], version: str = "8") -> dict[str, Any
     return {"type": kind, "object": {**found, "metadata": {**found["metadata"], "resourceVersion": version}}}
 
 
-def test_a_watch_goes_on_where_the_list_ended():
+def test_a_watch_continues_at_the_version_of_the_list():
     cache = SliceCache()
     assert cache.version == ""
     cache.replace(
@@ -208,7 +208,7 @@ def test_a_watch_goes_on_where_the_list_ended():
     assert ([listing.name for listing in cache.listings()], cache.version) == (["d-1"], "9")
 
 
-def test_a_list_forgets_what_it_does_not_hold():
+def test_a_list_removes_the_slices_that_it_lacks():
     cache = SliceCache()
     cache.replace({"metadata": {"resourceVersion": "5"}, "items": [a_slice("decode", endpoint("10.0.0.1", "d-0"))]})
     cache.replace({"metadata": {"resourceVersion": "6"}, "items": []})

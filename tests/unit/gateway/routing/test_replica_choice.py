@@ -81,7 +81,7 @@ def test_prefixes_spread_evenly():
     assert all(850 < count < 1150 for count in counts.values())
 
 
-def test_a_popular_prefix_spills_and_says_so():
+def test_a_popular_prefix_spills_and_the_route_records_it():
     replicas = [replica("a"), replica("b")]
     first = pick(b"hot", replicas, _FACTOR)
     assert first is not None

@@ -72,7 +72,7 @@ def test_a_cached_prefix_decides_until_the_queue_takes_longer_than_computing_it(
     assert (busier.replica, busier.preferred, busier.spilled) == (b, "a", True)
 
 
-def test_a_burst_spreads_by_what_was_dispatched_although_the_statuses_are_old():
+def test_a_burst_spreads_by_dispatched_work_while_statuses_are_old():
     commitments = Commitments(ManualClock())
     replicas = [replica(f"w{n}") for n in range(4)]
     names = [one.worker_id for one in replicas]
@@ -120,7 +120,7 @@ def test_generation_avoids_long_batches_and_full_pools():
     assert {one.replica.worker_id: one.terms.room > 0 for one in chosen.ranked} == {"a": False, "b": True}
 
 
-def test_room_that_is_reserved_is_not_given_twice():
+def test_reserved_room_is_not_used_twice():
     commitments = Commitments(ManualClock())
     chooser = policy("a", "b", commitments=commitments)
     pair = [replica("a"), replica("b")]
@@ -160,7 +160,7 @@ def test_a_pair_is_chosen_for_its_link():
     assert {one.replica.worker_id for one in chosen} in ({"p", "near"}, {"q", "far"})
 
 
-def test_what_the_decode_replica_has_is_not_moved():
+def test_blocks_cached_by_the_decode_replica_are_not_transferred():
     estimates = estimates_of("p", "a", "b")
     for number in range(1, 60):
         for target in ("a", "b"):

@@ -74,6 +74,6 @@ def test_a_certificate_of_another_ca_is_not_trusted(served: Api, tmp_path: Path)
     assert Answers.seen == []
 
 
-def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_key_files_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     certificates.make_all(tmp_path, {"127.0.0.1"})
     assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*.key")} == {0o600}

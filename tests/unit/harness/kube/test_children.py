@@ -58,7 +58,7 @@ def test_processes_of_another_harness_process_can_be_ended(children: Children) -
     children.end_all()
 
 
-def test_state_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_state_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     state = State({"etcd": Process(7, 8)}, {"box": 0.5}, "https://there", BoxState(3, Process(9, 10)))
     state.write(tmp_path)
     assert State.read(tmp_path) == state

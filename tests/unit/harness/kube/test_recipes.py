@@ -73,7 +73,7 @@ def test_the_folder_is_another_when_any_input_is(tmp_path: Path) -> None:
     assert recipes.read(copy).folder != before.folder
 
 
-def test_what_is_missing_is_built_once(fake_go: Path) -> None:
+def test_missing_binaries_are_built_once(fake_go: Path) -> None:
     said: list[str] = []
     found = assets.find(["control"], say=said.append)
     assert found.path("etcd").read_text() == "-buildvcs=false -trimpath\n"

@@ -32,7 +32,7 @@ def test_runs_do_not_share_what_failed_last() -> None:
 
 
 @pytest.mark.parametrize(("status", "again"), [(0, False), (5, False), (1, True), (2, True), (4, True)])
-def test_only_what_did_not_end_well_begins_again(status: int, again: bool, tmp_path: Path) -> None:
+def test_only_failed_runs_are_repeated(status: int, again: bool, tmp_path: Path) -> None:
     assert runs_again("node", ["--last-failed"], tmp_path), "without a recorded status every run begins"
     note_status("node", status, tmp_path)
     assert runs_again("node", ["--last-failed"], tmp_path) is again

@@ -130,7 +130,7 @@ def test_experts_do_not_synchronize_with_the_device(device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("name", ["biases, clamped gates, sinks", "shared expert, plain layer"])
-def test_a_step_computes_what_the_torch_family_does(device: torch.device, name: str) -> None:
+def test_a_step_has_the_results_of_the_torch_family(device: torch.device, name: str) -> None:
     ours, theirs = (
         generate(Runner(model, pages_for(model)), [list(range(40, 59))], 1)[0].tokens
         for model in (model_on(device, CONFIGS[name]), model_on(torch.device("cpu"), CONFIGS[name], "torch"))

@@ -18,7 +18,7 @@ def a_book() -> OfferBook[str]:
     return book
 
 
-def test_a_claimed_and_finished_offer_gives_its_pages_back_once() -> None:
+def test_a_claimed_and_finished_offer_releases_its_pages_once() -> None:
     book = a_book()
     assert book.claim(T, 1, 1.0) == 30
     assert book.finish(T, 1, 2.0, done=True) == ["pages"]
@@ -33,7 +33,7 @@ def test_an_unclaimed_offer_expires() -> None:
     assert book.expire(10.0) == ["pages"]
 
 
-def test_a_lease_lives_while_it_is_renewed_and_then_gives_the_reader_a_moment() -> None:
+def test_a_lease_lasts_while_it_is_renewed_and_ends_after_a_quiet_time() -> None:
     book = a_book()
     book.claim(T, 1, 0.0)
     for now in range(0, 120, 20):
@@ -114,7 +114,7 @@ def test_several_readers_read_at_the_same_time_and_the_last_one_frees_the_pages(
     assert book.finish(T, 1, 2.0, done=True, reader=0) == ["pages"]
 
 
-def test_a_failed_reader_gives_back_its_place_alone() -> None:
+def test_a_failed_reader_frees_only_its_own_place() -> None:
     book = a_shared_book()
     book.claim(T, 1, 0.0, reader=0)
     book.claim(T, 1, 0.0, reader=1)
@@ -222,7 +222,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_in_any_order_of_events_pages_come_back_exactly_once(operations: list[tuple[str, int, float]]) -> None:
+def test_in_any_order_of_events_pages_are_released_exactly_once(operations: list[tuple[str, int, float]]) -> None:
     book, now = a_book(), 0.0
     freed: list[str] = []
     for name, attempt, pause in operations:

@@ -119,7 +119,7 @@ def test_a_fitting_ticket_passes() -> None:
         ({"now_wall": 1000.0}, "TICKET_EXPIRED"),
     ],
 )
-def test_a_ticket_for_something_else_is_refused_by_name(changes: dict[str, object], reason: str) -> None:
+def test_a_ticket_that_does_not_match_is_refused_by_name(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(TicketRejected) as caught:
         check(a_ticket(), **changes)
     assert caught.value.reason == reason
@@ -132,7 +132,7 @@ def test_a_layout_has_its_size_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("field", ["model_digest", "dtype", "num_layers", "num_kv_heads", "head_dim", "block_tokens"])
-def test_whatever_changes_the_bytes_changes_the_fingerprint(field: str) -> None:
+def test_a_change_of_the_bytes_changes_the_fingerprint(field: str) -> None:
     changed = {"model_digest": "e", "dtype": "float16"}.get(field, 64)
     values = {name: getattr(LAYOUT, name) for name in KvLayout.__slots__}
     assert KvLayout(**{**values, field: changed}).fingerprint != LAYOUT.fingerprint

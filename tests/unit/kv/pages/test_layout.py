@@ -106,7 +106,7 @@ def test_other_numbers_of_planes_are_refused(planes: int) -> None:
         (1, "digest", "bfloat16", 1 << 20, 1 << 10, 64, 16),
     ],
 )
-def test_a_description_that_makes_no_sense_is_refused(description: tuple[object, ...]) -> None:
+def test_an_inconsistent_description_is_refused(description: tuple[object, ...]) -> None:
     with pytest.raises(ValueError, match=r"layout|heads"):
         described(description)
 

@@ -174,7 +174,7 @@ def test_the_blocks_that_are_needed_follow_from_positions(
     assert made.source_blocks(first, count, num_tokens) == expected
 
 
-def test_pieces_keep_to_the_bytes_they_are_given() -> None:
+def test_pieces_stay_within_their_limit_of_bytes() -> None:
     made = plan(BASE, replace(BASE, block_tokens=24))
     size = BASE.block_bytes
     assert made.pieces(range(3, 8), 2 * size + 1) == [range(3, 5), range(5, 7), range(7, 8)]
@@ -195,7 +195,7 @@ def test_pieces_keep_to_the_bytes_they_are_given() -> None:
         ({"num_kv_heads": 2, "total_kv_heads": 3, "first_kv_head": 1}, "num_kv_heads"),
     ],
 )
-def test_what_no_copy_can_mend_is_refused_by_its_field(changes: dict[str, object], field: str) -> None:
+def test_layouts_that_cannot_be_converted_are_refused_by_field(changes: dict[str, object], field: str) -> None:
     source = replace(BASE, **changes)  # type: ignore[arg-type]
     with pytest.raises(TicketRejected) as caught:
         plan(source, BASE)
@@ -240,7 +240,7 @@ def test_every_float_rounds_to_its_nearest_bfloat16(values: list[float]) -> None
     assert converted(got, "bfloat16", "float32") == got, "widening to float32 is exact"
 
 
-def test_what_is_no_number_stays_none_and_infinity_stays() -> None:
+def test_nan_stays_nan_and_infinity_stays() -> None:
     layout = replace(BF16, dtype="float32", head_dim=3)
     page = struct.pack("<IIf", 0x7F800001, 0xFFFFFFFF, float("inf")) * 2
     pool = np.zeros((1, 12), np.uint8)
@@ -265,7 +265,7 @@ def test_codes_are_half_a_step_off_at_most_and_come_back_as_they_are(values: lis
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_codes_of_what_is_no_number_are_none(bad: float) -> None:
+def test_codes_of_nan_and_infinity_are_nan(bad: float) -> None:
     layout = replace(BF16, dtype="float32", head_dim=2)
     page = struct.pack("<4f", 1.0, bad, 3.0, 4.0)
     pool = np.zeros((1, 12), np.uint8)

@@ -59,7 +59,7 @@ def a_taught_book(world: World, rng: random.Random) -> PriceBook:
     return book
 
 
-def test_the_faster_way_is_chosen_in_a_sweep_of_lengths_and_rates() -> None:
+def test_loading_or_computing_is_chosen_by_speed_in_a_sweep() -> None:
     rng = random.Random(20261121)
     wrong: list[tuple[World, int]] = []
     asked = 0
@@ -134,14 +134,14 @@ def test_each_peer_has_prices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(book._loads) == 2
 
 
-def test_always_means_always() -> None:
+def test_policy_always_loads_in_every_case() -> None:
     book = PriceBook(LoadPolicy.ALWAYS)
     book.observe_load("disk", 1000, 99.0)
     made = book.decide([Piece("disk", 1, 1000)], 0)
     assert (made.num_loaded, made.is_forced) == (1, True)
 
 
-def test_nothing_to_decide_is_an_error() -> None:
+def test_a_decision_without_pieces_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one piece"):
         PriceBook().decide([], 0)
 

@@ -129,7 +129,7 @@ def test_after_a_timeout_a_connection_is_not_used_again() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(says=st.binary(min_size=1, max_size=200))
-def test_random_bytes_are_an_error_and_never_anything_else(says: bytes) -> None:
+def test_random_bytes_raise_the_documented_error_only(says: bytes) -> None:
     with scripted(friendly(b"GET", says)) as port, over(port) as tier:
         for _ in range(2):
             with pytest.raises(TierError):
@@ -168,7 +168,7 @@ def test_a_password_is_in_no_error_and_no_log(says: bytes, caplog: pytest.LogCap
         assert "s3cret" not in str(refused.value) + repr(tier._options) + caplog.text
 
 
-def test_names_alone_travel(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_contain_block_names_only(caplog: pytest.LogCaptureFixture) -> None:
     """A key contains neither the tenant nor the content."""
     asked_for: list[bytes] = []
     answer = friendly(b"nothing", b"")
@@ -194,7 +194,7 @@ def test_commands_are_written_as_redis_reads_them() -> None:
 
 
 @given(st.lists(st.binary(max_size=20), max_size=6), st.integers(0, 120))
-def test_what_is_left_after_some_bytes(pieces: Sequence[bytes], count: int) -> None:
+def test_the_rest_of_buffers_after_some_bytes(pieces: Sequence[bytes], count: int) -> None:
     whole = b"".join(pieces)
     assert b"".join(redis_client.after([memoryview(p) for p in pieces], count)) == whole[count:]
 

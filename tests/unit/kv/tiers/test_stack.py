@@ -238,7 +238,7 @@ def test_a_preempted_sequence_is_loaded_from_dram() -> None:
     bench.close()
 
 
-def test_what_is_generated_is_stored_too(bench: Bench) -> None:
+def test_generated_tokens_are_stored_too(bench: Bench) -> None:
     tokens, _ = bench.run("first", PROMPT, count=12)
     bench.forget_pages()
     longer = [*PROMPT, *tokens[:-1], 1, 2, 3]
@@ -256,7 +256,7 @@ def test_an_object_is_stored_once(bench: Bench, slow: ScriptedTier) -> None:
 
 
 @pytest.mark.parametrize("how", ["a lookup", "a load", "a failed store"])
-def test_what_a_tier_lost_is_stored_again(how: str, slow: ScriptedTier) -> None:
+def test_objects_that_a_tier_lost_are_stored_again(how: str, slow: ScriptedTier) -> None:
     """A tier may lose objects: the server restarts, objects expire, or damaged ones are removed."""
     bench = Bench(slow)
     slow.broken = how == "a failed store"
@@ -388,7 +388,7 @@ def test_a_slow_object_is_given_up_at_the_deadline(slow: ScriptedTier, monkeypat
     bench.close()
 
 
-def test_an_aborted_request_leaves_nothing(slow: ScriptedTier) -> None:
+def test_an_aborted_request_leaves_no_state(slow: ScriptedTier) -> None:
     bench = Bench(dram(), slow)
     bench.run("first", PROMPT)
     bench.close()

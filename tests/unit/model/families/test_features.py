@@ -43,7 +43,7 @@ def test_every_feature_changes_the_digest() -> None:
     assert all(len(found) == 16 for found in digests)
 
 
-def test_models_of_llama_s_computation_have_none() -> None:
+def test_models_with_llama_s_computation_have_an_empty_digest() -> None:
     for config in (tiny.config(), tiny.config(qk_norm=True), tiny.config(qkv_bias=True)):
         assert digest(config) == ""
 

@@ -73,7 +73,7 @@ def test_tensors_of_the_text_part_are_read_and_others_left_out(generation: str, 
     assert line == "vision_tower is left out (0.0 MiB): only the text part of the model is served"
 
 
-def test_a_head_in_the_files_is_the_head_whatever_the_configuration_says(tmp_path: Path) -> None:
+def test_a_head_in_the_files_is_used_whatever_the_configuration(tmp_path: Path) -> None:
     for number, stated in enumerate(({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False})):
         text = write(tmp_path / str(number), "older", **stated)
         model = SafetensorsModel(tmp_path / str(number))

@@ -109,7 +109,7 @@ def read(family: str, **raw: object) -> ModelConfig:
         ),
     ],
 )
-def test_what_a_family_does_not_have_is_refused(family: str, raw: dict[str, object], message: str | None) -> None:
+def test_unsupported_features_of_a_family_are_refused(family: str, raw: dict[str, object], message: str | None) -> None:
     if message is None:
         assert read(family, **raw).rotary_dim == 8
         return
@@ -140,7 +140,7 @@ def test_fields_that_are_absent_have_the_defaults_of_the_family() -> None:
     assert (gemma.norm_placement, gemma.activation) == (NormPlacement.BOTH, Activation.GELU_TANH)
 
 
-def test_the_published_forms_of_gemma_3_are_read_alike() -> None:
+def test_the_published_forms_of_gemma_3_are_read_equally() -> None:
     new = read(
         "gemma3_text",
         sliding_window=512,

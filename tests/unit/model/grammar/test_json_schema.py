@@ -52,13 +52,13 @@ def test_no_value_outside_of_the_bounds_is_accepted(low: float, high: float, low
         ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "x-guidance"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name(schema: dict[str, Any], message: str) -> None:
+def test_keywords_that_cannot_be_enforced_are_refused_by_name(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parsed_schema(json.dumps(schema))
 
 
 @pytest.mark.parametrize("source", ['{"minimum": NaN}', "[1,", '{"items":' * 100_000])
-def test_what_is_no_json_is_refused(source: str) -> None:
+def test_invalid_json_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match="json_schema"):
         parsed_schema(source)
 

@@ -105,7 +105,7 @@ def test_a_field_of_a_group_is_refused_by_name(key: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("key", ["output_activations", "format"])
-def test_what_a_group_does_besides_weights_is_refused_by_name(key: str) -> None:
+def test_unsupported_parts_of_a_group_are_refused_by_name(key: str) -> None:
     config, tensors = case("packed-group")
     config = copy.deepcopy(config)
     config["config_groups"]["group_0"][key] = {"num_bits": 8}
@@ -130,7 +130,7 @@ def changed(tensor: StoredTensor, values: np.ndarray) -> StoredTensor:
 
 
 @pytest.mark.parametrize("bad", [-1, 2, 2**31 - 1])
-def test_a_group_that_is_not_there_is_refused(bad: int) -> None:
+def test_a_missing_group_is_refused(bad: int) -> None:
     config, tensors = case("gptq-desc-act")
     groups = tensors["m.g_idx"].raw().copy()
     groups[7] = bad
@@ -221,7 +221,7 @@ JUNK = st.recursive(
 
 @given(name=st.sampled_from(NAMES), data=st.data())
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_junk_in_any_field_or_tensor_raises_nothing_else(name: str, data: st.DataObject) -> None:
+def test_junk_in_any_field_or_tensor_raises_the_documented_errors_only(name: str, data: st.DataObject) -> None:
     config, tensors = case(name)
     config = copy.deepcopy(config)
     inner = config

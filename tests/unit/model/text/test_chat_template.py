@@ -70,7 +70,7 @@ def test_a_refusal_by_the_template_is_reported() -> None:
         "{{ '%1000000000d' is divisibleby 7 }}",
     ],
 )
-def test_what_a_template_must_not_do_is_refused(source: str) -> None:
+def test_forbidden_operations_of_templates_are_refused(source: str) -> None:
     with pytest.raises(InvalidRequest):
         ChatTemplate(source).render([dict(m) for m in HELLO])
 
@@ -258,7 +258,7 @@ STATEMENTS = st.recursive(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(STATEMENTS)
-def test_whatever_a_template_composes_stays_within_time_and_memory(body: str) -> None:
+def test_random_templates_stay_within_time_and_memory(body: str) -> None:
     source = "{% set ns = namespace(x='ab') %}{% macro f(a, b) %}{{ a }}{{ b }}{% endmacro %}{% set x = 'xyz' %}" + body
     tracemalloc.start()
     begun = time.process_time()
@@ -318,7 +318,7 @@ FEATURES = """
 """
 
 
-def test_ordinary_features_give_what_jinja_gives() -> None:
+def test_ordinary_features_have_the_results_of_jinja() -> None:
     messages = [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hello"},
@@ -342,7 +342,7 @@ def test_a_template_that_needs_the_date_gets_it() -> None:
     assert template.render([{"role": "user", "content": "x"}]) == "2025-08-05, 5 August"
 
 
-def test_a_template_that_asks_for_the_function_keeps_its_own_date() -> None:
+def test_a_template_that_checks_for_the_date_function_uses_its_own_date() -> None:
     source = '{% if strftime_now is defined %}{{ strftime_now("%Y") }}{% else %}26 Jul 2024{% endif %}'
     assert ChatTemplate(source).render([{"role": "user", "content": "x"}]) == "26 Jul 2024"
 

@@ -131,7 +131,7 @@ def test_objects_of_other_owners_are_neither_deleted_nor_changed(chosen, owners,
         ({}, {"roles": [{"name": "both", "replicas": 2}]}),
     ],
 )
-def test_the_preview_lists_what_the_executor_is_given(old, new):
+def test_the_preview_lists_the_actions_of_the_executor(old, new):
     cluster = Cluster(OPTIONAL, **old)
     cluster.settle()
     cluster.change(**new)
@@ -285,7 +285,7 @@ def test_a_first_plan_writes_the_record_before_its_deployments():
     assert plan_pool(ctx) == plan
 
 
-def test_a_settled_pool_has_a_pass_a_minute():
+def test_a_settled_pool_has_one_pass_per_minute():
     memory = Memory("u-1", 0.0, 0.0)
     ctx = PlanContext(pool(), PoolFacts(), memory, 0, {}, IMAGE, frozenset(), 100.0, "now")
     assert again_seconds(ctx, memory, "", is_refused=False) == 60.0

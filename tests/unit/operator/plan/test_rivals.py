@@ -13,7 +13,7 @@ def pool(operator: str, at: str, name: str = "chat") -> dict[str, Any]:
     return {"metadata": {"namespace": "team", "name": name}, "status": {"operator": operator, "observedAt": at}}
 
 
-def test_pools_of_this_operator_of_none_and_old_statuses_are_no_rivals() -> None:
+def test_own_pools_new_pools_and_old_statuses_indicate_no_rival() -> None:
     rivals = Rivals(OWN, 0.0)
     new = {"metadata": {"namespace": "team", "name": "new"}}
     pools = [pool(OWN, "2001-09-09T01:46:39Z"), new, pool("there/x", "2001-09-09T01:40:00Z", "old")]
@@ -21,7 +21,7 @@ def test_pools_of_this_operator_of_none_and_old_statuses_are_no_rivals() -> None
     assert rivals.look([pool("there/x", "never")], 0.0, NOW) == ("", False)
 
 
-def test_a_rival_is_certain_when_it_writes_and_gone_when_it_is_silent() -> None:
+def test_a_rival_is_certain_after_a_write_and_gone_after_a_silence() -> None:
     rivals = Rivals(OWN, 0.0)
     told, is_certain = rivals.look([pool("there/x", "2001-09-09T01:46:30Z")], 0.0, NOW)
     assert ("the lease there/x" in told, is_certain) == (True, False)

@@ -66,7 +66,7 @@ def test_two_prefill_and_four_decode_move_pair_by_pair():
     ]
 
 
-def test_without_surge_a_pod_goes_before_one_comes():
+def test_without_surge_a_pod_is_removed_before_one_is_added():
     rollout = Rollout(max_surge="0", max_unavailable="1")
     roles = world(prefill=(1, {"a": (1, 1)}), decode=(2, {"a": (2, 2)}))
     first = next_step(roles, "b", rollout)
@@ -74,7 +74,7 @@ def test_without_surge_a_pod_goes_before_one_comes():
     assert trajectory(roles, "b", rollout)[-1] == {"prefill": {"b": 1}, "decode": {"b": 2}}
 
 
-def test_a_revision_that_never_gets_ready_takes_nothing_away():
+def test_a_revision_that_never_gets_ready_removes_no_pod():
     roles = world(prefill=(2, {"a": (2, 2)}), decode=(2, {"a": (2, 2)}))
     for _ in range(20):
         roles = apply(roles, "b", Rollout(), lambda role, rev, desired, ready: 0 if rev == "b" else desired)
@@ -92,7 +92,7 @@ def test_back_in_the_middle_keeps_what_serves():
     assert [dict(role.revisions) for role in roles] == [{"a": Count(2, 2)}, {"a": Count(4, 4)}]
 
 
-def test_paused_scales_what_leads_and_starts_nothing():
+def test_a_paused_rollout_scales_present_revisions_and_starts_none():
     roles = world(prefill=(3, {"a": (2, 2)}), decode=(1, {"a": (2, 2)}))
     step = next_step(roles, "b", Rollout(paused=True))
     assert step.desired == {("prefill", "a"): 3, ("decode", "a"): 1}
@@ -111,7 +111,7 @@ def test_a_sleeping_role_is_no_obstacle():
     assert trajectory(roles, "b", Rollout())[-1] == {"prefill": {}, "decode": {}}
 
 
-def test_the_worse_of_two_old_revisions_goes_first():
+def test_the_worse_of_two_old_revisions_is_removed_first():
     roles = world(both=(4, {"a": (3, 3), "b": (1, 1), "c": (1, 1)}))
     step = next_step(roles, "c", Rollout())
     assert (step.desired["both", "a"], step.desired["both", "b"]) == (3, 0)
@@ -143,13 +143,13 @@ def test_roles_that_leave_serve_until_those_that_come_can():
     assert next_step(world(both=(3, {"b": (3, 3)})), "b", Rollout()).done
 
 
-def test_paused_takes_no_role_away():
+def test_a_paused_rollout_removes_no_role():
     old = leaving(both=(0, {"a": (3, 3)}))
     step = next_step([*old, *world(prefill=(1, {"b": (1, 1)}), decode=(1, {"b": (1, 1)}))], "b", Rollout(paused=True))
     assert step.desired["both", "a"] == 3
 
 
-def test_paused_scaling_leaves_a_pair():
+def test_scaling_in_a_paused_rollout_keeps_a_pair():
     roles = world(prefill=(2, {"a": (3, 3), "b": (3, 3)}), decode=(1, {"a": (5, 5), "b": (3, 3)}))
     after = apply(roles, "b", Rollout(paused=True), all_ready)
     assert capacity(after) >= 1

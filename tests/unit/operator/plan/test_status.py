@@ -211,7 +211,7 @@ def test_roles_show_ready_of_wanted_and_leave_out_those_that_are_gone():
     }
 
 
-def test_the_first_word_is_unknown():
+def test_the_first_status_of_conditions_is_unknown():
     assert {c["status"] for c in first_status(pool(), "now")["conditions"]} == {"Unknown"}
 
 

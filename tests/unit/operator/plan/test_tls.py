@@ -92,7 +92,7 @@ def test_a_new_pool_gets_certificates_in_its_first_pass() -> None:
     assert cluster.body["status"]["tls"]["mode"] == "Managed"
 
 
-def test_a_pool_without_tls_gets_nothing_of_it() -> None:
+def test_a_pool_without_tls_gets_no_tls_objects() -> None:
     cluster = Cluster()
     cluster.settle()
     assert not {CONFIG, SECRET} & cluster.api.objects.keys()

@@ -18,7 +18,7 @@ def test_first_due_first_out_and_each_once():
     assert [line.take(5.0) for _ in range(3)] == ["a", "b", None]
 
 
-def test_nothing_before_its_time():
+def test_a_key_is_not_due_before_its_time():
     line = queue()
     line.add("a", 2.0)
     assert line.take(1.9) is None
@@ -26,7 +26,7 @@ def test_nothing_before_its_time():
     assert line.next_at() is None
 
 
-def test_what_happens_during_work_is_worked_on_afterwards():
+def test_an_event_during_a_pass_causes_another_pass():
     line = queue()
     line.add("a", 0.0)
     line.take(0.0)

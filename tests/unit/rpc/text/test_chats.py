@@ -138,7 +138,7 @@ def test_a_constraint_applies_after_reasoning_that_the_prompt_opens():
         assert chat.sampling.constraint.after == after
 
 
-def test_nothing_is_split_off_without_need():
+def test_answers_are_split_only_if_needed():
     assert prepare_chat(model_with("{{ messages }}"), USER, ToolUse(), SamplingParams()).split is None
 
 

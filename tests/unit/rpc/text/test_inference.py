@@ -55,7 +55,7 @@ async def failure(call: Any) -> KvferryError:
     return error_from_rpc(caught.value)
 
 
-async def test_generate_streams_text_tokens_and_a_last_word(stub):
+async def test_generate_streams_text_tokens_and_a_final_message(stub):
     replies = [reply async for reply in stub.Generate(ask(request_id="mine", n=1))]
     expected = expected_tokens([BOS, *b"hi"], SamplingParams(seed=5), 8)
     assert "".join(reply.text for reply in replies).encode() == bytes(expected)

@@ -62,5 +62,5 @@ async def test_a_slow_reader_holds_the_sources_back():
         assert source.made < 20
 
 
-async def test_nothing_merges_to_nothing():
+async def test_no_sources_merge_to_no_items():
     assert [item async for item in merge([])] == []

@@ -35,7 +35,7 @@ def test_a_seed_is_drawn_only_when_none_came():
         ([1], {"max_tokens": 2, "min_tokens": 3}, "min_tokens", "max_tokens is only 2"),
     ],
 )
-def test_what_can_never_run_is_refused_with_its_numbers(token_ids, sampling, field, words):
+def test_requests_that_can_never_run_are_refused_with_their_numbers(token_ids, sampling, field, words):
     with pytest.raises(InvalidRequest, match=words) as caught:
         fit(token_ids, **sampling)
     assert caught.value.field == field

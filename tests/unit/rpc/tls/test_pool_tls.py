@@ -109,7 +109,7 @@ async def test_an_expired_certificate_is_refused_on_both_sides(tmp_path: Path) -
         assert f"{old.gateway.chain} has expired" in cause
 
 
-async def test_a_gateway_cannot_stand_for_a_worker(tmp_path: Path) -> None:
+async def test_a_gateways_certificate_is_refused_for_a_worker(tmp_path: Path) -> None:
     pool = pool_in(tmp_path, "pool")
     gateway = PoolTls(pool.gateway, is_worker=False)
     async with serving(gateway) as server:

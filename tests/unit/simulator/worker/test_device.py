@@ -23,7 +23,7 @@ def test_work_counts_tokens_kv_tokens_and_pairs() -> None:
     assert work_of([]) == StepWork(0, 0, 0)
 
 
-def test_a_fit_finds_the_profile_that_made_the_steps() -> None:
+def test_a_fit_finds_the_profile_of_the_steps() -> None:
     profile = DeviceProfile(step=0.006, token=4e-4, kv_token=3e-7, pair=2e-8)
     draw = Random(0)
     rows = []

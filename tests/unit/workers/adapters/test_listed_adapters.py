@@ -118,7 +118,7 @@ async def test_an_adapter_that_an_administrator_has_removed_may_leave_the_list(t
     assert loader.loaded == {}
 
 
-async def test_a_list_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
+async def test_an_unreadable_list_changes_no_adapter(tmp_path: Path) -> None:
     file, loader = tmp_path / "list.toml", FakeLoader("/a")
     file.write_text(entry("x"))
     listed = ListedAdapters(file, loader, ManualClock())  # type: ignore[arg-type]

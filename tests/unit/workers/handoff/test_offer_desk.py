@@ -123,7 +123,7 @@ async def test_a_reader_claims_renews_and_finishes_and_the_pages_come_back_once(
         at.desk.renew(ticket, 1)
 
 
-async def test_a_release_that_overtakes_its_offer_gives_the_pages_back_at_once(at: Desk) -> None:
+async def test_a_release_that_overtakes_its_offer_frees_the_pages_at_once(at: Desk) -> None:
     wished = TicketId("ab" * 16)
     at.desk.release(wished)
     at.offer(1, wished)
@@ -148,7 +148,7 @@ async def test_unclaimed_offers_expire(at: Desk, monkeypatch: pytest.MonkeyPatch
     await asyncio.gather(ticking, return_exceptions=True)
 
 
-async def test_the_end_gives_everything_back_claimed_or_not(at: Desk) -> None:
+async def test_the_end_releases_all_offers_claimed_or_not(at: Desk) -> None:
     ticking = asyncio.create_task(at.desk.run())
     at.offer(1)
     at.desk.claim(at.offer(2), 1)

@@ -101,9 +101,7 @@ async def test_an_answer_has_the_first_token_and_a_ticket_with_the_requested_id(
 @pytest.mark.parametrize(
     "bad", [WISHED[:-1], WISHED + "0", WISHED.upper(), "g" * 32, WISHED + "\n", " " * 32, "٠" * 32, "0"]
 )
-async def test_a_ticket_id_that_is_none_is_refused_by_name_before_anything_is_computed(
-    worker: Worker, bad: str
-) -> None:
+async def test_an_invalid_ticket_id_is_refused_by_name_before_a_computation(worker: Worker, bad: str) -> None:
     with pytest.raises(InvalidRequest, match="ticket_id must be 32 hex digits") as caught:
         await worker.run(ticket_id=bad)
     assert caught.value.field == "ticket_id"
@@ -150,7 +148,7 @@ async def test_a_refused_vector_names_the_field(worker: Worker, fields: dict[str
     assert error.field == field
 
 
-async def test_a_cancelled_vector_leaves_nothing(worker: Worker) -> None:
+async def test_a_cancelled_vector_leaves_no_state(worker: Worker) -> None:
     calls = [
         worker.stub.Pool(prefill_pb2.PoolRequest(request_id=f"r{i}", token_ids=[5] * 100), timeout=30)
         for i in range(20)

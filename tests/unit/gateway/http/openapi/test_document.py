@@ -197,7 +197,7 @@ async def test_other_answers_and_errors_are_as_described(client):
         validator(described["content"]["application/json"]["schema"]).validate(answer.json())
 
 
-async def test_the_served_document_says_whether_a_key_is_needed(client):
+async def test_the_served_document_requires_keys_if_the_gateway_does(client):
     served = (await client.get("/openapi.json")).json()
     assert served["paths"]["/v1/models"]["get"]["security"] == [{"apiKey": []}, {}]
     assert served["components"] == json.loads(json.dumps(DOCUMENT["components"]))

@@ -232,7 +232,7 @@ async def test_responses_are_kept_listed_and_deleted(client, stream):
         assert gone.value.code == "response_not_found"
 
 
-async def test_what_is_not_stored_is_not_kept(client):
+async def test_responses_that_are_not_stored_are_not_kept(client):
     made = await client.responses.create(model="bytes", input="a", store=False)
     assert made.store is False
     with pytest.raises(openai.NotFoundError):
@@ -337,7 +337,7 @@ async def test_log_probabilities_come_if_they_are_included(client):
         ({"input": "a", "background": 0}, "background", "false"),
     ],
 )
-async def test_what_is_not_implemented_or_invalid_is_refused_by_name(api, body, field, text):
+async def test_unsupported_and_invalid_fields_are_refused_by_name(api, body, field, text):
     answer = await post(api, **body)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]

@@ -57,7 +57,7 @@ def there(tier: disk_tier.DiskTier, numbers: range) -> list[int]:
 # ---------------------------------------------------------------------- index
 
 
-def test_the_oldest_goes_until_there_is_room() -> None:
+def test_the_least_recently_used_objects_are_evicted_until_there_is_room() -> None:
     index = DiskIndex(100)
     for number in range(4):
         index.add(name(number), Entry(25, float(number)))

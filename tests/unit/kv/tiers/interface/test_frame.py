@@ -98,18 +98,18 @@ def test_the_same_pages_have_another_digest_under_another_name() -> None:
     assert one[56:72] != other[56:72]
 
 
-def test_where_encryption_is_on_plain_frames_are_refused() -> None:
+def test_with_encryption_plain_frames_are_refused() -> None:
     header, _ = framed(Frames(SECRET, 10), b"0123456789")
     with pytest.raises(FrameDamaged, match="not encrypted"):
         Frames(SECRET, 10, encrypt=True).open(header, KEY)
 
 
-def test_where_it_is_off_sealed_frames_are_read() -> None:
+def test_without_encryption_sealed_frames_are_read() -> None:
     header, stored = framed(Frames(SECRET, 10, encrypt=True), b"0123456789")
     assert reopen(Frames(SECRET, 10), KEY, header, stored) == b"0123456789"
 
 
-def test_sealing_twice_gives_unlike_bytes() -> None:
+def test_sealing_twice_gives_different_bytes() -> None:
     frames = Frames(SECRET, 64, encrypt=True)
     assert framed(frames, bytes(64))[1] != framed(frames, bytes(64))[1]
 
@@ -140,7 +140,7 @@ def test_without_the_package_encryption_names_the_command_that_installs_it(monke
         Frames(SECRET, 10).open(header, KEY)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="16 bytes"):
         Frames(b"short", 10)
     with pytest.raises(ValueError, match="positive"):

@@ -86,7 +86,7 @@ def test_a_password_may_come_from_a_file(tmp_path: Path) -> None:
         ("valkey://host", "the scheme is one of"),
     ],
 )
-def test_what_a_redis_url_may_not_say(url: str, expected: str) -> None:
+def test_invalid_redis_urls_are_refused(url: str, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         redis_options(parse_tier(url))
 
@@ -110,7 +110,7 @@ def test_a_disk_url() -> None:
         ("disk:///t?size=1GiB&fsync=on", "known are size, direct, sync, encrypt"),
     ],
 )
-def test_what_a_disk_url_may_not_say(url: str, expected: str) -> None:
+def test_invalid_disk_urls_are_refused(url: str, expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
         disk_options(parse_tier(url))
 
@@ -119,7 +119,7 @@ def test_unexpected_errors_show_only_their_code() -> None:
     assert remedy("BUSY") == "Redis answered with BUSY"
 
 
-def test_what_is_no_url_at_all() -> None:
+def test_invalid_urls_are_refused() -> None:
     for text in ("", "dram", "/var/cache", "://x"):
         with pytest.raises(UsageError, match="is not a tier"):
             parse_tier(text)

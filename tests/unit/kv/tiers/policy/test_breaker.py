@@ -18,7 +18,7 @@ def opened(now: float = 0.0) -> Breaker:
     return breaker
 
 
-def test_it_opens_after_failures_in_a_row_only() -> None:
+def test_the_breaker_opens_only_after_consecutive_failures() -> None:
     breaker = Breaker(TIMES)
     for _ in range(10):
         breaker.failed(0.0, INFINITE)
@@ -33,7 +33,7 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
     assert breaker.num_trips == 1
 
 
-def test_timeouts_count_by_what_they_cost() -> None:
+def test_timeouts_count_by_the_time_that_they_waste() -> None:
     breaker = Breaker(TIMES)
     for _ in range(99):
         breaker.failed(0.0, 0.001)
@@ -64,7 +64,7 @@ def test_one_probe_at_a_time_and_the_backoff_doubles_up_to_its_cap() -> None:
     assert breaker.probe(101.0), "after a success the backoff starts from its first value"
 
 
-def test_what_began_before_it_opened_changes_nothing() -> None:
+def test_calls_begun_before_the_breaker_opened_do_not_change_it() -> None:
     breaker = opened()
     breaker.failed(0.5, INFINITE)
     breaker.succeeded()
@@ -81,7 +81,7 @@ def test_a_result_without_a_call_is_an_error() -> None:
 
 
 @given(st.lists(st.sampled_from(["ok", "fail", "probe", "alive", "dead", "wait"]), max_size=60))
-def test_requests_pass_exactly_when_it_is_closed(steps: list[str]) -> None:
+def test_requests_pass_exactly_when_the_breaker_is_closed(steps: list[str]) -> None:
     breaker, now, looking, in_a_row = Breaker(TIMES), 0.0, False, 0
     for step in steps:
         if step == "ok":

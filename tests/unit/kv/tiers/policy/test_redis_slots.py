@@ -64,7 +64,7 @@ def test_the_slot_map() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_reply_that_is_no_slot_map_changes_nothing(reply: object) -> None:
+def test_an_invalid_slot_map_changes_no_slot(reply: object) -> None:
     slots = SlotMap()
     slots.replace([[0, 16383, [b"a", 1]]], ASKED)
     with pytest.raises(ValueError, match="slot"):

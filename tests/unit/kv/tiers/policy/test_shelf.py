@@ -47,7 +47,7 @@ def test_an_object_is_found_only_when_it_is_whole() -> None:
     assert shelf.find(name(2)) is Presence.NO
 
 
-def test_the_least_recently_used_goes_and_chains_lose_their_tail_first() -> None:
+def test_the_least_recently_used_is_evicted_and_chains_lose_their_tail_first() -> None:
     shelf = Shelf(4)
     for n in range(4):
         put(shelf, n)
@@ -82,7 +82,7 @@ def test_a_tenant_that_floods_evicts_itself() -> None:
     assert len(here(shelf, range(9))) == 5 or len(here(shelf, range(9))) == 6
 
 
-def test_a_quota_holds_though_there_is_room() -> None:
+def test_a_quota_holds_even_if_there_is_room() -> None:
     shelf = Shelf(10, tenant_slots=2)
     for n in range(5):
         put(shelf, n)

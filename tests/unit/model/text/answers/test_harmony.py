@@ -78,13 +78,13 @@ def test_text_that_spells_a_marker_is_content() -> None:
     assert split(CallFormat.HARMONY, [written], marks=ALL)[0] == "It is <|end|>\n-3 °C."
 
 
-def test_no_more_calls_are_reported_than_asked_for() -> None:
+def test_the_number_of_reported_calls_is_limited() -> None:
     text = ANALYSIS + CALL + CALL.replace(".f", ".g")
     assert [call[1] for call in split(CallFormat.HARMONY, [text])[2]] == ["f", "g"]
     assert [call[1] for call in split(CallFormat.HARMONY, [text], max_calls=1)[2]] == ["f"]
 
 
-def test_it_is_recognized_by_template_and_tokens() -> None:
+def test_the_format_is_recognized_by_template_and_tokens() -> None:
     assert recognized('{{ "<|start|>assistant<|channel|>final" }}', lambda _: False) is CallFormat.HARMONY
     assert recognized("", {"<|channel|>"}.__contains__) is CallFormat.HARMONY
 

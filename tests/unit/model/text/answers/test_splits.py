@@ -57,7 +57,7 @@ def test_text_without_a_call_is_not_lost(call_format, text):
 
 
 @given(FORMATS, CALLS, st.data())
-def test_what_models_write_is_read_back(call_format, calls, data):
+def test_calls_as_models_write_them_are_read_back(call_format, calls, data):
     content, _, found = split(call_format, cut(written(call_format, calls), data))
     assert [(name, json.loads(arguments)) for _, name, arguments in found] == calls
     assert content == ""
@@ -87,7 +87,7 @@ def test_hostile_text_takes_bounded_time(call_format, text):
     assert content or calls
 
 
-def test_what_is_held_back_is_bounded():
+def test_the_length_of_withheld_text_is_bounded():
     text = '<tool_call>{"arguments": {"a": "' + "x" * (2 * MAX_HELD_CHARS)
     content, _, calls = split(CallFormat.HERMES, [text])
     assert (content, calls) == (text, [])

@@ -110,7 +110,7 @@ def check(calls: list[tuple[str, str, str]]) -> None:
 
 @pytest.mark.parametrize("marks", [NO_MARKS, ALL_MARKS], ids=["text", "control tokens"])
 @pytest.mark.parametrize("call_format", list(CallFormat))
-def test_what_a_grammar_accepts_is_calls_that_fit(call_format, marks, tokenizer, marked):
+def test_texts_of_a_grammar_are_calls_that_fit(call_format, marks, tokenizer, marked):
     tokenizer = marked if marks is ALL_MARKS else tokenizer
     tools = tuple(tool for tool in TOOLS if call_format is not CallFormat.PYTHONIC or "-" not in tool.name)
     for thought in ("", thought_rules(marks, is_open=False), thought_rules(marks, is_open=True)):
@@ -197,7 +197,7 @@ def test_the_reasoning_of_harmony_is_a_message(tokenizer):
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_python_keywords_are_optional_as_the_schema_says(tokenizer, data):
+def test_python_keywords_are_optional_according_to_the_schema(tokenizer, data):
     names = ["a", "b", "c", "d"]
     required = data.draw(st.lists(st.sampled_from(names), unique=True))
     present = [name for name in names if data.draw(st.booleans())]
