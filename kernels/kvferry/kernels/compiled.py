@@ -103,7 +103,7 @@ def make_matrix(form: str, types: Sequence[int], rows: int, cols: int) -> "Matri
         cols: number of inputs.
     """
     module = extension()
-    assert module is not None, "asked only where it was built"
+    assert module is not None, "the compiled kernels are not built"
     matrix: Matrix = module.Matrix(form, list(types), rows, cols)
     return matrix
 
@@ -115,7 +115,7 @@ def make_pool(threads: int) -> "Pool":
         UsageError: the threads cannot be created.
     """
     module = extension()
-    assert module is not None, "asked only where it was built"
+    assert module is not None, "the compiled kernels are not built"
     try:
         pool: Pool = module.Pool(threads)
     except RuntimeError as error:
@@ -132,7 +132,7 @@ def make_runner(
 ) -> "Runner":
     """Create the native model object, which computes steps."""
     module = extension()
-    assert module is not None, "asked only where it was built"
+    assert module is not None, "the compiled kernels are not built"
     runner: Runner = module.Runner(shape, parts, layers, level, pool)
     return runner
 
@@ -156,7 +156,7 @@ def product(
         input_bits: precision of the inputs where the matrix is of codes: 8, 16 or 32.
     """
     module = extension()
-    assert module is not None, "asked only where it was built"
+    assert module is not None, "the compiled kernels are not built"
     module.product(pool, level, matrix, x, out, input_bits)
 
 
@@ -170,5 +170,5 @@ def dequantize(level: str, matrix: "Matrix", rows: npt.NDArray[np.int64], out: n
         out: [N, cols]; overwritten.
     """
     module = extension()
-    assert module is not None, "asked only where it was built"
+    assert module is not None, "the compiled kernels are not built"
     module.dequantize(level, matrix, rows, out)

@@ -121,7 +121,7 @@ def pin(memory: memoryview) -> None:
     code = int(cudart.cudaHostRegister(host.data_ptr(), host.numel(), 0))
     if code:
         raise UsageError(
-            f"the driver does not pin {host.numel()} bytes of host memory for KV (CUDA error {code}); raise the limit "
-            "on locked memory (ulimit -l), or set a smaller --kv-memory",
+            f"cudaHostRegister failed with error {code} for {host.numel()} bytes of host memory for KV; raise the "
+            "limit on locked memory (ulimit -l), or set a smaller --kv-memory",
             field="kv_memory",
         )

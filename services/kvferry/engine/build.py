@@ -107,7 +107,7 @@ class LoadedModel:
         the engine directly may need less.
 
         Raises:
-            UsageError: it holds fewer tokens than `MIN_KV_TOKENS` and than the context length.
+            UsageError: the memory holds fewer tokens than `MIN_KV_TOKENS` and than the context length.
         """
         block_bytes, block_tokens = self.layout.block_bytes, self.settings.block_tokens
         least = min(MIN_KV_TOKENS, self.context_tokens)

@@ -97,7 +97,7 @@ class CompletionStream:
         """Return the whole completion.
 
         Raises:
-            InvariantBroken: it has not ended.
+            InvariantBroken: the output has not ended.
         """
         if self._reason is None:
             raise InvariantBroken(f"request {self.request.request_id} has not ended")

@@ -39,7 +39,7 @@ def message_list(messages: Sequence[Message], field: str = "messages") -> list[M
     """Return the messages of one conversation as a list.
 
     Raises:
-        InvalidRequest: it is not a list of messages, or a message has no role.
+        InvalidRequest: the conversation is not a list of messages, or a message has no role.
     """
     items = _items(messages, field, "a list of messages")
     for at, message in enumerate(items):
@@ -56,7 +56,7 @@ def checked_prompt(value: object, field: str = "prompt") -> Prompt:
     """Return one prompt, its token ids as a list.
 
     Raises:
-        InvalidRequest: it is neither a text nor a list of token ids.
+        InvalidRequest: the prompt is neither a text nor a list of token ids.
     """
     if isinstance(value, str):
         return value

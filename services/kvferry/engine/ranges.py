@@ -41,7 +41,7 @@ def check_share(field: str, value: object, *, may_be_zero: bool) -> None:
     """Check a share.
 
     Raises:
-        UsageError: it is not a number from 0 (above 0, unless `may_be_zero`) to 1.
+        UsageError: the share is not a number from 0 (above 0, unless `may_be_zero`) to 1.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0.0 <= value <= 1.0 or not (may_be_zero or value):  # type: ignore[operator]

@@ -8,7 +8,7 @@ from kvferry.model.rope import DynamicNtkRope, LongRope, RopeScaling
 
 
 class NormPlacement(Enum):
-    """Where the norms of a layer are: on the inputs of attention and MLP, on their outputs, or on both."""
+    """Places of a layer's norms: on the inputs of attention and MLP, on their outputs, or on both."""
 
     BEFORE = "before"
     AFTER = "after"

@@ -87,6 +87,6 @@ class Admission(Protocol):
         """Check that the tenant may use a model.
 
         Raises:
-            UnknownModel: it may not.
+            UnknownModel: the tenant has no access to the model.
         """
         ...

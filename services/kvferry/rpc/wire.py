@@ -284,7 +284,7 @@ def check_priority(value: int) -> int:
     """Check the class of a request.
 
     Raises:
-        InvalidRequest: it is out of range.
+        InvalidRequest: the class is out of range.
     """
     if abs(value) > MAX_PRIORITY:
         raise InvalidRequest(
@@ -297,7 +297,7 @@ def check_cache_salt(value: str) -> str:
     """Check the salt of a request's cache.
 
     Raises:
-        InvalidRequest: it is too long.
+        InvalidRequest: the salt is too long.
     """
     if len(value) > MAX_CACHE_SALT_CHARS:
         raise InvalidRequest(

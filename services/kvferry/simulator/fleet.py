@@ -41,7 +41,9 @@ class RoleSpec:
     start_at: float = 0.0
     """Time at which the workers accept requests, seconds."""
     jitter: tuple[float, ...] = ()
-    """Factors of the duration of steps, drawn with equal probability; empty: steps take what the device says."""
+    """Factors of the duration of steps, drawn with equal probability; empty: steps have the durations of the device
+    profile.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Workers of a simulated pool as the gateway sees them: candidates for routing, statuses, and cache feeds."""
+"""Workers of a simulated pool, as represented in the gateway: candidates for routing, statuses, and cache feeds."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

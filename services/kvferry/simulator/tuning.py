@@ -105,7 +105,7 @@ def tune(spec: FleetSpec, simulate: Simulate, *, most: int, on_try: Callable[[st
 
 
 def _improve(found: Tuned, name: str, simulate: Simulate, most: int, on_try: Callable[[str], None]) -> bool:
-    """Try the neighbours of a field's value, and go on in the direction that gains; return whether it was changed."""
+    """Try the neighbours of a field's value, and continue in the direction of a gain; return whether it was changed."""
     is_changed = False
     tried = {_value(found.spec, name)}
     while found.simulations < most:

@@ -1,6 +1,6 @@
 """Temporary folders for private keys, which are removed also after a process that was killed.
 
-A folder is locked while its process lives; the kernel releases the lock with the process. The next process that makes a
+A folder is locked while its process runs; the kernel releases the lock with the process. The next process that makes a
 folder of the same prefix removes the folders whose lock is free.
 """
 
@@ -14,7 +14,7 @@ _LOCK = "lock"
 
 
 class PrivateFolder:
-    """A folder in the temporary folder that only this user can read, for as long as this process lives."""
+    """A folder in the temporary folder that only this user can read, for as long as this process runs."""
 
     def __init__(self, prefix: str) -> None:
         """
@@ -48,6 +48,6 @@ def _remove_unlocked(prefix: str) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
-            pass  # its process lives
+            pass  # its process is running
         finally:
             os.close(lock)

@@ -38,7 +38,7 @@ def ready(name: str, x: torch.Tensor, *others: torch.Tensor) -> None:
         raise fault(name, "DEVICE", reason)
     for other in others:
         if other.device != x.device:
-            raise fault(name, "DEVICE", f"it is on {x.device}, a different argument is on {other.device}")
+            raise fault(name, "DEVICE", f"one argument is on {x.device}, a different argument is on {other.device}")
 
 
 def floats(name: str, x: torch.Tensor, *, like: torch.Tensor | None = None) -> None:
@@ -61,7 +61,7 @@ def typed(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
         BadKernelInput: KERNEL_DTYPE.
     """
     if x.dtype != dtype:
-        raise fault(name, "DTYPE", f"it is {x.dtype} and must be {dtype}")
+        raise fault(name, "DTYPE", f"the dtype is {x.dtype} and must be {dtype}")
 
 
 def dense(name: str, x: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """State of a pool's managed TLS, kept in the ConfigMap that the pods mount for the CA bundle. Pure.
 
 The private keys of the CAs are not in it, and nowhere else: a CA signs the certificates of a pool once, and its key is
-then forgotten. The state therefore says all that a restarted operator needs.
+then forgotten. The state therefore contains all that a restarted operator needs.
 """
 
 import re

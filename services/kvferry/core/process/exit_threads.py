@@ -1,8 +1,8 @@
 """Daemon threads that run compiled code, which end before the interpreter does.
 
-CPython ends a daemon thread when it asks for the GIL after finalization began. If C++ code asks, for example a kernel
-that returns from a call without the GIL, the end of the thread unwinds C++ frames that must not throw, and the process
-aborts: the exit status is lost. Therefore these threads are stopped and joined at exit.
+CPython ends a daemon thread when it requests the GIL after finalization began. If C++ code requests it, for example a
+kernel that returns from a call without the GIL, the end of the thread unwinds C++ frames that must not throw, and the
+process aborts: the exit status is lost. Therefore these threads are stopped and joined at exit.
 """
 
 import atexit

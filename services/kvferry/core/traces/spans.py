@@ -1,4 +1,4 @@
-"""Spans as the code that is traced sees them, and the position in a trace that calls carry (W3C Trace Context).
+"""Spans, as used by traced code, and the position in a trace that calls carry (W3C Trace Context).
 
 Code that runs for a request finds the request's span in a context variable, which tasks inherit; it is `None` if the
 request is not traced, so that an untraced request costs one look-up per phase.

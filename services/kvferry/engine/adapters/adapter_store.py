@@ -120,7 +120,7 @@ class AdapterStore:
         """Check that a version of an adapter can serve a request.
 
         Raises:
-            UnknownModel: this version is not registered, or was retired too long ago.
+            UnknownModel: the version is not registered, or was retired too long ago.
         """
         known = self._known.get(adapter)
         if known is None or not (known.retired_until is None or now < known.retired_until):

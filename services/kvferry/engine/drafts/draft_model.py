@@ -101,7 +101,7 @@ class DraftModel:
         return end <= self._max_tokens and self.pages.grow(one.sequence, end, kept)
 
     def _step(self, active: Sequence[_Drafting], depth: int) -> list[_Drafting]:
-        """Propose one more token for each sequence; return the sequences whose drafts go on."""
+        """Propose one more token for each sequence; return the sequences whose drafts continue."""
         plan = StepPlan(
             tuple(
                 self._scheduled(
@@ -118,7 +118,7 @@ class DraftModel:
         return going
 
     def _extend(self, one: _Drafting, logits: Logits, row: int, depth: int) -> bool:
-        """Add the most probable token to a draft; return whether the draft goes on."""
+        """Add the most probable token to a draft; return whether the draft continues."""
         sequence = one.sequence
         sequence.num_computed = len(sequence.tokens)
         token, confidence = logits.greedy[row], _confidence(logits, row)

@@ -142,7 +142,7 @@ class EagleDrafts:
             depth: maximum number of draft tokens.
 
         Returns:
-            The sequences whose drafts go on, and the hidden states of their next rows.
+            The sequences whose drafts continue, and the hidden states of their next rows.
         """
         plan = StepPlan(tuple(_scheduled(one, count) for one, count in zip(active, counts, strict=True)))
         begun = self._clock.monotonic()
@@ -160,7 +160,7 @@ class EagleDrafts:
 
 
 def _extend(one: _Drafting, token: int, confidence: float, depth: int) -> bool:
-    """Add a token to a draft; return whether the draft goes on."""
+    """Add a token to a draft; return whether the draft continues."""
     if token < 0 or confidence < MIN_CONFIDENCE:
         return False
     one.sequence.tokens.append(token)

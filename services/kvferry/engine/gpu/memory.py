@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV pages of an engine take."""
+"""Memory of a GPU for the KV pages of an engine."""
 
 from dataclasses import dataclass
 

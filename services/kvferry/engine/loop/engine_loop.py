@@ -206,7 +206,11 @@ class EngineLoop:
             self._replies.discard(reply)
 
     async def observe(self, apply: Callable[[Engine], T]) -> T:
-        """Call a function that does not raise with the engine, on its thread. Raises: Unavailable: it has stopped."""
+        """Call a function that does not raise with the engine, on its thread.
+
+        Raises:
+            Unavailable: the engine has stopped.
+        """
         return await self._ask(lambda give: Observe(lambda engine: give(apply(engine))))
 
     def release_export(self, number: int) -> None:

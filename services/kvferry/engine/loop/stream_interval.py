@@ -1,4 +1,4 @@
-"""How many tokens of a request are handed out at once: fewer, larger parts cost less on the event loop and the wire.
+"""Number of a request's tokens in a part of its stream: fewer, larger parts cost less on the event loop and the wire.
 
 The first token is handed out at once; later ones wait until there are `interval` of them, or the request ends.
 """

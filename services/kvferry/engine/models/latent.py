@@ -36,7 +36,7 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where the rows of a step are, and their angles."""
+    """Places of a step's rows in the pages, and the angles of their positions."""
 
     pages: torch.Tensor
     layer: int

@@ -1,4 +1,4 @@
 """Recordings of steps: when each phase began, what was planned, and what arrived between the steps.
 
-A recording observes an engine and changes nothing. This room must not know runners, models or gRPC.
+A recording observes an engine and changes nothing. This package must not import runners, models or gRPC.
 """

@@ -27,7 +27,7 @@ MAX_STEPS = 10_000
 _MAX_ITEMS = 2_000_000
 """Bound on planned sequences and tokens of a recording, about 200 MB."""
 _IDLE_PER_STEP = 4
-"""Calls without a step that are recorded for each step that is asked for."""
+"""Calls without a step that are recorded per requested step."""
 
 
 class Recording(StepWatch):

@@ -22,22 +22,22 @@ class StepWatch:
     __slots__ = ()
 
     def added(self, request: EngineRequest, max_tokens_total: int) -> None:
-        """A request was accepted; its sequence ends with `max_tokens_total` tokens at the latest."""
+        """Handle the acceptance of a request; its sequence ends with `max_tokens_total` tokens at the latest."""
 
     def aborted(self, request_id: RequestId) -> None:
-        """A request was aborted, perhaps one that had already ended."""
+        """Handle the abort of a request, which may already have ended."""
 
     def released(self, export: int) -> None:
-        """The pages of an export are freed."""
+        """Handle the release of an export's pages."""
 
     def reset(self) -> None:
-        """The prefix cache was emptied."""
+        """Handle a reset of the prefix cache."""
 
     def phase(self, name: str) -> None:
-        """A phase of the engine's thread begins and the one before it ends."""
+        """Handle the start of a phase on the engine's thread, which ends the phase before it."""
 
     def stepped(self, plan: StepPlan, updates: Sequence[SequenceUpdate], *, is_ahead: bool) -> None:
-        """A step ended, perhaps with an empty plan.
+        """Handle the end of a step, whose plan may be empty.
 
         Args:
             plan: the plan.
@@ -46,10 +46,10 @@ class StepWatch:
         """
 
     def runner_phase(self, name: str) -> None:
-        """A phase of the runner begins, on the thread that computes; an empty name ends the last one."""
+        """Handle the start of a phase on the runner's thread; an empty name ends the last phase."""
 
     def kernels(self, seconds: Mapping[str, float]) -> None:
-        """The seconds of each kind of kernel since the last call, summed over threads."""
+        """Handle the seconds of each kind of kernel since the last call, summed over threads."""
 
 
 NO_WATCH = StepWatch()

@@ -5,8 +5,8 @@ rows still shows whether the next one is. An estimate combines two counts, in wh
 
     probability  =  (hits of this sequence + W * probability of the support) / (tries of this sequence + W)
 
-The *support* of a draft token is the class of what speaks for it: a constraint, the length of a match in the text, or
-the confidence of a draft model.
+The *support* of a draft token is the class of its evidence: a constraint, the length of a match in the text, or the
+confidence of a draft model.
 """
 
 from bisect import bisect_left, bisect_right

@@ -87,7 +87,7 @@ class WholeDrafts:
 
 
 class PayingDrafts:
-    """As many draft tokens are verified as increase the expected tokens per second."""
+    """Verifies as many draft tokens as increase the expected tokens per second."""
 
     def choose(self, probabilities: list[list[float]], rows: int, prices: RowPrices) -> list[int]:
         """See `Lengths.choose`."""

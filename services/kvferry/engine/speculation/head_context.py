@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float32]
 MAX_NEW_ROWS = 512
 """Maximum rows of a context that a head reads at first: those of the end of a prompt."""
 MAX_LAG_ROWS = 32
-"""Maximum rows that a head reads to go on with a context, after steps without drafts."""
+"""Maximum number of rows that a head reads to continue a context, after steps without drafts."""
 
 
 class HeadContext:

@@ -1,6 +1,6 @@
 """Proposers of draft tokens: continuations of earlier occurrences of what a sequence ends with.
 
-Both proposers look only at the sequence's own tokens. A continuation that reaches the end of the text goes on
+Both proposers look only at the sequence's own tokens. A continuation that reaches the end of the text is continued
 periodically: the text after the match is the draft itself.
 """
 

@@ -44,7 +44,7 @@ def choose_device(wanted: str, *, kernels: str = AUTO) -> str:
 
 
 def check_driver(wanted: str) -> None:
-    """Check that a machine has a GPU driver if a GPU is asked for, before processes are started and torch is imported.
+    """Check that a machine has a GPU driver if a GPU is requested, before processes are started and torch is imported.
 
     Args:
         wanted: see `choose_device`.
@@ -73,7 +73,7 @@ def _only(number: int) -> None:
     """Use only the GPU with this index.
 
     Raises:
-        UsageError: this process uses another one already.
+        UsageError: this process already uses another GPU.
     """
     import torch
 

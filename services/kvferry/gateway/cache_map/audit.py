@@ -1,9 +1,9 @@
 """Compares a replica's map with the worker's own answer.
 
 Digests in the feed show that the worker's reports were applied completely. An audit also shows that the index still
-contains these blocks, and that the feed has not stalled: the worker is asked, by a separate call, for its sequence and
-digest, for names that were predicted recently, and for a sample of its own names. Blocks that changed during the audit
-are not compared.
+contains these blocks, and that the feed has not stalled: a separate call requests the worker's sequence and digest, the
+presence of names that were predicted recently, and a sample of its own names. Blocks that changed during the audit are
+not compared.
 """
 
 from collections.abc import Sequence

@@ -264,7 +264,7 @@ class Dispatcher:
         if run.failed_steps >= self._retry.max_failed_steps:
             raise RequestRefused(
                 f"{run.failed_steps} workers failed in a row while they computed this request "
-                f"(the last one, {address}: {error.message}); it is not tried again, since it may be the cause"
+                f"(the last one, {address}: {error.message}); the request is not retried, since it may be the cause"
             ) from error
         if run.failures > self._retry.max_failures:
             self._refuse(run, error)

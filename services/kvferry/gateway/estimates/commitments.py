@@ -62,7 +62,7 @@ class Commitments:
         """Stop counting a commitment.
 
         Raises:
-            KeyError: it is not counted.
+            KeyError: the commitment is not counted.
         """
         self.count -= 1
         if commitment.prompt_address:

@@ -1,4 +1,4 @@
-"""How long a prompt, a hand-off and an output token take on each worker, from the gateway's own requests.
+"""Durations of prompts, hand-offs and output tokens by worker, estimated from the gateway's own requests.
 
 All observations of a kind are fitted together, and those of each worker. A worker's own fit is used if it differs from
 that of the fleet, as on other hardware; smaller differences are noise, which would scatter equal prefixes over equal

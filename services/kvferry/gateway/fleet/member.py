@@ -201,8 +201,8 @@ class Member:
         await self.channels.close(politely=politely)
 
     async def status(self, timeout: float) -> worker_admin_pb2.StatusResponse:
-        """Request the worker's status. A worker that does not accept the key of earlier calls is asked with each of the
-        gateway's keys.
+        """Request the worker's status. If a worker rejects the key of earlier calls, each of the gateway's keys is
+        tried.
 
         Raises:
             grpc.aio.AioRpcError: the worker does not answer within `timeout` seconds, or rejects the call.

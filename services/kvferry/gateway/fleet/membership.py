@@ -16,7 +16,7 @@ _AGAIN_SECONDS = 1.0
 
 
 class Knowledge(StrEnum):
-    """How current the list of workers is."""
+    """State of the list of workers: fixed, followed, outdated, or not read yet."""
 
     LISTED = "listed"
     """The workers are listed in the configuration and never change."""

@@ -118,7 +118,7 @@ class ConfigFields:
         """Return a whole number from 1 to 2^31 - 1.
 
         Raises:
-            ModelFileError: it is not such a number, or it is absent and has no default.
+            ModelFileError: the field is not such a number, or is absent without a default.
         """
         value = self.value(key)
         value = default if value is None else value
@@ -130,7 +130,7 @@ class ConfigFields:
         """Return a positive number.
 
         Raises:
-            ModelFileError: it is not such a number, or it is absent and has no default.
+            ModelFileError: the field is not such a number, or is absent without a default.
         """
         value = self.value(key)
         value = default if value is None else value
@@ -150,7 +150,7 @@ class ConfigFields:
         """Return a truth value.
 
         Raises:
-            ModelFileError: it is not a truth value.
+            ModelFileError: the field is not a truth value.
         """
         value = self.value(key)
         if value is None:
@@ -178,7 +178,7 @@ class ConfigFields:
         """Return the fields of an inner object; `None` if it is absent.
 
         Raises:
-            ModelFileError: it is not an object.
+            ModelFileError: the field is not an object.
         """
         value = self.value(key)
         if value is None:
@@ -191,7 +191,7 @@ class ConfigFields:
         """Return which layers have a sliding window, from `layer_types`; `None` if it is absent.
 
         Raises:
-            ModelFileError: it has another length or other types of layers.
+            ModelFileError: the field has another length or other types of layers.
         """
         value = self.value("layer_types")
         if value is None:

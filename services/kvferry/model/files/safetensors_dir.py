@@ -26,7 +26,7 @@ _TYPE_IDS = {"F32": F32, "F16": F16, "BF16": BF16}
 _ROTATED = re.compile(r"self_attn\.[qk]_(?:proj\.(?:weight|bias)|norm\.weight)$")
 """Tensors whose rows are values of queries or keys."""
 _LATENT_ROTATED = re.compile(r"self_attn\.(q|q_b|kv_a)_proj(?:_with_mqa)?\.weight$")
-"""The same with latent attention; the last values of each head, or of the latent vector, are rotated."""
+"""Tensors with such rows for latent attention; the last values of each head, or of the latent vector, are rotated."""
 _HEAD = f"{HEAD.rpartition('.')[0]}."
 _LAYER = re.compile(r"^model\.layers\.(\d{1,9})\.")
 

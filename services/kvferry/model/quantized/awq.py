@@ -43,7 +43,7 @@ def group_size(fields: ConfigFields) -> int | None:
     """Return `group_size`; `None` for -1, one group for all inputs.
 
     Raises:
-        ModelFileError: it is neither -1 nor a positive whole number.
+        ModelFileError: the field is neither -1 nor a positive whole number.
     """
     return None if fields.value("group_size") == -1 else fields.whole("group_size", 128)
 

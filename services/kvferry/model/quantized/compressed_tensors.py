@@ -29,7 +29,7 @@ _OF_ACTIVATIONS = {"input_scale", "input_zero_point", "output_scale", "k_scale",
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """How the weights of a group of modules are quantized."""
+    """Quantization of the weights of a group of modules."""
 
     is_float: bool
     bits: int

@@ -26,7 +26,7 @@ _LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Which scale belongs to an input."""
+    """The assignment of inputs to scales."""
 
     size: int
     """Inputs of a group, before any reordering."""

@@ -19,7 +19,7 @@ def name_list(fields: ConfigFields, key: str) -> tuple[str, ...]:
     """Return a list of names; empty if the field is absent.
 
     Raises:
-        ModelFileError: it is not a list of limited length with strings of limited length.
+        ModelFileError: the field is not a list of limited length with strings of limited length.
     """
     value = fields.value(key)
     if value is None:

@@ -1,4 +1,4 @@
-"""How a quantized matrix is kept in memory: the candidates, smallest first, and why each was passed over.
+"""Representations of a quantized matrix in memory: candidates, smallest first, and the reasons against rejected ones.
 
 Kept types are numbers of rows as kernels/cpu/weights/pack.hpp reads them. Some are types of GGUF; the numbers from 1000
 are those of checkpoints that GGUF has no exact type for.
@@ -69,7 +69,7 @@ class QuantizedMatrix(Protocol):
 
     @property
     def choice(self) -> Choice:
-        """How the matrix is kept; reads scales, but no codes."""
+        """Representation of the matrix; reads scales, but no codes."""
         ...
 
     def values(self) -> npt.NDArray[np.float32]:

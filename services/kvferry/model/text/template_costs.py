@@ -35,7 +35,7 @@ def number(value: object) -> None:
     """Check that an operand is a number.
 
     Raises:
-        SecurityError: it is not.
+        SecurityError: the operand is no number.
     """
     if not isinstance(value, int | float):
         raise SecurityError(f"a number is expected, not a {type(value).__name__}")
@@ -106,7 +106,7 @@ def _constant(budget: Budget, value: object, *args: object, **kwargs: object) ->
 
 
 def _copy(budget: Budget, value: object, *args: object, **kwargs: object) -> None:
-    """A list of the value's items, or of its characters."""
+    """Charge for a list of the value's items, or of its characters."""
     if hasattr(value, "__len__"):
         budget.spend(3 * ITEM * len(value))
 
@@ -122,7 +122,7 @@ def _reading(times: int) -> Cost:
 
 
 def text_of(budget: Budget, value: object) -> None:
-    """A text as it is, or the text of another value, in which a character may be escaped."""
+    """Charge for the text of a value, in which each character of a non-text may be escaped."""
     size = budget.read(value)
     budget.spend(0 if isinstance(value, str) else ITEM * size)
 
@@ -144,7 +144,7 @@ def _search_backwards(budget: Budget, value: str, part: object, *args: object) -
 
 
 def _replacing(budget: Budget, value: object, old: object, new: object, count: object = None) -> None:
-    """At most one `new` for each `old`; for an empty `old`, one around each character."""
+    """Charge for at most one `new` for each `old`; for an empty `old`, for one around each character."""
     size = budget.read(value)
     old_size, new_size = budget.read(old), budget.read(new)
     text_size = ITEM * size if not isinstance(value, str) else size
@@ -224,7 +224,7 @@ def _sorting(budget: Budget, value: object, *args: object, **kwargs: object) -> 
 
 
 def _each(budget: Budget, value: object, *args: object, **kwargs: object) -> None:
-    """A result per item; the name of an attribute is a path, which is followed for each item."""
+    """Charge for a result per item. The name of an attribute is a path, which is followed for each item."""
     each = 3 * ITEM + sum(len(name) for name in (*args, *kwargs.values()) if isinstance(name, str))
     if hasattr(value, "__len__"):
         budget.spend(each * len(value))

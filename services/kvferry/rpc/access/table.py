@@ -1,4 +1,4 @@
-"""Which role may call which internal method. Pure.
+"""The internal methods that each role may call. Pure.
 
 Health and reflection are open, for probes and tools. A method that is not in the table may not be called at all.
 """

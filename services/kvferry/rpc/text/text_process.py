@@ -90,7 +90,7 @@ class TextProcess:
         """
         if self._num_jobs >= self._limits.max_waiting:
             raise Overloaded(
-                f"{self._num_jobs} other requests wait for the check of their {self._limits.field}",
+                f"{self._num_jobs} requests already wait for the check of their {self._limits.field}; retry later",
                 retry_after_seconds=1.0,
             )
         self._num_jobs += 1

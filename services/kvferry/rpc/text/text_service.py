@@ -64,7 +64,7 @@ class TextService:
         """Check that a tenant may use a model.
 
         Raises:
-            UnknownModel: it may not.
+            UnknownModel: the tenant has no access to the model.
         """
         if self.admission is not None:
             self.admission.check_model(tenant, model)

@@ -42,7 +42,7 @@ class CertificateFiles:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Content of the three files, checked, and what the certificate says."""
+    """Content of the three files, checked, and the certificate's fields."""
 
     chain: bytes
     key: bytes = field(repr=False)
@@ -80,7 +80,10 @@ def read_credentials(files: CertificateFiles, *, is_worker: bool) -> Credentials
         not_after = _check(files, is_worker=is_worker)
         if _times(files) == times:  # otherwise the files were renewed meanwhile
             return Credentials(chain, key, ca, not_after, times)
-    raise UsageError(f"{files.chain} is written again and again while it is read", field="pool_tls_cert_file")
+    raise UsageError(
+        f"{files.chain} changed during every attempt to read it; start again when its files are complete",
+        field="pool_tls_cert_file",
+    )
 
 
 def client_context(files: CertificateFiles) -> ssl.SSLContext:

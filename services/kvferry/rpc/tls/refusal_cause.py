@@ -1,4 +1,4 @@
-"""Finds out why a connection to a worker fails, by a handshake with Python's TLS, whose errors have causes.
+"""Determines why a connection to a worker fails, by a handshake with Python's TLS, whose errors have causes.
 
 gRPC reports `Socket closed` if the other side refuses a certificate, and the numbers of its library's errors otherwise.
 """

@@ -46,34 +46,34 @@ class Job:
 
 
 class Listener(Protocol):
-    """Receives what happens to the jobs of replicas."""
+    """Receives the events of jobs on replicas."""
 
     def first_token(self, job: Job, now: float) -> None:
-        """The first token of a request, on any replica."""
+        """Handle the first token of a request, on any replica."""
         ...
 
     def answered(self, job: Job, now: float) -> None:
-        """The first token on this replica."""
+        """Handle the first token of a job on this replica."""
         ...
 
     def fetched(self, job: Job, num_blocks: int, seconds: float) -> None:
-        """KV of the job was fetched from another replica."""
+        """Handle the end of a fetch of the job's KV from another replica."""
         ...
 
     def gap(self, seconds: float, weight: int) -> None:
-        """The time between two tokens of each of `weight` sequences."""
+        """Handle the time between two tokens of each of `weight` sequences."""
         ...
 
     def declined(self, job: Job) -> None:
-        """The KV of the job's ticket is computed, which is faster than to fetch it."""
+        """Handle the decision to compute the KV of the job's ticket, which is faster than to fetch it."""
         ...
 
     def finished(self, job: Job, now: float) -> None:
-        """The job has all tokens."""
+        """Handle the end of a job, which has all tokens."""
         ...
 
     def exported(self, job: Job, export: Export, now: float) -> None:
-        """The job's pages are to be offered; the listener owns their references."""
+        """Handle an export of the job's pages, which are to be offered; the listener owns their references."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How long the certificates of a pool are valid. Pure."""
+"""Validity of a pool's certificates, for a condition of its status. Pure."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""What the workers report about their devices and adapters. Pure."""
+"""Verdicts on the workers' reports about their devices and adapters. Pure."""
 
 from collections.abc import Sequence
 

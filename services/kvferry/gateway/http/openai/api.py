@@ -248,8 +248,9 @@ class _Sample:
 
 
 def _best(samples: Mapping[int, _Sample], per_prompt: int, num_choices: int | None) -> list[_Sample]:
-    """Return the samples of a response: those of the first prompt, then those of the next. With `num_choices`, only so
-    many of each prompt are returned, those with the highest cumulative log-probability, the best first."""
+    """Return the samples of a response: those of the first prompt, then those of the next. With `num_choices`, only
+    this number per prompt is returned, those with the highest cumulative log-probability, the best first.
+    """
     ordered = [sample for _, sample in sorted(samples.items())]
     if num_choices is None:
         return ordered

@@ -82,7 +82,7 @@ class IncompleteDetails(Struct):
 
 
 class ResponseFailure(Struct):
-    """Why a response failed; `code` is one of OpenAI's."""
+    """Reason why a response failed; `code` is one of OpenAI's."""
 
     code: str
     message: str

@@ -83,7 +83,7 @@ class ResponseStore:
             field: field of the request that names the response.
 
         Raises:
-            ResponseNotFound: it is not kept.
+            ResponseNotFound: the response is not kept.
         """
         self._expire()
         owner = self._tenants.get(tenant)
@@ -103,7 +103,7 @@ class ResponseStore:
         """Drop a response.
 
         Raises:
-            ResponseNotFound: it is not kept.
+            ResponseNotFound: the response is not kept.
         """
         self.get(tenant, response_id, "response_id")
         self._remove(tenant, response_id)

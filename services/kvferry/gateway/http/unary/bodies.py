@@ -74,7 +74,7 @@ def check_texts(name: str, value: object, limit: int) -> list[str]:
     """Check a text or a list of texts; return the list.
 
     Raises:
-        InvalidRequest: it is neither, or has more than `limit` texts.
+        InvalidRequest: the value is neither, or has more than `limit` texts.
     """
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list):

@@ -91,7 +91,7 @@ class Shelf:
         """Mark a reserved object READY.
 
         Raises:
-            InvariantBroken: it was not WRITING.
+            InvariantBroken: the object was not WRITING.
         """
         entry = self._writing(name)
         entry.ready = True
@@ -101,7 +101,7 @@ class Shelf:
         """Free the slot of an object that was not written.
 
         Raises:
-            InvariantBroken: it was not WRITING.
+            InvariantBroken: the object was not WRITING.
         """
         self._drop(name, self._writing(name))
 

@@ -26,7 +26,7 @@ _LEFT_OUT = re.compile(r"^(?:model\.)?(vision_tower|multi_modal_projector|visual
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Where the text part is, and what it may be."""
+    """Form of the text part in a class for text and images: model types, place of its fields, rotary embedding."""
 
     kinds: tuple[str, ...]
     """Values of `model_type` in `text_config` that are the family's text model; the field may be absent."""
@@ -82,7 +82,7 @@ def text_fields(raw: Json, part: TextPart, where: Path, *, has_head: bool) -> tu
 
 
 def _as_plain(rope: object) -> object:
-    """Return a rotary embedding whose type says that it has sections as a plain one."""
+    """Return a rotary embedding of a type with sections as a plain one."""
     if not isinstance(rope, dict) or _SECTIONED not in (rope.get("rope_type"), rope.get("type")):
         return rope
     return {key: value for key, value in rope.items() if key != "type"} | {"rope_type": "default"}

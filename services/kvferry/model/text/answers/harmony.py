@@ -48,7 +48,7 @@ class HarmonySplitter:
         self._state = _State.BEFORE
         self._header = ""
         self._channel_at = 0
-        """Where in the header the text of the channel begins."""
+        """Position in the header at which the text of the channel begins."""
         self._name = ""
         self._has_begun = False
         """Whether the arguments of the call have begun."""
