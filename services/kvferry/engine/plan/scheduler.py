@@ -323,9 +323,7 @@ class Scheduler:
     # ------------------------------------------------------------------ inside
 
     def _displace(self) -> None:
-        """Preempt running sequences of lower classes until the first waiting sequence fits, if the policy
-        permits it.
-        """
+        """Preempt sequences of lower classes until the first waiting sequence fits, if the policy permits it."""
         first = self._waiting.first() if self._policy.displaces else None
         while first is not None and self._running and self._policy.displaced(first, self._running[-1]):
             if self.admission.has_place_for(first):
