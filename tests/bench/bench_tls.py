@@ -4,8 +4,8 @@
     make bench-tls ARGS="--rounds 5"
 
 Both stacks run at once, of a prefill and a decode worker each; a round sends the same prompt to one, then to the other,
-and the next round begins with the other one. The idle stack computes nothing. The row has medians over the rounds, and
-the interval of the median of the rounds' ratios: 95 % of 2,000 bootstrap samples. Processor time is the sum over
+and the next round begins with the other one. The other stack is idle meanwhile. The row has medians over the rounds,
+and the interval of the median of the rounds' ratios: 95 % of 2,000 bootstrap samples. Processor time is the sum over
 gateway and workers. Before each round, both stacks answer a few calls of the smallest size (`call`), in turn.
 """
 

@@ -1,4 +1,4 @@
-"""A cluster ends with its owner process and leaves nothing behind."""
+"""A cluster ends with its owner process, and no process, mount or network link is left."""
 
 import subprocess
 import sys

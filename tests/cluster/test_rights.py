@@ -127,7 +127,7 @@ def failed_mount(pod: Mapping[str, Any], message: str) -> dict[str, Any]:
 
 
 class Life:
-    """The life of a pool that uses every feature, one after the other."""
+    """Operations on a pool that use every feature, one after the other."""
 
     def __init__(self, kube: Kube, namespace: str, pods: FakePods) -> None:
         self.kube = kube

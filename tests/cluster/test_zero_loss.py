@@ -1,6 +1,5 @@
-"""A constant stream of requests during rollouts, scaling and kills of a pool: none is lost, none is wrong.
-
-The table of docs/operations.md is written by `python -m harness.pools` from what the whole run measured.
+"""A constant stream of requests during rollouts, scaling and kills of a pool: none is lost, and none has a wrong
+answer. `python -m harness.pools` writes the table of docs/operations.md from the measurements of the whole run.
 """
 
 from collections.abc import Callable, Iterator

@@ -41,7 +41,7 @@ for alerts in sorted((CHART / "files/alerts").glob("*.yaml")):
 
 
 def problems(query: str) -> list[str]:
-    """Return what is wrong with a query: unknown metrics, unknown labels, rates of gauges."""
+    """Return the errors of a query: unknown metrics, unknown labels, rates of gauges."""
     found: list[str] = []
     labels = set(TARGET_LABELS)
     names = _NAME.findall(query)

@@ -16,7 +16,7 @@ class LoopLag:
     """The longest lag so far."""
 
     seconds: float = 0.0
-    """Elapsed time by which a callback ran late; includes what other processes took."""
+    """Elapsed time by which a callback ran late; includes time that other processes used."""
     busy_seconds: float = 0.0
     """CPU time of the loop's thread between two of its turns, which does not depend on other processes."""
 

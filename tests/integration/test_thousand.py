@@ -1,5 +1,5 @@
-"""A thousand mixed requests over two prefill and two decode workers, for every transport and every tier: each token is
-one engine's token, and nothing is left.
+"""A thousand mixed requests over two prefill and two decode workers, for every transport and every tier: all tokens
+equal those of one engine, and no resource stays in use.
 
 The requests have 1 to some hundred tokens, many of them around block boundaries, shared prefixes, greedy and random
 sampling, and one to three samples. A fifth of the streams is cancelled.

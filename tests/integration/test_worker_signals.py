@@ -1,4 +1,4 @@
-"""SIGTERM to a real worker in each phase of its life, and its answers to callers during the drain."""
+"""SIGTERM to a real worker in each of its states, and its answers to callers during the drain."""
 
 import signal
 import subprocess

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from kvferry.core.errors import UsageError
 from kvferry.core.traces.spans import TraceSettings
 
-if TYPE_CHECKING:  # rooms of pure decisions import this module
+if TYPE_CHECKING:  # packages of pure decisions import this module
     from kvferry.rpc.tls.certificate_files import CertificateFiles
 
 

@@ -1,6 +1,6 @@
 """Requests with arrival times, for adapters: those that are due, and the times of their tokens.
 
-Runs in an engine's own interpreter; nothing but the standard library is needed here.
+Runs in an engine's own interpreter, with the standard library only.
 """
 
 import time

@@ -88,7 +88,7 @@ class Child:
         return total
 
     def close(self) -> None:
-        """Ask the engine to exit, wait, and then kill what is left."""
+        """Request the engine's exit, wait, and then kill its remaining processes."""
         with suppress(OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()

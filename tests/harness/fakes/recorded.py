@@ -71,7 +71,7 @@ def a_request(name: str, num_prompt: int, num_output: int, *, first: int = 1000,
 
 
 def run_all(engine: Engine) -> None:
-    """Step until nothing is left to do."""
+    """Step until the engine is idle."""
     for _ in range(5000):
         if not engine.has_work:
             return

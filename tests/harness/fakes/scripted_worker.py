@@ -42,7 +42,7 @@ class Act(StrEnum):
     FAIL = "fail"
     """Respond with `error`."""
     HANG = "hang"
-    """Send nothing more until the call is cancelled."""
+    """Send no further message until the call is cancelled."""
     LOSE_ANSWER = "lose_answer"
     """Prefill only: create the offer but lose the response, as if the caller had disconnected."""
     CRASH = "crash"

@@ -10,7 +10,7 @@ CORPUS = Path(__file__).parents[2] / "fuzz" / "corpus"
 MAX_SECONDS = 5.0
 """Time limit of one run of a target; CPU time for parsers, elapsed time for servers."""
 MAX_MEMORY_BYTES = 1 << 30
-"""Memory that a target may use in addition to what is used when it begins."""
+"""Memory that a target may use in addition to the memory in use at its start."""
 
 Run = Callable[[bytes], None]
 Mutate = Callable[[bytes, Random], bytes]

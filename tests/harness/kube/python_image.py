@@ -153,8 +153,9 @@ def _stage_interpreter(root: Path, libraries: set[Path]) -> None:
 
 
 def _stage_launcher_tools(root: Path) -> None:
-    """Stage what Triton needs to build and load its launchers: a C compiler, Python's headers, and ldconfig, by which
-    it finds the driver's library."""
+    """Stage the requirements of Triton for building and loading its launchers: a C compiler, Python's headers, and
+    ldconfig, by which it finds the driver's library.
+    """
     c_compiler.stage(root, linked)
     headers = Path(sysconfig.get_path("include"))
     shutil.copytree(headers, root / "usr" / "local" / "include" / headers.name)

@@ -1,4 +1,4 @@
-"""Request rates: what a worker serves at equal latency, with pages and with baselines."""
+"""Request rates that a worker serves at equal latency, with pages and with baselines."""
 
 import math
 from collections.abc import Callable, Sequence

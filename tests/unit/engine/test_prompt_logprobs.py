@@ -1,4 +1,6 @@
-"""Log-probabilities of a prompt: each token once, whatever the chunks, the cache, preemptions and hand-offs."""
+"""Log-probabilities of a prompt: each token is scored once, for any chunks, cached blocks, preemptions and
+hand-offs.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Packed matrices times rows: every form of weights, every instruction level, odd sizes, against arithmetic in
+"""Packed matrices times rows: every form of weights, every instruction level, any size, against arithmetic in
 float64.
 """
 

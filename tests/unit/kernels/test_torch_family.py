@@ -1,4 +1,4 @@
-"""The torch family equals the reference on odd shapes, and never reads beyond a context."""
+"""The torch family equals the reference for any shape, and never reads beyond a context."""
 
 from collections.abc import Callable
 

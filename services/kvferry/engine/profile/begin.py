@@ -8,7 +8,7 @@ from kvferry.engine.profile.recording import Recording
 from kvferry.engine.profile.step_log import EngineFacts
 from kvferry.engine.profile.watch import NO_WATCH
 
-if TYPE_CHECKING:  # the engine imports this room
+if TYPE_CHECKING:  # the engine imports this package
     from kvferry.engine.engine import Engine
 
 

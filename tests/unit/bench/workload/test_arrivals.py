@@ -1,4 +1,4 @@
-"""Arrival times: the mean rate of every process, and what distinguishes them."""
+"""Arrival times: the mean rate of every process, and the differences between the processes."""
 
 import itertools
 import math

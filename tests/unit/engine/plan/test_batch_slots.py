@@ -1,4 +1,4 @@
-"""After each step's writes the device's block tables equal the scheduler's, and nothing is written twice."""
+"""After each step's writes, the device's block tables equal the scheduler's; no cell is written twice."""
 
 import pytest
 from hypothesis import given

@@ -68,7 +68,7 @@ def test_shortest_first_ranks_the_first_sequence_again(entries: list[tuple[int, 
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40))
 def test_two_levels_admit_the_arrivals_in_groups_and_each_group_shortest_first(lengths: list[int]) -> None:
-    # A request at position p is staged at refill p // STAGED + 1, whatever arrives later.
+    # A request at position p is staged at refill p // STAGED + 1, independently of later arrivals.
     queue = TwoLevelQueue(lambda s: (s.arrival,), lambda s: (lengths[s.arrival], s.arrival))
     for number in range(len(lengths)):
         queue.add(a_sequence(number))

@@ -1,4 +1,4 @@
-"""Recordings of an engine: the log of its steps, the timeline, and what a replay cannot repeat."""
+"""Recordings of an engine: the log of its steps, the timeline, and runs that cannot be replayed."""
 
 from dataclasses import replace
 

@@ -150,8 +150,10 @@ def test_typical_draws_follow_the_distribution_over_the_typical_tokens() -> None
     logits = np.log(np.maximum(shares, 1e-300))
     near = np.array([0.45, 0.3, 0.0, 0.0])
     assert frequencies(logits, SamplingParams(typical_p=0.29), 200).tolist() == [0, 200, 0, 0]
-    assert chi_square(frequencies(logits, SamplingParams(typical_p=0.5)), near) < 10.8  # p = 0.001, one degree
-    assert chi_square(frequencies(logits, SamplingParams(typical_p=0.8)), shares) < 13.8  # two degrees
+    assert (
+        chi_square(frequencies(logits, SamplingParams(typical_p=0.5)), near) < 10.8
+    )  # p = 0.001, one degree of freedom
+    assert chi_square(frequencies(logits, SamplingParams(typical_p=0.8)), shares) < 13.8  # two degrees of freedom
     assert chi_square(frequencies(logits, SamplingParams()), shares) < 13.8
 
 
@@ -360,7 +362,7 @@ def test_masked_draws_follow_the_distribution_of_the_allowed_tokens() -> None:
 
 
 def test_a_mask_takes_precedence_over_bans_that_leave_no_token() -> None:
-    # min_tokens bans the end tokens, but at the end of a grammar nothing else is allowed.
+    # min_tokens bans the end tokens, but at the end of a grammar no other token is allowed.
     (sampled,) = sample(logits_of(MASKED_LOGITS), [sequence(GREEDY, banned=(4,), mask=Mask({4}))])
     assert sampled == SampledToken(4)
 

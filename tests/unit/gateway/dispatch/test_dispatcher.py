@@ -614,7 +614,9 @@ async def test_log_probabilities_of_the_prompt_come_once(two_pairs, method, faul
     assert [event.prompt_logprobs for event in events] == [expected, *[None] * (len(events) - 1)]
     decodes = [call for worker in two_pairs.workers.decode for call in worker.decodes]
     assert decodes
-    assert not any(call.sampling.HasField("prompt_logprobs") for call in decodes), "they came with the first token"
+    assert not any(call.sampling.HasField("prompt_logprobs") for call in decodes), (
+        "the log-probabilities came with the first token"
+    )
 
 
 async def test_a_decode_worker_that_computes_the_prompt_gives_its_log_probabilities():

@@ -1,4 +1,4 @@
-"""A vector is computed by one worker, on another one if that is lost, and nothing is left behind."""
+"""A vector is computed by one worker, or by another one after a loss; no state is left."""
 
 import asyncio
 

@@ -65,7 +65,7 @@ def test_a_later_attempt_takes_over_the_lease_and_an_earlier_one_never_does() ->
     for late in (lambda: book.claim(T, 1, 21.0), lambda: book.renew(T, 1, 21.0)):
         with pytest.raises(TicketRejected):
             late()
-    assert book.finish(T, 1, 22.0, done=True) == [], "a late message of the first attempt releases nothing"
+    assert book.finish(T, 1, 22.0, done=True) == [], "a late message of the first attempt releases no page"
     assert book.expire(49.0) == [], "the lease was renewed by the second attempt"
     assert book.finish(T, 2, 49.0, done=True) == ["pages"]
 

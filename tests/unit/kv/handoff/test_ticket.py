@@ -1,4 +1,4 @@
-"""Tickets: a sealed ticket opens unchanged; everything else is refused with a reason of its own."""
+"""Tickets: a sealed ticket opens unchanged; all other bytes are refused with a specific reason."""
 
 import msgspec
 import pytest

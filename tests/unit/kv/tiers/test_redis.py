@@ -58,7 +58,7 @@ def friendly(to: bytes, says: bytes) -> Callable[[bytes], bytes]:
 
 
 ODD = [
-    b"$4294967296\r\n",  # announces 4 GiB, of which nothing follows
+    b"$4294967296\r\n",  # announces 4 GiB, and no byte follows
     b"$99999999999999999999999\r\n",
     b"$-7\r\nx",
     b"$1x\r\n",

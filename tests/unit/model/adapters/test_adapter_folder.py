@@ -1,4 +1,4 @@
-"""Adapters as PEFT writes them: what is read, the digest, and what is refused by name."""
+"""Adapters as PEFT writes them: their tensors, the digest, and refusals by name."""
 
 import json
 import shutil

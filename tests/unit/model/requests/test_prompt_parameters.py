@@ -1,4 +1,4 @@
-"""Parameters of prompts and bad words are converted at the edge, within bounds."""
+"""Parameters of prompts and bad words are converted to token ids, within bounds."""
 
 import pytest
 from harness.fakes.byte_model import ByteTokenizer

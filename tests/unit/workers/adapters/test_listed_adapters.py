@@ -1,4 +1,4 @@
-"""A list of adapters: what is read, and which adapters are loaded, removed and tried again."""
+"""A list of adapters: its parsing, and the adapters that are loaded, removed and tried again."""
 
 import json
 from pathlib import Path

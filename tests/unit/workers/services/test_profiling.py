@@ -1,4 +1,4 @@
-"""Recordings of a running engine: what a call returns, and that the log is the schedule of a live run."""
+"""Recordings of a running engine: results of a call, and a log that equals the schedule of a live run."""
 
 import asyncio
 import json
