@@ -3,13 +3,13 @@
     make bench-flow                        rows appended to tests/bench/results/flow.csv
     make bench-flow ARGS="--dry"           no rows
 
-gate       a request that finds room, in the whole gateway: the same with metrics and the count of its tokens
-pass       a request that finds room: quota check, queue, dispatch, end; with the charge of a tenant with quotas
+gate       `pass` in the whole gateway: also metrics, and the count of the prompt's tokens
+pass       a request that is admitted at once: quota check, queue, dispatch, end; its tenant has quotas
 queued     the same while many requests of many tenants wait: one enters the queue, one leaves it, one ends
-refused    a request that finds the queue full of its own class
+refused    a request while the queue is full of requests of its class
 shed       a request that displaces one of a lower class from the full queue
 
-Times are processor time of the thread, since other processes share the machine; each is the least of five runs.
+Times are processor time of the thread, since other processes share the machine; each is the minimum of five runs.
 """
 
 import argparse

@@ -2,10 +2,10 @@
 
     python tests/bench/bench_int8.py          both on two threads, in turn; milliseconds, and torch's time by ours
 
-Each turn is long enough that threads of the other, which still spin after their last product, do not count.
+A turn is much longer than the time for which threads of the other library spin after their last product.
 
-Both take float32 inputs, round them themselves, and give float32. Ours rounds 32 inputs at a time by a step of their
-own and has a step for every 32 weights (GGUF's Q8_0); torch has one step for all inputs and one for all weights.
+Both libraries take float32 inputs, quantize them, and return float32. kvferry has one scale for 32 inputs and one for
+32 weights (GGUF's Q8_0); torch has one scale for all inputs and one for all weights.
 """
 
 import argparse

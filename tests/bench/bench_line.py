@@ -7,8 +7,8 @@
 Every system is a real stack of processes: a gateway with a prefill and a decode worker per connector, and a gateway
 with one worker of role `both` (called `none`: no connector moves anything). All stay up for the whole run and take
 turns within each repetition, so that a change in the machine's speed affects all of them. Systems get equal prompts;
-the idle ones wait in poll and compute nothing. One repetition goes unrecorded before the others: it warms code and
-touches every KV page of the small pools, whose first touch costs page faults once in a server's life.
+the idle ones wait in poll and compute nothing. A first repetition is not recorded: it warms up code and accesses every
+KV page of the small pools, since the first access of a page causes page faults.
 
 cold    a prompt that no worker has computed      warm    its first n - 8 tokens were just computed
 decode  from the second token to the last; with 8 streams, tokens that came while all 8 were decoding

@@ -120,9 +120,11 @@ def test_another_block_size_is_fetched_and_the_tokens_are_one_engines(
 
 
 NEAR_TIE = 0.1
-"""Nats. The reader computes the same text twice in its own type: once over the prompt's KV as the other worker computed
-it, converted, once over its own. Rounding moves a key or a value by up to 2^-9 of itself; measured over the tokens
-below that moves a log-probability by up to 0.04. So tokens may differ only where the two best are this close."""
+"""In nats: tokens may differ only where the log-probabilities of the two best tokens differ by less.
+
+The reader computes the same text twice in its own data type: over the converted KV of the other worker, and over its
+own KV. Rounding changes a key or a value by up to 2^-9 of its magnitude; for the tokens below, this changes a
+log-probability by up to 0.04 (measured)."""
 
 
 @pytest.mark.parametrize(

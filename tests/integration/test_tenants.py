@@ -1,4 +1,4 @@
-"""Tenants of a real stack: one at many times its quota, one that fills the queue, and clients that leave it."""
+"""Tenants of a real stack: one far above its quota, one that fills the queue, and clients that cancel queued requests."""
 
 import asyncio
 import subprocess

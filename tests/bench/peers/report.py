@@ -14,7 +14,7 @@ FAST = "-fast"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, least and most of values."""
+    """Median, minimum and maximum of values."""
 
     median: float
     least: float
@@ -23,7 +23,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Return the median, least and most of values; at least one."""
+        """Return the median, minimum and maximum of one or more values."""
         return cls(statistics.median(values), min(values), max(values), len(values))
 
 

@@ -1,6 +1,6 @@
 """MXFP4 experts as gpt-oss stores them: blocks of e2m1 values with e8m0 scales, in small random checkpoints.
 
-The writer rounds with numbers of its own, and transformers' `convert_moe_packed_tensors` reads them in the tests.
+The writer has its own table of e2m1 values; in the tests, transformers' `convert_moe_packed_tensors` reads the blocks.
 """
 
 from pathlib import Path

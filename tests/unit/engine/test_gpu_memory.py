@@ -1,4 +1,4 @@
-"""Memory of a GPU that KV pages get."""
+"""The part of a GPU's memory that is allocated for KV pages."""
 
 import pytest
 from hypothesis import given

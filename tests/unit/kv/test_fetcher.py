@@ -1,5 +1,5 @@
-"""The fetcher over transports and peers that fail at each step: always an outcome, and no write to the pages
-after it."""
+"""The fetcher over transports and peers that fail at each step: every fetch has an outcome, and the pages are not
+written after it."""
 
 import threading
 from collections.abc import Sequence

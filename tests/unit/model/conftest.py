@@ -1,4 +1,4 @@
-"""The embedded model, opened once."""
+"""A fixture with the embedded model, which is opened once per session."""
 
 import pytest
 

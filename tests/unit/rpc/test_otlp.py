@@ -1,4 +1,4 @@
-"""Spans reach a collector with their times and parents; a collector that is away costs one warning and no time."""
+"""Spans reach a collector with their times and parents; an unreachable collector costs one warning and no time."""
 
 import logging
 import subprocess

@@ -107,7 +107,7 @@ def command(
 def _run_live(
     found: "Tuned", *, model: str, best: int, rounds: int, requests: int, threads: int
 ) -> "tuple[FleetSpec, list[dict[str, object]]]":
-    """Run the best fleets; return the chosen one, and what each did."""
+    """Run the best fleets; return the chosen one, and the results of each."""
     from kvferry.cli.simulating.live_fleets import choose, compare, goodput, live_requests, serve, stack_of
     from kvferry.core.clock import SystemClock
     from kvferry.simulator.tuning import LEAST_GAIN, differences

@@ -125,8 +125,8 @@ class AdapterStore:
         known = self._known.get(adapter)
         if known is None or not (known.retired_until is None or now < known.retired_until):
             raise UnknownModel(
-                f"this version of adapter {shortened(adapter.name)!r} is not loaded here; load it, or retry with the "
-                "version that is",
+                f"this version of adapter {shortened(adapter.name)!r} is not loaded here; load it, or retry with "
+                "the loaded version",
                 reason="ADAPTER_NOT_LOADED",
                 field="model",
             )

@@ -30,7 +30,7 @@ class LoadedDraft:
     dtype: str
     """Data type of its KV."""
     shown: ShownStates | None = None
-    """Hidden states of the target model that it reads: none."""
+    """`None`: a draft model reads no hidden states of the target model."""
 
     def build(self, block_tokens: int, num_tokens: int, vocab_size: int) -> DraftModel:
         """Build the draft model of one engine.

@@ -15,7 +15,7 @@ from kvferry.gateway.cache_map.map_states import MAP_MACHINE, MapEvent, MapState
 SLICE_NAMES = 512
 """Number of names that are applied at once, in about 0.5 ms."""
 _MAX_REPEATED = 1000
-"""Repeated names after which a feed counts as malformed; truncated names collide practically never."""
+"""Repeated names after which a feed counts as malformed; collisions of truncated names are much rarer."""
 _NUM_DIGESTS = 256
 _NUM_SAMPLES = 64
 MAX_TOUCHED = 1 << 16

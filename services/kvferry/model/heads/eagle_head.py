@@ -127,7 +127,7 @@ def _config(fields: ConfigFields, model: ModelConfig, *, has_bias: bool, is_fuse
     if found.num_heads % found.num_kv_heads or found.head_dim % 2 or found.head_dim > 1024:
         raise ModelFileError(
             f"{fields.where}: {found.num_heads} heads over {found.num_kv_heads} KV heads of {found.head_dim} values "
-            "cannot be; correct num_attention_heads, num_key_value_heads or head_dim",
+            "are not supported; correct num_attention_heads, num_key_value_heads or head_dim",
             field="num_attention_heads",
         )
     return found

@@ -50,7 +50,7 @@ class IntegerMatrix:
     load_zeros: Callable[[], Codes] | None
     """Returns [outputs, groups], zero points as codes; `None` if all are the middle code."""
     span: slice = field(default_factory=lambda: slice(None))
-    """Rows of what the loaders return."""
+    """This matrix's rows of the loaded arrays."""
 
     def rows(self, first: int, count: int) -> "IntegerMatrix":
         """See `QuantizedMatrix.rows`."""

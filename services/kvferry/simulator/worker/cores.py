@@ -28,7 +28,7 @@ class SharedCores:
             raise UsageError(f"machine.cores is {cores}; it must be above 0 and at most 1e6", field="machine.cores")
         self._clock, self._cores = clock, cores
         self._left: dict[int, float] = {}
-        """Seconds of work that each piece would still take alone."""
+        """Remaining seconds of each piece of work, if it ran alone."""
         self._begun: dict[int, tuple[float, Done]] = {}
         self._number = self._change = 0
         self._at = clock.now

@@ -1,5 +1,5 @@
-"""Steps launched before the previous result is read: the same tokens, and no state left; not where a step depends on
-sampled tokens.
+"""Steps launched before the previous result is read give the same tokens and leave no state; a step that depends on
+sampled tokens is launched later.
 """
 
 from collections.abc import Sequence

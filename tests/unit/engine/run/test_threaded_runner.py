@@ -81,7 +81,7 @@ def test_a_list_with_a_token_ahead_reads_like_a_list() -> None:
     known = [4, 5, 6]
     ahead = TokensAhead(known)
     ahead.last = 9
-    known.append(8)  # the scheduler may append the same place before the list is read
+    known.append(8)  # the scheduler may append a token at this index before the list is read
     expected = [4, 5, 6, 9]
     assert list(ahead) == expected
     assert len(ahead) == 4

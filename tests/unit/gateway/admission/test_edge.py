@@ -1,4 +1,4 @@
-"""Flow control, quotas and tenants as clients see them, over HTTP and gRPC."""
+"""Flow control, quotas and tenants, tested by clients over HTTP and gRPC."""
 
 import asyncio
 import hashlib
@@ -375,7 +375,7 @@ async def test_a_priority_outside_of_the_range_is_403_and_the_default_is_moved_i
             await edge.grpc.complete("hi", _SHORT, priority=11)
         assert (await edge.post(key="key-of-a")).status_code == 200
         assert [call.priority for call in edge.scripted.workers.prefill[0].prefills] == [2], (
-            "the workers get the priority that was moved into the range"
+            "the priority is clamped to the range"
         )
 
 

@@ -1,4 +1,4 @@
-"""The HTTP server's sockets."""
+"""Sockets of the HTTP server: delays on kept connections, and invalid addresses."""
 
 import asyncio
 import socket

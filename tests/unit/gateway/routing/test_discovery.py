@@ -1,4 +1,4 @@
-"""From EndpointSlices to listings of workers."""
+"""Conversion of EndpointSlices to listings of workers."""
 
 from typing import Any
 

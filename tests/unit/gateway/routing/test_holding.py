@@ -1,4 +1,4 @@
-"""Which requests are held for a pool, and which roles a held request wakes."""
+"""Requests held for a pool without workers, and the roles that they wake."""
 
 from typing import Any
 

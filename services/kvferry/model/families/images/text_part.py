@@ -26,7 +26,7 @@ _LEFT_OUT = re.compile(r"^(?:model\.)?(vision_tower|multi_modal_projector|visual
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Form of the text part in a class for text and images: model types, place of its fields, rotary embedding."""
+    """Form of the text part in a class for text and images: model types, location of its fields, rotary embedding."""
 
     kinds: tuple[str, ...]
     """Values of `model_type` in `text_config` that are the family's text model; the field may be absent."""
