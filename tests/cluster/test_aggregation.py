@@ -52,7 +52,7 @@ def served(kube: Any, namespace: str, tmp_path: Path) -> Iterator[tuple[int, byt
         thread.join(10)
 
 
-def test_calls_reach_it_with_the_name_of_who_asks(kube: Any, namespace: str, served: tuple[int, bytes]) -> None:
+def test_calls_reach_the_server_with_the_name_of_the_user(kube: Any, namespace: str, served: tuple[int, bytes]) -> None:
     port, pem = served
     # Without a node, a Service's address has no endpoint, but an ExternalName outside the cluster works.
     service = {

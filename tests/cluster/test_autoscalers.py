@@ -209,6 +209,6 @@ def is_true(condition: dict[str, Any]) -> dict[str, Any] | None:
     return condition if condition.get("status") == "True" else None
 
 
-def test_the_example_for_keda_is_one(kube: Kube, namespace: str) -> None:
+def test_the_example_for_keda_is_valid(kube: Kube, namespace: str) -> None:
     kube.define(definition("keda"))
     kube.kubectl("apply", "--dry-run=server", "--validate=strict", "-n", namespace, "-f", EXAMPLES / "keda.yaml")

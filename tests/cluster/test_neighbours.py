@@ -85,7 +85,7 @@ def test_kinds_may_be_installed_and_removed_while_the_operator_runs(kube: Kube, 
         assert kube.condition(namespace, "ChildrenApplied")["status"] == "True"
 
 
-def test_the_chart_s_own_monitor_is_one(kube: Kube, namespace: str, tmp_path: Path) -> None:
+def test_the_charts_pod_monitor_is_valid(kube: Kube, namespace: str, tmp_path: Path) -> None:
     kube.define(definition("pod-monitor"))
     made = [
         one for one in rendered(namespace, "--set", "metrics.podMonitor.enabled=true") if one["kind"] == "PodMonitor"

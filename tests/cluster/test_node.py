@@ -52,7 +52,7 @@ def test_a_pod_runs_the_environment_of_this_machine(kube_node: Any, namespace: s
     assert "gateway" in kube_node.kubectl("logs", "-n", namespace, "help")
 
 
-def test_a_service_answers_from_outside(kube_node: Any, namespace: str) -> None:
+def test_a_service_is_reachable_from_the_host(kube_node: Any, namespace: str) -> None:
     ready = {"httpGet": {"path": "/", "port": 8000}, "periodSeconds": 1}
     serve = container(command=["python3", "-c", SERVER], readinessProbe=ready)
     deployment = {

@@ -41,7 +41,7 @@ def test_mode_external_follows_the_scaler_within_bounds(world):
     assert world.get("kvscale", "chat-decode")["spec"]["replicas"] == 9
 
 
-def test_changing_who_scales_changes_no_number(world):
+def test_changing_the_scaling_mode_changes_no_number(world):
     world.apply()
     revision = world.settled()["revision"]
     external = [{"name": "prefill"}, {"name": "decode", "scaling": {"mode": "External"}}]

@@ -62,7 +62,7 @@ def test_events_are_few(world):
     assert {e["source"]["component"] for e in told} == {"kvferry-operator"}
 
 
-def test_two_pools_in_a_namespace_do_not_meet(world):
+def test_deleting_a_pool_keeps_another_pool_of_the_namespace(world):
     world.apply("one")
     world.apply("two", roles=[{"name": "both"}])
     world.settled("one")

@@ -263,7 +263,7 @@ def test_a_secret_is_replaced_by_its_uid_without_permission_to_read_it(
     assert json.loads(kept) == {"a": "eQ=="}
 
 
-def test_a_gateway_may_read_slices_and_wake_what_sleeps(
+def test_a_gateway_may_read_slices_and_wake_roles(
     kube: Kube, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sleeps = {"mode": "External", "minReplicas": 0}

@@ -204,7 +204,7 @@ def test_the_table_has_the_events_of_this_file() -> None:
 
 
 @pytest.mark.parametrize("event", SHORT)
-def test_no_request_is_lost_in_short(
+def test_no_request_is_lost_in_short_runs(
     pool: PoolOnNode, asked: list[Question], event: str, say: Callable[[str], None]
 ) -> None:
     judge(undergo(pool, asked, event, say))

@@ -60,7 +60,7 @@ def test_a_prompt_is_followed_while_it_is_computed(one_engine: LLM) -> None:
 
 
 @pytest.mark.parametrize("tier", ["dram", "disk"])
-def test_evicted_blocks_come_back_from_each_tier(one_engine: LLM, tier: str, tmp_path) -> None:
+def test_evicted_blocks_are_loaded_from_each_tier(one_engine: LLM, tier: str, tmp_path) -> None:
     evicted(one_engine, f"disk://{tmp_path}?size=16MiB" if tier == "disk" else "dram://?size=8MiB")
 
 

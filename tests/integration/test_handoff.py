@@ -225,7 +225,7 @@ def test_tokens_are_those_of_one_engine(pair: Pair, one_engine: LLM, length: int
     assert_workers_idle(pair.admin)
 
 
-def test_only_blocks_that_are_lacking_travel(pair: Pair) -> None:
+def test_only_missing_blocks_are_transferred(pair: Pair) -> None:
     prompt = [3] * 40
     _, first = pair.generate(prompt, GREEDY)
     _, second = pair.generate(prompt, GREEDY)

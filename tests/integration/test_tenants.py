@@ -1,4 +1,4 @@
-"""Tenants of a real stack: one far above its quota, one that fills the queue, and clients that cancel queued requests."""
+"""Tenants of a real stack: one far above its quota, one that fills the queue, and clients that cancel while queued."""
 
 import asyncio
 import subprocess

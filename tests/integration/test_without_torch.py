@@ -28,7 +28,7 @@ def test_an_engine_generates_without_torch() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "both"])
-def test_a_worker_never_loads_it(role: str) -> None:
+def test_a_worker_does_not_load_torch(role: str) -> None:
     with running("worker", "--role", role, "--model", "tiny", "--kv-memory", "8MiB", "--threads", "1") as worker:
         worker.wait_for("ready")
         mapped = Path(f"/proc/{worker.process.pid}/maps").read_text()

@@ -24,7 +24,7 @@ def test_the_host_s_timer_leaves_the_first_run_out() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_events_time_what_can_be_captured_and_what_cannot() -> None:
+def test_events_time_calls_with_and_without_capture() -> None:
     device = torch.device("cuda")
     timer = CudaTimer(device, seconds=0.01)
     rates = rates_of(device, timer, copy_bytes=1 << 28, side=2048)

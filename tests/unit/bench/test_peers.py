@@ -79,7 +79,7 @@ def test_cold_and_warm_are_as_much_work_but_for_the_prefix() -> None:
     assert not cold.before
 
 
-def test_rates() -> None:
+def test_rates_are_computed_from_outcomes() -> None:
     known = cells()
     outcome = Outcome(seconds=3.0, first_seconds=1.0, input_tokens=300, output_tokens=9)
     assert known["decode-1"].rates(outcome) == {"": 4.0}
@@ -172,7 +172,7 @@ def test_fast_numerics_have_a_ratio_of_their_own() -> None:
     assert exact.ours_against_it is exact.fast_against_it is fast.ours_against_it is fast.fast_against_it is None
 
 
-def test_warm_by_cold() -> None:
+def test_the_ratio_of_warm_to_cold_uses_rounds_with_both() -> None:
     measured = [
         Measured(1, "cold", "vllm-bf16", "16-bit", 10.0),
         Measured(1, "warm", "vllm-bf16", "16-bit", 80.0),

@@ -26,6 +26,6 @@ def test_a_folder_that_does_not_exist_is_named_before_the_run(words: tuple[str, 
     assert f"the folder '{tmp_path}/missing' does not exist" in " ".join(done.output.split())
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_a_folder_as_output_file_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["bench", "latency", "--json", str(tmp_path)])
     assert done.exit_code == 2

@@ -44,7 +44,7 @@ async def test_chunks_have_text_tokens_and_a_final_message(client):
     assert (chunks[-1].timing.prefill_worker, chunks[-1].timing.handoff_outcome) == ("p0", "fetched")
 
 
-async def test_whole_samples(client):
+async def test_complete_returns_whole_samples(client):
     first, second = await client.complete("hello", _WISHES, n=2)
     assert (first.index, first.text, first.finish_reason) == (0, _TEXT, FinishReason.LENGTH)
     assert bytes(first.token_ids).decode() == first.text

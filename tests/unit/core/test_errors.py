@@ -35,7 +35,7 @@ def test_every_error_has_statuses_that_exist_and_agree(kind: type[KvferryError])
     assert kind.__doc__
 
 
-def test_reasons_tell_the_classes_apart() -> None:
+def test_reasons_distinguish_the_classes() -> None:
     assert len({kind.reason for kind in CLASSES}) == len(CLASSES)
 
 
@@ -44,7 +44,7 @@ def test_the_drawing_is_the_tree() -> None:
     assert drawn == [(kind.__name__, kind.grpc_status, str(kind.http_status)) for kind in CLASSES]
 
 
-def test_an_error_carries_what_a_caller_needs_and_reads_as_its_message() -> None:
+def test_an_error_has_message_reason_field_and_retry_time() -> None:
     error = Overloaded("12 wait; come back later", reason="QUEUE_FULL", field="prompt", retry_after_seconds=1.5)
     assert (str(error), error.message) == ("12 wait; come back later",) * 2
     assert (error.reason, error.field, error.retry_after_seconds) == ("QUEUE_FULL", "prompt", 1.5)

@@ -77,7 +77,7 @@ def test_bad_sizes(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["nan", "-1", "11", "x"])
-def test_bad_durations(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"seconds|convert"):
         seconds(0, 10)(text)
 

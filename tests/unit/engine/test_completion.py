@@ -47,7 +47,7 @@ def test_calls_are_not_part_of_the_text(llm: LLM, size: int) -> None:
     assert "tool_call" in llm.tokenizer.decode(whole.token_ids)
 
 
-def test_without_functions_the_text_stays_as_it_is(llm: LLM) -> None:
+def test_without_functions_the_text_is_unchanged(llm: LLM) -> None:
     made = llm._requests.start_chat(USER, SamplingParams(seed=1), [])
     feed(llm, made, CALL, 5)
     assert made.completion().text == CALL

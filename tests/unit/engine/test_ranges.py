@@ -38,7 +38,7 @@ def test_every_whole_number_has_a_range() -> None:
 
 
 @pytest.mark.parametrize("setting", [s for s in (*ENGINE, *ADAPTERS) if s.name in RANGES], ids=lambda s: s.name)
-def test_the_command_line_accepts_no_more(setting) -> None:
+def test_the_command_line_accepts_the_same_range(setting) -> None:
     least, most = RANGES[setting.name]
     assert setting.parse(str(max(1, least))) == max(1, least)
     for value in (least - 1, most + 1):

@@ -64,7 +64,7 @@ async def test_ready_follows_the_fleet_and_gives_the_reason(gateway, client):
     assert (await client.get("/health")).status_code == 200
 
 
-async def test_metrics_count_what_happened(gateway, client):
+async def test_metrics_count_requests_and_streams(gateway, client):
     await client.post(_CHAT, json=_GOOD)
     await client.get("/nowhere")
     text = (await client.get(f"{gateway.admin_url}/metrics")).text

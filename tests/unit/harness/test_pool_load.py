@@ -66,7 +66,7 @@ CHUNK = '{"choices": [{"text": "A boat."}]}'
         ([stream('{"choices": [{"text": "B"}]}')], Outcome.WRONG, 0),
     ],
 )
-def test_how_a_request_ends(answers: list[bytes], outcome: Outcome, retries: int) -> None:
+def test_the_outcome_of_a_request(answers: list[bytes], outcome: Outcome, retries: int) -> None:
     end = first_of(answers)
     assert (end.outcome, end.retries) == (outcome, retries), end.note
 
@@ -84,7 +84,7 @@ def test_the_page_has_a_row_for_every_event() -> None:
     assert all(row[3:5] == ["0", "0"] for row in rows), "wrong and lost requests"
 
 
-def test_a_row_counts_what_ended() -> None:
+def test_a_row_counts_outcomes() -> None:
     ended = [
         Ended(0, 1, Outcome.RIGHT, 1),
         Ended(0, 2.5, Outcome.CUT),

@@ -9,7 +9,7 @@ from harness.results.table import ROWS
 FAST = [row for row in ROWS if row.is_fast]
 
 
-def test_every_row_is_recorded_as_it_stands_in_the_table() -> None:
+def test_every_row_of_the_table_is_recorded() -> None:
     found = recorded()
     assert sorted(found) == [row.number for row in ROWS]
     for row in ROWS:

@@ -165,7 +165,7 @@ def test_levels_with_fused_products_make_the_same_bits_of_bytes(name: str) -> No
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("bits", [8, 16, 32])
-def test_an_input_that_is_no_number_is_not_rounded_to_one(poison: float, level: str, bits: int) -> None:
+def test_inputs_that_are_not_finite_are_not_rounded_to_numbers(poison: float, level: str, bits: int) -> None:
     rng = np.random.default_rng(5)
     for name in ("Q4_1", "Q8_0"):
         matrix = pack("shipped", name, random_rows(name, 32, 64, rng), 64)
@@ -209,7 +209,7 @@ def test_small_inputs_beside_a_large_one_are_kept_in_32_bits(level: str) -> None
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("cols", [1, 31, 32, 33, 48, 112])
 @pytest.mark.parametrize("form", ["f32", "f16", "bf16"])
-def test_inputs_that_fill_no_group(form: str, cols: int, level: str) -> None:
+def test_inputs_of_any_length(form: str, cols: int, level: str) -> None:
     rng = np.random.default_rng(cols)
     raw = random_rows("F32", 21, cols, rng)
     x = rng.standard_normal((9, cols), dtype=np.float32)

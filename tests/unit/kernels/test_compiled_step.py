@@ -184,7 +184,7 @@ def converted(world: World, pages: PagedKv, to: World) -> PagedKv:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("config", OF_HEADS, ids=range(len(OF_HEADS)))
-def test_codes_are_what_a_conversion_makes_and_count_as_much(config: ModelConfig, level: str) -> None:
+def test_codes_equal_those_of_a_conversion_and_have_the_same_effect(config: ModelConfig, level: str) -> None:
     wide, coded = (World(config, [300], dtype) for dtype in ("float32", "int8"))
     exact, rough = (model_of(config, level, dtype) for dtype in ("float32", "int8"))
     batches = [wide.batch([(0, 0, 299)]), wide.batch([(0, 299, 1)])]
@@ -415,7 +415,7 @@ def test_unsupported_types_and_shapes_are_refused_with_the_reason() -> None:
         build_model(config, tiny.TinyTensors(config), dtype="float32", weights="int3")
 
 
-def test_fast_numerics_where_they_cannot_be_are_refused() -> None:
+def test_fast_numerics_are_refused_where_they_are_not_supported() -> None:
     coded, plain = CODED[0], tiny.config()
     cases = [
         (plain, tiny.TinyTensors(plain), "bfloat16", "compiled", "need quantized weights"),

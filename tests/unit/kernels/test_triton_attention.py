@@ -126,7 +126,7 @@ def test_a_row_does_not_depend_on_its_batch(device: torch.device, shapes: list[t
         first += queries
 
 
-def test_no_sequence_at_all_is_no_launch(device: torch.device) -> None:
+def test_a_batch_without_sequences_launches_no_kernel(device: torch.device) -> None:
     nobody = AttentionBatch(
         np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 3), np.int64), torch.zeros(0, dtype=torch.int64)
     )

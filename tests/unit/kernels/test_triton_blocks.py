@@ -144,7 +144,7 @@ def test_any_changed_word_or_two_that_change_places_change_a_digest() -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=12))
-def test_runs_are_the_list_again_and_no_two_could_be_one(blocks: list[int]) -> None:
+def test_runs_cover_the_list_and_are_maximal(blocks: list[int]) -> None:
     found = runs(blocks)
     assert [b for r in found for b in range(r.first, r.first + r.count)] == blocks
     assert [a for r in found for a in range(r.at, r.at + r.count)] == list(range(len(blocks)))

@@ -113,7 +113,7 @@ def test_rotate(device: torch.device, rows: int, heads: int, head_dim: int, dtyp
     has_norms=st.booleans(),
     dtype=DTYPES,
 )
-def test_place_qkv(
+def test_place_qkv_equals_the_reference(
     device: torch.device,
     rows: int,
     kv_heads: int,

@@ -402,7 +402,7 @@ def test_the_deadline_depends_on_the_number_of_bytes() -> None:
     assert times.deadline_seconds(1_000_000) == 4.0
 
 
-def test_peer_identity_travels_in_the_ticket() -> None:
+def test_a_ticket_has_the_identity_of_its_peer() -> None:
     assert a_ticket().peer == ("w", Incarnation("i"))
 
 

@@ -113,7 +113,7 @@ def test_pieces_are_converted_only_if_they_have_their_digests(place: int) -> Non
         until_done([*good[:2], good[0]])
 
 
-def test_a_page_that_no_place_holds_is_an_error() -> None:
+def test_a_page_larger_than_a_slot_is_an_error() -> None:
     with pytest.raises(ReadError, match=f"has {THEIRS.block_bytes} bytes"):
         a_read(Slow(), place=THEIRS.block_bytes - 1, pages=memoryview(bytearray(4 * OURS.block_bytes)))
 

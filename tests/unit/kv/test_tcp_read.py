@@ -138,7 +138,7 @@ def test_a_request_is_sent_at_most_twice() -> None:
     scene.close()
 
 
-def test_an_answer_that_ended_early_is_not_asked_for_again() -> None:
+def test_an_answer_that_ended_early_is_not_requested_again() -> None:
     scene = Scene(connections=2)
     read, peer = scene.read(), scene.links.peers[0]
     peer.sendall(HEAD + b"a")

@@ -128,7 +128,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
-def test_configuration_and_weights_come_back_in_our_order(good: Path) -> None:
+def test_configuration_and_weights_are_read_in_our_order(good: Path) -> None:
     model, source = GgufModel(good), tiny.TinyTensors(CONFIG)
     assert model.config.rms_norm_eps == 1e-5
     assert model.config.head_dim == 16
@@ -303,7 +303,7 @@ U32 = struct.pack("<I", 4)
         (header([], [tensor("t", [4], offset=1 << 62)]), "cut short"),
     ],
 )
-def test_the_error_describes_what_is_wrong(data: bytes, message: str) -> None:
+def test_errors_name_the_defect(data: bytes, message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
         read_header(data, Path("x.gguf"))
 

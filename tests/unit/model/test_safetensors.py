@@ -291,7 +291,7 @@ def test_a_flipped_byte_in_the_header_is_refused_or_leaves_a_usable_file(tmp_pat
         ("{", "not valid JSON"),
     ],
 )
-def test_an_index_that_leads_nowhere_is_refused(tmp_path: Path, index: str, message: str) -> None:
+def test_an_invalid_index_is_refused(tmp_path: Path, index: str, message: str) -> None:
     folder = make_folder(tmp_path / "m")
     save_file(weights(), tmp_path / "outside.safetensors")
     (folder / "model.safetensors.index.json").write_text(index)

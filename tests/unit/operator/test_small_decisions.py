@@ -311,7 +311,7 @@ def test_an_older_event_does_not_undo_a_newer_one():
     assert store.facts(KEY).scalers["decode"].replicas == 5
 
 
-def test_the_late_answer_to_a_write_does_not_bring_back_what_was_deleted():
+def test_the_late_answer_to_a_write_does_not_restore_a_deleted_object():
     store = Store()
     store.take("InferencePool", body(), gone=False)
     store.take("Service", at(3, service()), gone=True)

@@ -15,14 +15,14 @@ def over_the_wire(error: errors.KvferryError) -> errors.KvferryError:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_every_error_comes_back_as_itself(kind):
+def test_every_error_keeps_its_class_over_grpc(kind):
     received = over_the_wire(kind("no room", field="n", retry_after_seconds=2.25))
     assert type(received) is kind
     assert (received.message, received.field, received.retry_after_seconds) == ("no room", "n", 2.25)
     assert received.reason == kind.reason
 
 
-def test_a_reason_of_its_own_survives():
+def test_a_reason_is_preserved_over_grpc():
     assert over_the_wire(errors.Unavailable("x", reason="NO_DECODE_REPLICA")).reason == "NO_DECODE_REPLICA"
 
 

@@ -42,7 +42,7 @@ def test_a_rate_beyond_the_simulations_is_not_enough() -> None:
     assert row.attained < 0.95
 
 
-def test_expensive_workers_are_taken_away_first() -> None:
+def test_expensive_workers_are_removed_first() -> None:
     def either(spec: FleetSpec) -> float:
         prefill, decode = (role.replicas for role in spec.pool.roles)
         return min(1.0, (prefill + decode) / 8)

@@ -24,7 +24,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
 
 
-def test_only_this_user_reads_it_until_it_is_removed(tmp_path: Path) -> None:
+def test_a_private_folder_is_readable_by_its_user_only_and_is_removed(tmp_path: Path) -> None:
     folder = PrivateFolder("keys-")
     assert folder.path.parent == tmp_path
     assert folder.path.stat().st_mode & 0o777 == 0o700

@@ -30,7 +30,7 @@ def variation(arrivals: Arrivals) -> float:
     return statistics.pstdev(gaps) / statistics.fmean(gaps)
 
 
-def test_processes_differ_in_how_they_cluster() -> None:
+def test_arrival_processes_have_their_variation() -> None:
     assert variation(Arrivals("constant", 4.0)) == pytest.approx(0.0, abs=1e-6)
     assert variation(Arrivals("poisson", 4.0)) == pytest.approx(1.0, rel=0.05)
     assert variation(Arrivals("gamma", 4.0, burstiness=0.25)) == pytest.approx(2.0, rel=0.1)

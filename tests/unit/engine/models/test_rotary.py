@@ -82,7 +82,7 @@ def test_frequencies_and_angles_are_those_of_transformers(name: str, share: floa
         np.testing.assert_array_equal(sin[:, :half], -sin[:, half:])
 
 
-def test_lengths_change_what_depends_on_them_and_nothing_else() -> None:
+def test_lengths_change_only_scalings_that_depend_on_them() -> None:
     for name, scaling in SCALINGS.items():
         ours, _ = config_of(scaling)
         short, long = (inverse_frequencies(ours.served(tokens)) for tokens in (600, ours.max_model_tokens))

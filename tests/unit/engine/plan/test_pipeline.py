@@ -248,7 +248,7 @@ def test_steps_run_ahead_with_a_loader_attached() -> None:
     assert runner.read_before_begin == 1
 
 
-def test_an_error_leaves_nothing_under_way() -> None:
+def test_an_error_leaves_no_step_in_flight() -> None:
     engine, runner = ahead_engine()
     engine.add(asked("a", [1, 2, 3]))
     engine.step()

@@ -53,7 +53,7 @@ def wishing(**wishes: object) -> ScheduledSequence:
         (wishing(temperature=1.0, seed=1, logprobs=3), SamplingPath.HOST),
     ],
 )
-def test_which_rows_are_sampled_on_the_device(sequence: ScheduledSequence, way: SamplingPath) -> None:
+def test_the_sampling_path_of_a_row(sequence: ScheduledSequence, way: SamplingPath) -> None:
     assert sampling_path(sequence) is way
 
 

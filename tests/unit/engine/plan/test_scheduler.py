@@ -335,7 +335,7 @@ def test_invalid_results_of_a_runner_stop_the_engine() -> None:
         engine.step()
 
 
-def test_the_scheduler_refuses_what_the_pool_can_never_hold() -> None:
+def test_the_scheduler_refuses_requests_larger_than_the_pool() -> None:
     engine, _ = an_engine(num_blocks=4, block_tokens=4, max_model_tokens=1000)
     assert engine.max_model_tokens == 16, "the engine does not admit more tokens than its pages hold"
     sequence = Sequence(RequestId("a"), [1], 1, SamplingParams(), engine.namer(""), 17, frozenset())

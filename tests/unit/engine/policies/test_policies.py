@@ -78,7 +78,7 @@ def test_a_higher_class_takes_the_place_of_a_lower_one_and_loses_no_token() -> N
     assert engine.scheduler.num_preemptions == 1
 
 
-def test_an_equal_class_takes_no_place() -> None:
+def test_a_request_of_an_equal_class_preempts_none() -> None:
     engine, _ = an_engine(limits=small_limits(max_sequences=1, scheduling="priority"))
     engine.add(with_priority(a_request("a", [1], max_tokens=4), 1))
     engine.step()

@@ -67,7 +67,7 @@ def test_a_vector_is_shortened_first_and_then_normalized() -> None:
         np.testing.assert_allclose(made.vector(), expected, rtol=1e-6)
 
 
-def test_a_vector_of_zeros_stays_one() -> None:
+def test_a_vector_of_zeros_is_not_normalized() -> None:
     made = PromptPooling(PoolingParams(Pooling.LAST), 1)
     made.add(np.zeros(3), range(1))
     assert made.vector().tolist() == [0, 0, 0]

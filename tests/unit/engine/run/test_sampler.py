@@ -165,7 +165,7 @@ def test_typical_sampling_drops_the_most_likely_token_where_its_information_is_f
     assert frequencies(logits, SamplingParams(), 500)[0] > 150
 
 
-def test_typical_sampling_applies_to_the_tokens_of_the_other_cuts() -> None:
+def test_typical_sampling_applies_after_top_k() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
     both = SamplingParams(top_k=2, typical_p=0.5)
     # The entropy of (4/7, 3/7) is 0.683 nats. 4/7 is nearer (0.560 against 0.847) and reaches the mass alone.
@@ -305,7 +305,7 @@ def test_a_random_request_without_a_seed_breaks_an_invariant() -> None:
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 100.0])
-def test_extreme_temperatures_are_no_trouble(temperature: float) -> None:
+def test_extreme_temperatures_give_valid_draws(temperature: float) -> None:
     logits = np.array([3.0, 3.0, -1e4])
     assert draw(logits, SamplingParams(temperature=temperature), 0.1) == 0
     assert draw(logits, SamplingParams(temperature=temperature), 0.99) in (1, 2)

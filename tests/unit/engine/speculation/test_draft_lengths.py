@@ -110,7 +110,7 @@ def test_a_price_is_positive_whatever_was_measured(measured: list[tuple[int, flo
     assert prices.seconds(rows) > 0.0
 
 
-def test_a_sequence_whose_drafts_fail_is_not_like_the_others() -> None:
+def test_a_sequence_whose_drafts_fail_has_a_probability_of_its_own() -> None:
     common = Acceptance()
     good, bad = SequenceAcceptance(common), SequenceAcceptance(common)
     for _ in range(30):

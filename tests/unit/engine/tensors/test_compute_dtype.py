@@ -19,7 +19,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(("float32", "bfloat16"), [(1.0, 2.0), (2.0, 1.0)])
-def test_auto_takes_the_faster(monkeypatch: pytest.MonkeyPatch, float32: float, bfloat16: float) -> None:
+def test_auto_selects_the_faster_type(monkeypatch: pytest.MonkeyPatch, float32: float, bfloat16: float) -> None:
     cost = {"float32": float32, "bfloat16": bfloat16}
     monkeypatch.setattr(
         faster_dtype, "_seconds", lambda config, ops, dtype, clock: cost[str(dtype).removeprefix("torch.")]

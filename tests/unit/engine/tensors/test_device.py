@@ -64,7 +64,7 @@ def test_compiled_kernels_on_a_gpu_are_refused_with_the_remedy() -> None:
         build_model(config, tiny.TinyTensors(config), dtype="bfloat16", kernels="compiled", device="meta")
 
 
-def test_pages_elsewhere_than_the_model_are_refused() -> None:
+def test_pages_on_another_device_than_the_model_are_refused() -> None:
     config = tiny.config()
     model = build_model(config, tiny.TinyTensors(config), dtype="float32", kernels="torch")
     shape = KvLayout.of(config, block_tokens=4, dtype="float32")

@@ -31,7 +31,7 @@ def test_a_page_is_one_range_of_the_buffer() -> None:
     assert not any(buffer[2 * SHAPE.block_bytes :])
 
 
-def test_own_memory_is_zero_and_of_the_asked_size() -> None:
+def test_allocated_memory_is_zero_and_of_the_requested_size() -> None:
     kv = PagedKv.allocate(SHAPE, 5)
     assert kv.pages.shape == (5, 2, 2, 2, 4, 16)
     assert not kv.pages.any()

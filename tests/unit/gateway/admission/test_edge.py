@@ -379,7 +379,7 @@ async def test_a_priority_outside_of_the_range_is_403_and_the_default_is_moved_i
         )
 
 
-async def test_two_tenants_share_the_room_by_weight(tenants):
+async def test_two_tenants_share_the_capacity_by_weight(tenants):
     """Both tenants have eight requests in the queue; those of the tenant with three times the weight leave three times
     as fast.
     """

@@ -146,7 +146,7 @@ async def test_a_client_that_leaves_frees_its_place():
         assert (pool.holding.num_held, pool.gate.controller.num_queued) == (0, 0)
 
 
-async def test_a_pool_that_falls_asleep_holds_what_was_queued():
+async def test_a_pool_scaled_to_zero_holds_its_queued_requests():
     async with a_pool() as pool:
         pool.workers.decode[0].max_sequences = 1
         blocked = asyncio.Event()

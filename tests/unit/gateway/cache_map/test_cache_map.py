@@ -303,7 +303,7 @@ def test_an_audit_compares_both_directions(
     assert cache_map.state("a") is (MapState.BLIND if outcome is AuditOutcome.MISMATCH else MapState.EXACT)
 
 
-def test_an_audit_leaves_out_what_changes_meanwhile(cache_map: CacheMap) -> None:
+def test_an_audit_ignores_concurrent_changes(cache_map: CacheMap) -> None:
     with_snapshot(cache_map, "a", NAMES[:4])
     cache_map.look_up(NAMES[:4]).chose("a")
     audit = cache_map.begin_audit("a")

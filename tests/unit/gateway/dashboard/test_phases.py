@@ -27,7 +27,7 @@ def test_a_sample_of_one_worker_has_no_hand_off() -> None:
     assert named(prefill=1, first_token=1, total=3) == [("prefill", 0, 1), ("decode", 1, 3)]
 
 
-def test_a_sample_that_got_no_token() -> None:
+def test_phases_of_a_sample_without_tokens() -> None:
     assert named(queue=5, total=5) == [("queue", 0, 5)]
     assert named(queue=2, total=5) == [("queue", 0, 2), ("first_token", 2, 5)]
     assert named() == []

@@ -28,7 +28,7 @@ def test_only_the_observations_between_the_readings_count() -> None:
     assert quantiles(earlier, later, (0.5,)) == pytest.approx([0.35])
 
 
-def test_beyond_the_last_finite_bound_nothing_is_known() -> None:
+def test_a_quantile_in_the_infinite_bucket_is_the_last_finite_bound() -> None:
     assert quantiles(NONE, reading([7.0, 8.0]), (0.5,)) == [1.0]
 
 

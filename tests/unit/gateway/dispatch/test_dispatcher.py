@@ -278,7 +278,7 @@ async def test_a_frozen_prefill_worker_is_replaced_and_its_answer_released(froze
     assert [ticket for ticket, _ in frozen_pairs.workers.offers.released] == [frozen.prefills[0].ticket_id]
 
 
-async def test_leaving_a_frozen_worker_is_still_leaving(frozen_pairs):
+async def test_a_cancelled_request_of_a_frozen_worker_is_not_retried(frozen_pairs):
     workers = frozen_pairs.workers.decode
     whoever_is_first(workers, "decode", Fault(Act.HANG, after_tokens=2))
     task = asyncio.create_task(collect(frozen_pairs, ask()))

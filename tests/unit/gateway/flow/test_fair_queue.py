@@ -71,7 +71,7 @@ def test_backlogged_tenants_get_tokens_by_weight_within_one_request(first, secon
 
 
 @given(st.lists(st.integers(1, _MAX_COST), min_size=10, max_size=40), st.integers(1, 50))
-def test_costs_that_were_too_low_are_made_up_for(costs, factor):
+def test_costs_estimated_too_low_are_corrected(costs, factor):
     """Tenant `a` uses more tokens than its estimated cost. Its share of the tokens used stays one half, up to the
     requests whose cost is not known yet.
     """

@@ -56,7 +56,7 @@ def test_a_request_above_the_burst_needs_a_full_bucket_instead_of_being_refused_
     assert accept(quotas, policy, 1000, 101.0)
 
 
-def test_concurrent_requests_are_limited_and_come_back():
+def test_concurrent_requests_are_limited_and_released_at_their_end():
     quotas, policy = Quotas(), TenantPolicy(concurrent_requests=2)
     assert [accept(quotas, policy, 5, 0.0) for _ in range(3)] == [True, True, False]
     with pytest.raises(QuotaExceeded) as over:
@@ -133,7 +133,7 @@ def test_models_and_bounds():
     assert TenantPolicy(max_queued=3).bounds(QueueBounds(10, 100)) == QueueBounds(3, 100)
 
 
-def test_the_drain_rate_follows_what_leaves():
+def test_the_drain_rate_follows_ended_requests():
     rate = DrainRate()
     assert rate.retry_after(1, 0.0) == MAX_RETRY_SECONDS, "before any request has left"
     for number in range(1000):

@@ -20,7 +20,7 @@ async def gateway(tmp_path) -> AsyncIterator[ScriptedGateway]:
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/fleet", "/debug/requests/x"])
-async def test_a_client_cannot_read_what_is_meant_for_operators(gateway: ScriptedGateway, path: str) -> None:
+async def test_operator_routes_are_served_on_the_admin_port_only(gateway: ScriptedGateway, path: str) -> None:
     async with httpx.AsyncClient(timeout=20) as client:
         key = {"authorization": "Bearer secret-key"}
         assert (await client.get(gateway.url + path)).status_code == 404

@@ -61,7 +61,7 @@ def test_guesses_of_one_address_are_slowed_and_other_clients_are_not():
     assert keys.tenant_of("Bearer two", ADDRESS) == "other"
 
 
-def test_a_client_without_a_key_is_no_guess():
+def test_a_call_without_a_key_does_not_count_as_a_guess():
     keys = ApiKeys({"one": "acme"}, CLOCK)
     for _ in range(2 * MAX_WRONG_KEYS):
         with pytest.raises(Unauthenticated):

@@ -6,7 +6,7 @@ from kvferry.gateway.http.fields.strict import is_no_op
 
 
 @pytest.mark.parametrize("value", [None, False, [], {"effort": None}, [1]])
-def test_a_value_is_the_same_as_itself(value):
+def test_a_value_equals_itself(value):
     assert is_no_op(value, (None, False, [], {"effort": None}, [1]))
 
 

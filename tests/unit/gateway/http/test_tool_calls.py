@@ -195,7 +195,7 @@ async def test_one_call_if_calls_are_not_parallel(hermes):
     assert len((await streamed(client, messages=USER, tools=TOOLS, parallel_tool_calls=False))[2]) == 1
 
 
-async def test_no_calls_are_looked_for_without_tools(hermes):
+async def test_calls_are_not_parsed_without_tools(hermes):
     running, client = hermes
     running.source.answers = (CALL,)
     for wishes in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):

@@ -142,7 +142,7 @@ async def test_refusals_name_the_field(http, path, body, field, says):
     assert says in error["message"]
 
 
-async def test_bodies_that_are_no_requests(http):
+async def test_malformed_bodies_and_unknown_models_are_refused(http):
     for body, status in ((b"[1]", 400), (b"{", 400), (b'{"input": NaN}', 400), (b'{"input": "\\ud800"}', 400)):
         answer = await http.post("/v1/embeddings", content=body, headers={"content-type": "application/json"})
         assert answer.status_code == status, body

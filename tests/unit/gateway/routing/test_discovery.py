@@ -44,7 +44,7 @@ def test_each_endpoint_is_a_worker_with_its_pods_name_and_both_ports():
     )
 
 
-def test_combined_is_what_the_gateway_calls_both():
+def test_role_both_is_listed():
     assert [listing.role for listing in listings_of([a_slice("both", endpoint("10.0.0.1", "c"))])] == ["both"]
 
 
@@ -216,7 +216,7 @@ def test_a_list_removes_the_slices_that_it_lacks():
 
 
 @pytest.mark.parametrize(("code", "version"), [(410, ""), (500, "5")])
-def test_an_error_ends_the_watch_and_only_a_forgotten_version_asks_for_a_list(code, version):
+def test_an_error_ends_the_watch_and_only_an_expired_version_requires_a_list(code, version):
     cache = SliceCache()
     cache.replace({"metadata": {"resourceVersion": "5"}, "items": []})
     with pytest.raises(WatchEnded, match=str(code)):

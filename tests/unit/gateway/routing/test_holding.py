@@ -84,7 +84,7 @@ def test_a_pool_is_woken_only_for_waiting_requests_and_not_twice_in_a_short_time
 
 
 @given(st.lists(st.tuples(st.integers(-1, 3), st.booleans(), st.integers(0, 2), st.floats(0, 60)), max_size=20))
-def test_only_zero_is_ever_woken_and_never_sooner_than_allowed(looks):
+def test_only_roles_at_zero_are_woken_and_not_too_often(looks):
     policy, last, now = WakePolicy(), None, 0.0
     for replicas, may_wake, held, seconds in looks:
         now += seconds

@@ -36,7 +36,7 @@ def make(name: str):
     loads=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     prints=st.lists(st.sampled_from([b"f", b"g"]), min_size=5, max_size=5),
 )
-def test_each_policy_pairs_only_what_fits(name, loads, prints):
+def test_each_policy_pairs_only_equal_fingerprints(name, loads, prints):
     replicas = tuple(replica(f"w{n}", load, prints[n]) for n, load in enumerate(loads))
     route = choose(
         ASKED,

@@ -132,7 +132,7 @@ def test_reserved_room_is_not_used_twice():
     assert second.replica != first.replica
 
 
-def test_evicting_what_is_used_again_costs():
+def test_evicting_blocks_that_are_often_used_has_a_cost():
     estimates = estimates_of("a", "b")
     for _ in range(500):
         estimates.observe_prompt(100, 80)

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_an_archive_holds_what_it_says(folder: Path, tmp_path: Path) -> None:
+def test_an_archive_matches_its_manifest_and_configuration(folder: Path, tmp_path: Path) -> None:
     digest = write_archive(tmp_path / "out.tar", IMAGE, [tree(folder), [Entry("tmp", 0o1777)]])
     content = blobs(tmp_path / "out.tar")
     index = json.loads(content["index.json"])

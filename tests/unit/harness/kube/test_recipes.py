@@ -64,7 +64,7 @@ def test_binaries_say_the_version_they_are_built_as() -> None:
     assert read.environment == {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -trimpath"}
 
 
-def test_the_folder_is_another_when_any_input_is(tmp_path: Path) -> None:
+def test_the_folder_changes_with_every_input(tmp_path: Path) -> None:
     copy = tmp_path / "build"
     shutil.copytree(recipes.BUILD, copy)
     before = recipes.read(copy)

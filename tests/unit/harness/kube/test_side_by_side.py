@@ -25,7 +25,7 @@ def test_no_failure_is_lost_and_a_run_without_tests_is_none(statuses: tuple[int,
     assert status_of(statuses) == together
 
 
-def test_runs_do_not_share_what_failed_last() -> None:
+def test_runs_do_not_share_their_last_failures() -> None:
     one, two = (command("cluster", cache, ["--last-failed"]) for cache in ("one", "two"))
     assert one != two
     assert one[-1] == "--last-failed"

@@ -176,7 +176,7 @@ INPUTS = {
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(INPUTS)), st.floats(0, 3)), max_size=40), st.booleans())
-def test_in_any_order_of_inputs_it_is_reported_once_and_quiet_once_and_in_this_order(
+def test_for_any_order_of_inputs_an_attempt_is_reported_once_and_then_quiet_once(
     inputs: list[tuple[str, float]], held: bool
 ) -> None:
     attempt, now, seen = an_attempt(msgspec.structs.replace(TICKET, held=held)), 0.0, Effects()

@@ -138,7 +138,7 @@ def test_a_change_of_the_bytes_changes_the_fingerprint(field: str) -> None:
     assert KvLayout(**{**values, field: changed}).fingerprint != LAYOUT.fingerprint
 
 
-def test_a_ticket_of_the_first_form_still_opens_as_one_that_is_held_for_one_reader() -> None:
+def test_a_ticket_of_the_first_version_opens_as_held_for_one_reader() -> None:
     sealed = bytes.fromhex(
         "6b7674314fbfe5cc8abb0b127ab7df34e8898f6d4e7ffd217d9f3d4e8fcc8db75b7d4f60d978d4f69cd92030313233343536"
         "37383961626364656630313233343536373839616263646566a970726566696c6c2d30b06665646362613938373635343332"

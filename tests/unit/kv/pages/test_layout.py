@@ -65,7 +65,7 @@ def test_a_description_contains_every_field(layout: KvLayout) -> None:
     assert described([*layout.description]) == layout, "a list, as in decoded messages"
 
 
-def test_all_heads_in_one_place_are_no_share() -> None:
+def test_a_layout_with_all_heads_is_the_unshared_layout() -> None:
     assert replace(SMOL, total_kv_heads=3) == SMOL
     assert len(SMOL.description) == 7
     assert SHARE.description == (VERSION, "digest", "bfloat16", 30, 3, 64, 16, 1, 6)

@@ -86,7 +86,7 @@ def test_a_link_that_slows_down_is_noticed() -> None:
     assert book.decide(pieces, 0).num_loaded == 0
 
 
-def test_a_head_in_memory_is_loaded_and_a_dear_tail_computed() -> None:
+def test_a_head_in_memory_is_loaded_and_an_expensive_tail_computed() -> None:
     book = PriceBook()
     size = OBJECT_TOKENS * TOKEN_BYTES
     for _ in range(20):
@@ -100,7 +100,7 @@ def test_a_head_in_memory_is_loaded_and_a_dear_tail_computed() -> None:
     assert made.load_seconds < made.compute_seconds
 
 
-def test_the_more_expensive_way_is_measured_again_occasionally() -> None:
+def test_the_more_expensive_choice_is_measured_again_occasionally() -> None:
     book = PriceBook()
     for _ in range(20):
         book.observe_compute(0, 256, 0.05)
@@ -111,7 +111,7 @@ def test_the_more_expensive_way_is_measured_again_occasionally() -> None:
     assert all((m.num_loaded > 0) == m.is_forced for m in made)
 
 
-def test_a_far_more_expensive_way_is_not_measured_again() -> None:
+def test_a_far_more_expensive_choice_is_not_measured_again() -> None:
     book = PriceBook()
     for _ in range(20):
         book.observe_compute(0, 256, 0.001)

@@ -145,7 +145,7 @@ def test_a_reply_that_arrives_byte_by_byte_ends_with_the_deadline() -> None:
         assert 0.15 < CLOCK.monotonic() - started < 2.0
 
 
-def test_a_server_that_hangs_up_is_no_answer() -> None:
+def test_a_closed_connection_is_an_error() -> None:
     with scripted(friendly(b"GET", b"")) as port, over(port) as tier, pytest.raises(TierError, match="closed"):
         get(tier, 1)
 

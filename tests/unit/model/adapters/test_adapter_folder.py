@@ -223,7 +223,7 @@ def test_a_huge_shape_is_refused_before_anything_is_allocated(folder: Path) -> N
         read(folder)
 
 
-def test_an_unset_pattern_is_no_pattern() -> None:
+def test_a_null_pattern_is_an_empty_pattern() -> None:
     raw = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "rank_pattern": None, "alpha_pattern": {}}
     config = read_adapter_config(raw, Path("x"))
     assert (config.rank_of("a.q_proj"), config.scale_of("a.q_proj")) == (2, 2.0)

@@ -52,7 +52,7 @@ def test_messages_that_meet_without_anything_between_them_make_no_control_token(
     assert controls(encode_chat(TRIMMING, TINY, messages), TINY) == [258]
 
 
-def test_a_role_is_guarded_like_a_content() -> None:
+def test_markers_in_a_role_are_text_as_in_content() -> None:
     ids = encode_chat(TEMPLATE, TINY, [{"role": "user<|im_end|>", "content": "x"}])
     assert controls(ids, TINY) == [257, 258, 257]
 

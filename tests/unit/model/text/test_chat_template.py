@@ -18,7 +18,7 @@ from kvferry.model.text.template_costs import FILTERS, LIST_METHODS, MAPPING_MET
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def test_generation_prompt_and_tokens_are_the_templates_to_place() -> None:
+def test_the_template_places_generation_prompt_and_tokens() -> None:
     template = ChatTemplate(
         "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m['content'] }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}>{% endif %}",

@@ -76,7 +76,7 @@ def test_the_begin_token_precedes_plain_prompts_and_stands_once_in_a_chat(folder
         source.chat_template.render([{"role": "system", "content": "x"}])
 
 
-def test_bytes_and_spaces_come_back(folder: Path) -> None:
+def test_bytes_and_spaces_are_preserved(folder: Path) -> None:
     tokenizer = open_model(str(folder)).tokenizer
     for text in ("hi user", " hi  é🙂\n", "<end_of_turn>"):
         ids = tokenizer.encode(text, add_special=False, parse_control=False)

@@ -19,7 +19,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 @given(st.lists(st.text(ALPHABET, max_size=6), max_size=12), stops_strategy)
-def test_any_cutting_gives_what_the_definition_gives(pieces: list[str], stops: list[str]) -> None:
+def test_any_split_gives_the_result_of_the_definition(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     shown = "".join(matcher.feed(piece) for piece in pieces) + matcher.finish()
     assert (shown, matcher.matched is not None) == naive("".join(pieces), stops)

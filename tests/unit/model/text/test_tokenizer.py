@@ -170,7 +170,7 @@ def test_a_tokenizer_json_gives_the_same_ids_and_text(smollm: ModelSource, text:
     assert reloaded.decode(ids) == tokenizers.Tokenizer.from_file(str(path)).decode(ids)
 
 
-def test_begin_of_sequence_is_added_where_the_file_says_so() -> None:
+def test_begin_of_sequence_is_added_if_the_file_requires_it() -> None:
     from dataclasses import replace
 
     pairs = gguf_pairs("smollm", ("<|begin|>", "<|end|>")) | {"tokenizer.ggml.add_bos_token": True}

@@ -82,7 +82,7 @@ def test_a_revision_that_never_gets_ready_removes_no_pod():
     assert "0 of 2 pods updated" in next_step(roles, "b", Rollout()).waiting_for
 
 
-def test_back_in_the_middle_keeps_what_serves():
+def test_a_rollback_in_mid_rollout_keeps_the_capacity():
     roles = world(prefill=(2, {"a": (2, 2)}), decode=(4, {"a": (4, 4)}))
     for _ in range(2):
         roles = apply(roles, "b", Rollout(), all_ready)
@@ -117,7 +117,7 @@ def test_the_worse_of_two_old_revisions_is_removed_first():
     assert (step.desired["both", "a"], step.desired["both", "b"]) == (3, 0)
 
 
-def test_a_change_that_overtakes_another_does_not_stand_still():
+def test_a_change_during_a_rollout_makes_progress():
     """The surplus pods of the overtaken revision had used up the whole surge on a cluster."""
     roles = world(
         prefill=(2, {"a": (2, 2), "b": (1, 1)}),
@@ -226,7 +226,7 @@ def test_a_change_of_pods_and_of_numbers_at_once_ends(had, wanted, rollout):
 
 @settings(max_examples=100, deadline=None)
 @given(wanted=st.tuples(st.integers(1, 12), st.integers(1, 12)), rollout=rollouts)
-def test_neither_role_runs_ahead(wanted, rollout):
+def test_no_role_gets_ahead_by_more_than_max_skew(wanted, rollout):
     roles = [RoleState(name, n, {"a": Count(n, n)}) for name, n in zip(("prefill", "decode"), wanted, strict=True)]
     while not next_step(roles, "b", rollout).done:
         before = min(role.share("b") for role in roles)

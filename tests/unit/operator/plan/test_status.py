@@ -195,7 +195,7 @@ def test_a_transition_time_moves_only_on_a_flip():
     assert [t["Progressing"] for t in times] == ["1", "1", "3"]
 
 
-def test_roles_show_ready_of_wanted_and_leave_out_those_that_are_gone():
+def test_roles_show_ready_of_wanted_and_omit_removed_ones():
     roles = [
         RoleState("prefill", 3, {"r": Count(2, 1), "q": Count(1, 1), "o": Count(0, 0)}),
         RoleState("both", 0, {}),

@@ -270,7 +270,7 @@ def test_a_state_is_read_as_it_was_written(state: TlsState) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", '{"issuedAt": "x"}', "[" * 100_000])
-def test_other_data_is_no_state(text: str) -> None:
+def test_invalid_state_is_ignored(text: str) -> None:
     assert read_state({"state.json": text}) is None
     assert read_state({}) is None
 

@@ -112,7 +112,7 @@ def test_a_template_without_tools_gets_them_as_text():
         ("{{ tools }}", {"reasoning": "think"}, CallFormat.HERMES, True),
     ],
 )
-def test_the_form_of_answers(template, parsers, expected, reasons):
+def test_the_answer_form_follows_template_and_parsers(template, parsers, expected, reasons):
     form = model_with(template, **parsers).answer_form
     assert (form.call_format, form.has_reasoning) == (expected, reasons)
 

@@ -99,7 +99,7 @@ def test_every_policy_of_the_gateway_routes(policy: str, roles: str) -> None:
         ("[cluster]\nname = 'x'", "cluster is .*; remove it; the fields here are seed, pools"),
     ],
 )
-def test_an_unknown_section_is_named_before_what_is_missing(text: str, message: str) -> None:
+def test_an_unknown_section_is_named_before_missing_fields(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_fleet(text, no_files)
 

@@ -97,7 +97,7 @@ def test_the_outputs_of_a_trace_are_generated_again() -> None:
 
 
 @given(place=st.integers(0, 1 << 20), count=st.integers(0, 500))
-def test_ids_and_sampled_tokens_of_a_place_are_the_same(place: int, count: int) -> None:
+def test_ids_equal_the_sampled_tokens_at_the_same_position(place: int, count: int) -> None:
     assert [token.token_id for token in TAPE.sampled(place, count)] == TAPE.ids(place, count)
     output = Output(TAPE, place, count)
     assert [t.token_id for t in (*output.sampled(0, count // 2), *output.sampled(count // 2, count - count // 2))] == (

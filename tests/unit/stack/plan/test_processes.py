@@ -83,7 +83,7 @@ def test_the_gateway_is_given_each_workers_services_and_the_port_of_its_admin() 
         (StackConfig("tiny", cores=2, threads=5), "decode", 5),
     ],
 )
-def test_cores_are_shared_by_role_unless_the_user_says_otherwise(config: StackConfig, role: str, threads: int) -> None:
+def test_cores_are_shared_by_role_unless_threads_are_set(config: StackConfig, role: str, threads: int) -> None:
     assert compute_threads(config, role) == threads
 
 

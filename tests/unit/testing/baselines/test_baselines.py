@@ -33,7 +33,7 @@ def a_sequence(num_prompt: int, num_output: int) -> Sequence:
 
 @settings(max_examples=50, deadline=None)
 @given(slots=st.integers(16, 5000), seed=st.integers(0, 99))
-def test_chunks_never_overlap_and_all_of_them_come_back(slots: int, seed: int) -> None:
+def test_chunks_never_overlap_and_all_are_freed(slots: int, seed: int) -> None:
     memory, draw, held = BuddyMemory(slots, 2048), Random(seed), []
     largest = max(memory._free)
     for _ in range(200):
@@ -84,7 +84,7 @@ def drawn(count: int = 60) -> list:
 
 
 @pytest.mark.parametrize("make", [*(reserving(rule, 4096) for rule in BASELINES.values()), static(4096)])
-def test_every_request_ends_and_every_chunk_comes_back(make: Callable) -> None:
+def test_every_request_ends_and_every_chunk_is_freed(make: Callable) -> None:
     served = serve(drawn(), settings_of(slots=4096), make_scheduler=make)
     assert served.completed == 60
     assert served.replica.allocator.pool.is_idle

@@ -109,7 +109,7 @@ async def test_offers_without_a_requested_id_have_unique_ids(at: Desk) -> None:
     assert at.desk.count(OfferState.OFFERED) == 50
 
 
-async def test_a_reader_claims_renews_and_finishes_and_the_pages_come_back_once(at: Desk) -> None:
+async def test_a_reader_claims_renews_and_finishes_and_the_pages_are_released_once(at: Desk) -> None:
     ticket = at.offer(1)
     assert at.desk.claim(ticket, 1) == TIMES.lease_seconds
     assert at.desk.count(OfferState.CLAIMED) == 1

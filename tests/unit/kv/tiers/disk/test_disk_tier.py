@@ -115,7 +115,7 @@ def test_the_byte_count_is_that_of_the_files(steps: list[tuple[str, int, int]]) 
 # ---------------------------------------------------------------------- folder
 
 
-def test_recency_outlives_a_restart(tmp_path: Path) -> None:
+def test_recency_is_preserved_over_a_restart(tmp_path: Path) -> None:
     clock = ManualClock()
     tier = open_disk(tmp_path / "t", clock)
     for number in range(4):
@@ -202,7 +202,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_direct_reads_go_where_they_belong(tmp_path: Path, aligned: bool) -> None:
+def test_direct_reads_return_the_stored_bytes(tmp_path: Path, aligned: bool) -> None:
     size = 8 * ALIGNMENT if aligned else SIZE
     spec = parse_tier(f"disk://{tmp_path}/t?size=1MiB&direct=on")
     tier = disk_tier.open_tier(spec, object_bytes=size, secret=SECRET, clock=ManualClock())
@@ -229,7 +229,7 @@ def test_a_file_system_without_direct_io_is_named(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(("past", "through", "expected"), [(1.0, 2.0, True), (1.0, 1.1, False), (2.0, 1.0, False)])
-def test_direct_io_is_taken_where_it_is_clearly_faster(
+def test_direct_io_is_used_where_it_is_clearly_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, past: float, through: float, expected: bool
 ) -> None:
     measured = iter([past] * 3 + [through] * 3)

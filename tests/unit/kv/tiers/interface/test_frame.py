@@ -36,7 +36,7 @@ def framed(frames: Frames, content: bytes, key: ObjectKey = KEY) -> tuple[bytes,
 
 @pytest.mark.parametrize("encrypt", [False, True])
 @given(content=st.binary(min_size=1, max_size=2000), cuts=st.lists(st.integers(0, 700), max_size=6))
-def test_content_comes_back_however_it_is_cut(encrypt: bool, content: bytes, cuts: list[int]) -> None:
+def test_content_is_preserved_for_any_split(encrypt: bool, content: bytes, cuts: list[int]) -> None:
     frames = Frames(SECRET, len(content), encrypt=encrypt)
     parts, at = [], 0
     for cut in (*cuts, len(content)):

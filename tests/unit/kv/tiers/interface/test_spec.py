@@ -135,6 +135,6 @@ def test_an_option_given_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize("url", ["dram://host?size=1MiB", "dram:///folder?size=1MiB"])
-def test_memory_has_no_host_and_no_path(url: str) -> None:
+def test_a_memory_tier_with_host_or_path_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="no host"):
         dram.open_tier(parse_tier(url), object_bytes=1024, secret=b"s" * 16, clock=SystemClock())

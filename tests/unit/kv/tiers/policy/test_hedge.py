@@ -32,7 +32,7 @@ def test_known_quantiles() -> None:
         Quantile(0.5, 0)
 
 
-def test_nothing_is_hedged_before_enough_is_known() -> None:
+def test_no_load_is_hedged_before_the_minimum_number_of_samples() -> None:
     policy = HedgePolicy()
     for _ in range(MIN_SAMPLES - 1):
         policy.loaded(1.0)

@@ -8,7 +8,7 @@ def name(number: int) -> BlockHash:
     return BlockHash(bytes([number]) * 32)
 
 
-def test_a_name_is_remembered_until_it_is_missed() -> None:
+def test_a_name_is_kept_until_a_lookup_misses_it() -> None:
     lately = RecentStores(8)
     lately.begin(name(1))
     lately.end(name(1), is_there=True)

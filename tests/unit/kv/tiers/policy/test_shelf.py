@@ -89,7 +89,7 @@ def test_a_quota_holds_even_if_there_is_room() -> None:
     assert here(shelf, range(5)) == [3, 4]
 
 
-def test_a_scan_does_not_wash_out_what_is_used() -> None:
+def test_a_scan_does_not_evict_used_objects() -> None:
     shelf = Shelf(8)
     for n in range(8):
         put(shelf, n)

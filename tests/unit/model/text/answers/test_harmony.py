@@ -54,7 +54,7 @@ CASES: list[tuple[str, Expected]] = [
 
 @pytest.mark.parametrize("marks", [NONE, ALL], ids=["text", "tokens"])
 @pytest.mark.parametrize(("text", "expected"), CASES)
-def test_messages_become_parts(text: str, expected: Expected, marks: Marks) -> None:
+def test_messages_become_content_reasoning_and_calls(text: str, expected: Expected, marks: Marks) -> None:
     written = as_marks(text, marks)
     content, reasoning, calls = split(CallFormat.HARMONY, [written], marks=marks)
     spelled = [(call_id, name, arguments.replace(" ", "")) for call_id, name, arguments in calls]
