@@ -149,7 +149,7 @@ class StagedRead:
             return
         found = page_digests(self._memory(piece), self._relayout.source.block_bytes, range(len(piece)))
         if list(found) != self._digests[piece.start - self._blocks.start : piece.stop - self._blocks.start]:
-            raise ReadError("the data was corrupted on its way from the peer")
+            raise ReadError("the data was corrupted in transit from the peer")
 
     def _memory(self, piece: range) -> memoryview:
         return self._place[: len(piece) * self._relayout.source.block_bytes]

@@ -61,7 +61,7 @@ def bytes_at_random(data: bytes, random: Random, words: Sequence[bytes] = (), mo
 
 
 def json_at_random(data: bytes, random: Random, words: Sequence[str] = ()) -> bytes:
-    """Change values of a JSON document. Occasionally, or if the input is no JSON, change its bytes."""
+    """Change values of a JSON document. Occasionally, or if the input is not JSON, change its bytes."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

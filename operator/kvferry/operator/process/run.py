@@ -32,7 +32,7 @@ _DRAIN_SECONDS = 1.5
 _STOP_SECONDS = 2.0
 _KOPF_WORKERS = 64
 _RIVALS_SECONDS = 2.0
-"""Seconds between two looks for other operators."""
+"""Seconds between two checks for other operators."""
 
 Announce = Callable[[Mapping[str, object]], None]
 """Callback for the events `listening`, with the health port, and `leading`."""

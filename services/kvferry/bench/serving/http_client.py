@@ -132,7 +132,7 @@ async def _messages(response: "httpx.Response") -> AsyncIterator[dict[str, Any]]
             continue
         message = json.loads(data)
         if not isinstance(message, dict):
-            raise ValueError("a message of the server is no JSON object")
+            raise ValueError("a message of the server is not a JSON object")
         yield message
 
 

@@ -76,7 +76,7 @@ def read_secret_file(path: Path, field: str) -> bytes:
     """Read a secret from a regular file, without a trailing newline.
 
     Raises:
-        UsageError: the file cannot be read, is no regular file, is too large, or is empty.
+        UsageError: the file cannot be read, is not a regular file, is too large, or is empty.
     """
     try:
         if not path.is_file() and path.exists():  # a device may have no end, and a pipe no writer

@@ -25,7 +25,7 @@ class DraftedSequence:
     """Number of its last use; larger is later."""
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take over the sequence's current tokens. KV stays valid up to the first token that differs; only draft tokens
+        """Copy the sequence's current tokens. KV stays valid up to the first token that differs; only draft tokens
         can differ, so the comparison begins with them."""
         same, limit = self.num_known, min(len(tokens), len(self.tokens))
         while same < limit and self.tokens[same] == tokens[same]:
@@ -37,7 +37,7 @@ class DraftedSequence:
         self.num_computed = min(same, self.num_computed, len(tokens) - 1)
 
     def extend(self, tokens: Sequence[int], first: int) -> None:
-        """Take over the sequence's current tokens from `first` on, instead of the last draft. KV stays valid, since
+        """Copy the sequence's current tokens from `first` on, in place of the last draft. KV stays valid, since
         that of draft tokens is not counted."""
         del self.tokens[self.num_known :]
         self.tokens += tokens[first + self.num_known :]

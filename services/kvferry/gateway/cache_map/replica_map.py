@@ -19,7 +19,7 @@ _MAX_REPEATED = 1000
 _NUM_DIGESTS = 256
 _NUM_SAMPLES = 64
 MAX_TOUCHED = 1 << 16
-"""Changed keys after which an audit in progress is given up."""
+"""Number of changed keys after which an audit in progress is cancelled."""
 
 
 class FeedBroken(Exception):

@@ -54,7 +54,7 @@ class History:
 
     def add(self, now: float, totals: Totals) -> None:
         """Add a reading, taken at `now` (monotonic seconds). The first one makes no point. A reading less than half an
-        interval after the last one is left out: rates over a very short time say nothing."""
+        interval after the last one is left out: rates over a very short time have no meaning."""
         if self._readings:
             if now - self._readings[-1][0] < INTERVAL_SECONDS / 2:
                 return

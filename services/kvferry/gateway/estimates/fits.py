@@ -8,7 +8,7 @@ _MIN_SPREAD = 0.05
 """Minimum standard deviation of the amounts, as a fraction of their mean, from which a slope is fitted."""
 _OUTLIER = 8.0
 """A duration that differs from the fit by more than this factor counts as one that differs by this factor: pauses of a
-process (compilation, swapping) say nothing about the next request."""
+process (compilation, swapping) do not predict the duration of the next request."""
 _NUM_TRUSTED = 5
 """Number of observations from which outliers are limited."""
 

@@ -41,7 +41,7 @@ def trace_line(sample: TracedSample, namers: BlockNamers) -> str:
 
     Args:
         sample: the sample.
-        namers: namers under the trace's key; without the key, an id does not tell whether a text was sent.
+        namers: namers under the trace's key; without the key, an id does not reveal whether a text was sent.
     """
     namer = namers.of(sample.scope, fingerprint=_FINGERPRINT, block_tokens=BLOCK_TOKENS)
     names = namer.chain([*sample.prompt, *sample.output])

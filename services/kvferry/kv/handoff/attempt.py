@@ -232,7 +232,7 @@ class Attempt:
         if self.state is not TransferState.VERIFYING:
             return []
         if not equal:
-            return self._end(TransferEvent.DIGESTS_DIFFER, "the data was corrupted on its way from the peer")
+            return self._end(TransferEvent.DIGESTS_DIFFER, "the data was corrupted in transit from the peer")
         return self._end(TransferEvent.EPOCHS_EQUAL, None)
 
     def broken(self, message: str) -> Effects:

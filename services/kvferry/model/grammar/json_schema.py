@@ -87,7 +87,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _invalid(message: str) -> InvalidRequest:

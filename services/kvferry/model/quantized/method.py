@@ -18,7 +18,7 @@ class Method:
     read: Callable[[Parts], QuantizedMatrix] | None = None
     """Function from the tensors of a module to its matrix. Raises ModelFileError."""
     is_excluded: Callable[[str], bool] = lambda _: False
-    """Function that returns whether the fields say that a module is not quantized."""
+    """Function that returns whether the fields exclude a module from quantization."""
     dropped: frozenset[str] = frozenset()
     """Last parts of the names of tensors that have no effect here, such as scales of activations."""
     notes: tuple[str, ...] = ()

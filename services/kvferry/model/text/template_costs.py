@@ -35,7 +35,7 @@ def number(value: object) -> None:
     """Check that an operand is a number.
 
     Raises:
-        SecurityError: the operand is no number.
+        SecurityError: the operand is not a number.
     """
     if not isinstance(value, int | float):
         raise SecurityError(f"a number is expected, not a {type(value).__name__}")

@@ -258,7 +258,9 @@ def _raise_exception(message: object) -> NoReturn:
 def _date(moment: datetime, form: object) -> str:
     # Some systems pad a field to any width, such as `%9999d`.
     if not isinstance(form, str) or len(form) > _MAX_DATE or _DATE.fullmatch(form) is None:
-        raise InvalidRequest(f"the chat template asks for a date as {str(form)[:100]!r}", field="messages")
+        raise InvalidRequest(
+            f"the chat template uses the unsupported date format {str(form)[:100]!r}", field="messages"
+        )
     return moment.strftime(form)
 
 

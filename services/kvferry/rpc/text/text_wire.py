@@ -140,7 +140,7 @@ def _parameters(text: str, where: str) -> dict[str, object]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where} is no JSON object; give a JSON schema as JSON text", field=where)
+        raise InvalidRequest(f"{where} is not a JSON object; give a JSON schema as JSON text", field=where)
     return value
 
 

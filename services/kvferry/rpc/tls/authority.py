@@ -154,7 +154,7 @@ def facts_of(pem: str) -> list[CertificateFacts]:
     try:
         found = x509.load_pem_x509_certificates(pem.encode())
     except ValueError as error:
-        raise UsageError(f"these are no certificates: {error}", field="certificate") from error
+        raise UsageError(f"the text has no certificates that can be read: {error}", field="certificate") from error
     return [
         CertificateFacts(
             one.fingerprint(hashes.SHA256()).hex(),

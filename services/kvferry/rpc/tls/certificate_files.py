@@ -100,7 +100,7 @@ def leaf_not_after(chain: Path, key: Path) -> float:
 
     Raises:
         ssl.SSLCertVerificationError: the certificate is not valid now, or not for servers.
-        ssl.SSLError: the files are no PEM certificate with its key.
+        ssl.SSLError: the files are not a PEM certificate and its key.
         OSError: a file cannot be read.
     """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -75,7 +75,7 @@ def _not_accepted(why: str, files: CertificateFiles) -> str:
 
 
 def _plain_cause(connection: socket.socket) -> str:
-    """Return why plain gRPC fails: whether the server speaks TLS."""
+    """Return why plain gRPC fails: whether the server uses TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

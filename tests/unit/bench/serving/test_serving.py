@@ -106,7 +106,7 @@ async def listed(_: Body, writer: asyncio.StreamWriter) -> None:
         (overloaded, "HTTP 429: full"),
         (failing, "the worker died"),
         (cut, "RemoteProtocolError"),
-        (listed, "no JSON object"),
+        (listed, "not a JSON object"),
     ],
 )
 async def test_a_bad_answer_fails_its_request_and_no_other(respond: Respond, error: str) -> None:

@@ -350,5 +350,5 @@ def test_a_template_that_checks_for_the_date_function_uses_its_own_date() -> Non
 @pytest.mark.parametrize("form", ["%99999d", "%", "x" * 101, "%Y" * 60, "%_5d"])
 def test_dates_of_any_width_are_refused(form: str) -> None:
     template = ChatTemplate(f"{{{{ strftime_now({form!r}) }}}}")
-    with pytest.raises(InvalidRequest, match="the chat template asks for a date as"):
+    with pytest.raises(InvalidRequest, match="the chat template uses the unsupported date format"):
         template.render([{"role": "user", "content": "x"}])

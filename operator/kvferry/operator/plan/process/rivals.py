@@ -26,7 +26,7 @@ class Rivals:
     """Operator and time of the observation in each pool's status, when it was first seen."""
 
     def look(self, pools: Iterable[Mapping[str, Any]], now: float, wall: float) -> tuple[str, bool]:
-        """Look at all pools; return a message about a rival (empty if there is none) and whether the rival is certainly
+        """Check all pools; return a message about a rival (empty if there is none) and whether the rival is certainly
         running, since it has written a status since the search began.
 
         Args:

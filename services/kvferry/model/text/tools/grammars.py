@@ -18,7 +18,7 @@ MAX_CALLS = 16
 """Maximum number of calls in an answer that must have calls: a small model does not end by itself."""
 _COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "if", "not"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", *_COMPOSED})
-"""Keywords that say which other members an object may have."""
+"""Keywords that define which other members an object may have."""
 _SPACING: Mapping[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -70,7 +70,7 @@ def _harmony_thought(marks: Marks) -> str:
 
 
 def _terminal(marker: str, marks: Marks) -> str:
-    """Return a marker as it stands in a rule: a control token, or its text."""
+    """Return the form of a marker in a rule: a control token, or its text."""
     token_id = marks.token_ids.get(marker)
     return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
 

@@ -33,7 +33,7 @@ def pythonic_call(tool: Tool, rule: str, spacing: Mapping[str, object]) -> list[
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise _unsuitable(tool, "its properties are no object, or required is no array")
+        raise _unsuitable(tool, "properties must be an object, and required an array")
     other = sorted(schema.keys() - _PLAIN - set(_DEFINITIONS))
     if other:
         raise _unsuitable(tool, f"it has {shortened(other[0])!r}")

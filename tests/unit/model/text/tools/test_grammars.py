@@ -215,7 +215,7 @@ def test_python_keywords_are_optional_according_to_the_schema(tokenizer, data):
         ({"properties": {"class": {}}}, "'class' is not a name"),
         ({"properties": {"a": 1}}, "no schema"),
         ({"properties": {}, "required": ["a"]}, "requires 'a'"),
-        ({"properties": []}, "no object"),
+        ({"properties": []}, "must be an object"),
     ],
 )
 def test_schemas_that_are_no_keyword_arguments_are_refused(schema, words):
